@@ -1,0 +1,1 @@
+"""Checkpoints that cannot be lost: save, seal, verify, restore, prune, export; local disk and object stores."""

@@ -1,0 +1,226 @@
+"""Who and where this process is: the only reader of rank variables.
+
+A launcher's job ends when `DistEnv` is known. `from_environment()` reads torchrun's variables, Slurm's own
+(`srun python train.py`, one task a rank) or none at all; Ray's adapter builds a `DistEnv` itself. From there on nobody asks
+who launched whom. Not here: the mesh (fsdp/mesh.py) and anything about a model.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp.errors import LaunchError
+
+log = logging.getLogger(__name__)
+
+OLDEST_TORCH = (2, 11)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistEnv:
+    """One process's place among the ranks. The launcher's adapter gives the device; nobody computes it again."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    num_nodes: int
+    device: torch.device
+    launcher: str
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank}({self.world_size}) local {self.local_rank}({self.local_world_size}) "
+            f"node {self.node_rank}({self.num_nodes}) {self.device} via {self.launcher}"
+        )
+
+
+def check_torch(version: str = torch.__version__) -> None:
+    """Refuse a torch in which FSDP2 and DCP are not what this code was proven on."""
+    major, minor = (int(part) for part in version.split("+")[0].split(".")[:2])
+    if (major, minor) < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        raise LaunchError(f"torch {version} is older than {oldest}.", "pip install torch==2.13.0")
+
+
+def speaks_for_all(environ: Mapping[str, str] = os.environ) -> bool:
+    """Before any DistEnv exists: is this the one process that should print an error that all will meet?"""
+    return all(environ.get(name, "0") == "0" for name in ("RANK", "SLURM_PROCID") if name in environ)
+
+
+def from_environment(environ: Mapping[str, str] = os.environ) -> DistEnv:
+    """torchrun's variables first (torchrun may stand inside a Slurm step), then Slurm's, then a single process."""
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        return _from_torchrun(environ)
+    if "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ and int(environ["SLURM_STEP_NUM_TASKS"]) > 1:
+        return _from_slurm(environ)
+    return DistEnv(
+        rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, num_nodes=1,
+        device=pick_device(0), launcher="a single process",
+    )  # fmt: skip
+
+
+def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name, "" if default is None else str(default))
+    if not text.lstrip("-").isdigit():
+        raise LaunchError(f"{name} is {text!r} and not a number.", "start with torchrun, srun, or neither and no RANK set")
+    return int(text)
+
+
+def _from_torchrun(environ: Mapping[str, str]) -> DistEnv:
+    world, local_world = _integer(environ, "WORLD_SIZE"), _integer(environ, "LOCAL_WORLD_SIZE", 1)
+    local_rank = _integer(environ, "LOCAL_RANK", 0)
+    return DistEnv(
+        rank=_integer(environ, "RANK"),
+        world_size=world,
+        local_rank=local_rank,
+        local_world_size=local_world,
+        node_rank=_integer(environ, "GROUP_RANK", 0),
+        num_nodes=_integer(environ, "GROUP_WORLD_SIZE", max(1, world // local_world)),
+        device=pick_device(local_rank),
+        launcher="torchrun under Slurm" if "SLURM_JOB_ID" in environ else "torchrun",
+    )
+
+
+def _from_slurm(environ: Mapping[str, str]) -> DistEnv:
+    local_rank = _integer(environ, "SLURM_LOCALID")
+    return DistEnv(
+        rank=_integer(environ, "SLURM_PROCID"),
+        world_size=_integer(environ, "SLURM_STEP_NUM_TASKS"),
+        local_rank=local_rank,
+        local_world_size=_tasks_on_node(environ),
+        node_rank=_integer(environ, "SLURM_NODEID"),
+        num_nodes=_integer(environ, "SLURM_STEP_NUM_NODES", 1),
+        device=pick_device(local_rank),
+        launcher="srun",
+    )
+
+
+def _tasks_on_node(environ: Mapping[str, str]) -> int:
+    """SLURM_STEP_TASKS_PER_NODE reads like `2(x3),1`: this node's entry."""
+    counts: list[int] = []
+    for part in environ.get("SLURM_STEP_TASKS_PER_NODE", environ["SLURM_STEP_NUM_TASKS"]).split(","):
+        tasks, _, times = part.partition("(x")
+        counts += [int(tasks)] * int(times.rstrip(")") or 1)
+    return counts[_integer(environ, "SLURM_NODEID", 0)]
+
+
+def pick_device(local_rank: int) -> torch.device:
+    """A scheduler that shows each process one device numbers it 0, whatever the local rank."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    visible = torch.cuda.device_count()
+    if visible > 1 and local_rank >= visible:
+        raise LaunchError(
+            f"local rank {local_rank} has no device: {visible} are visible on {socket.gethostname()}.",
+            f"--nproc_per_node={visible}",
+        )
+    return torch.device("cuda", local_rank if visible > 1 else 0)
+
+
+def expand_hostlist(hosts: str) -> list[str]:
+    """Slurm's `gpu[01-03,7],login` as names, for where scontrol is not at hand."""
+    names: list[str] = []
+    depth, start = 0, 0
+    for at, char in enumerate(hosts + ","):
+        depth += (char == "[") - (char == "]")
+        if char == "," and depth == 0:
+            names += _expand_one(hosts[start:at])
+            start = at + 1
+    return names
+
+
+def _expand_one(pattern: str) -> list[str]:
+    head, bracket, rest = pattern.partition("[")
+    if not bracket:
+        return [pattern] if pattern else []
+    inside, _, tail = rest.partition("]")
+    middles: list[str] = []
+    for part in inside.split(","):
+        low, dash, high = part.partition("-")
+        middles += [str(n).zfill(len(low)) for n in range(int(low), int(high if dash else low) + 1)]
+    return [head + middle + end for middle in middles for end in (_expand_one(tail) or [""])]
+
+
+def slurm_rendezvous(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
+    """Address and port of rank 0 for `srun python train.py`, new at each requeue and step, equal on every rank.
+
+    slurm/fsdp.sbatch probes and exports MASTER_ADDR and MASTER_PORT; this is for a bare srun.
+    """
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "localhost")
+    job, step = _integer(environ, "SLURM_JOB_ID"), _integer(environ, "SLURM_STEP_ID", 0)
+    restart = _integer(environ, "SLURM_RESTART_COUNT", 0)
+    return expand_hostlist(nodes)[0], 20000 + (job * 31 + step * 7 + restart) % 20000
+
+
+@contextmanager
+def process_group(env: DistEnv, timeout_s: float) -> Iterator[None]:
+    """The default group; one that somebody else made (Ray) is used as it is and left alone."""
+    if dist.is_initialized():
+        _check_same_size(env)
+        yield
+        return
+    if env.device.type == "cuda":
+        torch.cuda.set_device(env.device)
+    dist.init_process_group(**_group_arguments(env, timedelta(seconds=timeout_s)))
+    try:
+        yield
+    finally:
+        # After an exception too: it is local, and a group left open makes the interpreter complain at its end.
+        dist.destroy_process_group()
+
+
+def _check_same_size(env: DistEnv) -> None:
+    if (dist.get_rank(), dist.get_world_size()) != (env.rank, env.world_size):
+        raise LaunchError(
+            f"the launcher says rank {env.rank} of {env.world_size}, "
+            f"the process group {dist.get_rank()} of {dist.get_world_size()}."
+        )
+
+
+def _group_arguments(env: DistEnv, timeout: timedelta) -> dict[str, Any]:
+    cuda = env.device.type == "cuda"
+    arguments: dict[str, Any] = {
+        "backend": "cpu:gloo,cuda:nccl" if cuda else "cpu:gloo",
+        "rank": env.rank,
+        "world_size": env.world_size,
+        "timeout": timeout,
+        "device_id": env.device if cuda else None,
+    }
+    if env.world_size == 1:
+        arguments["store"] = dist.HashStore()  # no port, so nothing to collide with
+    elif "MASTER_ADDR" not in os.environ:
+        if env.launcher != "srun":
+            raise LaunchError(f"rank {env.rank} has no MASTER_ADDR.", "start with torchrun, or srun")
+        address, port = slurm_rendezvous()
+        arguments["init_method"] = f"tcp://{address}:{port}"
+    return arguments
+
+
+def set_variable(name: str, value: str) -> None:
+    """Change one environment variable, and say so."""
+    old = os.environ.get(name)
+    if old != value:
+        os.environ[name] = value
+        log.info("environment %s: %s → %s", name, old, value)
+
+
+__all__ = [
+    "DistEnv", "check_torch", "expand_hostlist", "from_environment", "pick_device",
+    "process_group", "set_variable", "slurm_rendezvous", "speaks_for_all",
+]  # fmt: skip

@@ -1,0 +1,32 @@
+"""Blame by type: who can mend it decides the class, and a HINT line says how.
+
+ConfigError is the person's, LaunchError the launcher's, CheckpointError the disk's, TrainingError the numbers'.
+"""
+
+from __future__ import annotations
+
+
+class ShardrunError(Exception):
+    """One line that names the field, the value or the rank, and a HINT that works as typed."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        self.hint = hint
+        super().__init__(f"{message} HINT: {hint}" if hint else message)
+
+
+class ConfigError(ShardrunError):
+    exit_code = 2
+
+
+class LaunchError(ShardrunError):
+    exit_code = 3
+
+
+class CheckpointError(ShardrunError):
+    exit_code = 4
+
+
+class TrainingError(ShardrunError):
+    exit_code = 5
