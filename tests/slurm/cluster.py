@@ -1,0 +1,404 @@
+"""A real Slurm of its own: slurmctld, slurmd's and munged in one folder, on free ports, up in about a second.
+
+As root each node is a host: own address, host name, /etc/hosts and process space in namespaces, so that its plug can be
+pulled. The network lies in the login host's namespace, not in the machine's: two clusters cannot meet, and nothing of one
+outlives its processes. Elsewhere the slurmd's share the loopback. Here is the cluster; what runs on it is the tests'.
+
+    python -m tests.slurm.cluster --nodes 2        # one to play with: prints how to enter it, ends with Ctrl-C
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import getpass
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parent.parent
+PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol")
+NETWORK = "10.77.0"
+NAMESPACES = ["--net", "--uts", "--mount"]
+DEAD_STATES = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "OUT_OF_MEMORY"}
+FOREIGN = ("SLURM_", "SBATCH_", "SRUN_", "MASTER_", "TORCHELASTIC_", "SHARDRUN_")
+
+Mode = Literal["netns", "local"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What differs between the clusters that tests ask for."""
+
+    nodes: int = 2
+    cpus: int = 8
+    grace_s: int = 0
+    kill_wait_s: int = 15
+    controller: str = ""
+    """SlurmctldParameters, e.g. preempt_send_user_signal."""
+
+
+def missing() -> str | None:
+    """Why no Slurm can be brought up here, or None."""
+    os.environ["PATH"] = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
+    absent = [name for name in PROGRAMS if shutil.which(name) is None]
+    return f"{', '.join(absent)} not installed (apt-get install slurm-wlm munge)" if absent else None
+
+
+def best_mode() -> Mode:
+    """Namespaces where this user may make them."""
+    try_one = ["unshare", *NAMESPACES, "--pid", "--fork", "true"]
+    if shutil.which("unshare") and shutil.which("ip") and subprocess.run(try_one, capture_output=True).returncode == 0:
+        return "netns"
+    return "local"
+
+
+def free_ports(count: int) -> list[int]:
+    """Below the kernel's own range, so that no outgoing connection takes one between here and the daemon's bind."""
+    ports: list[int] = []
+    while len(ports) < count:
+        port = random.SystemRandom().randrange(10000, 20000)
+        with contextlib.closing(socket.socket()) as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            ports += [port] * (port not in ports)
+    return ports
+
+
+def eventually(what: str, condition: Callable[[], object], timeout_s: float, tell: Callable[[], str] = str) -> None:
+    """Poll until condition() is true; the failure says what was waited for, and what `tell` knows."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout_s:.0f} s: {what}\n{tell()}")
+        time.sleep(0.1)
+
+
+class Host:
+    """A shell in namespaces of its own that takes commands on stdin; it and all inside end when the pipe closes."""
+
+    def __init__(self, name: str, hosts: Path, log: Path, *, own_processes: bool) -> None:
+        own = ["--pid", "--fork", "--kill-child", "--mount-proc"] if own_processes else []
+        with log.open("a") as output:
+            self.process = subprocess.Popen(
+                [*_dies_with_us(), "unshare", *NAMESPACES, *own, "bash"],
+                stdin=subprocess.PIPE, stdout=output, stderr=output, text=True, start_new_session=True,
+            )  # fmt: skip
+        self.say(f"hostname {name}; mount --bind '{hosts}' /etc/hosts; ip link set lo up; echo {name} is up >>'{log}.up'")
+        eventually(f"host {name} is up", Path(f"{log}.up").exists, 10, log.read_text)
+        Path(f"{log}.up").unlink()
+
+    def say(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    @property
+    def shell(self) -> int:
+        """The pid of the shell as this machine sees it: with a process space of its own it is unshare's child."""
+        return (_children(self.process.pid) or [self.process.pid])[0]
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+
+
+def _dies_with_us() -> list[str]:
+    return ["setpriv", "--pdeathsig", "KILL"]
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+class Cluster:
+    """One Slurm. Use as a context manager, or start() and stop()."""
+
+    def __init__(self, folder: Path, shape: Shape | None = None, mode: Mode | None = None) -> None:
+        self.folder, self.shape, self.mode = folder.resolve(), shape or Shape(), mode or best_mode()
+        self.nodes = [f"n{i}" for i in range(1, self.shape.nodes + 1)]
+        self.controller_host = "login" if self.mode == "netns" else socket.gethostname().split(".")[0]
+        self.daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self.hosts: dict[str, Host] = {}
+        self.conf = self.folder / "slurm.conf"
+
+    def __enter__(self) -> Cluster:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    # ------------------------------------------------------------ up and down
+
+    def start(self) -> None:
+        for name in ("log", "run", "state", *(f"spool.{node}" for node in self.nodes)):
+            (self.folder / name).mkdir(parents=True)
+        self._munge()
+        self.names(True)
+        self.conf.write_text(self._configuration(free_ports(self.shape.nodes + 1)))
+        if self.mode == "netns":
+            self._login_host()
+        self._daemon("slurmctld", self._on_login(["slurmctld", "-D"]))
+        for node in self.nodes:
+            self.power_on(node)
+        eventually(f"{len(self.nodes)} idle nodes", self._all_idle, 30, self._logs)
+
+    def stop(self) -> None:
+        if "slurmctld" in self.daemons and self.mode == "local":
+            self._end_jobs()
+        for host in self.hosts.values():
+            host.end()
+        for name in [*self.nodes, "slurmctld", "munged"]:
+            self._end_daemon(name)
+        self._end_leftovers()
+
+    def _munge(self) -> None:
+        run, key = self.folder / "run", self.folder / "munge.key"
+        key.touch(mode=0o600)
+        key.write_bytes(os.urandom(1024))
+        files = {"socket": run / "munge.sock", "pid-file": run / "munged.pid", "seed-file": run / "munge.seed"}
+        options = [f"--{name}={path}" for name, path in {**files, "key-file": key, "log-file": run / "munged.log"}.items()]
+        self._daemon("munged", ["munged", "--foreground", "--force", *options])
+        eventually("munged listens", files["socket"].exists, 10, self._logs)
+
+    def _configuration(self, ports: Sequence[int]) -> str:
+        user, host = getpass.getuser(), self.controller_host
+        address = f"{NETWORK}.254" if self.mode == "netns" else "127.0.0.1"
+        lines = (HERE / "slurm.conf.in").read_text().format(
+            host=host, address=address, port=ports[0], user=user, folder=self.folder,
+            kill_wait=self.shape.kill_wait_s, controller=self.shape.controller or "requeue_on_resume_failure",
+        )  # fmt: skip
+        for i, (node, port) in enumerate(zip(self.nodes, ports[1:], strict=True), start=1):
+            where = f"NodeAddr={NETWORK}.{i}" if self.mode == "netns" else f"NodeHostname={host} NodeAddr=127.0.0.1"
+            lines += f"NodeName={node} {where} Port={port} CPUs={self.shape.cpus} RealMemory=8000 State=UNKNOWN\n"
+        lines += f"PartitionName=main Nodes=ALL Default=YES State=UP PreemptMode=REQUEUE GraceTime={self.shape.grace_s}\n"
+        return lines + "PartitionName=high Nodes=ALL PriorityTier=10 State=UP PreemptMode=OFF\n"
+
+    def names(self, resolve: bool) -> None:
+        """Do the nodes' names resolve? The file keeps its inode: it is bound over every host's /etc/hosts."""
+        lines = ["127.0.0.1 localhost", f"{NETWORK}.254 {self.controller_host}"]
+        lines += [f"{NETWORK}.{i} {node}" for i, node in enumerate(self.nodes, start=1)] if resolve else []
+        (self.folder / "hosts").write_text("\n".join(lines) + "\n")
+
+    def _login_host(self) -> None:
+        self._host(self.controller_host, own_processes=False)
+        self.hosts[self.controller_host].say(
+            f"ip link add bridge0 type bridge; ip addr add {NETWORK}.254/24 dev bridge0; ip link set bridge0 up"
+        )
+
+    def _host(self, name: str, *, own_processes: bool = True) -> Host:
+        log = self.folder / "log" / f"{name}.out"
+        self.hosts[name] = Host(name, self.folder / "hosts", log, own_processes=own_processes)
+        return self.hosts[name]
+
+    # ------------------------------------------------------------ one node
+
+    def power_on(self, node: str) -> None:
+        if self.mode == "local":
+            self._daemon(node, ["slurmd", "-D", "-N", node])
+            return
+        host = self._host(node)
+        cable, number = f"cable-{node}", self.nodes.index(node) + 1
+        self._ip("link", "add", cable, "type", "veth", "peer", "name", "eth0", "netns", str(host.shell))
+        self._ip("link", "set", cable, "master", "bridge0", "up")
+        host.say(f"ip addr add {NETWORK}.{number}/24 dev eth0; ip link set eth0 up")
+        self.start_slurmd(node)
+
+    def power_off(self, node: str) -> None:
+        """The cable first: a host that loses its power sends no last packet."""
+        assert self.mode == "netns", "a node without a process space of its own has no plug"
+        self._ip("link", "set", f"cable-{node}", "down")
+        self.hosts.pop(node).end()
+        eventually(f"{node}'s cable is gone", lambda: self._ip("link", "show", f"cable-{node}", check=False).returncode, 10)
+
+    def start_slurmd(self, node: str) -> None:
+        self.hosts[node].say(f"SLURM_CONF='{self.conf}' slurmd -D -N {node} &")
+
+    def kill_slurmd(self, node: str) -> None:
+        """The daemon alone: what it started lives on."""
+        daemons = [pid for pid in _children(self.hosts[node].shell) if _program(pid) == "slurmd"]
+        for pid in daemons:
+            os.kill(pid, signal.SIGKILL)
+        assert daemons, f"no slurmd on {node}"
+
+    def on_node(self, node: str, *command: str) -> subprocess.CompletedProcess[str]:
+        """Run a command inside a node, or, without namespaces, here."""
+        inside = self._enter(self.hosts[node].shell, REPOSITORY, "--pid") if self.mode == "netns" else []
+        return subprocess.run([*inside, *command], env=self.environment(), capture_output=True, text=True, check=True)
+
+    def pids(self, node: str, environ: str) -> list[int]:
+        """Processes of a node whose environment holds this `NAME=value`, as this machine numbers them."""
+        space = _process_space(self.hosts[node].shell) if self.mode == "netns" else None
+        return [pid for pid in _pids_with(environ) if space in (None, _process_space(pid))]
+
+    # ------------------------------------------------------------ commands and jobs
+
+    def environment(self, extra: Mapping[str, str] | None = None) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
+        path = f"{Path(sys.executable).parent}:{HERE / 'standin'}:{os.environ['PATH']}"
+        return {**kept, "PATH": path, "SLURM_CONF": str(self.conf), "OMP_NUM_THREADS": "1", **(extra or {})}
+
+    def popen(self, *command: str, env: Mapping[str, str] | None = None, cwd: Path = REPOSITORY) -> subprocess.Popen[str]:
+        """A command on the login host."""
+        return subprocess.Popen(
+            self._on_login(list(command), cwd), env=self.environment(env), cwd=cwd,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def run(
+        self,
+        *command: str,
+        env: Mapping[str, str] | None = None,
+        cwd: Path = REPOSITORY,
+        check: bool = True,
+        timeout_s: float = 60,
+    ) -> subprocess.CompletedProcess[str]:
+        """A command on the login host, to its end."""
+        with self.popen(*command, env=env, cwd=cwd) as process:
+            try:
+                out, err = process.communicate(timeout=timeout_s)
+            except BaseException:
+                process.kill()
+                raise
+        if check and process.returncode:
+            raise AssertionError(f"{' '.join(command)} ended with {process.returncode}:\n{out}\n{err}\n{self._logs()}")
+        return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+    def sbatch(self, *arguments: str, env: Mapping[str, str] | None = None, cwd: Path = REPOSITORY) -> str:
+        """Submit; the job's id."""
+        return self.run("sbatch", "--parsable", *arguments, env=env, cwd=cwd).stdout.strip()
+
+    def job(self, job: str) -> dict[str, str]:
+        """scontrol's view of one job."""
+        words = self.run("scontrol", "show", "job", "-o", job).stdout.split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def state(self, job: str) -> str:
+        return self.job(job)["JobState"]
+
+    def wait(self, job: str, timeout_s: float = 120) -> str:
+        """Until the job is done for good; its state."""
+        eventually(f"the end of job {job}", lambda: self.state(job) in DEAD_STATES, timeout_s, lambda: self.log(job))
+        return self.state(job)
+
+    def log(self, job: str) -> str:
+        """What the job wrote so far, behind scontrol's view of it."""
+        facts = self.job(job)
+        path = Path(facts["StdOut"])
+        return f"{facts['JobState']} {facts['Reason']}\n" + (path.read_text(errors="replace") if path.exists() else "")
+
+    # ------------------------------------------------------------ inside
+
+    def _daemon(self, name: str, command: list[str]) -> None:
+        with (self.folder / "log" / f"{name}.out").open("ab") as output:
+            self.daemons[name] = subprocess.Popen(
+                [*_dies_with_us(), *command], env={**os.environ, "SLURM_CONF": str(self.conf)},
+                stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+            )  # fmt: skip
+
+    def _end_daemon(self, name: str) -> None:
+        daemon = self.daemons.pop(name, None)
+        if daemon is None:
+            return
+        daemon.terminate()
+        try:
+            daemon.wait(5)
+        except subprocess.TimeoutExpired:
+            daemon.kill()
+            daemon.wait()
+
+    def _end_jobs(self) -> None:
+        """Without process spaces a step outlives its slurmd: cancel before the daemons go."""
+        with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
+            self.run("scancel", "--full", "--signal=KILL", "--user", getpass.getuser(), check=False, timeout_s=5)
+            self.run("scancel", "--user", getpass.getuser(), check=False, timeout_s=5)
+            eventually("no job left", lambda: not self.run("squeue", "-h", timeout_s=5).stdout.strip(), 5)
+
+    def _end_leftovers(self) -> None:
+        """Whatever still carries this folder's SLURM_CONF was started by this cluster: its own, by their ids."""
+        for pid in _pids_with(f"SLURM_CONF={self.conf}"):
+            if pid != os.getpid():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def _on_login(self, command: list[str], cwd: Path = REPOSITORY) -> list[str]:
+        if self.mode == "local":
+            return command
+        return [*self._enter(self.hosts[self.controller_host].shell, cwd), *command]
+
+    def _enter(self, pid: int, cwd: Path, *more: str) -> list[str]:
+        # another mount namespace starts at its root, whatever the caller's directory
+        return ["nsenter", f"--target={pid}", *NAMESPACES, *more, f"--wdns={cwd}", "--"]
+
+    def _ip(self, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        command = ["nsenter", f"--target={self.hosts[self.controller_host].shell}", "--net", "ip", *words]
+        return subprocess.run(command, check=check, capture_output=True, text=True)
+
+    def _all_idle(self) -> bool:
+        idle = self.run("sinfo", "-h", "-p", "main", "-t", "idle", "-o", "%D", check=False).stdout.strip()
+        return idle == str(len(self.nodes))
+
+    def _logs(self) -> str:
+        ends = []
+        for path in sorted((self.folder / "log").glob("*")):
+            ends.append(f"--- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-8:]))
+        return "\n".join(ends)
+
+
+def _process_space(pid: int) -> Path | None:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/ns/pid").readlink()
+    return None
+
+
+def _program(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()
+
+
+def _pids_with(environ: str) -> list[int]:
+    found = []
+    for folder in Path("/proc").iterdir():
+        # a process may end while it is looked at, or belong to somebody else
+        with contextlib.suppress(OSError):
+            if folder.name.isdigit() and environ.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="A Slurm to play with, until Ctrl-C.")
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--cpus", type=int, default=8, help="that each node says it has")
+    parser.add_argument("--mode", choices=("netns", "local"), default=None)
+    options = parser.parse_args()
+    if reason := missing():
+        sys.exit(reason)
+    shape = Shape(nodes=options.nodes, cpus=options.cpus)
+    with tempfile.TemporaryDirectory(prefix="slurm-") as folder, Cluster(Path(folder), shape, options.mode) as cluster:
+        print(
+            f"up. Enter with:\n  SLURM_CONF={cluster.conf} {' '.join(cluster._on_login([]))} bash\nCtrl-C ends it.", flush=True
+        )
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.pause()
+
+
+if __name__ == "__main__":
+    main()
