@@ -1,0 +1,158 @@
+"""How parameters are drawn: a few distributions as data, and counter-based streams to draw them from.
+
+Each parameter has a stream of its own, Philox keyed by (seed, name); element i of the parameter is element i of the stream.
+So a rank draws its own shard alone, and its bits are those of the whole however the whole is cut. Not here: which
+parameter is drawn how (`param_inits()` of each model), or who draws which part (fsdp/materialize.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+BLOCK = 1 << 15
+"""Elements made at once, always at the same multiples: an element meets the same operations whatever is asked for."""
+
+_Bits: TypeAlias = "np.ndarray[Any, np.dtype[np.uint32]]"
+_Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Mean 0; `clip=k` clamps at ±k·std."""
+
+    std: float
+    clip: float | None = None
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Between -bound and bound."""
+
+    bound: float
+
+
+@dataclass(frozen=True)
+class Constant:
+    value: float
+
+
+Init = Normal | Uniform | Constant
+
+
+def draw(init: Init, seed: int, name: str, start: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Elements start … start + numel of parameter `name`, flat. Drawn in float32; other dtypes are casts of that."""
+    return draw_into(torch.empty(numel, dtype=dtype), init, seed, name, start)
+
+
+def draw_into(out: torch.Tensor, init: Init, seed: int, name: str, start: int = 0) -> torch.Tensor:
+    """Fill a contiguous tensor, on any device, with the elements from `start` on; needs about 1 MiB beside it."""
+    flat = out.detach().view(-1)
+    if isinstance(init, Constant):
+        flat.fill_(init.value)
+        return out
+    for at, values in _pieces(init, seed, name, start, flat.numel()):
+        flat[at : at + len(values)] = torch.from_numpy(values)
+    return out
+
+
+def _pieces(init: Normal | Uniform, seed: int, name: str, start: int, numel: int) -> Iterator[tuple[int, _Floats]]:
+    """(offset in what was asked for, values), block by block of the stream."""
+    transform = _normal if isinstance(init, Normal) else _uniform
+    stream = _stream(seed, name, start // BLOCK)
+    for begin in range(start // BLOCK * BLOCK, start + numel, BLOCK):
+        values = transform(stream.random_raw(BLOCK // 2).view(np.uint32))
+        _scale(values, init)
+        low, high = max(start, begin), min(start + numel, begin + BLOCK)
+        yield low - start, values[low - begin : high - begin]
+
+
+def _stream(seed: int, name: str, block: int) -> np.random.Philox:
+    # hashlib and not hash(): the same on every rank and in every process.
+    key = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=16).digest()
+    stream = np.random.Philox(key=int.from_bytes(key, "little"))
+    if block:
+        stream.advance(block * (BLOCK // 8))  # one count of the counter is 256 bits
+    return stream
+
+
+def _scale(values: _Floats, init: Normal | Uniform) -> None:
+    if isinstance(init, Uniform):
+        values *= init.bound
+        return
+    values *= init.std
+    if init.clip is not None:
+        limit = np.float32(init.clip * init.std)
+        np.clip(values, -limit, limit, out=values)
+
+
+def _uniform(bits: _Bits) -> _Floats:
+    values = bits.view(np.int32).astype(np.float32)
+    values *= 2.0**-31
+    return values
+
+
+# Box and Muller's transform with its logarithm, sine and cosine written out in +, -, ×, ÷ and √, each rounded as IEEE 754
+# says: the bits do not depend on the processor or on numpy's choice of vector instructions, as np.log's and np.sin's do.
+# Coefficients: least greatest error over the interval, below 3e-8; lowest power first.
+_LOG = (1.999999998614443, 0.6666681637195991, 0.39974756781544346, 0.2992651445744185)
+_COS = (0.9999999724233197, -0.4999985669584189, 0.04165502688395579, -0.00135859085068812)
+_SIN = (0.9999999969263443, -0.16666650699202976, 0.008332036875168524, -0.00019504022001240185)
+_SQRT_HALF_BITS = 0x3F3504F3
+
+
+def _normal(bits: _Bits) -> _Floats:
+    """BLOCK numbers from BLOCK uint32: the first half are radii, the second half angles."""
+    half = len(bits) // 2
+    radius = np.sqrt(_minus_log(bits[:half]))
+    angle = bits[half:]
+    phase = angle.view(np.int32).astype(np.float32)
+    phase *= math.pi / 4 * 2.0**-31
+    square = phase * phase
+    sine = _polynomial(square, _SIN)
+    sine *= phase
+    cosine = _polynomial(square, _COS)
+    # Turned by π/4 (1/√2 goes into the radius) the phase covers one quadrant; two spare bits choose among the four.
+    values = np.empty(len(bits), np.float32)
+    np.subtract(cosine, sine, out=values[:half])
+    np.add(cosine, sine, out=values[half:])
+    values[:half] *= radius
+    values[half:] *= radius
+    signs = values.view(np.uint32)
+    signs[:half] ^= angle << 31
+    signs[half:] ^= (angle >> 1) << 31
+    return values
+
+
+def _minus_log(bits: _Bits) -> _Floats:
+    """-ln u of u = (k + ½)/2³¹, k the upper 31 bits: from 22.2 down to 0, and never infinite."""
+    u = (bits >> 1).view(np.int32).astype(np.float32)
+    u += 0.5
+    # u = m·2ᵉ with m in [√½, √2), read off the float's bits; ln m = 2·artanh((m-1)/(m+1))
+    pattern = u.view(np.int32)
+    exponent = (pattern - _SQRT_HALF_BITS) >> 23
+    pattern -= exponent << 23
+    s = u - 1
+    u += 1
+    s /= u
+    mantissa = _polynomial(s * s, _LOG)
+    mantissa *= s
+    result = (31 - exponent).astype(np.float32)
+    result *= math.log(2)
+    result -= mantissa
+    return result
+
+
+def _polynomial(x: _Floats, coefficients: tuple[float, ...]) -> _Floats:
+    total = x * coefficients[-1]
+    for coefficient in coefficients[-2:0:-1]:
+        total += coefficient
+        total *= x
+    total += coefficients[0]
+    return total

@@ -1,0 +1,110 @@
+"""Streams: the same bits however cut, on any processor; and the numbers are what their names say."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import subprocess
+import sys
+import zlib
+
+import numpy as np
+import pytest
+import torch
+
+from fsdp.models.init import BLOCK, Constant, Init, Normal, Uniform, draw, draw_into
+
+NAME = "blocks.0.attention.q.weight"
+LENGTH = 3 * BLOCK + 777
+
+
+@pytest.mark.parametrize("init", [Normal(0.02), Normal(1.0, clip=2.0), Uniform(0.5), Constant(1.5)])
+@pytest.mark.parametrize("parts", [2, 3, 7])
+def test_same_bits_however_cut(init: Init, parts: int) -> None:
+    whole = draw(init, 3, NAME, 0, LENGTH)
+    edges = [round(i * LENGTH / parts) | 1 for i in range(parts)]
+    edges = [0, *edges[1:], LENGTH]
+    pieces = [draw(init, 3, NAME, low, high - low) for low, high in itertools.pairwise(edges)]
+    assert torch.equal(torch.cat(pieces), whole)
+
+
+@pytest.mark.parametrize("start", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 10**12 + 3])
+def test_one_element_is_that_element_of_the_stream(start: int) -> None:
+    around = draw(Normal(1.0), 0, NAME, start, 5)
+    assert torch.equal(draw(Normal(1.0), 0, NAME, start + 3, 1), around[3:4])
+
+
+def test_nothing_asked_for_is_nothing() -> None:
+    assert draw(Normal(1.0), 0, NAME, 5, 0).shape == (0,)
+
+
+def test_each_seed_and_name_has_its_own_stream() -> None:
+    streams = [draw(Normal(1.0), seed, name, 0, 10_000) for seed in (0, 1) for name in ("a", "b")]
+    correlation = torch.corrcoef(torch.stack(streams)) - torch.eye(4)
+    assert correlation.abs().max() < 0.05
+
+
+def test_moments_tails_and_shape_of_the_normal() -> None:
+    x = draw(Normal(1.0), 0, NAME, 0, 2_000_000, dtype=torch.float64)
+    assert abs(float(x.mean())) < 3e-3
+    assert abs(float(x.std()) - 1) < 3e-3
+    assert abs(float((x**3).mean())) < 1e-2
+    assert abs(float((x**4).mean()) - 3) < 3e-2
+    assert 4.6 < float(x.abs().max()) < 6.7
+    # Kolmogorov and Smirnov's distance: 1.63/√n is its one-in-a-hundred value
+    cdf = 0.5 * (1 + torch.erf(x.sort().values / math.sqrt(2)))
+    assert float((cdf - (torch.arange(len(x)) + 0.5) / len(x)).abs().max()) < 1.63 / math.sqrt(len(x))
+
+
+def test_neighbours_and_halves_of_a_block_are_independent() -> None:
+    x = draw(Normal(1.0), 0, NAME, 0, 64 * BLOCK)
+    for lag in (1, 2, BLOCK // 2, BLOCK):
+        a, b = x[:-lag], x[lag:]
+        for f in (lambda v: v, torch.abs, torch.sign):
+            assert abs(float(torch.corrcoef(torch.stack([f(a), f(b)]))[0, 1])) < 4e-3, lag
+
+
+def test_uniform_fills_its_bounds_evenly() -> None:
+    x = draw(Uniform(0.5), 0, NAME, 0, 1_000_000)
+    assert -0.5 <= float(x.min()) < -0.4999
+    assert 0.4999 < float(x.max()) <= 0.5
+    assert abs(float(x.mean())) < 2e-3
+    assert abs(float(x.var()) - 1 / 12) < 1e-3
+
+
+def test_clip_clamps_at_k_deviations() -> None:
+    free, clipped = (draw(Normal(0.1, clip=k), 0, NAME, 0, 100_000) for k in (None, 2.0))
+    assert torch.equal(clipped, free.clamp(-0.2, 0.2))
+    assert float(clipped.max()) == pytest.approx(0.2)
+
+
+def test_other_dtypes_are_casts_of_the_same_numbers() -> None:
+    single = draw(Normal(0.02), 0, NAME, 5, 1000)
+    assert torch.equal(draw(Normal(0.02), 0, NAME, 5, 1000, dtype=torch.float64), single.double())
+    assert torch.equal(draw(Normal(0.02), 0, NAME, 5, 1000, dtype=torch.bfloat16), single.bfloat16())
+
+
+def test_draw_into_fills_a_shaped_tensor_in_place() -> None:
+    weight = torch.nn.Parameter(torch.full((7, 11), math.nan))
+    assert draw_into(weight, Normal(1.0), 0, NAME, 22) is weight
+    assert torch.equal(weight.detach().view(-1), draw(Normal(1.0), 0, NAME, 22, 77))
+
+
+CHECKSUM = 0x44B5B5CF
+SCRIPT = f"""
+import zlib
+from fsdp.models.init import Normal, draw
+print(zlib.crc32(draw(Normal(0.02), 7, {NAME!r}, 12345, 100_001).numpy().tobytes()))
+"""
+
+
+def test_bits_are_the_ones_of_every_other_machine_and_version() -> None:
+    assert zlib.crc32(draw(Normal(0.02), 7, NAME, 12345, 100_001).numpy().tobytes()) == CHECKSUM
+
+
+def test_bits_do_not_depend_on_the_vector_instructions() -> None:
+    levels = [name for name in ("X86_V3", "X86_V4") if np._core._multiarray_umath.__cpu_features__.get(name)]  # type: ignore[attr-defined]
+    env = {**os.environ, "NPY_DISABLE_CPU_FEATURES": " ".join(levels), "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, check=True)
+    assert int(done.stdout) == CHECKSUM, done.stderr
