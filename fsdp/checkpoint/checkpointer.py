@@ -1,0 +1,370 @@
+"""The Checkpointer: what the loop calls. Save behind the steps, restore the newest that is whole, say how it went.
+
+Here live the order of things and the words to people. How a save is written is saver.py's, how one is read is load.py's, which
+stay is keep.py's.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fsdp.checkpoint import inspect, keep, load, names, snapshot
+from fsdp.checkpoint.foreign import prefixes
+from fsdp.checkpoint.inspect import Found
+from fsdp.checkpoint.manifest import Broken, Manifest
+from fsdp.checkpoint.saver import Job, Saver, repeated
+from fsdp.checkpoint.store import Store, open_store
+from fsdp.checkpoint.talk import Talk
+from fsdp.checkpoint.wants import Filling, Prefixes, Want, of_model, of_optimizer
+from fsdp.claim import Claim
+from fsdp.config import CheckpointSection
+from fsdp.env import DistEnv
+from fsdp.errors import CheckpointError
+from fsdp.mesh import MeshSizes
+from fsdp.state import TrainState
+
+log = logging.getLogger(__name__)
+
+LOST_HINT = "mend what it names, then start the same command: it goes on from the newest whole checkpoint"
+GUESSED_BYTES_PER_S = 200e6  # until a first save has been measured
+
+
+@dataclass(frozen=True)
+class Restored:
+    """Where the run goes on from, and what a person should know of it."""
+
+    step: int
+    where: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """A save that is finished: `stall_s` is what it held this rank's steps up, `write_s` what it took behind them."""
+
+    step: int
+    path: str
+    stall_s: float
+    write_s: float
+    bytes: int
+
+
+class Checkpointer:
+    """Building, restore, save and close are collective; the rest is local."""
+
+    def __init__(
+        self,
+        section: CheckpointSection,
+        run_dir: Path,
+        env: DistEnv,
+        sizes: MeshSizes,
+        *,
+        config_hash: str,
+        claim: Claim | None = None,
+    ) -> None:
+        self._section, self._run_dir, self._env, self._sizes, self._config = section, run_dir, env, sizes, config_hash
+        self._talk = Talk()
+        self._attempt: str = self._talk.tell(secrets.token_hex(4))
+        self._store: Store = open_store(section.dir or str(run_dir / "checkpoints"))
+        self._claim = claim
+        self._saver = Saver(self._store, self._talk, env.device, self._attempt, self._ousted, self._prune)
+        self._flight: Job | None = None
+        self._ended: list[Sealed] = []
+        self._failed_before = False
+        self._save_seconds = 0.0
+        self._proven = False
+
+    # ------------------------------------------------------------ saving
+
+    def save(self, state: TrainState, *, metrics: Mapping[str, float], reason: str, wait: bool = False) -> None:
+        """Begin a save of this step; it is sealed behind the coming steps, or before this returns."""
+        started = time.perf_counter()
+        self._land()
+        self._prove_shared()
+        job = Job(state.step, snapshot.take(state), self._about(state, metrics, reason))
+        if self._env.device.type == "cuda":
+            job.ready = torch.cuda.current_stream(self._env.device).record_event()
+        if not self._save_seconds:
+            self._save_seconds = 1.0 + sum(piece.nbytes for piece in job.snapshot.pieces) / GUESSED_BYTES_PER_S
+        self._flight = job
+        self._saver.put(job)
+        waits = wait or self._section.mode == "blocking"
+        if waits:
+            job.done.wait()
+        job.stall_s += time.perf_counter() - started
+        if waits:
+            self._land(must=wait)
+
+    def before_update(self) -> None:
+        """Hold the optimizer until the last save's copy is taken. On CUDA its stream waits and the host does not."""
+        job = self._flight
+        if job is None or job.settled:
+            return
+        started = time.perf_counter()
+        job.copied.wait()
+        if job.copies is not None:
+            torch.cuda.current_stream(self._env.device).wait_event(job.copies)
+        job.stall_s += time.perf_counter() - started
+
+    def sealed(self) -> list[Sealed]:
+        """Saves sealed since last asked. One that failed is said here, loudly, once; the run goes on."""
+        if self._flight is not None and self._flight.done.is_set():
+            self._settle(self._flight)
+        done, self._ended = self._ended, []
+        return done
+
+    @property
+    def save_seconds(self) -> float:
+        """What a save takes from its call to its seal: the last one's, or a guess before the first."""
+        return self._save_seconds or 5.0
+
+    def close(self) -> None:
+        """Wait for what is in flight; `sealed` tells of it afterwards."""
+        if self._flight is not None:
+            self._flight.done.wait()
+            self._settle(self._flight)
+        self._saver.stop()
+
+    def _land(self, must: bool = False) -> None:
+        """Wait for the save before this one. All ranks are at the same step here, so all raise or none does."""
+        job, self._flight = self._flight, None
+        if job is None:
+            return
+        job.done.wait()
+        self._settle(job)
+        outcome = job.outcome
+        assert outcome is not None
+        if outcome.fatal or (must and outcome.failure):
+            raise CheckpointError(f"step {outcome.step} was not saved: {outcome.failure}.", LOST_HINT)
+        if outcome.failure and self._failed_before:
+            raise repeated(outcome)
+        self._failed_before = bool(outcome.failure)
+
+    def _settle(self, job: Job) -> None:
+        """Say once how a save ended."""
+        if job.settled:
+            return
+        job.settled = True
+        outcome = job.outcome
+        assert outcome is not None
+        if not outcome.failure:
+            self._ended.append(Sealed(job.step, outcome.path, job.stall_s, outcome.write_s, outcome.bytes))
+            self._save_seconds = job.stall_s + outcome.write_s
+        elif self._env.is_main:
+            log.error("CHECKPOINT of step %d was NOT saved: %s. The run goes on.", outcome.step, outcome.failure)
+
+    def _about(self, state: TrainState, metrics: Mapping[str, float], reason: str) -> Manifest:
+        return Manifest(
+            step=state.step, attempt=self._attempt, created=0.0, torch=torch.__version__, strategy=self._sizes.strategy,
+            replicate=self._sizes.replicate, shard=self._sizes.shard, ranks=self._env.world_size, config=self._config,
+            reason=reason, counters=state.counters(), metrics=dict(metrics), files={}, digests={},
+        )  # fmt: skip
+
+    def _ousted(self) -> str | None:
+        return self._claim.ousted() if self._claim is not None else None
+
+    def _prune(self) -> None:
+        """After a seal, on rank 0's background thread. A folder that will not go is said and left."""
+        try:
+            keep.prune(self._store, self._section, self._attempt)
+        except OSError as error:
+            log.warning("old checkpoints in %s could not be removed: %s", self._store.where, error)
+
+    # ------------------------------------------------------------ restoring
+
+    def restore(self, state: TrainState) -> Restored | None:
+        """The newest whole checkpoint into `state`; None where there is none and there never was."""
+        self._prove_shared()
+        founds, error = self._talk.tell(self._survey() if self._env.is_main else None)
+        if error is not None:
+            raise error
+        if founds:
+            return self._newest(state, founds)
+        if self._section.resume not in ("auto", "never"):
+            return self._from_path(state, self._section.resume)
+        return None
+
+    def _survey(self) -> tuple[list[Found], CheckpointError | None]:
+        """Rank 0: what lies there, after the litter of earlier attempts is gone."""
+        try:
+            swept = keep.sweep(self._store, self._attempt)
+            if swept:
+                log.info("removed what earlier attempts left unfinished: %s", ", ".join(swept))
+            founds = inspect.scan(self._store)
+            broken = [folder for folder in self._store.folders() if (n := names.parse(folder)) and n.kind == "broken"]
+        except OSError as error:
+            return [], CheckpointError(f"{self._store.where} cannot be read: {error}.", "--checkpoint.dir FOLDER")
+        if self._section.resume == "never" and (founds or broken):
+            newest = founds[0].folder if founds else broken[-1]
+            return [], CheckpointError(
+                f"--checkpoint.resume never, but {self._store.where} holds {newest}: a new run over it would mix with it.",
+                "--checkpoint.resume auto to go on, or another --run.dir to start anew",
+            )
+        if not founds and broken:
+            return [], self._none_whole([Found(folder, 0) for folder in broken])
+        return founds, None
+
+    def _newest(self, state: TrainState, founds: list[Found]) -> Restored:
+        notes: list[str] = []
+        for found in founds:
+            try:
+                if found.manifest is None:
+                    raise Broken(found.why, found.detail)
+                source = self._open(self._store, found)
+                self._load(state, source, Prefixes(), exact=True)
+                state.set_counters(dict(found.manifest.counters))
+                notes += self._differences(found.manifest)
+                return Restored(found.step, self._store.path(found.folder), tuple(notes))
+            except Broken as broken:
+                notes.append(self._put_aside(found, broken))
+        raise self._none_whole(founds)
+
+    def _none_whole(self, founds: list[Found]) -> CheckpointError:
+        return CheckpointError(
+            f"none of the {len(founds)} checkpoints in {self._store.where} is whole, and a run is not begun anew over them.",
+            "--checkpoint.resume PATH of another checkpoint with a new --run.dir, or a new --run.dir to start from step 0",
+        )
+
+    def _put_aside(self, found: Found, broken: Broken) -> str:
+        """Rename it on rank 0, one loud line; what is said is the same on every rank."""
+        line = f"CHECKPOINT {found.folder} is NOT whole ({broken.detail})"
+        if self._env.is_main:
+            try:
+                aside = self._store.set_aside(found.folder, broken.why)
+                log.error("%s; set aside as %s. The one before it is taken.", line, aside)
+            except OSError as error:
+                log.error("%s; it could not be set aside (%s). The one before it is taken.", line, error)
+        return line
+
+    def _open(self, store: Store, found: Found) -> load.Source:
+        """Rank 0 reads `.metadata`, all hear it."""
+        data, why = self._talk.tell(self._read_metadata(store, found.folder) if self._env.is_main else None)
+        if why is not None:
+            raise Broken("metadata", why)
+        return load.opened(store, found.folder, found.manifest, data)
+
+    def _read_metadata(self, store: Store, folder: str) -> tuple[bytes, str | None]:
+        try:
+            return store.read(folder, names.METADATA), None
+        except OSError as error:
+            return b"", f"{names.METADATA} cannot be read: {error}"
+
+    def _load(self, state: TrainState, source: load.Source, where: Prefixes, exact: bool) -> None:
+        path = source.store.path(source.folder)
+        wants: list[Want] = of_model(state, source.metadata, where, exact, path)
+        filling: Filling | None = None
+        if where.optim is not None:
+            more, filling = of_optimizer(state, source.metadata, where.optim, exact, path)
+            wants += more
+        load.fill(source, _distinct(wants), filling, self._talk, self._section.verify)
+
+    def _from_path(self, state: TrainState, path: str) -> Restored:
+        """A checkpoint that somebody points at: ours with its counters, another program's from step 0. It is never renamed."""
+        store, found, error = self._talk.tell(self._locate(path) if self._env.is_main else None)
+        if error is not None:
+            raise error
+        store = open_store(store)
+        try:
+            source = self._open(store, found)
+            if found.manifest is not None:
+                self._load(state, source, Prefixes(), exact=True)
+                state.set_counters(dict(found.manifest.counters))
+                return Restored(found.step, path, tuple(self._differences(found.manifest)))
+            where = prefixes(source.metadata, snapshot.parameter_names(state.model).values(), path)
+            self._load(state, source, where, exact=False)
+        except Broken as broken:
+            raise CheckpointError(
+                f"{path} is not whole: {broken.detail}.", "give another, or --checkpoint.resume auto"
+            ) from None
+        what = "weights and optimizer" if where.optim is not None else "weights alone"
+        return Restored(0, path, (f"{what} of a checkpoint without a manifest: nothing to verify it with",))
+
+    def _locate(self, path: str) -> tuple[str, Found, CheckpointError | None]:
+        """Rank 0: a checkpoint folder itself, or the newest whole one of a run directory or a folder of checkpoints."""
+        nothing = Found("", 0)
+        for place in (path, f"{path.rstrip('/')}/checkpoints"):
+            found = next((one for one in inspect.scan(open_store(place)) if one.manifest is not None), None)
+            if found is not None:
+                return place, found, None
+        parent, _, folder = path.rstrip("/").rpartition("/")
+        store = open_store(parent or ".")
+        sizes = store.sizes(folder) if folder in store.folders() else {}
+        if names.MANIFEST in sizes:
+            found = inspect.look(store, folder)
+            error = (
+                None if found.manifest else CheckpointError(f"{path} is not whole: {found.detail}.", "give another checkpoint")
+            )
+            return parent or ".", found, error
+        if names.METADATA in sizes:
+            return parent or ".", Found(folder, 0), None
+        return (
+            "",
+            nothing,
+            CheckpointError(
+                f"--checkpoint.resume {path} is no checkpoint: it has no {names.METADATA}.",
+                f"--model.weights {path} if it is a state dict, else the folder of a checkpoint",
+            ),
+        )
+
+    def _differences(self, manifest: Manifest) -> list[str]:
+        notes = []
+        if manifest.config != self._config:
+            notes.append(f"the configuration differs from the one that saved step {manifest.step}")
+        if (manifest.mesh, manifest.ranks) != (f"{self._sizes}", self._env.world_size):
+            notes.append(
+                f"saved by {manifest.ranks} ranks ({manifest.mesh}), restored by {self._env.world_size} ({self._sizes})"
+            )
+        if manifest.torch != torch.__version__:
+            notes.append(f"saved by torch {manifest.torch}, restored by {torch.__version__}")
+        return notes
+
+    # ------------------------------------------------------------ the place itself
+
+    def _prove_shared(self) -> None:
+        """Once: every rank sees what rank 0 wrote, or all stop and name those whose storage is not shared."""
+        if self._proven:
+            return
+        self._proven = True
+        failure = self._talk.tell(self._leave_word() if self._env.is_main else None)
+        if failure is not None:
+            raise failure
+        seen = self._talk.collect((socket.gethostname(), self._store.proven(self._attempt)))
+        blind = [f"rank {rank} on {host}" for rank, (host, sees) in enumerate(seen or []) if not sees]
+        blind = self._talk.tell(blind)
+        if self._env.is_main:
+            self._store.unprove(self._attempt)
+        if blind:
+            raise CheckpointError(
+                f"{self._store.where} is not shared: {', '.join(blind)} cannot see what rank 0 wrote there.",
+                "--checkpoint.dir a folder that all nodes mount, or s3://bucket/prefix",
+            )
+
+    def _leave_word(self) -> CheckpointError | None:
+        try:
+            self._store.prove(self._attempt)
+        except OSError as error:
+            return CheckpointError(
+                f"{self._store.where} cannot be written: {error}.", "--checkpoint.dir FOLDER that is writable"
+            )
+        return None
+
+
+def _distinct(wants: list[Want]) -> list[Want]:
+    """Tied weights have two keys and one memory: it is read once."""
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+    kept = []
+    for want in wants:
+        spot = (want.piece.local.data_ptr(), want.piece.sizes)
+        if want.piece.nbytes and spot in seen:
+            continue
+        seen.add(spot)
+        kept.append(want)
+    return kept

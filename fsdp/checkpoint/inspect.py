@@ -1,0 +1,81 @@
+"""What lies in a store and which of it is whole, without loading a tensor. One rank looks; the others are told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fsdp.checkpoint import manifest, names
+from fsdp.checkpoint.crc import crc32
+from fsdp.checkpoint.manifest import Broken, Manifest
+from fsdp.checkpoint.store import Store
+
+CHUNK = 8 << 20
+
+
+@dataclass(frozen=True)
+class Found:
+    """A folder that claims to be a checkpoint: sealed and of the right sizes, or why not."""
+
+    folder: str
+    step: int
+    manifest: Manifest | None = None
+    why: str = ""
+    detail: str = ""
+
+
+def examine(store: Store, folder: str) -> Manifest:
+    """The manifest, after all that can be checked without reading the data: seal, step, names and sizes."""
+    name = names.parse(folder)
+    sizes = store.sizes(folder)
+    if names.MANIFEST not in sizes:
+        raise Broken("unsealed", "it has no manifest: it was never finished, or its seal was taken")
+    found = manifest.decode(store.read(folder, names.MANIFEST))
+    if name is not None and name.step != found.step:
+        raise Broken("mixed", f"its manifest is of step {found.step}")
+    for file, (size, _) in found.files.items():
+        if file not in sizes:
+            raise Broken("missing-file", f"{file} is missing")
+        if sizes[file] != size:
+            raise Broken("size", f"{file} has {sizes[file]} bytes and was sealed with {size}")
+    return found
+
+
+def look(store: Store, folder: str) -> Found:
+    name = names.parse(folder)
+    step = name.step if name else -1
+    try:
+        return Found(folder, step, examine(store, folder))
+    except Broken as broken:
+        return Found(folder, step, None, broken.why, broken.detail)
+    except OSError as error:
+        return Found(folder, step, None, "unreadable", str(error))
+
+
+def finals(store: Store) -> list[str]:
+    """Folders named as checkpoints, the newest first."""
+    parsed = [(name, folder) for folder in store.folders() if (name := names.parse(folder)) and name.kind == "final"]
+    return [folder for _, folder in sorted(parsed, key=lambda pair: (pair[0].step, pair[1]), reverse=True)]
+
+
+def scan(store: Store) -> list[Found]:
+    return [look(store, folder) for folder in finals(store)]
+
+
+def sealed_step(store: Store, step: int) -> Found | None:
+    """The whole checkpoint of this step, if there is one."""
+    for folder in finals(store):
+        name = names.parse(folder)
+        if name is not None and name.step == step and (found := look(store, folder)).manifest is not None:
+            return found
+    return None
+
+
+def check_file(store: Store, folder: str, file: str, size: int, crc: int) -> None:
+    """Read a whole file and compare its checksum."""
+    sum_so_far, buffer = 0, memoryview(bytearray(min(size, CHUNK)))
+    for at in range(0, size, CHUNK):
+        view = buffer[: min(CHUNK, size - at)]
+        store.read_into(folder, file, at, [view])
+        sum_so_far = crc32(view, sum_so_far)
+    if sum_so_far != crc:
+        raise Broken("checksum", f"{file} is not what was written: its checksum differs")

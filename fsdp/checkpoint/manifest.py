@@ -1,0 +1,71 @@
+"""The manifest: what a checkpoint holds and how each byte of it can be checked. Written last, it is the seal.
+
+Plain JSON, its own checksum inside; it repeats the counters, so that nothing but tensors is read from the other files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from fsdp.checkpoint.crc import crc32
+
+FORMAT = 1
+
+
+class Broken(Exception):
+    """Why a checkpoint is not whole, in a few words: the reason becomes part of the name that it is set aside under."""
+
+    def __init__(self, why: str, detail: str) -> None:
+        self.why, self.detail = why, detail
+        super().__init__(f"{why}: {detail}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    step: int
+    attempt: str
+    created: float
+    torch: str
+    strategy: str
+    replicate: int
+    shard: int
+    ranks: int
+    config: str
+    reason: str
+    counters: Mapping[str, float | int]
+    metrics: Mapping[str, float]
+    files: Mapping[str, tuple[int, int]]
+    """Name → size and crc32 of every file but this one."""
+    digests: Mapping[str, tuple[int, str]]
+    """Key of each tensor → its elements and the digest of its bits, in hex."""
+    bytes: int = 0
+
+    @property
+    def mesh(self) -> str:
+        return f"{self.strategy} {self.replicate}×{self.shard}"
+
+
+def encode(manifest: Manifest) -> bytes:
+    body = {"format": FORMAT, **asdict(manifest)}
+    text = json.dumps(body, sort_keys=True, ensure_ascii=False)
+    return f'{{"crc32": {crc32(text.encode()):10d}, "manifest":\n{text}}}\n'.encode()
+
+
+def decode(data: bytes) -> Manifest:
+    """The manifest, or Broken when one byte of it is not what was written."""
+    head, newline, rest = data.partition(b"\n")
+    text = rest[:-2]
+    try:
+        said = int(json.loads(head + b"0}")["crc32"])
+        if not newline or rest[-2:] != b"}\n" or crc32(text) != said:
+            raise ValueError("its checksum differs")
+        body = json.loads(text)
+    except (ValueError, KeyError, TypeError) as error:
+        raise Broken("manifest", f"the manifest cannot be read ({error})") from None
+    if body.pop("format") != FORMAT:
+        raise Broken("format", "the manifest is of a newer format than this program knows")
+    body["files"] = {name: (int(size), int(crc)) for name, (size, crc) in body["files"].items()}
+    body["digests"] = {key: (int(numel), str(value)) for key, (numel, value) in body["digests"].items()}
+    return Manifest(**body)

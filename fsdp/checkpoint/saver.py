@@ -1,0 +1,194 @@
+"""One save, behind the steps: copy, write, gather, seal, prune. At most one is in flight.
+
+The main thread hands over a snapshot and asks for three things: is the copy done, is the save done, how did it end. All
+collectives here go over a group of their own, from the one background thread, in the same order on every rank. A rank that
+cannot write says so in its turn, so that all hear and nothing is sealed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from fsdp.checkpoint import inspect, manifest, names
+from fsdp.checkpoint.crc import crc32
+from fsdp.checkpoint.manifest import Manifest
+from fsdp.checkpoint.plan import Plan, agree, metadata_bytes, pack_values
+from fsdp.checkpoint.snapshot import KeyPath, Snapshot
+from fsdp.checkpoint.staging import Staged, Staging
+from fsdp.checkpoint.store import Store
+from fsdp.checkpoint.talk import Talk
+from fsdp.checkpoint.write import Written, write_file
+from fsdp.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+NICE = 10  # the background thread yields to the step's own threads
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a save ended, the same on every rank."""
+
+    step: int
+    path: str
+    failure: str = ""
+    fatal: bool = False
+    """No later save can do better: the run directory is another's, or the ranks cannot speak."""
+    write_s: float = 0.0
+    bytes: int = 0
+
+
+@dataclass
+class Job:
+    """One save. The two events are how the main thread waits for it."""
+
+    step: int
+    snapshot: Snapshot
+    about: Manifest
+    ready: torch.cuda.Event | None = None
+    values: list[tuple[str, KeyPath, bytes]] = field(default_factory=list)
+    stall_s: float = 0.0
+    copied: threading.Event = field(default_factory=threading.Event)
+    copies: torch.cuda.Event | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+    outcome: Outcome | None = None
+    settled: bool = False
+    """A person has been told how it ended."""
+
+
+class Saver:
+    """The background thread and what it keeps between saves: plan, staging buffer, group."""
+
+    def __init__(
+        self,
+        store: Store,
+        talk: Talk,
+        device: torch.device,
+        attempt: str,
+        ours: Callable[[], str | None],
+        after: Callable[[], None],
+    ) -> None:
+        self._store, self._talk, self._attempt = store, talk, attempt
+        self._ours, self._after = ours, after
+        self._staging = Staging(device)
+        self._plan: Plan | None = None
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def put(self, job: Job) -> None:
+        self._jobs.put(job)
+
+    def stop(self) -> None:
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _serve(self) -> None:
+        if hasattr(os, "setpriority"):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + NICE)
+        while (job := self._jobs.get()) is not None:
+            try:
+                job.outcome = self._save(job)
+            except Exception as error:
+                # Whatever it is, a person hears of it in the next step; the peers hear it as a broken connection.
+                job.outcome = Outcome(job.step, "", f"rank {self._talk.rank}: {_one_line(error)}", fatal=True)
+            finally:
+                job.copied.set()
+                job.done.set()
+
+    def _save(self, job: Job) -> Outcome:
+        started = time.perf_counter()
+        self._plan = agree(job.snapshot, self._plan, self._talk)
+        staged = self._staging.copy(job.snapshot.pieces, self._plan.mine, job.ready)
+        job.copies = self._staging.event()
+        job.copied.set()
+        folder, refused = self._talk.tell(self._open(job.step) if self._talk.rank == 0 else None)
+        if refused is not None or not folder:
+            return refused or Outcome(job.step, self._store.path(names.final(job.step)))
+        if job.copies is not None:
+            job.copies.synchronize()
+        report = self._try_write(folder, staged, job)
+        reports = self._talk.collect(report)
+        outcome = self._close(job, folder, reports) if reports is not None else None
+        outcome = self._talk.tell(outcome)
+        if outcome.path and self._talk.rank == 0:
+            self._after()
+        return replace(outcome, write_s=time.perf_counter() - started)
+
+    def _open(self, step: int) -> tuple[str, Outcome | None]:
+        """Rank 0: an empty staging folder, or why there is none; neither when this step is sealed already."""
+        folder = self._store.staging(step, self._attempt)
+        try:
+            if (why := self._ours()) is not None:
+                return "", Outcome(step, "", why, fatal=True)
+            if self._already_whole(step):
+                return "", None
+            self._store.begin(folder)
+        except OSError as error:
+            return "", Outcome(step, "", f"rank 0 cannot make {self._store.path(folder)}: {_one_line(error)}")
+        return folder, None
+
+    def _already_whole(self, step: int) -> bool:
+        """A run that resumes and stops at once saves the step that it came from: the one that is there stays."""
+        return inspect.sealed_step(self._store, step) is not None
+
+    def _try_write(self, folder: str, staged: list[Staged], job: Job) -> Written | str:
+        try:
+            job.values = pack_values(job.snapshot) if self._talk.rank == 0 else []
+            return write_file(self._store, folder, self._talk.rank, staged, [data for _, _, data in job.values])
+        except OSError as error:
+            return f"rank {self._talk.rank}: {_one_line(error)}"
+
+    def _close(self, job: Job, folder: str, reports: list[Written | str]) -> Outcome:
+        """Rank 0: seal what all have written, or clear it away."""
+        failures = [report for report in reports if isinstance(report, str)]
+        written = [report for report in reports if isinstance(report, Written)]
+        try:
+            if failures:
+                self._store.remove(folder, self._attempt)
+                return Outcome(job.step, "", "; ".join(failures))
+            return self._seal(job, folder, written)
+        except OSError as error:
+            return Outcome(job.step, "", "; ".join([*failures, f"rank 0: {_one_line(error)}"]))
+
+    def _seal(self, job: Job, folder: str, written: list[Written]) -> Outcome:
+        assert self._plan is not None
+        metadata = metadata_bytes(self._plan, job.values)
+        self._store.write(folder, names.METADATA, [metadata])
+        files = {one.file: (one.size, one.crc) for one in written} | {names.METADATA: (len(metadata), crc32(metadata))}
+        total = sum(size for size, _ in files.values())
+        about = replace(job.about, created=time.time(), files=files, digests=_digests(written), bytes=total)
+        # An attempt that was cut off and came back must not seal into a directory that another has taken over.
+        if (why := self._ours()) is not None:
+            return Outcome(job.step, "", why, fatal=True)
+        self._store.write(folder, names.MANIFEST, [manifest.encode(about)])
+        final = self._store.final(job.step, self._attempt)
+        self._store.seal(folder, final)
+        return Outcome(job.step, self._store.path(final), bytes=total)
+
+
+def _digests(written: list[Written]) -> dict[str, tuple[int, str]]:
+    sums: dict[str, tuple[int, int]] = {}
+    for one in written:
+        for key, (numel, share) in one.shares.items():
+            sums[key] = (numel, (sums.get(key, (0, 0))[1] + share) % 2**64)
+    return {key: (numel, f"{total:016x}") for key, (numel, total) in sums.items()}
+
+
+def _one_line(error: BaseException) -> str:
+    name = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+    where = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
+    return f"{type(error).__name__}: {name}{where}"
+
+
+def repeated(outcome: Outcome) -> CheckpointError:
+    hint = "free the space or mend the folder, then start the same command: it goes on from the newest whole checkpoint"
+    return CheckpointError(f"the save of step {outcome.step} failed, as did the one before: {outcome.failure}.", hint)

@@ -1,0 +1,187 @@
+"""Where checkpoints lie: the few things that saving, sealing, verifying and pruning ask of a place.
+
+LocalStore is a folder, of this machine or shared. An object store is in remote.py; nothing above knows which it is.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+from fsdp.checkpoint import names
+from fsdp.errors import CheckpointError
+
+Buffer = bytes | memoryview
+
+MANY = 512  # buffers a writev takes; the kernel's own limit is 1024
+BATCH_BYTES = 8 << 20
+
+
+class Store(Protocol):
+    """A place with one level of folders, each a checkpoint. `where` is for people: no credentials in it."""
+
+    where: str
+
+    def folders(self) -> list[str]: ...
+    def sizes(self, folder: str) -> dict[str, int]: ...
+    def read(self, folder: str, file: str) -> bytes: ...
+    def read_into(self, folder: str, file: str, offset: int, buffers: list[memoryview]) -> None: ...
+    def staging(self, step: int, attempt: str) -> str: ...
+    def final(self, step: int, attempt: str) -> str: ...
+    def begin(self, folder: str) -> None: ...
+    def write(self, folder: str, file: str, buffers: Iterable[Buffer]) -> None: ...
+    def seal(self, staged: str, final: str) -> None: ...
+    def remove(self, folder: str, attempt: str) -> None: ...
+    def set_aside(self, folder: str, why: str) -> str: ...
+    def path(self, folder: str) -> str: ...
+    def prove(self, word: str) -> None: ...
+    def proven(self, word: str) -> bool: ...
+    def unprove(self, word: str) -> None: ...
+
+
+class LocalStore:
+    """A folder. What is renamed or deleted is synced, so that a power cut finds one or the other."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.where = str(root)
+
+    def path(self, folder: str) -> str:
+        return str(self.root / folder)
+
+    def folders(self) -> list[str]:
+        if not self.root.is_dir():
+            return []
+        return sorted(entry.name for entry in os.scandir(self.root) if entry.is_dir())
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        return {entry.name: entry.stat().st_size for entry in os.scandir(self.root / folder) if entry.is_file()}
+
+    def read(self, folder: str, file: str) -> bytes:
+        return (self.root / folder / file).read_bytes()
+
+    def read_into(self, folder: str, file: str, offset: int, buffers: list[memoryview]) -> None:
+        with (self.root / folder / file).open("rb", buffering=0) as stream:
+            read_exactly(stream.fileno(), offset, buffers)
+
+    def staging(self, step: int, attempt: str) -> str:
+        return names.staging(step, attempt)
+
+    def final(self, step: int, attempt: str) -> str:
+        return names.final(step)
+
+    def begin(self, folder: str) -> None:
+        """An empty folder for this attempt's try; what an earlier try of the same attempt left goes."""
+        shutil.rmtree(self.root / folder, ignore_errors=True)
+        (self.root / folder).mkdir(parents=True)
+
+    def write(self, folder: str, file: str, buffers: Iterable[Buffer]) -> None:
+        """All buffers, then synced: when this returns a power cut does not lose them."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        descriptor = os.open(self.root / folder / file, flags, 0o644)
+        try:
+            for batch in batches(buffers):
+                write_all(descriptor, batch)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def seal(self, staged: str, final: str) -> None:
+        """Staged becomes final in one rename; a folder of that name without a seal makes room first."""
+        sync_folder(self.root / staged)
+        if (self.root / final).exists():
+            self.set_aside(final, "unsealed")
+        (self.root / staged).rename(self.root / final)
+        sync_folder(self.root)
+
+    def remove(self, folder: str, attempt: str) -> None:
+        """The seal goes first, then the name, then the bytes."""
+        (self.root / folder / names.MANIFEST).unlink(missing_ok=True)
+        base = names.parse(folder)
+        gone = folder
+        if base is not None and base.kind != "gone":
+            gone = f"{names.final(base.step)}.gone-{attempt}{os.urandom(3).hex()}"
+            (self.root / folder).rename(self.root / gone)
+            sync_folder(self.root)
+        shutil.rmtree(self.root / gone)
+
+    def set_aside(self, folder: str, why: str) -> str:
+        """Give a folder a name that says why it does not count."""
+        stem = f"{folder}.broken-{why}"
+        target, nth = stem, 1
+        while (self.root / target).exists():
+            nth += 1
+            target = f"{stem}-{nth}"
+        (self.root / folder).rename(self.root / target)
+        sync_folder(self.root)
+        return target
+
+    def prove(self, word: str) -> None:
+        """Leave a word that every rank should see."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        (self.root / f".shared-{word}").write_text(word)
+
+    def proven(self, word: str) -> bool:
+        return (self.root / f".shared-{word}").exists()
+
+    def unprove(self, word: str) -> None:
+        (self.root / f".shared-{word}").unlink(missing_ok=True)
+
+
+def batches(buffers: Iterable[Buffer]) -> Iterator[list[Buffer]]:
+    """Small buffers together, so that a thousand scalars are not a thousand system calls."""
+    batch: list[Buffer] = []
+    held = 0
+    for buffer in buffers:
+        batch.append(buffer)
+        held += len(buffer)
+        if len(batch) >= MANY or held >= BATCH_BYTES:
+            yield batch
+            batch, held = [], 0
+    yield batch
+
+
+def write_all(descriptor: int, buffers: list[Buffer]) -> None:
+    """writev until all is written: it may take less than it was given."""
+    views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+    while views:
+        written = os.writev(descriptor, views)
+        while views and written >= len(views[0]):
+            written -= len(views.pop(0))
+        if written:
+            views[0] = views[0][written:]
+
+
+def read_exactly(descriptor: int, offset: int, buffers: list[memoryview]) -> None:
+    """preadv until all is read; a file that ends before is an error."""
+    views = [view for view in buffers if len(view)]
+    while views:
+        got = os.preadv(descriptor, views[:MANY], offset)
+        if got == 0:
+            raise EOFError(f"ends at {offset}, {sum(map(len, views))} bytes short")
+        offset += got
+        while views and got >= len(views[0]):
+            got -= len(views.pop(0))
+        if got:
+            views[0] = views[0][got:]
+
+
+def sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def open_store(place: str) -> Store:
+    """A folder, or an object store when the place is a URL."""
+    scheme, colon, rest = place.partition("://")
+    if not colon:
+        return LocalStore(Path(place))
+    if scheme in ("file", "local"):
+        return LocalStore(Path(rest))
+    raise CheckpointError(f"{place} is no folder.", "--checkpoint.dir FOLDER")

@@ -1,0 +1,226 @@
+"""Who writes a run directory: one live job, and every other is refused by name.
+
+The claim is a file that names its holder and carries a count that the holder raises every few seconds. A dead holder of this
+machine is seen by its process; one elsewhere by a count that stands still while we watch, which needs no two clocks to agree.
+Taking over replaces the file, so a holder that was cut off and comes back finds another's name in it and stops writing.
+Only O_EXCL, link and rename are used: no lock that a shared folder may not have.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from fsdp.errors import LaunchError
+
+log = logging.getLogger(__name__)
+
+FILE = "CLAIM"
+BEAT_S = 2.0
+STALE_S = 20.0
+"""A count that stood still this long belongs to nobody: ten beats, and longer than a shared folder caches."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a claim. `place` tells whether two process numbers are of one machine and one process space."""
+
+    token: str
+    host: str
+    place: str
+    pid: int
+    born: str
+    launcher: str
+    job: str
+    since: float
+
+    def __str__(self) -> str:
+        job = f" ({self.job})" if self.job else ""
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+        return f"process {self.pid} on {self.host}, started by {self.launcher}{job}, since {since}"
+
+
+def here(launcher: str, job: str = "") -> Holder:
+    """This process as a holder."""
+    pid = os.getpid()
+    return Holder(secrets.token_hex(8), socket.gethostname(), _place(), pid, _born(pid), launcher, job, time.time())
+
+
+def _place() -> str:
+    """One value for all processes that see each other's numbers: host, boot and process space."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()} {boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _born(pid: int) -> str:
+    """When a process started, in the kernel's own count: a number that was given again is another process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def _lives(holder: Holder) -> bool:
+    """Only to be asked of a holder of this place. A zombie is dead."""
+    try:
+        fields = Path(f"/proc/{holder.pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    return fields[0] not in "ZX" and fields[19] == holder.born
+
+
+class Claim:
+    """A held claim: a thread keeps it alive until `release`."""
+
+    def __init__(self, run_dir: Path, holder: Holder, descriptor: int, beat_at: int, took_over: str) -> None:
+        self.holder = holder
+        self.took_over = took_over
+        """One line about the dead holder that was replaced; empty if there was none."""
+        self._path, self._descriptor, self._beat_at = run_dir / FILE, descriptor, beat_at
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="claim", daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def acquire(run_dir: Path, launcher: str, job: str = "", stale_s: float = STALE_S) -> Claim:
+        """Hold this run directory, or LaunchError with who does. May watch a silent holder for `stale_s`."""
+        run_dir.mkdir(parents=True, exist_ok=True)
+        holder = here(launcher, job)
+        took_over = ""
+        while True:
+            staged, descriptor, beat_at = _write(run_dir, holder)
+            if _create(staged, run_dir / FILE):
+                return Claim(run_dir, holder, descriptor, beat_at, took_over)
+            os.close(descriptor)
+            staged.unlink(missing_ok=True)
+            took_over = _clear_dead(run_dir, stale_s) or took_over
+
+    def ousted(self) -> str | None:
+        """None while the claim is ours; else who has it now. Asked before every seal."""
+        try:
+            now, _ = _read(self._path)
+        except FileNotFoundError:
+            return f"the claim on {self._path.parent} is gone: somebody removed {FILE}, and another job may write there"
+        if now is not None and now.token == self.holder.token:
+            return None
+        return f"{self._path.parent} was taken over by {now}: this process was silent too long and must not write there"
+
+    def release(self) -> None:
+        """Give the directory back; nothing happens where another has it by now."""
+        self._over.set()
+        self._thread.join()
+        if self.ousted() is None:
+            self._path.unlink(missing_ok=True)
+        os.close(self._descriptor)
+
+    def _beat(self) -> None:
+        """Through the open file, never by name: after a take-over this writes into a file that nobody sees."""
+        count = 0
+        while not self._over.wait(BEAT_S):
+            count += 1
+            try:
+                os.pwrite(self._descriptor, f"{count:020d}\n".encode(), self._beat_at)
+                os.fsync(self._descriptor)
+            except OSError as error:
+                log.warning("the claim on %s could not be renewed: %s", self._path.parent, error)
+
+
+def _write(run_dir: Path, holder: Holder) -> tuple[Path, int, int]:
+    """The claim under a name of its own, whole before it gets the name that counts."""
+    staged = run_dir / f".{FILE}-{holder.token}"
+    text = json.dumps(asdict(holder)).encode() + b"\n"
+    descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    os.write(descriptor, text + b"0" * 20 + b"\n")
+    os.fsync(descriptor)
+    return staged, descriptor, len(text)
+
+
+def _create(staged: Path, claim: Path) -> bool:
+    """Give it its name if nobody has that name; of many who try at once one succeeds."""
+    try:
+        claim.hardlink_to(staged)
+    except FileExistsError:
+        return False
+    except OSError:
+        return _create_without_links(staged, claim)
+    staged.unlink()
+    return True
+
+
+def _create_without_links(staged: Path, claim: Path) -> bool:
+    """For folders that know no hard links: an empty file made exclusively, then replaced by the whole one."""
+    try:
+        os.close(os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+    except FileExistsError:
+        return False
+    staged.rename(claim)
+    return True
+
+
+def _read(claim: Path) -> tuple[Holder | None, bytes]:
+    """The holder (None where the file does not say) and the whole text, its count included."""
+    data = claim.read_bytes()
+    try:
+        return Holder(**json.loads(data.partition(b"\n")[0])), data
+    except (ValueError, TypeError):
+        return None, data
+
+
+def _clear_dead(run_dir: Path, stale_s: float, watch: Callable[[Path, bytes, float], bool] | None = None) -> str:
+    """Make way if the holder is dead, and say so; LaunchError if it lives. Empty if it went by itself."""
+    claim = run_dir / FILE
+    try:
+        holder, data = _read(claim)
+    except FileNotFoundError:
+        return ""
+    if holder is not None and holder.place == _place():
+        alive, how = _lives(holder), "it is dead"
+    else:
+        log.warning("%s is claimed by %s: watching for %.0f s whether it lives", run_dir, holder or "somebody unnamed", stale_s)
+        alive, how = (watch or _changes)(claim, data, stale_s), f"it gave no sign for {stale_s:.0f} s"
+    if alive:
+        raise LaunchError(
+            f"{run_dir} is being written by {holder or 'another job'}.",
+            f"another --run.dir, or end that job (remove {claim} only if you know it is gone)",
+        )
+    _remove(run_dir, data)
+    line = f"{run_dir}: took over from {holder or 'a holder without a name'}: {how}"
+    log.warning(line)
+    return line
+
+
+def _changes(claim: Path, data: bytes, stale_s: float) -> bool:
+    """Does the claim's text change (a beat, or a new holder) while we watch?"""
+    deadline = time.monotonic() + stale_s
+    while time.monotonic() < deadline:
+        time.sleep(min(0.25, stale_s / 10))
+        try:
+            if claim.read_bytes() != data:
+                return True
+        except FileNotFoundError:
+            return False
+    return False
+
+
+def _remove(run_dir: Path, data: bytes) -> None:
+    """Take a dead claim away, and only that one: of two who saw it dead, the slower finds another's file in its hand and
+    puts it back."""
+    aside = run_dir / f".{FILE}-dead-{secrets.token_hex(8)}"
+    try:
+        (run_dir / FILE).rename(aside)
+    except FileNotFoundError:
+        return
+    if aside.read_bytes().partition(b"\n")[0] != data.partition(b"\n")[0]:
+        _create(aside, run_dir / FILE)
+    aside.unlink(missing_ok=True)
