@@ -156,3 +156,16 @@ def _polynomial(x: _Floats, coefficients: tuple[float, ...]) -> _Floats:
         total *= x
     total += coefficients[0]
     return total
+
+
+def fill_from_global(tensor: torch.Tensor, init: Init) -> None:
+    """The same distribution from torch's own generator: for a model that is built alone, with no protocol."""
+    with torch.no_grad():
+        if isinstance(init, Constant):
+            tensor.fill_(init.value)
+        elif isinstance(init, Uniform):
+            tensor.uniform_(-init.bound, init.bound)
+        else:
+            tensor.normal_(0.0, init.std)
+            if init.clip is not None:
+                tensor.clamp_(-init.clip * init.std, init.clip * init.std)

@@ -1,0 +1,209 @@
+"""Which modules of a model become communication units: the model's own word, its repeated blocks, a class, a size.
+
+A unit is a list of modules whose parameters are gathered together; what is in no unit is the root's. Here is only the
+choice, by looking at plain modules; what is done to a unit is fsdp/shard.py's.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from fsdp.errors import ConfigError
+
+Unit = list[nn.Module]
+
+LARGE_LAYER = 1 << 20
+"""Parameters from which a single repeated layer is worth a collective of its own; below it blocks of layers are."""
+
+# They have no forward: nothing would gather them.
+_HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+_CONTAINERS = (*_HOLDERS, nn.Sequential)
+_ROOT = -1
+
+
+def find_units(model: nn.Module, wrap: str = "auto") -> list[Unit]:
+    """The units that --mesh.wrap means, in forward order but inner ones first; the root is not among them."""
+    kind, _, what = wrap.partition(":")
+    if kind == "class":
+        found = _of_class(model, what.split(","))
+    elif kind == "size":
+        found = [[module] for module in _of_size(model, _number(what))]
+    elif kind == "root":
+        found = []
+    else:
+        found = _own_units(model) if callable(getattr(model, "units", None)) else [[m] for m in _repeated(model)]
+    return _without_shared(model, _inner_first(_distinct(model, found)))
+
+
+def blocks_of(units: Sequence[Unit]) -> list[nn.Module]:
+    """The units worth recomputing in backward: one composite module each, not an embedding or a head with its norm."""
+    return [unit[0] for unit in units if len(unit) == 1 and any(True for _ in unit[0].children())]
+
+
+# ---------------------------------------------------------------- the model's own word
+
+
+def _own_units(model: nn.Module) -> list[Unit]:
+    units: Any = model.units()  # type: ignore[operator]
+    members = set(model.modules())
+    return [[_member(m, model, members) for m in (unit if isinstance(unit, (list, tuple)) else [unit])] for unit in units]
+
+
+def _member(module: Any, model: nn.Module, members: set[nn.Module]) -> nn.Module:
+    """One entry of units(): a module of this model, or its name."""
+    whose = f"units() of {type(model).__name__}"
+    if isinstance(module, str):
+        named = dict(model.named_modules(remove_duplicate=False))
+        if module not in named:
+            near = difflib.get_close_matches(module, named, n=1, cutoff=0.5)
+            raise ConfigError(f"{whose} names {module}, which it does not have.", near[0] if near else "see named_modules()")
+        module = named[module]
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"{whose} gave a {type(module).__name__}, not a module.", "return modules, or lists of modules")
+    if module not in members:
+        raise ConfigError(f"{whose} gave a {type(module).__name__} that is not inside it.", "return the model's own modules")
+    if isinstance(module, _HOLDERS):
+        raise ConfigError(
+            f"{whose} gave a {type(module).__name__}, which has no forward and cannot be a unit.",
+            "return what it holds: [*self.blocks]",
+        )
+    return module
+
+
+# ---------------------------------------------------------------- repeated blocks
+
+
+def _repeated(module: nn.Module) -> Iterator[nn.Module]:
+    """Outermost repetition: members of one class in a list, at any depth; containers are looked into, not taken."""
+    members = [m for m in module._modules.values() if m is not None] if isinstance(module, _CONTAINERS) else []
+    # Occurrences and not distinct modules are counted: one block that is applied six times is repeated.
+    counts = Counter(type(member) for member in members if _is_block(member))
+    for child in module.children():
+        if counts[type(child)] > 1 and _is_block(child):
+            yield child
+        else:
+            yield from _repeated(child)
+
+
+def _is_block(module: nn.Module) -> bool:
+    """A composite module, or a layer too large to be gathered with its neighbours. Linear and ReLU in turn are no blocks."""
+    if isinstance(module, _HOLDERS):
+        return False
+    numel = sum(parameter.numel() for parameter in module.parameters())
+    if type(module) is nn.Sequential:
+        return numel >= LARGE_LAYER and next(_repeated(module), None) is None
+    is_layer = next(module.children(), None) is None
+    return numel >= (LARGE_LAYER if is_layer else 1)
+
+
+# ---------------------------------------------------------------- by class, by size
+
+
+def _of_class(model: nn.Module, names: Sequence[str]) -> list[Unit]:
+    present = {type(m).__name__: m for m in model.modules() if next(m.parameters(), None) is not None}
+    usable = [name for name, m in present.items() if not isinstance(m, _HOLDERS) and m is not model]
+    for name in names:
+        if name not in usable:
+            near = difflib.get_close_matches(name, usable, n=1, cutoff=0.5)
+            raise ConfigError(
+                f"--mesh.wrap class:{name}: {type(model).__name__} has no such class with parameters, "
+                f"only {', '.join(usable[:20]) or 'itself'}.",
+                f"--mesh.wrap class:{near[0]}" if near else "--mesh.wrap auto",
+            )
+    return [[module] for module in model.modules() if type(module).__name__ in names]
+
+
+def _number(text: str) -> int:
+    if not text.replace("_", "").isdigit() or int(text) < 1:
+        raise ConfigError(f"--mesh.wrap size:{text} is not a number of parameters.", "--mesh.wrap size:1000000")
+    return int(text)
+
+
+def _of_size(model: nn.Module, least: int) -> list[nn.Module]:
+    """FSDP1's size_based_auto_wrap_policy: from the leaves up, a module whose parameters that no unit has reach `least`."""
+    chosen: dict[nn.Module, None] = {}
+
+    def visit(module: nn.Module) -> int:
+        """How many parameters of the module are in units."""
+        numel = sum(parameter.numel() for parameter in module.parameters())
+        if module in chosen:
+            return numel
+        # Attention uses its output projection's weight without calling it: never look inside, as FSDP1 does not.
+        if numel < least or isinstance(module, nn.MultiheadAttention):
+            inside = 0
+        else:
+            inside = sum(visit(child) for child in module.children())
+        if numel - inside < least or isinstance(module, _HOLDERS):
+            return inside
+        chosen[module] = None
+        return numel
+
+    visit(model)
+    return list(chosen)
+
+
+# ---------------------------------------------------------------- what holds of any choice
+
+
+def _distinct(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:
+    """No root, no module twice, none beside a module that holds it, nothing without parameters."""
+    seen: set[nn.Module] = {model}
+    kept: list[Unit] = []
+    for unit in units:
+        fresh = [m for m in dict.fromkeys(unit) if m not in seen and next(m.parameters(), None) is not None]
+        inside = {inner for outer in fresh for inner in outer.modules() if inner is not outer}
+        fresh = [m for m in fresh if m not in inside]
+        seen.update(fresh)
+        kept += [fresh] if fresh else []
+    return kept
+
+
+def _levels(units: Sequence[Unit]) -> list[int]:
+    """How many other units each unit lies within."""
+    insides = [{inner for module in unit for inner in module.modules() if inner not in unit} for unit in units]
+    return [sum(any(module in inside for module in unit) for inside in insides) for unit in units]
+
+
+def _inner_first(units: list[Unit]) -> list[Unit]:
+    # fully_shard leaves alone what an earlier call took, so an inner unit must come before its outer one.
+    levels = _levels(units)
+    return [units[at] for at in sorted(range(len(units)), key=lambda at: -levels[at])]
+
+
+def _without_shared(model: nn.Module, units: list[Unit]) -> list[Unit]:
+    """A parameter that two groups would hold (tied, or a module used in both) must be in one: the inner units of the two
+    are given up, and their parameters fall to what surrounds them, in the end to the root."""
+    while True:
+        levels = {_ROOT: _ROOT, **dict(enumerate(_levels(units)))}
+        given_up: set[int] = set()
+        for owners in _owners(model, units).values():
+            if len(owners) > 1:
+                deepest = max(levels[owner] for owner in owners)
+                given_up |= {owner for owner in owners if levels[owner] == deepest}
+        if not given_up:
+            return units
+        units = [unit for at, unit in enumerate(units) if at not in given_up]
+
+
+def _owners(model: nn.Module, units: Sequence[Unit]) -> dict[nn.Parameter, set[int]]:
+    """For each parameter the groups in which it is found, the innermost around each place that it is used."""
+    unit_of = {module: at for at, unit in enumerate(units) for module in unit}
+    owners: dict[nn.Parameter, set[int]] = {}
+    seen: set[tuple[nn.Module, int]] = set()
+    stack = [(model, _ROOT)]
+    while stack:
+        module, owner = stack.pop()
+        owner = unit_of.get(module, owner)
+        if (module, owner) in seen:
+            continue
+        seen.add((module, owner))
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners.setdefault(parameter, set()).add(owner)
+        stack += [(child, owner) for child in module.children()]
+    return owners

@@ -1,0 +1,102 @@
+"""What a built-in model tells the registry: its sizes with their ranges, its presets, and what it takes from the data.
+
+Sizes are a frozen dataclass whose fields are the names of --model.args; they check themselves when made. Not here: any model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import nn
+
+from fsdp.errors import ConfigError
+
+Facts = Mapping[str, Any]
+Sizes = TypeVar("Sizes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltIn:
+    """The first preset is the default one."""
+
+    sizes: type[Any]
+    presets: Mapping[str, Mapping[str, Any]]
+    reads: str
+    """The fact that tells its kind of data: vocab_size for tokens, num_classes for images."""
+    from_facts: Callable[[Facts], dict[str, Any]]
+    check_facts: Callable[[Any, Facts], None]
+    build: Callable[[Any], nn.Module]
+
+
+def size(default: Any, low: float = 1, below: float | None = None) -> Any:
+    """A field of sizes with its range."""
+    return dataclasses.field(default=default, metadata={"low": low, "below": below})
+
+
+def make_sizes(cls: type[Sizes], given: Mapping[str, Any], owner: str) -> Sizes:
+    """Sizes from free arguments: unknown names and wrong types are the person's to mend."""
+    hints = typing.get_type_hints(cls)
+    for name in given:
+        if name not in hints:
+            raise unknown_argument(name, list(hints), owner)
+    return cls(**{name: _typed(name, value, hints[name]) for name, value in given.items()})
+
+
+def unknown_argument(name: str, known: list[str], owner: str) -> ConfigError:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    takes = f"it takes {', '.join(known)}" if known else "it takes none"
+    return ConfigError(f"--model.args.{name} is no argument of {owner}.", f"--model.args.{near[0]}" if near else takes)
+
+
+def _typed(name: str, value: Any, kind: type) -> Any:
+    if kind is bool and isinstance(value, bool):
+        return value
+    if kind in (int, float) and isinstance(value, (int, float)) and not isinstance(value, bool) and kind(value) == value:
+        return kind(value)
+    wanted = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
+    example = {bool: "true", int: "8", float: "0.1"}[kind]
+    raise ConfigError(f"--model.args.{name} {value} is not {wanted}.", f"--model.args.{name} {example}")
+
+
+def check_ranges(sizes: Any) -> None:
+    """Each field against the range that it was declared with."""
+    for field in dataclasses.fields(sizes):
+        value, low, below = getattr(sizes, field.name), field.metadata.get("low"), field.metadata.get("below")
+        if low is not None and value < low:
+            raise ConfigError(f"--model.args.{field.name} {value} is less than {low}.", f"--model.args.{field.name} {low}")
+        if below is not None and value >= below:
+            raise ConfigError(
+                f"--model.args.{field.name} {value} is not below {below}.", f"--model.args.{field.name} {field.default}"
+            )
+
+
+def check_multiple(sizes: Any, whole: str, part: str) -> None:
+    """`whole` must be a multiple of `part`; the hint is the nearest value of `part` that divides."""
+    total, piece = getattr(sizes, whole), getattr(sizes, part)
+    if total % piece:
+        fitting = max(n for n in range(1, min(piece, total) + 1) if total % n == 0)
+        raise ConfigError(
+            f"--model.args.{whole} {total} is not a multiple of --model.args.{part} {piece}.", f"--model.args.{part} {fitting}"
+        )
+
+
+def check_covers(sizes: Any, name: str, facts: Facts, fact: str, what: str) -> None:
+    """The model must have room for what the data holds: at least as many classes, tokens, positions."""
+    value, needed = getattr(sizes, name), facts.get(fact)
+    if needed is not None and value < needed:
+        raise ConfigError(
+            f"--model.args.{name} {value} is too few: the data has {needed} {what}.", f"--model.args.{name} {needed}"
+        )
+
+
+def check_equals(sizes: Any, name: str, wanted: int | None, what: str) -> None:
+    value = getattr(sizes, name)
+    if wanted is not None and value != wanted:
+        raise ConfigError(
+            f"--model.args.{name} {value} does not fit: the data has {what} {wanted}.", f"--model.args.{name} {wanted}"
+        )

@@ -1,0 +1,64 @@
+"""Two linear layers with a ReLU between: 1024 → 1024 → 10, on whatever lies flat."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import relu
+
+from fsdp.models.builtin import BuiltIn, Facts, check_covers, check_equals, check_ranges, size
+from fsdp.models.init import Init, Uniform
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlpSizes:
+    in_features: int = size(1024)
+    hidden: int = size(1024)
+    classes: int = size(10)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
+class Mlp(nn.Module):
+    """inputs [batch, …] → logits [batch, classes]."""
+
+    def __init__(self, sizes: MlpSizes) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(sizes.in_features, sizes.hidden)
+        self.output = nn.Linear(sizes.hidden, sizes.classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.output(relu(self.hidden(inputs.flatten(1))))
+
+    def param_inits(self) -> dict[str, Init]:
+        """nn.Linear's own: weight and bias within 1/√inputs."""
+        layers = {"hidden": self.hidden, "output": self.output}
+        return {
+            f"{name}.{part}": Uniform(1 / math.sqrt(layer.in_features))
+            for name, layer in layers.items()
+            for part in ("weight", "bias")
+        }
+
+
+def _pixels(facts: Facts) -> int | None:
+    return facts["channels"] * facts["image_size"] ** 2 if {"channels", "image_size"} <= facts.keys() else None
+
+
+def _from_facts(facts: Facts) -> dict[str, Any]:
+    found = {"in_features": _pixels(facts), "classes": facts.get("num_classes")}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _check_facts(sizes: MlpSizes, facts: Facts) -> None:
+    check_equals(sizes, "in_features", _pixels(facts), "channels × image_size² =")
+    check_covers(sizes, "classes", facts, "num_classes", "classes")
+
+
+BUILT_IN = BuiltIn(
+    sizes=MlpSizes, presets={"base": {}}, reads="num_classes",
+    from_facts=_from_facts, check_facts=_check_facts, build=Mlp,
+)  # fmt: skip

@@ -1,0 +1,222 @@
+"""A decoder of today: RMSNorm, rotary positions, grouped-query attention, SwiGLU, embeddings tied or not.
+
+It runs alone on one device. Rotary tables are non-persistent buffers: `init_buffers` computes them, no checkpoint carries
+them. Half-split rotation and the order of the projections are Hugging Face's Llama's. Not here: the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fsdp.errors import ConfigError
+from fsdp.models.builtin import BuiltIn, Facts, check_covers, check_multiple, check_ranges, size
+from fsdp.models.init import Constant, Init, Normal, fill_from_global
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerSizes:
+    """kv_heads 0 is heads; ffn 0 is ⅔ of 4·width, rounded up to a multiple of 64."""
+
+    vocab_size: int = size(256)
+    width: int = size(128)
+    layers: int = size(2)
+    heads: int = size(4)
+    kv_heads: int = size(0, low=0)
+    ffn: int = size(0, low=0)
+    max_seq_len: int = size(1024)
+    rope_theta: float = size(10_000.0)
+    tied: bool = False
+    dropout: float = size(0.0, low=0, below=1)
+    norm_eps: float = size(1e-5, low=0)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
+        object.__setattr__(self, "ffn", self.ffn or 64 * math.ceil(self.width * 8 / 3 / 64))
+        check_multiple(self, "width", "heads")
+        check_multiple(self, "heads", "kv_heads")
+        if self.width // self.heads % 2:
+            raise ConfigError(
+                f"--model.args.width {self.width} over --model.args.heads {self.heads} gives heads of "
+                f"{self.width // self.heads}: rotary positions turn pairs, and that is odd.",
+                f"--model.args.width {self.width + self.heads}",
+            )
+
+
+class Rotary:
+    """The tables of one forward. No tuple and no dataclass: FSDP's mixed precision looks into those among a block's
+    arguments and casts their tensors, and in bf16 the slow pairs of neighbouring positions would be the same."""
+
+    def __init__(self, cos: Tensor, sin: Tensor) -> None:
+        self.cos, self.sin = cos, sin
+
+    def turn(self, x: Tensor) -> Tensor:
+        """x[…, position, head_dim]; the products are in float32, or x's own dtype where that is finer."""
+        first, second = x.chunk(2, dim=-1)
+        turned = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
+        return torch.cat(turned, dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, sizes: TransformerSizes) -> None:
+        super().__init__()
+        self.heads, self.kv_heads = sizes.heads, sizes.kv_heads
+        kv_width = sizes.width // sizes.heads * sizes.kv_heads
+        self.q = nn.Linear(sizes.width, sizes.width, bias=False)
+        self.k = nn.Linear(sizes.width, kv_width, bias=False)
+        self.v = nn.Linear(sizes.width, kv_width, bias=False)
+        self.o = nn.Linear(sizes.width, sizes.width, bias=False)
+
+    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
+        q = rotary.turn(self._split(self.q(x), self.heads))
+        k = rotary.turn(self._split(self.k(x), self.kv_heads))
+        v = self._split(self.v(x), self.kv_heads)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
+        return self.o(y.transpose(1, 2).flatten(2))
+
+    @staticmethod
+    def _split(x: Tensor, heads: int) -> Tensor:
+        return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, sizes: TransformerSizes) -> None:
+        super().__init__()
+        self.gate = nn.Linear(sizes.width, sizes.ffn, bias=False)
+        self.up = nn.Linear(sizes.width, sizes.ffn, bias=False)
+        self.down = nn.Linear(sizes.ffn, sizes.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    def __init__(self, sizes: TransformerSizes) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(sizes.width, eps=sizes.norm_eps)
+        self.attention = Attention(sizes)
+        self.ffn_norm = nn.RMSNorm(sizes.width, eps=sizes.norm_eps)
+        self.ffn = FeedForward(sizes)
+        self.dropout = nn.Dropout(sizes.dropout) if sizes.dropout else nn.Identity()
+
+    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), rotary))
+        return x + self.dropout(self.ffn(self.ffn_norm(x)))
+
+
+class Transformer(nn.Module):
+    """tokens [batch, length] → logits [batch, length, vocab_size]."""
+
+    rotary_cos: Tensor
+    rotary_sin: Tensor
+
+    def __init__(self, sizes: TransformerSizes) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.embedding = nn.Embedding(sizes.vocab_size, sizes.width)
+        self.dropout = nn.Dropout(sizes.dropout) if sizes.dropout else nn.Identity()
+        self.blocks = nn.ModuleList(Block(sizes) for _ in range(sizes.layers))
+        self.norm = nn.RMSNorm(sizes.width, eps=sizes.norm_eps)
+        self.head = nn.Linear(sizes.width, sizes.vocab_size, bias=False)
+        if sizes.tied:
+            self.head.weight = self.embedding.weight
+        for name in ("rotary_cos", "rotary_sin"):
+            table = torch.empty(sizes.max_seq_len, sizes.width // sizes.heads // 2)
+            self.register_buffer(name, table, persistent=False)
+        if not self.embedding.weight.is_meta:
+            self._start_alone()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        if length > self.sizes.max_seq_len:
+            raise ConfigError(
+                f"a sequence of {length} tokens is longer than --model.args.max_seq_len {self.sizes.max_seq_len}.",
+                f"--model.args.max_seq_len {length}",
+            )
+        rotary = Rotary(self.rotary_cos[:length], self.rotary_sin[:length])
+        x = self.dropout(self.embedding(tokens))
+        for block in self.blocks:
+            x = block(x, rotary)
+        return self.head(self.norm(x))
+
+    def units(self) -> list[nn.Module | list[nn.Module]]:
+        """Tied, embedding and head are one parameter and stay together in the root's group, with the norm."""
+        if self.sizes.tied:
+            return [*self.blocks]
+        return [self.embedding, *self.blocks, [self.norm, self.head]]
+
+    def param_inits(self) -> dict[str, Init]:
+        """0.02 everywhere; what is added to the residual stream is smaller by the root of how often that is done."""
+        residual = Normal(0.02 / math.sqrt(2 * self.sizes.layers))
+        inits: dict[str, Init] = {}
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 1:
+                inits[name] = Constant(1.0)
+            else:
+                inits[name] = residual if name.endswith(("attention.o.weight", "ffn.down.weight")) else Normal(0.02)
+        return inits
+
+    def init_buffers(self, device: torch.device | str) -> None:
+        """Angles in float64 on the host, tables in float32 always: the same bits on every device and in every precision."""
+        half = self.sizes.width // self.sizes.heads // 2
+        frequencies = self.sizes.rope_theta ** -(torch.arange(half, dtype=torch.float64, device="cpu") / half)
+        angles = torch.outer(torch.arange(self.sizes.max_seq_len, dtype=torch.float64, device="cpu"), frequencies)
+        self.rotary_cos = angles.cos().float().to(device)
+        self.rotary_sin = angles.sin().float().to(device)
+
+    def _start_alone(self) -> None:
+        inits = self.param_inits()
+        for name, parameter in self.named_parameters():
+            fill_from_global(parameter, inits[name])
+        self.init_buffers(self.embedding.weight.device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Transformer:
+        # model.to(torch.bfloat16) casts buffers too, and tables so rounded are wrong tables.
+        super()._apply(fn, recurse)
+        if self.rotary_cos.element_size() < 4:
+            self.init_buffers(self.rotary_cos.device)
+        return self
+
+
+def _from_facts(facts: Facts) -> dict[str, Any]:
+    names = {"vocab_size": "vocab_size", "max_seq_len": "seq_len"}
+    return {name: facts[fact] for name, fact in names.items() if fact in facts}
+
+
+def _check_facts(sizes: TransformerSizes, facts: Facts) -> None:
+    check_covers(sizes, "vocab_size", facts, "vocab_size", "different tokens")
+    check_covers(sizes, "max_seq_len", facts, "seq_len", "tokens a sample")
+
+
+_LLAMA_8B = {
+    "vocab_size": 128_256, "width": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "ffn": 14_336,
+    "max_seq_len": 8192, "rope_theta": 500_000.0,
+}  # fmt: skip
+_LLAMA_70B = {**_LLAMA_8B, "width": 8192, "layers": 80, "heads": 64, "ffn": 28_672}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "toy": {"width": 128, "layers": 2, "heads": 4, "tied": True},
+    "chapter": {"width": 512, "layers": 10, "heads": 8},
+    # GPT-2's small size in today's parts; 50,257 tokens rounded up to a multiple of 128
+    "124m": {"vocab_size": 50_304, "width": 768, "layers": 12, "heads": 12, "max_seq_len": 1024, "tied": True},
+    # Llama 3.2's 1B, but for its stretched positions
+    "1b": {**_LLAMA_8B, "width": 2048, "layers": 16, "ffn": 8192, "tied": True},
+    "8b": _LLAMA_8B,
+    "llama-8b": _LLAMA_8B,
+    "70b": _LLAMA_70B,
+    "llama-70b": _LLAMA_70B,
+}
+
+BUILT_IN = BuiltIn(
+    sizes=TransformerSizes, presets=PRESETS, reads="vocab_size",
+    from_facts=_from_facts, check_facts=_check_facts, build=Transformer,
+)  # fmt: skip

@@ -1,0 +1,124 @@
+"""torchvision's VisionTransformer, its parameter names kept, with its units and its initial values as data.
+
+torchvision is imported when a model is built and not before. Not here: the model's own code, which is torchvision's.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fsdp.models.builtin import BuiltIn, Facts, check_covers, check_equals, check_multiple, check_ranges, size
+from fsdp.models.init import Constant, Init, Normal, Uniform
+from fsdp.torchvision_import import import_torchvision
+
+
+@dataclass(frozen=True, kw_only=True)
+class VitSizes:
+    image_size: int = size(28)
+    channels: int = size(1)
+    num_classes: int = size(10)
+    patch_size: int = size(7)
+    layers: int = size(10)
+    heads: int = size(2)
+    width: int = size(128)
+    ffn: int = size(128)
+    dropout: float = size(0.0, low=0, below=1)
+    attention_dropout: float = size(0.0, low=0, below=1)
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        check_multiple(self, "image_size", "patch_size")
+        check_multiple(self, "width", "heads")
+
+
+def build(sizes: VitSizes) -> nn.Module:
+    return _vit_class()(sizes)
+
+
+@functools.cache
+def _vit_class() -> Callable[[VitSizes], nn.Module]:
+    """Made on first use: its base class is torchvision's."""
+    base: Any = import_torchvision().models.VisionTransformer
+
+    class Vit(base):  # type: ignore[misc]
+        """images [batch, channels, size, size] → logits [batch, num_classes]."""
+
+        def __init__(self, sizes: VitSizes) -> None:
+            super().__init__(
+                image_size=sizes.image_size, patch_size=sizes.patch_size, num_layers=sizes.layers,
+                num_heads=sizes.heads, hidden_dim=sizes.width, mlp_dim=sizes.ffn, dropout=sizes.dropout,
+                attention_dropout=sizes.attention_dropout, num_classes=sizes.num_classes,
+            )  # fmt: skip
+            self.sizes = sizes
+            if sizes.channels != 3:
+                self.conv_proj = _stem(sizes)
+
+        def units(self) -> list[nn.Module | list[nn.Module]]:
+            """Stem, class token, positions and head are small: the root's group."""
+            return list(self.encoder.layers)
+
+        def param_inits(self) -> dict[str, Init]:
+            return {name: _init_of(name, sizes=self.sizes) for name, _ in self.named_parameters()}
+
+    return Vit
+
+
+def _stem(sizes: VitSizes) -> nn.Conv2d:
+    """torchvision's first layer for other than three colours, drawn by its rule."""
+    stem = nn.Conv2d(sizes.channels, sizes.width, kernel_size=sizes.patch_size, stride=sizes.patch_size)
+    nn.init.trunc_normal_(stem.weight, std=_stem_std(sizes))
+    assert stem.bias is not None
+    nn.init.zeros_(stem.bias)
+    return stem
+
+
+def _stem_std(sizes: VitSizes) -> float:
+    return math.sqrt(1 / (sizes.channels * sizes.patch_size**2))
+
+
+def _init_of(name: str, *, sizes: VitSizes) -> Init:
+    """torchvision 0.28's constructor as data. Its truncation at ±2 lies beyond eight deviations and is left out."""
+    width, ffn = sizes.width, sizes.ffn
+    if name.endswith("in_proj_weight"):
+        return Uniform(math.sqrt(6 / (width + 3 * width)))
+    if name.endswith("out_proj.weight"):
+        return Uniform(1 / math.sqrt(width))
+    if ".mlp." in name:
+        return Uniform(math.sqrt(6 / (width + ffn))) if name.endswith("weight") else Normal(1e-6)
+    if name == "conv_proj.weight":
+        return Normal(_stem_std(sizes))
+    if name == "encoder.pos_embedding":
+        return Normal(0.02)
+    is_norm = ".ln" in name
+    return Constant(1.0 if is_norm and name.endswith("weight") else 0.0)
+
+
+def _from_facts(facts: Facts) -> dict[str, Any]:
+    return {name: facts[name] for name in ("image_size", "channels", "num_classes") if name in facts}
+
+
+def _check_facts(sizes: VitSizes, facts: Facts) -> None:
+    check_equals(sizes, "image_size", facts.get("image_size"), "image_size")
+    check_equals(sizes, "channels", facts.get("channels"), "channels")
+    check_covers(sizes, "num_classes", facts, "num_classes", "classes")
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "small": {"patch_size": 7, "layers": 10, "heads": 2, "width": 128, "ffn": 128},
+    "wide": {"patch_size": 7, "layers": 12, "heads": 8, "width": 3840, "ffn": 768},
+    "b16": {
+        "image_size": 224, "channels": 3, "num_classes": 1000, "patch_size": 16, "layers": 12, "heads": 12,
+        "width": 768, "ffn": 3072,
+    },
+}  # fmt: skip
+
+BUILT_IN = BuiltIn(
+    sizes=VitSizes, presets=PRESETS, reads="num_classes",
+    from_facts=_from_facts, check_facts=_check_facts, build=build,
+)  # fmt: skip

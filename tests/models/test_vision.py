@@ -1,0 +1,108 @@
+"""vit is torchvision's VisionTransformer, and mlp the tutorial's; both from data alone."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp.config import ModelSection
+from fsdp.models import build_real, resolve
+from fsdp.models.init import Constant, draw
+from fsdp.torchvision_import import import_torchvision
+
+DIGITS = {"num_classes": 10, "image_size": 28, "channels": 1}
+SHAPES = {"small": (10, 2, 128, 128), "wide": (12, 8, 3840, 768)}
+
+
+def plain(preset: str) -> Any:
+    layers, heads, width, ffn = SHAPES[preset]
+    model = import_torchvision().models.VisionTransformer(
+        image_size=28, patch_size=7, num_layers=layers, num_heads=heads, hidden_dim=width, mlp_dim=ffn, num_classes=10
+    )
+    model.conv_proj = nn.Conv2d(1, width, kernel_size=7, stride=7)
+    return model
+
+
+def vit(preset: str = "", facts: dict[str, int] = DIGITS, **args: int | float) -> Any:
+    return resolve(ModelSection(name="vit", preset=preset, args=args), facts).build()
+
+
+@pytest.mark.parametrize("preset", SHAPES)
+def test_vit_has_torchvisions_parameters(preset: str) -> None:
+    with torch.device("meta"):
+        ours, theirs = vit(preset), plain(preset)
+    assert {n: p.shape for n, p in ours.named_parameters()} == {n: p.shape for n, p in theirs.named_parameters()}
+    assert sum(p.numel() for p in ours.parameters()) == {"small": 1_006_090, "wide": 779_298_826}[preset]
+
+
+def test_vit_computes_what_torchvisions_does() -> None:
+    theirs = plain("small")
+    ours: Any = build_real(resolve(ModelSection(name="vit"), DIGITS), seed=0)
+    nn.init.normal_(ours.heads.head.weight)  # it starts at zero, and would hide everything
+    theirs.load_state_dict(ours.state_dict())
+    images = torch.randn(3, 1, 28, 28)
+    assert torch.equal(ours(images), theirs(images))
+
+
+def test_the_third_preset_is_the_base_model_of_the_paper() -> None:
+    with torch.device("meta"):
+        model = vit("b16", {})
+    assert sum(p.numel() for p in model.parameters()) == 86_567_656
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_param_inits_are_the_rules_of_torchvisions_constructor(channels: int) -> None:
+    torch.manual_seed(0)
+    model = vit("", {**DIGITS, "channels": channels}, width=192, ffn=320, layers=2)
+    inits = model.param_inits()
+    assert set(inits) == {name for name, _ in model.named_parameters()}
+    for name, built in model.named_parameters():
+        drawn = draw(inits[name], 0, name, 0, built.numel())
+        if isinstance(inits[name], Constant):
+            assert torch.equal(built.detach().view(-1), drawn), name
+        else:
+            deviation = 5 / math.sqrt(built.numel())
+            assert built.std().item() == pytest.approx(drawn.std().item(), rel=deviation), name
+            assert built.abs().max().item() == pytest.approx(float(drawn.abs().max()), rel=0.3), name
+
+
+def test_vit_trains_and_takes_other_images() -> None:
+    model = vit("", {"num_classes": 3, "image_size": 14, "channels": 3}, layers=2, dropout=0.1)
+    nn.functional.cross_entropy(model(torch.randn(4, 3, 14, 14)), torch.tensor([0, 1, 2, 0])).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert len(model.units()) == 2
+
+
+def test_torchvision_is_not_imported_before_a_vit_is_built() -> None:
+    script = """
+import sys
+from fsdp.config import ModelSection
+from fsdp.models import resolve
+spec = resolve(ModelSection(name="vit"), {"num_classes": 10})
+assert "torchvision" not in sys.modules
+spec.build()
+assert "torchvision" in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_mlp_is_1024_1024_10() -> None:
+    spec = resolve(ModelSection(name="mlp"), {})
+    model = build_real(spec, seed=0)
+    assert [tuple(p.shape) for p in model.parameters()] == [(1024, 1024), (1024,), (10, 1024), (10,)]
+    assert model(torch.randn(5, 1024)).shape == (5, 10)
+    reference = nn.Linear(1024, 1024)
+    assert dict(model.named_parameters())["hidden.weight"].std().item() == pytest.approx(
+        reference.weight.std().item(), rel=0.02
+    )
+
+
+def test_mlp_takes_images_of_the_data() -> None:
+    model = resolve(ModelSection(name="mlp", args={"hidden": 8}), DIGITS).build()
+    assert model(torch.randn(5, 1, 28, 28)).shape == (5, 10)
