@@ -109,7 +109,7 @@ class Claim:
     def ousted(self) -> str | None:
         """None while the claim is ours; else who has it now. Asked before every seal."""
         try:
-            now, _ = _read(self._path)
+            now, _ = _read_patiently(self._path)
         except FileNotFoundError:
             return f"the claim on {self._path.parent} is gone: somebody removed {FILE}, and another job may write there"
         if now is not None and now.token == self.holder.token:
@@ -177,6 +177,16 @@ def _read(claim: Path) -> tuple[Holder | None, bytes]:
         return None, data
 
 
+def _read_patiently(claim: Path) -> tuple[Holder | None, bytes]:
+    """Another job that mistook it for a dead one's may have it in its hand for a moment."""
+    for _ in range(5):
+        try:
+            return _read(claim)
+        except FileNotFoundError:
+            time.sleep(0.1)
+    return _read(claim)
+
+
 def _clear_dead(run_dir: Path, stale_s: float, watch: Callable[[Path, bytes, float], bool] | None = None) -> str:
     """Make way if the holder is dead, and say so; LaunchError if it lives. Empty if it went by itself."""
     claim = run_dir / FILE
@@ -188,7 +198,7 @@ def _clear_dead(run_dir: Path, stale_s: float, watch: Callable[[Path, bytes, flo
         alive, how = _lives(holder), "it is dead"
     else:
         log.warning("%s is claimed by %s: watching for %.0f s whether it lives", run_dir, holder or "somebody unnamed", stale_s)
-        alive, how = (watch or _changes)(claim, data, stale_s), f"it gave no sign for {stale_s:.0f} s"
+        alive, how = (watch or _changes)(claim, data, stale_s), f"it gave no sign for {stale_s:g} s"
     if alive:
         raise LaunchError(
             f"{run_dir} is being written by {holder or 'another job'}.",

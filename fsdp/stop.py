@@ -1,0 +1,225 @@
+"""Stopping in time: a signal, a file, a deadline or the launcher marks; the ranks agree on one step; the loop acts.
+
+The agreement is one small reduction on a gloo group of its own, begun before a step's forward pass and read after its update,
+so it costs the step nothing. A request that arrives while a step runs is acted on after the next one, at the latest. An
+evaluation, where no step ends for long, asks `check_now` between batches; what arrives while data are awaited or units compiled
+is marked, and seen at the end of that step.
+
+Exit codes: a run that stopped as asked, its checkpoint sealed, leaves with 0 (the loop leaves RUN/STOPPED with the reason for
+scripts); a second Ctrl-C, a second or more after the first, leaves at once with 130 and saves nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp.config import StopSection
+from fsdp.env import DistEnv
+from fsdp.errors import LaunchError
+
+log = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+REASONS = (
+    *(one.name for one in SIGNALS),
+    "the stop file",
+    "the deadline",
+    "the launcher",
+)
+"""What stops a run, as the ranks tell each other: by place here, from 1. SIGCONT comes with others and stops nothing."""
+
+AGAIN_S = 1.0
+"""torchrun sends its workers the Ctrl-C that the terminal has sent them already: only a later one is a second wish."""
+LOOK_S = 0.5
+"""The stop file is looked at no oftener: on a shared folder each look is a question to a server."""
+MARGIN_S = 1.0
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """The same on every rank: why to stop (None: go on), and whether a save is due by the clock."""
+
+    stop: str | None
+    save: bool
+
+
+class Stopper:
+    """Building, agreed and check_now are collective; begin only starts a reduction."""
+
+    def __init__(
+        self,
+        section: StopSection,
+        env: DistEnv,
+        run_dir: Path,
+        reporter_reason: Callable[[], str | None],
+        *,
+        end_time: float | None = None,
+        every_minutes: float = 0.0,
+        save_seconds: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self._env, self._reporter_reason, self._save_seconds = env, reporter_reason, save_seconds
+        self._file = Path(section.file) if section.file else run_dir / "STOP"
+        self._group = dist.new_group(backend="gloo") if env.world_size > 1 else None
+        self._ends = _ends(section.deadline_s, end_time)
+        self._every_s, self._last_save = every_minutes * 60, time.monotonic()
+        self._looked, self._file_seen = 0.0, False
+        self._begun: tuple[torch.Tensor, Any] | None = None
+        self._step, self._step_began, self._step_s = 0, 0.0, 0.0
+        self._marks = _Marks()
+        if env.is_main and self._file.exists():
+            # Left by the stop before this start: the same command again means to go on.
+            log.info("removed %s, which stopped the run before this one", self._file)
+            self._file.unlink()
+
+    def begin(self, step: int) -> None:
+        """Before the forward pass, after its data have come: what is marked by now is agreed on behind this step."""
+        now = time.monotonic()
+        if self._step_began:
+            self._step_s = max(now - self._step_began, 0.5 * self._step_s)
+        self._step, self._step_began = step, now
+        vector = self._vector()
+        work = dist.all_reduce(vector, dist.ReduceOp.MAX, group=self._group, async_op=True) if self._group else None
+        self._begun = (vector, work)
+
+    def agreed(self) -> Agreed:
+        """After the update: what all ranks have agreed on since `begin`."""
+        assert self._begun is not None, "agreed() before begin()"
+        vector, work = self._begun
+        self._begun = None
+        if work is not None:
+            work.wait()
+        return self._outcome(vector)
+
+    def check_now(self) -> Agreed:
+        """Ask all ranks at once, where no step ends for long: between the batches of an evaluation."""
+        vector = self._vector()
+        if self._group is not None:
+            dist.all_reduce(vector, dist.ReduceOp.MAX, group=self._group)
+        return self._outcome(vector)
+
+    def saved(self) -> None:
+        """A save has begun for whatever reason: the clock of `every_minutes` starts anew."""
+        self._last_save = time.monotonic()
+
+    def close(self) -> None:
+        """Give the signals back to whoever had them."""
+        self._marks.close()
+        if self._file_seen:
+            self._file.unlink(missing_ok=True)
+
+    def _vector(self) -> torch.Tensor:
+        """Reason, save, and the step twice over: its largest and smallest must be one."""
+        reason = self._reason()
+        due = self._env.is_main and self._every_s > 0 and time.monotonic() - self._last_save >= self._every_s
+        return torch.tensor([REASONS.index(reason) + 1 if reason else 0, due, self._step, -self._step], dtype=torch.int64)
+
+    def _outcome(self, vector: torch.Tensor) -> Agreed:
+        reason, save, newest, oldest = (int(n) for n in vector)
+        if newest != -oldest:
+            raise LaunchError(f"ranks are at different steps, {-oldest} and {newest}: they do not train one run.")
+        if save:
+            self.saved()
+        return Agreed(REASONS[reason - 1] if reason else None, bool(save))
+
+    def _reason(self) -> str | None:
+        """This rank's own view; which of several is told matters to nobody."""
+        if self._marks.first is not None:
+            return self._marks.first.name
+        if self._env.is_main and self._sees_file():
+            return "the stop file"
+        if self._too_late():
+            return "the deadline"
+        asked = self._reporter_reason()
+        if asked is not None:
+            log.info("the launcher asks to stop: %s", asked)
+            return "the launcher"
+        return None
+
+    def _sees_file(self) -> bool:
+        now = time.monotonic()
+        if not self._file_seen and now - self._looked >= LOOK_S:
+            self._looked, self._file_seen = now, self._file.exists()
+        return self._file_seen
+
+    def _too_late(self) -> bool:
+        """Would the end of the step after this one leave too little time for a save? It acts after this one."""
+        if self._ends is None:
+            return False
+        needed = 1.5 * self._save_seconds() + 2 * self._step_s + MARGIN_S
+        return time.monotonic() + needed >= self._ends
+
+
+def _ends(deadline_s: float, end_time: float | None) -> float | None:
+    """The earlier of the two on the monotonic clock. A deadline counts from the start of the process, imports and all."""
+    ends = []
+    if deadline_s:
+        ends.append(time.monotonic() - process_age_s() + deadline_s)
+    if end_time is not None:
+        ends.append(time.monotonic() + end_time - time.time())
+    return min(ends, default=None)
+
+
+def process_age_s() -> float:
+    """0 where the system does not tell."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):
+        return 0.0
+
+
+class _Marks:
+    """The signal handlers, which only mark, and a thread that hears a second Ctrl-C even while the main thread hangs in C."""
+
+    def __init__(self) -> None:
+        self.first: signal.Signals | None = None
+        self._old: dict[signal.Signals, Any] = {}
+        if threading.current_thread() is not threading.main_thread():
+            log.info("not on the main thread: signals are the launcher's to handle")
+            return
+        self._ear, self._mouth = os.pipe()
+        os.set_blocking(self._mouth, False)
+        for one in SIGNALS:
+            self._old[one] = signal.signal(one, self._mark)
+        self._old_fd = signal.set_wakeup_fd(self._mouth, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
+        self._thread.start()
+
+    def _mark(self, number: int, frame: FrameType | None) -> None:
+        if self.first is None:
+            self.first = signal.Signals(number)
+
+    def _listen(self) -> None:
+        """Python runs handlers between two bytecodes of the main thread; this thread needs no such moment."""
+        interrupted = 0.0
+        while heard := os.read(self._ear, 1):
+            now = time.monotonic()
+            if heard[0] != signal.SIGINT:
+                continue
+            if interrupted and now - interrupted >= AGAIN_S:
+                os.write(2, b"interrupted again: leaving at once, nothing is saved\n")
+                os._exit(130)
+            interrupted = interrupted or now
+
+    def close(self) -> None:
+        if not self._old:
+            return
+        signal.set_wakeup_fd(self._old_fd)
+        for one, handler in self._old.items():
+            signal.signal(one, handler if handler is not None else signal.SIG_DFL)
+        self._old = {}
+        os.close(self._mouth)
+        self._thread.join()
+        os.close(self._ear)
