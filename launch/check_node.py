@@ -1,0 +1,58 @@
+"""What one node of a Slurm job has: printed by `sbatch slurm/fsdp.sbatch --dry-run`, one line a node, nothing trained.
+
+python -m launch.check_node --node n2 --run runs/NAME --ranks 8
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fsdp import env
+from fsdp.errors import ShardrunError
+
+
+def devices(ranks: int) -> str:
+    """Raises where a rank of this node would have no device."""
+    kinds = [env.pick_device(rank) for rank in range(ranks)]
+    return f"{ranks} ranks on {', '.join(sorted({str(kind) for kind in kinds}))}"
+
+
+def nearest(folder: Path) -> Path:
+    """The folder, or the closest above it that exists."""
+    return folder if folder.is_dir() or folder == folder.parent else nearest(folder.parent)
+
+
+def report(node: str, run: Path, ranks: int) -> list[str]:
+    """What is wrong with this node; prints what it has."""
+    import torch
+
+    place = nearest(run)
+    problems = [] if os.access(place, os.W_OK) else [f"{place} cannot be written"]
+    try:
+        env.check_torch()
+        found = devices(ranks)
+    except ShardrunError as error:
+        found = "no device for a rank"
+        problems.append(str(error))
+    print(f"{node}: {found}; Python {sys.version.split()[0]} at {sys.executable}; torch {torch.__version__}; {place} is here")
+    return problems
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m launch.check_node", description=__doc__.splitlines()[0])
+    parser.add_argument("--node", required=True)
+    parser.add_argument("--run", type=Path, required=True, help="the run directory, which need not exist yet")
+    parser.add_argument("--ranks", type=int, required=True, help="that will run on this node")
+    options = parser.parse_args(argv)
+    problems = report(options.node, options.run.absolute(), options.ranks)
+    for problem in problems:
+        print(f"{options.node}: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

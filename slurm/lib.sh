@@ -1,0 +1,192 @@
+# shellcheck shell=bash
+# What every job script here needs: the cluster's own facts, the meeting of the nodes, the ranks, and what to do when they end.
+# Functions only; nothing happens when this is sourced. Slurm's commands are called here and nowhere else, outside any container.
+#
+#   job_begin "$@"    read cluster.env, find Python, check the flags (kept in `flags`), choose the run directory
+#   job_run           meet, start the ranks, judge how they ended; until done, requeued or given up. Never returns
+# and their parts, for a job script of another shape: job_facts, meet, wait_through_signals, judge_and_act, requeue.
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+home=$(dirname "$here")
+REQUEUE_EXIT=85 # what launch/progress.py says for "requeue"; a site can have the same number in slurm.conf's RequeueExit
+
+say() {
+    printf '%s slurm: %s\n' "$(date +%H:%M:%S)" "$*"
+}
+
+die() {
+    say "$*" >&2
+    exit 1
+}
+
+# ---------------------------------------------------------------- what this job is
+
+# Sets: job restart nodes ranks_per_node, and exports what Python needs.
+job_facts() {
+    SRUN_ARGS=() CONTAINER=()
+    # shellcheck source=slurm/cluster.env
+    [ ! -e "${CLUSTER_ENV:=$here/cluster.env}" ] || source "$CLUSTER_ENV"
+    find_python
+    export PYTHONPATH="$home${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+    # the last task of an array has the array's own id as SLURM_JOB_ID: only id_task names one job
+    job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+    job=${job:-$SLURM_JOB_ID}
+    restart=${SLURM_RESTART_COUNT:-0}
+    mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    [ ${#nodes[@]} = "$SLURM_JOB_NUM_NODES" ] || die "${#nodes[@]} host names for $SLURM_JOB_NUM_NODES nodes: $SLURM_JOB_NODELIST"
+    # the GPUs that Slurm gave, or a variable; without GPUs the tasks a node that sbatch was asked for
+    ranks_per_node=${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-${SLURM_NTASKS_PER_NODE:-1}}}
+    local cpus=$((${SLURM_CPUS_ON_NODE:-1} / ranks_per_node))
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cpus > 0 ? cpus : 1))}
+    export_end_time
+}
+
+find_python() {
+    local venv=${VENV:-$home/.venv}
+    if [ -n "${VENV:-}" ] || { [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] && [ -x "$venv/bin/python" ]; }; then
+        export VIRTUAL_ENV=$venv PATH="$venv/bin:$PATH"
+    fi
+    [ ${#CONTAINER[@]} -gt 0 ] || command -v python >/dev/null || die "no python on $(hostname). HINT: set VENV in $CLUSTER_ENV"
+}
+
+# Seconds since 1970, for the ranks' deadline; newer Slurms set it themselves. Unset where the job has no limit.
+export_end_time() {
+    local text
+    text=$(squeue -h -j "$job" -o %e 2>/dev/null) || text=
+    if [ -z "${SLURM_JOB_END_TIME:-}" ] && text=$(date -d "$text" +%s 2>/dev/null) && [ -n "$text" ]; then
+        export SLURM_JOB_END_TIME=$text
+    fi
+}
+
+job_state() {
+    scontrol show job -o "$job" 2>/dev/null | grep -oP ' JobState=\K\S+' || echo UNKNOWN
+}
+
+# A small command on the first node, where this shell runs, inside the container if there is one.
+on_head() {
+    if [ ${#CONTAINER[@]} -gt 0 ] || [ ${#SRUN_ARGS[@]} -gt 0 ]; then
+        srun --overlap --nodes=1 --ntasks=1 --nodelist="${nodes[0]}" "${SRUN_ARGS[@]}" "${CONTAINER[@]}" "$@"
+    else
+        "$@"
+    fi
+}
+
+# ---------------------------------------------------------------- before the ranks
+
+# Sets flags, dry_run and run; says which job this is, once a start.
+job_begin() {
+    local word log
+    trap : TERM USR1
+    job_facts
+    export SHARDRUN_LAUNCHER=${LAUNCHER:-torchrun}
+    [[ $SHARDRUN_LAUNCHER =~ ^(torchrun|srun)$ ]] || die "LAUNCHER=$LAUNCHER is neither. HINT: LAUNCHER=srun, or torchrun"
+    flags=() dry_run=()
+    for word in "$@"; do
+        [ "$word" = --dry-run ] && dry_run=(--dry-run) || flags+=("$word")
+    done
+    log=$(scontrol show job -o "$job" | grep -oP ' StdOut=\K.*?(?= \w+=)') || log=
+    run=$(on_head python -m launch.progress begin "${dry_run[@]}" --default-run-dir "runs/$SLURM_JOB_NAME-$job" \
+        --log "$log" "${flags[@]}")
+    say "job $job ($SLURM_JOB_NAME), start $((restart + 1)): ${#nodes[@]} nodes × $ranks_per_node ranks on ${nodes[*]}; run $run"
+}
+
+# Every node tries the others before training: sets and exports MASTER_ADDR, MASTER_PORT and a token that is new each start.
+meet() {
+    local try=$1 names
+    names=$(printf ',%s' "${nodes[@]}")
+    export SHARDRUN_NODES=${names#,} SHARDRUN_RANKS_PER_NODE=$ranks_per_node SHARDRUN_RUN=$run
+    export SHARDRUN_HOSTS=${RDZV_HOST:-$(head_addresses)} SHARDRUN_TIMEOUT_S=${RDZV_TIMEOUT_S:-60}
+    export SHARDRUN_TOKEN=$job-$restart-$try
+    MASTER_PORT=$(on_head python -m launch.rendezvous port --seed $((SLURM_JOB_ID * 31 + restart * 7 + try))) || return
+    export MASTER_PORT
+    MASTER_ADDR=$(each_node bash "$here/node.sh" meet) || return
+    export MASTER_ADDR
+    say "all ${#nodes[@]} nodes reach $MASTER_ADDR:$MASTER_PORT"
+}
+
+# The first node by name, and by the address that Slurm itself reaches it at, where names do not resolve.
+head_addresses() {
+    local address
+    address=$(scontrol show node -o "${nodes[0]}" | grep -oP ' NodeAddr=\K\S+') || address=${nodes[0]}
+    [ "$address" = "${nodes[0]}" ] && echo "$address" || echo "${nodes[0]},$address"
+}
+
+each_node() {
+    srun --nodes=${#nodes[@]} --ntasks=${#nodes[@]} --ntasks-per-node=1 --kill-on-bad-exit=0 \
+        "${SRUN_ARGS[@]}" "${CONTAINER[@]}" "$@"
+}
+
+# Instead of training: what every node has, and the command that would have been run.
+show_what_would_run() {
+    each_node bash "$here/node.sh" check || die "a node is not ready"
+    (start_ranks echo "would run:")
+    exit 0
+}
+
+# ---------------------------------------------------------------- the ranks, and after them
+
+# srun stands in the background: a shell in the foreground hears a signal only when its command has ended.
+# TERM comes to this shell too (scancel, preemption); it outlives it to judge. Sets rc.
+wait_through_signals() {
+    local pid=$1
+    while :; do
+        rc=0
+        wait "$pid" || rc=$?
+        kill -0 "$pid" 2>/dev/null || break
+    done
+}
+
+# One torchrun a node makes the ranks, or Slurm does, one task each. Becomes srun: for a subshell only, so that its pid is
+# srun's. A preceding `echo` shows the command instead.
+start_ranks() {
+    local tasks_per_node=1 more=()
+    if [ "$SHARDRUN_LAUNCHER" = srun ]; then
+        tasks_per_node=$ranks_per_node more=(--label)
+        [ "$ranks_per_node" -le "${SLURM_CPUS_ON_NODE:-1}" ] || more+=(--overcommit)
+    fi
+    exec "$@" srun --nodes=${#nodes[@]} --ntasks=$((${#nodes[@]} * tasks_per_node)) --ntasks-per-node="$tasks_per_node" \
+        --cpu-bind=none --kill-on-bad-exit=1 "${more[@]}" "${SRUN_ARGS[@]}" "${CONTAINER[@]}" \
+        bash "$here/node.sh" ranks "$home/train.py" --run.dir "$run" "${flags[@]}"
+}
+
+# The verdict comes as an exit status, so that it crosses a container's edge. Returns only for "again, here".
+judge_and_act() {
+    local state verdict=0
+    state=$(job_state)
+    # only a running job is requeued: scancel stays a cancel, and what Slurm requeues itself is not requeued twice
+    [ "$state" = RUNNING ] || { say "the job is $state: nothing more to do here"; exit "$rc"; }
+    on_head python -m launch.progress judge "$run" --job "$job" --restart "$restart" --code "$rc" "$@" || verdict=$?
+    case $verdict in
+    0) exit 0 ;;
+    "$REQUEUE_EXIT") requeue ;;
+    86) return ;;
+    *) exit 1 ;;
+    esac
+}
+
+# Slurm ends this shell when it has requeued the job; where scontrol is not to be had, the exit code asks for it.
+requeue() {
+    say "requeue $job"
+    scontrol requeue "$job" || exit "$REQUEUE_EXIT"
+    sleep 60 &
+    wait_through_signals $!
+    exit 0
+}
+
+job_run() {
+    local try=0
+    while :; do
+        if meet "$try"; then
+            [ ${#dry_run[@]} = 0 ] || show_what_would_run
+            start_ranks &
+            wait_through_signals $!
+            judge_and_act
+        elif [ "$restart" = 0 ] && [ "$try" = 0 ]; then
+            exit 1
+        else
+            rc=1
+            judge_and_act --unmet
+        fi
+        try=$((try + 1))
+    done
+}
