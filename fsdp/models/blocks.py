@@ -133,11 +133,10 @@ def _of_size(model: nn.Module, least: int) -> list[nn.Module]:
         numel = sum(parameter.numel() for parameter in module.parameters())
         if module in chosen:
             return numel
-        # Attention uses its output projection's weight without calling it: never look inside, as FSDP1 does not.
+        # FSDP1 leaves attention to what holds it: it uses its output projection's weight without calling it.
         if numel < least or isinstance(module, nn.MultiheadAttention):
-            inside = 0
-        else:
-            inside = sum(visit(child) for child in module.children())
+            return 0
+        inside = sum(visit(child) for child in module.children())
         if numel - inside < least or isinstance(module, _HOLDERS):
             return inside
         chosen[module] = None

@@ -1,0 +1,292 @@
+"""Which modules become units, for models of many shapes; and that FSDP takes every choice and computes the same."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp.env import DistEnv
+from fsdp.errors import ConfigError
+from fsdp.models.blocks import blocks_of, find_units
+from fsdp.models.transformer import Transformer, TransformerSizes
+from fsdp.torchvision_import import import_torchvision
+from tests.world import run_world
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(self.norm(x))
+
+
+class Net(nn.Module):
+    """A stem, a body given from outside, a head."""
+
+    def __init__(self, body: nn.Module, width: int = 4) -> None:
+        super().__init__()
+        self.stem, self.body, self.head = nn.Linear(width, width), body, nn.Linear(width, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for part in self.body if isinstance(self.body, nn.ModuleList) else [self.body]:
+            x = part(x)
+        return self.head(x)
+
+
+class Ours(Net):
+    """A model with units() of its own, whatever it is given to return."""
+
+    chosen: Any
+
+    def units(self) -> Any:
+        return self.chosen()
+
+
+def small(**changes: Any) -> Transformer:
+    return Transformer(TransformerSizes(vocab_size=32, width=16, max_seq_len=8, **{"layers": 2, "heads": 2, **changes}))
+
+
+def names(model: nn.Module, wrap: str = "auto") -> list[list[str]]:
+    known = {module: name for name, module in model.named_modules()}
+    return [[known[module] for module in unit] for unit in find_units(model, wrap)]
+
+
+def stack() -> nn.Module:
+    return nn.Sequential(Layer(), Layer())
+
+
+def flat(model: nn.Module, wrap: str = "auto") -> list[str]:
+    return [name for unit in names(model, wrap) for name in unit]
+
+
+# ---------------------------------------------------------------- auto
+
+
+def test_the_models_own_units_come_first() -> None:
+    assert names(small()) == [["embedding"], ["blocks.0"], ["blocks.1"], ["norm", "head"]]
+    assert names(small(tied=True)) == [["blocks.0"], ["blocks.1"]]
+
+
+def test_units_may_be_named_and_inner_ones_go_first() -> None:
+    model: Any = Ours(nn.ModuleList([Layer(), Layer()]))
+    model.chosen = lambda: ["body.0", model.body[1], (model.body[0].linear,)]
+    assert names(model) == [["body.0.linear"], ["body.0"], ["body.1"]]
+
+
+def test_the_blocks_to_recompute_are_units_of_several_layers() -> None:
+    model = small()
+    assert blocks_of(find_units(model)) == list(model.blocks)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (nn.ModuleList([Layer(), Layer(), Layer()]), ["body.0", "body.1", "body.2"]),
+        (nn.Sequential(Layer(), nn.ReLU(), Layer()), ["body.0", "body.2"]),
+        (nn.ModuleList([Layer()]), []),
+        (nn.ModuleDict({"a": Layer(), "b": Layer()}), ["body.a", "body.b"]),
+        (nn.Sequential(stack(), stack()), ["body.0.0", "body.0.1", "body.1.0", "body.1.1"]),
+        (Net(nn.ModuleList([Net(stack()), Net(stack())])), ["body.body.0", "body.body.1"]),
+        (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), []),
+        (nn.Sequential(nn.Linear(4, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.Linear(1024, 1024)), ["body.2", "body.3"]),
+        (nn.Sequential(*[nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(2)]), ["body.0", "body.1"]),
+        (nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)]), []),
+        (nn.ModuleList([nn.Dropout(), nn.Dropout()]), []),
+        (nn.ParameterList([torch.zeros(1 << 20) for _ in range(3)]), []),
+    ],
+    ids=[
+        "list", "between-activations", "only-one", "dict", "stages", "nested", "mlp", "large-layers",
+        "large-layer-and-relu", "small-layer-and-relu", "no-parameters", "parameter-list",
+    ],
+)  # fmt: skip
+def test_repeated_blocks_are_found(body: nn.Module, expected: list[str]) -> None:
+    assert flat(Net(body)) == expected
+
+
+def test_torchvisions_and_torchs_own_models() -> None:
+    with torch.device("meta"):
+        models = import_torchvision().models
+        vit, resnet, pair = models.vit_b_16(), models.resnet18(), nn.Transformer(8, 2, 3, 2, 8, batch_first=True)
+    assert flat(vit) == [f"encoder.layers.encoder_layer_{i}" for i in range(12)]
+    assert flat(resnet) == [f"layer{stage}.{i}" for stage in (1, 2, 3, 4) for i in (0, 1)]
+    assert flat(pair) == [*(f"encoder.layers.{i}" for i in range(3)), *(f"decoder.layers.{i}" for i in range(2))]
+
+
+def test_a_block_that_is_applied_many_times_is_one_unit() -> None:
+    layer = Layer()
+    assert names(Net(nn.ModuleList([layer] * 4))) == [["body.0"]]
+    assert names(Net(nn.ModuleList([layer, Layer(), layer]))) == [["body.0"], ["body.1"]]
+
+
+# ---------------------------------------------------------------- parameters in two places
+
+
+def test_tied_units_go_to_the_root() -> None:
+    model: Any = Ours(nn.ModuleList([Layer(), Layer(), Layer()]))
+    model.chosen = lambda: [model.stem, *model.body]
+    model.stem.weight = model.body[1].linear.weight
+    assert flat(model) == ["body.0", "body.2"]
+
+
+def test_a_unit_tied_to_the_root_goes_to_the_root() -> None:
+    model: Any = Net(nn.ModuleList([Layer(2), Layer(2)]), width=2)
+    model.head.weight = model.body[1].linear.weight
+    assert flat(model) == ["body.0"]
+
+
+def test_parameters_tied_within_one_list_stay_a_unit() -> None:
+    model: Any = small(tied=True)
+    model.units = lambda: [[model.embedding, model.norm, model.head], *model.blocks]
+    assert names(model) == [["embedding", "norm", "head"], ["blocks.0"], ["blocks.1"]]
+
+
+def test_of_an_inner_and_an_outer_unit_that_are_tied_the_inner_is_given_up() -> None:
+    body: Any = nn.Sequential(Layer(), Layer())
+    body[1].norm.weight = body[1].linear.bias
+    assert flat(Net(body), "class:Layer,LayerNorm") == ["body.0.norm", "body.0", "body.1"]
+
+
+def test_a_module_shared_by_two_blocks_keeps_both_out() -> None:
+    body: Any = nn.ModuleList([Layer(), Layer(), Layer()])
+    body[0].linear = body[2].linear
+    assert flat(Net(body)) == ["body.1"]
+
+
+# ---------------------------------------------------------------- class, size, root
+
+
+def test_root_has_no_units() -> None:
+    assert find_units(small(), "root") == []
+
+
+def test_by_class_inner_units_go_first() -> None:
+    assert flat(small(), "class:Block") == ["blocks.0", "blocks.1"]
+    both = flat(small(), "class:Block,FeedForward")
+    assert both == ["blocks.0.ffn", "blocks.1.ffn", "blocks.0", "blocks.1"]
+
+
+@pytest.mark.parametrize("least", [1, 20, 300, 1000, 2500, 5000, 10**9])
+@pytest.mark.parametrize("make", [small, lambda: nn.Transformer(8, 2, 2, 2, 8, batch_first=True)], ids=["ours", "mha"])
+def test_by_size_is_what_the_first_fsdp_did(least: int, make: Callable[[], nn.Module]) -> None:
+    from torch.distributed.fsdp.wrap import _recursive_wrap, size_based_auto_wrap_policy
+
+    theirs: list[str] = []
+    model = make()
+    known = {module: name for name, module in model.named_modules()}
+
+    def note(module: nn.Module, **_: Any) -> nn.Module:
+        theirs.append(known[module])
+        return module
+
+    policy = functools.partial(size_based_auto_wrap_policy, min_num_params=least)
+    _recursive_wrap(model, policy, note, set(), set())  # type: ignore[arg-type]
+    assert sorted(flat(model, f"size:{least}")) == sorted(name for name in theirs if name)
+
+
+def test_a_number_may_be_written_with_underscores() -> None:
+    assert flat(small(), "size:2_500") == flat(small(), "size:2500") != []
+
+
+# ---------------------------------------------------------------- what a person gets wrong
+
+
+@pytest.mark.parametrize(
+    ("wrap", "says", "hint"),
+    [
+        ("class:Blok", "no such class with parameters, only Embedding, Block, RMSNorm", "--mesh.wrap class:Block"),
+        ("class:Block,Dropout", "--mesh.wrap class:Dropout", "--mesh.wrap auto"),
+        ("class:ModuleList", "--mesh.wrap class:ModuleList", "--mesh.wrap auto"),
+        ("class:Transformer", "--mesh.wrap class:Transformer", "--mesh.wrap auto"),
+        ("size:0", "--mesh.wrap size:0 is not a number of parameters", "--mesh.wrap size:1000000"),
+    ],
+)  # fmt: skip
+def test_a_wrong_wrap_is_one_line_with_a_hint(wrap: str, says: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        find_units(small(dropout=0.1), wrap)
+    assert says in str(error.value)
+    assert error.value.hint == hint
+
+
+@pytest.mark.parametrize(
+    ("chosen", "says", "hint"),
+    [
+        (lambda m: [m.body], "gave a ModuleList, which has no forward", "[*self.blocks]"),
+        (lambda m: [nn.Linear(2, 2)], "gave a Linear that is not inside it", "the model's own modules"),
+        (lambda m: ["body.o"], "names body.o, which it does not have", "body"),
+        (lambda m: [3], "gave a int, not a module", "return modules"),
+    ],
+)
+def test_wrong_units_of_a_model_are_one_line_with_a_hint(chosen: Callable[[Any], Any], says: str, hint: str) -> None:
+    model: Any = Ours(nn.ModuleList([Layer(), Layer()]))
+    model.chosen = lambda: chosen(model)
+    with pytest.raises(ConfigError) as error:
+        find_units(model)
+    assert says in str(error.value)
+    assert hint in str(error.value.hint)
+
+
+def test_an_empty_unit_and_a_module_named_twice_are_left_out() -> None:
+    model: Any = Ours(nn.ModuleList([Layer(), Layer()]))
+    model.chosen = lambda: [[], model, model.body[0], [model.body[0], model.body[1], model.body[1].norm]]
+    assert names(model) == [["body.0"], ["body.1"]]
+
+
+# ---------------------------------------------------------------- FSDP takes each choice
+
+
+def shared_by_two() -> nn.Module:
+    body: Any = nn.ModuleList([Layer(), Layer(), Layer()])
+    body[0].linear = body[2].linear
+    return Net(body)
+
+
+def applied_thrice() -> nn.Module:
+    return Net(nn.ModuleList([Layer()] * 3))
+
+
+CHOICES: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "own": (small, "auto"),
+    "tied": (functools.partial(small, tied=True), "auto"),
+    "tied-by-class": (functools.partial(small, tied=True), "class:Embedding,Block,Linear"),
+    "by-size": (small, "size:300"),
+    "shared": (shared_by_two, "auto"),
+    "applied-thrice": (applied_thrice, "auto"),
+    "root": (small, "root"),
+}
+
+
+def largest_differences(env: DistEnv) -> dict[str, float]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (env.world_size,))
+    found = {}
+    for name, (make, wrap) in CHOICES.items():
+        torch.manual_seed(0)
+        model = make().double()
+        data = torch.randint(0, 32, (3, 8)) if isinstance(model, Transformer) else torch.randn(3, 4, dtype=torch.float64)
+        model(data).square().sum().backward()
+        expected = {key: p.grad for key, p in model.named_parameters()}
+        model.zero_grad()
+        for unit in find_units(model, wrap):
+            fully_shard(unit if len(unit) > 1 else unit[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        model(data).square().sum().backward()
+        actual: dict[str, Any] = {key: p.grad for key, p in model.named_parameters()}
+        assert actual.keys() == expected.keys()
+        found[name] = max(float((actual[key].full_tensor() - expected[key]).abs().max()) for key in expected)
+    return found
+
+
+def test_fsdp_takes_each_choice_and_its_gradients_are_right() -> None:
+    for found in run_world(2, largest_differences):
+        assert found.keys() == CHOICES.keys()
+        assert max(found.values()) < 1e-10, found
