@@ -160,12 +160,19 @@ def _expand_one(pattern: str) -> list[str]:
 def slurm_rendezvous(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
     """Address and port of rank 0 for `srun python train.py`, new at each requeue and step, equal on every rank.
 
-    slurm/fsdp.sbatch probes and exports MASTER_ADDR and MASTER_PORT; this is for a bare srun.
+    slurm/fsdp.sbatch probes and exports MASTER_ADDR and MASTER_PORT; this is for a bare srun, and cannot probe.
     """
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "localhost")
     job, step = _integer(environ, "SLURM_JOB_ID"), _integer(environ, "SLURM_STEP_ID", 0)
     restart = _integer(environ, "SLURM_RESTART_COUNT", 0)
-    return expand_hostlist(nodes)[0], 20000 + (job * 31 + step * 7 + restart) % 20000
+    # below 32768, where the kernel begins to give ports to outgoing connections
+    return expand_hostlist(nodes)[0], 20000 + (job * 31 + step * 7 + restart) % 12000
+
+
+def end_time(environ: Mapping[str, str] = os.environ) -> float | None:
+    """When the scheduler ends this job, in seconds since 1970: newer Slurms say it, slurm/lib.sh asks older ones."""
+    text = environ.get("SLURM_JOB_END_TIME", "")
+    return float(text) if text.isdigit() and int(text) > 0 else None
 
 
 @contextmanager
@@ -221,6 +228,6 @@ def set_variable(name: str, value: str) -> None:
 
 
 __all__ = [
-    "DistEnv", "check_torch", "expand_hostlist", "from_environment", "pick_device",
+    "DistEnv", "check_torch", "end_time", "expand_hostlist", "from_environment", "pick_device",
     "process_group", "set_variable", "slurm_rendezvous", "speaks_for_all",
 ]  # fmt: skip

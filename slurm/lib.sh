@@ -27,7 +27,8 @@ job_facts() {
     # shellcheck source=slurm/cluster.env
     [ ! -e "${CLUSTER_ENV:=$here/cluster.env}" ] || source "$CLUSTER_ENV"
     find_python
-    export PYTHONPATH="$home${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+    # SAFEPATH: a folder called launch or fsdp where sbatch was called must not stand before ours
+    export PYTHONPATH="$home${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
     # the last task of an array has the array's own id as SLURM_JOB_ID: only id_task names one job
     job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
     job=${job:-$SLURM_JOB_ID}
