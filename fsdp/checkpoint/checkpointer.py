@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from fsdp.checkpoint import inspect, keep, load, names, snapshot
+from fsdp.checkpoint.export import export
 from fsdp.checkpoint.foreign import prefixes
 from fsdp.checkpoint.inspect import Found
 from fsdp.checkpoint.manifest import Broken, Manifest
@@ -325,6 +326,28 @@ class Checkpointer:
         if manifest.torch != torch.__version__:
             notes.append(f"saved by torch {manifest.torch}, restored by {torch.__version__}")
         return notes
+
+    # ------------------------------------------------------------ out
+
+    def export(self, folder: Path) -> list[Path]:
+        """The newest sealed checkpoint's model as a state dict, made by rank 0 while the others wait. Returns the files."""
+        files, error = self._talk.tell(self._export(folder) if self._env.is_main else None)
+        if error is not None:
+            raise error
+        return list(files)
+
+    def _export(self, folder: Path) -> tuple[list[Path], CheckpointError | None]:
+        section = self._section
+        found = next((one for one in inspect.scan(self._store) if one.manifest is not None), None)
+        if found is None:
+            return [], CheckpointError(f"{self._store.where} holds no whole checkpoint to export.", "--checkpoint.export false")
+        try:
+            source = load.open_one(self._store, found.folder, found.manifest)
+            return export(source, folder, section.export_format, section.export_shard_gib), None
+        except (Broken, OSError) as error:
+            return [], CheckpointError(
+                f"{found.folder} was not exported to {folder}: {error}.", "python -m fsdp.checkpoints RUN verify"
+            )
 
     # ------------------------------------------------------------ the place itself
 

@@ -12,7 +12,7 @@ import math
 import pickle
 import struct
 from collections import OrderedDict
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -27,37 +27,47 @@ _UTF8 = 0x0800
 class _Rebuild:
     """Pickles to the call that torch.save writes for a contiguous tensor."""
 
-    def __init__(self, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
-        self.dtype, self.sizes = dtype, sizes
+    def __init__(self, dtype: torch.dtype, sizes: tuple[int, ...], record: str = "0") -> None:
+        self.dtype, self.sizes, self.record = dtype, sizes, record
 
     def __reduce__(self) -> tuple[Any, ...]:
         strides = tuple(math.prod(max(1, n) for n in self.sizes[i + 1 :]) for i in range(len(self.sizes)))
         kind = torch.storage._dtype_to_storage_type_map().get(self.dtype)
         numel = math.prod(self.sizes)
         if kind is not None:
-            storage = _Storage(getattr(torch, kind), numel)
+            storage = _Storage(getattr(torch, kind), numel, self.record)
             return torch._utils._rebuild_tensor_v2, (storage, 0, self.sizes, strides, False, OrderedDict())
         # fp8 and the other dtypes younger than typed storages: bytes, and the dtype beside them.
-        storage = _Storage(torch.UntypedStorage, numel * self.dtype.itemsize)
+        storage = _Storage(torch.UntypedStorage, numel * self.dtype.itemsize, self.record)
         return torch._utils._rebuild_tensor_v3, (storage, 0, self.sizes, strides, False, OrderedDict(), self.dtype)
 
 
 class _Storage:
-    def __init__(self, kind: Any, numel: int) -> None:
-        self.kind, self.numel = kind, numel
+    def __init__(self, kind: Any, numel: int, record: str) -> None:
+        self.kind, self.numel, self.record = kind, numel, record
 
 
 class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, _Storage):
             return None
-        return ("storage", obj.kind, "0", "cpu", obj.numel)
+        return ("storage", obj.kind, obj.record, "cpu", obj.numel)
 
 
-def _description(dtype: torch.dtype, sizes: tuple[int, ...]) -> bytes:
+def _pickled(value: Any) -> bytes:
     stream = io.BytesIO()
-    _Pickler(stream, protocol=2).dump(_Rebuild(dtype, sizes))
+    _Pickler(stream, protocol=2).dump(value)
     return stream.getvalue()
+
+
+def state_dict_pickle(tensors: list[tuple[str, torch.dtype, tuple[int, ...], str]]) -> bytes:
+    """The data.pkl of a dict of tensors: name, type, size, and the name of the one that owns the memory. Records are numbered
+    in the owners' order."""
+    records: dict[str, str] = {}
+    tree = {}
+    for name, dtype, sizes, owner in tensors:
+        tree[name] = _Rebuild(dtype, sizes, records.setdefault(owner, str(len(records))))
+    return _pickled(tree)
 
 
 def _local_header(name: bytes, crc: int, size: int, pad_to: int = 0, at: int = 0) -> bytes:
@@ -72,19 +82,39 @@ def _local_header(name: bytes, crc: int, size: int, pad_to: int = 0, at: int = 0
 
 
 def _central_header(name: bytes, crc: int, size: int, at: int) -> bytes:
-    extra = struct.pack("<HHQQ", 1, 16, size, size) if size >= _BIG else b""
+    large = (struct.pack("<QQ", size, size) if size >= _BIG else b"") + (struct.pack("<Q", at) if at >= _BIG else b"")
+    extra = struct.pack("<HH", 1, len(large)) + large if large else b""
     short = min(size, _BIG)
-    version = 45 if size >= _BIG else 20
-    fields = (0x02014B50, version, version, _UTF8, 0, 0, 0x21, crc, short, short, len(name), len(extra), 0, 0, 0, 0, at)
+    version = 45 if large else 20
+    fields = (
+        0x02014B50,
+        version,
+        version,
+        _UTF8,
+        0,
+        0,
+        0x21,
+        crc,
+        short,
+        short,
+        len(name),
+        len(extra),
+        0,
+        0,
+        0,
+        0,
+        min(at, _BIG),
+    )
     return struct.pack("<IHHHHHHIIIHHHHHII", *fields) + name + extra
 
 
 def _end(records: int, size: int, at: int) -> bytes:
     big = b""
-    if at >= _BIG:
+    if at >= _BIG or records > 0xFFFF:
         big = struct.pack("<IQHHIIQQQQ", 0x06064B50, 44, 45, 45, 0, 0, records, records, size, at)
         big += struct.pack("<IIQI", 0x07064B50, 0, at + size, 1)
-    return big + struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, records, records, size, min(at, _BIG), 0)
+    few = min(records, 0xFFFF)
+    return big + struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, few, few, min(size, _BIG), min(at, _BIG), 0)
 
 
 _NAMES = (b"archive/data.pkl", b"archive/byteorder", b"archive/version", b"archive/data/0")
@@ -92,7 +122,7 @@ _NAMES = (b"archive/data.pkl", b"archive/byteorder", b"archive/version", b"archi
 
 def frame(dtype: torch.dtype, sizes: tuple[int, ...], nbytes: int, data_crc: int) -> tuple[bytes, bytes]:
     """What stands before and after the data."""
-    contents = (_description(dtype, sizes), b"little", b"3\n")
+    contents = (_pickled(_Rebuild(dtype, sizes)), b"little", b"3\n")
     head, central = b"", b""
     for name, content in zip(_NAMES, contents, strict=False):
         central += _central_header(name, crc32(content), len(content), len(head))
@@ -115,3 +145,26 @@ def item_length(nbytes: int) -> int:
 
 def aligned(offset: int) -> int:
     return -(-offset // ALIGN) * ALIGN
+
+
+class Archive:
+    """A whole state dict's zip, written record after record to a stream."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._at = 0
+        self._central: list[bytes] = []
+
+    def add(self, name: str, data: bytes | memoryview, align: bool = False) -> None:
+        """`align`: the data begin at a multiple of ALIGN, for those who map the file."""
+        full, crc = b"archive/" + name.encode(), crc32(data)
+        self._central.append(_central_header(full, crc, len(data), self._at))
+        start = aligned(self._at + 30 + len(full) + 20 + 4) - self._at if align else 0
+        head = _local_header(full, crc, len(data), pad_to=start, at=0)
+        self._stream.write(head)
+        self._stream.write(data)
+        self._at += len(head) + len(data)
+
+    def close(self) -> None:
+        central = b"".join(self._central)
+        self._stream.write(central + _end(len(self._central), len(central), self._at))

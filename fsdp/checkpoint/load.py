@@ -20,6 +20,7 @@ from fsdp.checkpoint import boxes, metadata, names, read
 from fsdp.checkpoint.crc import crc32
 from fsdp.checkpoint.manifest import Broken, Manifest
 from fsdp.checkpoint.read import Segment, Task
+from fsdp.checkpoint.snapshot import Piece
 from fsdp.checkpoint.store import Store
 from fsdp.checkpoint.talk import Talk
 from fsdp.checkpoint.wants import Filling, Want
@@ -210,3 +211,22 @@ def opened(store: Store, folder: str, manifest: Manifest | None, data: bytes) ->
     if manifest is not None and manifest.files[names.METADATA][1] != crc32(data):
         raise Broken("checksum", ".metadata is not what was written: its checksum differs")
     return Source(store, folder, metadata.read(data), manifest, crc32(data))
+
+
+def open_one(store: Store, folder: str, manifest: Manifest | None) -> Source:
+    """For a single process: Broken where its metadata is not to be trusted."""
+    return opened(store, folder, manifest, store.read(folder, names.METADATA))
+
+
+def whole(source: Source, key: str) -> torch.Tensor:
+    """One tensor in one process, compared with its digest where there is one."""
+    entry = source.metadata.state_dict_metadata[key]
+    assert isinstance(entry, TensorStorageMetadata)
+    tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+    want = Want(key, Piece(key, (key,), tuple(entry.size), (0,) * tensor.dim(), tensor))
+    read.run(source.store, source.folder, _tasks(source.metadata, want), ours=source.manifest is not None, sums=False)
+    if source.manifest is not None:
+        _, said = source.manifest.digests[key]
+        if boxes.digest(tensor, (0,) * tensor.dim(), tuple(entry.size)) != int(said, 16):
+            raise Broken("digest", f"{key} is not what was saved: its digest differs")
+    return tensor

@@ -127,16 +127,19 @@ def lay_out(described: list[list[Described]], shares: list[list[Part]]) -> tuple
     paths: dict[str, KeyPath] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     ends = []
+    for one in (one for pieces in described for one in pieces):
+        # First of all, so that the keys stand in the model's order and not in that of the files.
+        for key, path in one.keys:
+            if key not in tensors:
+                tensors[key] = TensorStorageMetadata(TensorProperties(dtype=one.dtype), torch.Size(one.size), [])
+                paths[key] = path
     for rank, share in enumerate(shares):
         at = 0
         for part in share:
             one = described[rank][part.index]
             offsets, sizes = box(one, part)
             length = container.item_length(math.prod(sizes) * one.dtype.itemsize)
-            for key, path in one.keys:
-                if key not in tensors:
-                    tensors[key] = TensorStorageMetadata(TensorProperties(dtype=one.dtype), torch.Size(one.size), [])
-                    paths[key] = path
+            for key, _ in one.keys:
                 tensors[key].chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
                 storage[MetadataIndex(key, offsets)] = _StorageInfo(names.data_file(rank), at, length)
             at = container.aligned(at + length)

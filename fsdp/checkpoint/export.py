@@ -1,0 +1,87 @@
+"""A sealed checkpoint's model as one state dict: full_model/full-model.pt, or safetensors with an index. In one process.
+
+Read from the checkpoint and not from the ranks: what is exported is what was sealed, each tensor compared with its digest on
+the way, at any number of ranks, with no more than one tensor in memory. A file has its name only when it is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+from fsdp.checkpoint import full, load
+from fsdp.checkpoint.full import Entry
+from fsdp.checkpoint.load import Source
+from fsdp.checkpoint.store import sync_folder
+
+Format = Literal["torch", "safetensors", "both"]
+
+
+def export(source: Source, folder: Path, format: Format, shard_gib: float, prefix: str = "model.") -> list[Path]:
+    """Write the model of a checkpoint into a folder; returns the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    entries = _entries(source, prefix)
+
+    def fetch(entry: Entry) -> torch.Tensor:
+        return load.whole(source, prefix + entry.name)
+
+    files = []
+    if format in ("torch", "both"):
+        files.append(_whole_file(folder / full.TORCH_FILE, partial(full.write_torch, entries=entries, fetch=fetch)))
+    if format in ("safetensors", "both"):
+        files += _safetensors(folder, entries, fetch, int(shard_gib * 2**30))
+    sync_folder(folder)
+    return files
+
+
+def _entries(source: Source, prefix: str) -> list[Entry]:
+    """The model's tensors; two names at one place in the files are one tied weight."""
+    entries: list[Entry] = []
+    owners: dict[object, str] = {}
+    for key, about in source.metadata.state_dict_metadata.items():
+        if not key.startswith(prefix) or not isinstance(about, TensorStorageMetadata):
+            continue
+        name = key.removeprefix(prefix)
+        info = source.metadata.storage_data[MetadataIndex(key, about.chunks[0].offsets)] if about.chunks else None
+        spot = (info.relative_path, info.offset) if info is not None else key
+        owner = owners.setdefault(spot, name)
+        entries.append(Entry(name, about.properties.dtype, tuple(about.size), owner if owner != name else ""))
+    return entries
+
+
+def _safetensors(folder: Path, entries: list[Entry], fetch: full.Fetch, largest: int) -> list[Path]:
+    parts = full.into_files(entries, largest)
+    old = set(folder.glob("model-*-of-*.safetensors"))
+    files: list[Path] = []
+    where: dict[str, str] = {}
+    for nth, part in enumerate(parts, start=1):
+        file = folder / f"model-{nth:05d}-of-{len(parts):05d}.safetensors"
+        files.append(_whole_file(file, partial(full.write_safetensors, entries=part, fetch=fetch)))
+        where |= {entry.name: file.name for entry in part}
+    index = {"metadata": {"total_size": sum(entry.nbytes for entry in entries)}, "weight_map": where}
+    text = json.dumps(index, indent=1).encode()
+    files.append(_whole_file(folder / full.INDEX_FILE, lambda stream: stream.write(text)))
+    for file in old - set(files):
+        file.unlink()
+    return files
+
+
+def _whole_file(file: Path, write: Callable[[BinaryIO], object]) -> Path:
+    """Under another name until it is whole and synced."""
+    staged = file.with_name(f".{file.name}.tmp-{os.getpid()}")
+    try:
+        with staged.open("wb") as stream:
+            write(stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        staged.rename(file)
+    finally:
+        staged.unlink(missing_ok=True)
+    return file

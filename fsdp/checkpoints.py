@@ -1,0 +1,198 @@
+"""Look after a run's checkpoints, with no rank running:
+
+    python -m fsdp.checkpoints RUN                      list: step, age, size, mesh, verified or why not
+    python -m fsdp.checkpoints RUN verify               read every byte of every checkpoint
+    python -m fsdp.checkpoints RUN prune --keep-last 2  delete older ones; refused while a job writes there
+    python -m fsdp.checkpoints RUN export --format both --out FOLDER
+
+RUN is a run directory, a folder of checkpoints or s3://bucket/prefix; `verify RUN` is understood like `RUN verify`. --step N
+picks one. Exit code 0, 1 where a checkpoint is not whole, 2 for a wrong command, 4 where there is nothing to work on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from fsdp import config
+from fsdp.checkpoint import inspect, keep, load, names
+from fsdp.checkpoint.export import export
+from fsdp.checkpoint.inspect import Found
+from fsdp.checkpoint.manifest import Broken
+from fsdp.checkpoint.store import Store, open_store
+from fsdp.claim import Claim
+from fsdp.config import CheckpointSection
+from fsdp.errors import CheckpointError, ConfigError, ShardrunError
+
+COMMANDS = ("list", "verify", "prune", "export")
+READ_AT_ONCE = 2 << 30
+"""A listing reads every byte of what is smaller; of larger ones it says that only sizes were compared."""
+
+
+def main(argv: Sequence[str]) -> int:
+    try:
+        options = _parse(argv)
+        store = open_store(_place(options.run, options.section))
+        return {"list": _list, "verify": _verify, "prune": _prune, "export": _export}[options.command](store, options)
+    except ShardrunError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_code
+    except Broken as broken:
+        print(f"CheckpointError: {broken.detail}. HINT: python -m fsdp.checkpoints {argv[0]} verify", file=sys.stderr)
+        return CheckpointError.exit_code
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m fsdp.checkpoints", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("words", nargs="+", metavar="RUN [list|verify|prune|export]")
+    parser.add_argument("--step", type=int, help="only this step's checkpoint")
+    parser.add_argument("--quick", action="store_true", help="list: compare sizes only")
+    parser.add_argument("--keep-last", type=int, help="prune: newest kept; else what the run's config.toml says")
+    parser.add_argument("--keep-every-steps", type=int, help="prune: also keep each n-th step's")
+    parser.add_argument("--format", choices=("torch", "safetensors", "both"), help="export: what to write")
+    parser.add_argument("--shard-gib", type=float, help="export: largest safetensors file")
+    parser.add_argument("--out", help="export: folder; RUN/full_model if not given")
+    options = parser.parse_intermixed_args(list(argv))
+    commands = [word for word in options.words if word in COMMANDS]
+    runs = [word for word in options.words if word not in COMMANDS]
+    if len(runs) != 1 or len(commands) > 1:
+        raise ConfigError(
+            f"{' '.join(options.words)}: one RUN and one command are wanted.", "python -m fsdp.checkpoints RUN verify"
+        )
+    options.run, options.command = runs[0].rstrip("/"), (commands or ["list"])[0]
+    options.section = _section(options)
+    return options
+
+
+def _section(options: argparse.Namespace) -> CheckpointSection:
+    """What the run itself was told, with this command's flags over it."""
+    file = Path(options.run, "config.toml")
+    section = CheckpointSection()
+    if "://" not in options.run and file.exists():
+        values = {name: value for name, value in config.read_recipe(str(file)).items() if name.startswith("checkpoint.")}
+        section = config.load([], {name: value for name, value in values.items() if name != "checkpoint.resume"}).checkpoint
+    given = {
+        "keep_last": options.keep_last, "keep_every_steps": options.keep_every_steps,
+        "export_format": options.format, "export_shard_gib": options.shard_gib,
+    }  # fmt: skip
+    return dataclasses.replace(section, **{name: value for name, value in given.items() if value is not None})
+
+
+def _place(run: str, section: CheckpointSection) -> str:
+    """Where the checkpoints of RUN lie: its config says, or its folder does, or RUN is that folder."""
+    if "://" in run:
+        return run
+    if section.dir:
+        return section.dir
+    if Path(run, "checkpoints").is_dir():
+        return str(Path(run, "checkpoints"))
+    if not Path(run).is_dir():
+        raise CheckpointError(f"{run} does not exist.", "python -m fsdp.checkpoints RUN, with the --run.dir of a run")
+    return run
+
+
+def _chosen(store: Store, options: argparse.Namespace) -> list[Found]:
+    founds = [found for found in inspect.scan(store) if options.step in (None, found.step)]
+    if not founds:
+        what = "no checkpoint" if options.step is None else f"no checkpoint of step {options.step}"
+        raise CheckpointError(f"{store.where} holds {what}.", f"python -m fsdp.checkpoints {options.run}")
+    return founds
+
+
+def _list(store: Store, options: argparse.Namespace) -> int:
+    founds = _chosen(store, options)
+    total = sum(found.manifest.bytes for found in founds if found.manifest is not None)
+    read = not options.quick and total <= READ_AT_ONCE
+    return _table(store, founds, read)
+
+
+def _verify(store: Store, options: argparse.Namespace) -> int:
+    return _table(store, _chosen(store, options), read=True)
+
+
+def _table(store: Store, founds: Sequence[Found], read: bool) -> int:
+    """One line a checkpoint, the newest first, then what was set aside."""
+    print(f"{'step':>10}  {'age':>9}  {'size':>10}  {'mesh':<12}  {'ranks':>5}  state")
+    wrong = 0
+    for found in founds:
+        why = _why_not(store, found, read)
+        wrong += why is not None
+        state = f"NOT whole: {why}" if why else ("verified" if read else "sealed, sizes right; verify reads every byte")
+        about = found.manifest
+        if about is None:
+            print(f"{found.step:>10}  {'':>9}  {'':>10}  {'':<12}  {'':>5}  {state}")
+        else:
+            age, size = _age(time.time() - about.created), _size(about.bytes)
+            print(f"{found.step:>10}  {age:>9}  {size:>10}  {about.mesh:<12}  {about.ranks:>5}  {state}")
+    for folder in store.folders():
+        name = names.parse(folder)
+        if name is not None and name.kind == "broken":
+            print(f"{name.step:>10}  set aside: {folder}")
+    return 1 if wrong else 0
+
+
+def _why_not(store: Store, found: Found, read: bool) -> str | None:
+    if found.manifest is None:
+        return found.detail
+    try:
+        if read:
+            for file, (size, crc) in found.manifest.files.items():
+                inspect.check_file(store, found.folder, file, size, crc)
+            load.open_one(store, found.folder, found.manifest)
+    except (Broken, OSError) as error:
+        return error.detail if isinstance(error, Broken) else str(error)
+    return None
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"
+
+
+def _prune(store: Store, options: argparse.Namespace) -> int:
+    claim = None if "://" in options.run else Claim.acquire(Path(options.run), "python -m fsdp.checkpoints prune")
+    try:
+        if options.step is not None:
+            gone = [found.folder for found in _chosen(store, options)]
+            for folder in gone:
+                store.remove(folder, "00000000")
+        else:
+            gone = keep.prune(store, options.section, "00000000")
+        print("deleted " + ", ".join(gone) if gone else "nothing to delete")
+    finally:
+        if claim is not None:
+            claim.release()
+    return 0
+
+
+def _export(store: Store, options: argparse.Namespace) -> int:
+    found = next((one for one in _chosen(store, options) if one.manifest is not None), None)
+    if found is None:
+        raise CheckpointError(f"{store.where} holds no whole checkpoint.", f"python -m fsdp.checkpoints {options.run} verify")
+    if "://" in options.run and not options.out:
+        raise ConfigError("an object store needs a local folder to export to.", "--out FOLDER")
+    folder = Path(options.out or Path(options.run, "full_model"))
+    source = load.open_one(store, found.folder, found.manifest)
+    for file in export(source, folder, options.section.export_format, options.section.export_shard_gib):
+        print(f"{file}  {_size(file.stat().st_size)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
