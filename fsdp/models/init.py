@@ -63,11 +63,17 @@ def draw_into(out: torch.Tensor, init: Init, seed: int, name: str, start: int = 
 
 
 def _pieces(init: Normal | Uniform, seed: int, name: str, start: int, numel: int) -> Iterator[tuple[int, _Floats]]:
-    """(offset in what was asked for, values), block by block of the stream."""
-    transform = _normal if isinstance(init, Normal) else _uniform
+    """(offset in what was asked for, values), block by block of the stream; the next piece overwrites the values."""
     stream = _stream(seed, name, start // BLOCK)
+    # Made once and written over: fresh arrays of this size can cost a page fault a page, block after block.
+    bits, values, work = np.empty(BLOCK, np.uint32), np.empty(BLOCK, np.float32), np.empty((4, BLOCK // 2), np.float32)
     for begin in range(start // BLOCK * BLOCK, start + numel, BLOCK):
-        values = transform(stream.random_raw(BLOCK // 2).view(np.uint32))
+        for at in range(0, BLOCK, BLOCK // 4):
+            bits[at : at + BLOCK // 4] = stream.random_raw(BLOCK // 8).view(np.uint32)
+        if isinstance(init, Normal):
+            _normal(bits, values, work)
+        else:
+            _uniform(bits, values)
         _scale(values, init)
         low, high = max(start, begin), min(start + numel, begin + BLOCK)
         yield low - start, values[low - begin : high - begin]
@@ -92,10 +98,9 @@ def _scale(values: _Floats, init: Normal | Uniform) -> None:
         np.clip(values, -limit, limit, out=values)
 
 
-def _uniform(bits: _Bits) -> _Floats:
-    values = bits.view(np.int32).astype(np.float32)
+def _uniform(bits: _Bits, values: _Floats) -> None:
+    values[:] = bits.view(np.int32)
     values *= 2.0**-31
-    return values
 
 
 # Box and Muller's transform with its logarithm, sine and cosine written out in +, -, ×, ÷ and √, each rounded as IEEE 754
@@ -107,55 +112,59 @@ _SIN = (0.9999999969263443, -0.16666650699202976, 0.008332036875168524, -0.00019
 _SQRT_HALF_BITS = 0x3F3504F3
 
 
-def _normal(bits: _Bits) -> _Floats:
-    """BLOCK numbers from BLOCK uint32: the first half are radii, the second half angles."""
+def _normal(bits: _Bits, values: _Floats, work: _Floats) -> None:
+    """The first half of the bits are radii, the second angles; the values' halves are the two that each pair gives."""
     half = len(bits) // 2
-    radius = np.sqrt(_minus_log(bits[:half]))
-    angle = bits[half:]
-    phase = angle.view(np.int32).astype(np.float32)
+    first, second, angles = values[:half], values[half:], bits[half:]
+    radius, phase, square, signs = work
+    _minus_log(bits[:half], radius, work[1:])
+    np.sqrt(radius, out=radius)
+    phase[:] = angles.view(np.int32)
     phase *= math.pi / 4 * 2.0**-31
-    square = phase * phase
-    sine = _polynomial(square, _SIN)
-    sine *= phase
-    cosine = _polynomial(square, _COS)
+    np.multiply(phase, phase, out=square)
+    _polynomial(square, _SIN, out=second)
+    second *= phase
+    cosine = phase
+    _polynomial(square, _COS, out=cosine)
     # Turned by π/4 (1/√2 goes into the radius) the phase covers one quadrant; two spare bits choose among the four.
-    values = np.empty(len(bits), np.float32)
-    np.subtract(cosine, sine, out=values[:half])
-    np.add(cosine, sine, out=values[half:])
-    values[:half] *= radius
-    values[half:] *= radius
-    signs = values.view(np.uint32)
-    signs[:half] ^= angle << 31
-    signs[half:] ^= (angle >> 1) << 31
-    return values
+    np.subtract(cosine, second, out=first)
+    np.add(cosine, second, out=second)
+    for part, bit in ((first, 0), (second, 1)):
+        part *= radius
+        np.right_shift(angles, bit, out=signs.view(np.uint32))
+        np.left_shift(signs.view(np.uint32), 31, out=signs.view(np.uint32))
+        np.bitwise_xor(part.view(np.uint32), signs.view(np.uint32), out=part.view(np.uint32))
 
 
-def _minus_log(bits: _Bits) -> _Floats:
+def _minus_log(bits: _Bits, out: _Floats, work: _Floats) -> None:
     """-ln u of u = (k + ½)/2³¹, k the upper 31 bits: from 22.2 down to 0, and never infinite."""
-    u = (bits >> 1).view(np.int32).astype(np.float32)
-    u += 0.5
-    # u = m·2ᵉ with m in [√½, √2), read off the float's bits; ln m = 2·artanh((m-1)/(m+1))
-    pattern = u.view(np.int32)
-    exponent = (pattern - _SQRT_HALF_BITS) >> 23
-    pattern -= exponent << 23
-    s = u - 1
-    u += 1
-    s /= u
-    mantissa = _polynomial(s * s, _LOG)
+    s, mantissa, spare = work
+    exponent, pattern = spare.view(np.int32), out.view(np.int32)
+    np.right_shift(bits, 1, out=s.view(np.uint32))
+    out[:] = s.view(np.int32)
+    out += 0.5
+    # out = m·2ᵉ with m in [√½, √2), read off the float's bits; ln m = 2·artanh s, s = (m-1)/(m+1)
+    np.subtract(pattern, _SQRT_HALF_BITS, out=exponent)
+    np.right_shift(exponent, 23, out=exponent)
+    np.left_shift(exponent, 23, out=s.view(np.int32))
+    np.subtract(pattern, s.view(np.int32), out=pattern)
+    np.subtract(out, 1, out=s)
+    out += 1
+    s /= out
+    np.multiply(s, s, out=out)
+    _polynomial(out, _LOG, out=mantissa)
     mantissa *= s
-    result = (31 - exponent).astype(np.float32)
-    result *= math.log(2)
-    result -= mantissa
-    return result
+    out[:] = np.subtract(31, exponent, out=exponent)
+    out *= math.log(2)
+    out -= mantissa
 
 
-def _polynomial(x: _Floats, coefficients: tuple[float, ...]) -> _Floats:
-    total = x * coefficients[-1]
+def _polynomial(x: _Floats, coefficients: tuple[float, ...], out: _Floats) -> None:
+    np.multiply(x, coefficients[-1], out=out)
     for coefficient in coefficients[-2:0:-1]:
-        total += coefficient
-        total *= x
-    total += coefficients[0]
-    return total
+        out += coefficient
+        out *= x
+    out += coefficients[0]
 
 
 def fill_from_global(tensor: torch.Tensor, init: Init) -> None:
