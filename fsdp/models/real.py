@@ -40,7 +40,8 @@ def to_empty(model: nn.Module, device: str | torch.device) -> None:
         tensor = getattr(model.get_submodule(owner), key)
         for other in others:
             owner, _, key = other.rpartition(".")
-            setattr(model.get_submodule(owner), key, tensor)
+            if getattr(model.get_submodule(owner), key) is not tensor:
+                setattr(model.get_submodule(owner), key, tensor)
 
 
 def _names_by_tensor(model: nn.Module) -> dict[torch.Tensor, list[str]]:
