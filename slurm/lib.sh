@@ -105,6 +105,14 @@ meet() {
     say "all ${#nodes[@]} nodes reach $MASTER_ADDR:$MASTER_PORT"
 }
 
+# Nodes that never met are a mistake that a person mends; nodes that met before have lost one, and are requeued.
+meet_or_leave() {
+    meet "$1" && return
+    rc=1
+    [ "$restart" != 0 ] || [ "$1" != 0 ] || exit 1
+    judge_and_act --unmet
+}
+
 # The first node by name, and by the address that Slurm itself reaches it at, where names do not resolve.
 head_addresses() {
     local address
@@ -177,17 +185,11 @@ requeue() {
 job_run() {
     local try=0
     while :; do
-        if meet "$try"; then
-            [ ${#dry_run[@]} = 0 ] || show_what_would_run
-            start_ranks &
-            wait_through_signals $!
-            judge_and_act
-        elif [ "$restart" = 0 ] && [ "$try" = 0 ]; then
-            exit 1
-        else
-            rc=1
-            judge_and_act --unmet
-        fi
+        meet_or_leave "$try"
+        [ ${#dry_run[@]} = 0 ] || show_what_would_run
+        start_ranks &
+        wait_through_signals $!
+        judge_and_act
         try=$((try + 1))
     done
 }

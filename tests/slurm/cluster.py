@@ -88,6 +88,7 @@ class Host:
     """A shell in namespaces of its own that takes commands on stdin; it and all inside end when the pipe closes."""
 
     def __init__(self, name: str, hosts: Path, log: Path, *, own_processes: bool) -> None:
+        self._own_processes = own_processes
         own = ["--pid", "--fork", "--kill-child", "--mount-proc"] if own_processes else []
         with log.open("a") as output:
             self.process = subprocess.Popen(
@@ -106,7 +107,7 @@ class Host:
     @property
     def shell(self) -> int:
         """The pid of the shell as this machine sees it: with a process space of its own it is unshare's child."""
-        return (_children(self.process.pid) or [self.process.pid])[0]
+        return _children(self.process.pid)[0] if self._own_processes else self.process.pid
 
     def end(self) -> None:
         self.process.kill()

@@ -1,0 +1,75 @@
+"""The Slurm that the other tests stand on: it comes up in seconds, two do not meet, and nothing of it stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import REPOSITORY, Cluster, Mode, Shape, _pids_with, best_mode, eventually
+from tests.slurm.conftest import need_slurm
+
+MODES: list[Mode] = ["netns", "local"]
+
+
+def cluster(folder: Path, mode: Mode, nodes: int = 2) -> Cluster:
+    need_slurm()
+    if mode == "netns" and best_mode() != "netns":
+        pytest.skip("namespaces need root")
+    return Cluster(folder, Shape(nodes=nodes), mode)
+
+
+def links() -> str:
+    return subprocess.run(["ip", "-br", "link"], capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_up_runs_a_job_and_leaves_nothing(tmp_path: Path, mode: Mode) -> None:
+    before = links()
+    started = time.monotonic()
+    with cluster(tmp_path / "slurm", mode) as slurm:
+        assert time.monotonic() - started < 15
+        hosts = slurm.run("srun", "-N2", "-l", "bash", "-c", "echo $SLURMD_NODENAME").stdout.splitlines()
+        assert sorted(hosts) == ["0: n1", "1: n2"]
+        job = slurm.sbatch("--output", str(tmp_path / "log"), "--wrap", "srun sleep 600")
+        eventually("the job runs", lambda: slurm.state(job) == "RUNNING", 15)
+    eventually("all its processes ended", lambda: not _pids_with(f"SLURM_CONF={slurm.conf}"), 5)
+    assert links() == before
+
+
+def test_two_side_by_side_do_not_meet(tmp_path: Path) -> None:
+    mode = best_mode()
+    with cluster(tmp_path / "a", mode) as one, cluster(tmp_path / "b", mode, nodes=1) as other:
+        one.sbatch("--output", "/dev/null", "--wrap", "sleep 60")
+        assert one.run("squeue", "-h").stdout.strip()
+        assert not other.run("squeue", "-h").stdout.strip()
+        assert other.run("srun", "-N1", "bash", "-c", "echo $SLURMD_NODENAME").stdout == "n1\n"
+
+
+def test_a_node_loses_its_power_and_comes_back(tmp_path: Path, netns: None) -> None:
+    with cluster(tmp_path / "slurm", "netns") as slurm:
+        job = slurm.sbatch("-N1", "-w", "n2", "--output", "/dev/null", "--wrap", "sleep 600")
+        eventually("it runs on n2", lambda: slurm.pids("n2", f"SLURM_JOB_ID={job}"), 15)
+        slurm.power_off("n2")
+        eventually("all on n2 ended", lambda: not _pids_with(f"SLURM_JOB_ID={job}"), 5)
+        slurm.power_on("n2")
+        eventually("n2 works again", lambda: "n2" in slurm.run("srun", "-w", "n2", "hostname", check=False).stdout, 15)
+
+
+def test_a_killed_test_run_leaves_no_cluster(tmp_path: Path, netns: None) -> None:
+    """SIGKILL runs no clean-up: the cluster must end by itself."""
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.slurm.cluster"], cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert "up" in process.stdout.readline()
+        (conf,) = tmp_path.glob("slurm-*/slurm.conf")
+        assert _pids_with(f"SLURM_CONF={conf}")
+        process.send_signal(signal.SIGKILL)
+    eventually("all its processes ended", lambda: not _pids_with(f"SLURM_CONF={conf}"), 10)

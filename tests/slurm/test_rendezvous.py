@@ -1,0 +1,105 @@
+"""The nodes' meeting before training, with nodes as processes on this machine: who cannot reach whom is said in one line."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import pytest
+
+from launch import rendezvous
+from tests.slurm.cluster import REPOSITORY
+
+COMMAND = [sys.executable, "-m", "launch.rendezvous"]
+
+
+@pytest.fixture
+def port() -> int:
+    return rendezvous.free_port(seed=sum(map(ord, "shardrun")))
+
+
+def meet(names: str, port: int, hosts: str, flags: Mapping[str, str] | None = None, timeout: str = "10") -> dict[str, tuple]:
+    """Each of `names` meets; what it printed and its exit status. flags: more words for one node."""
+    nodes = ",".join(dict.fromkeys(names))
+    common = ["meet", "--nodes", flags.get("nodes", nodes) if flags else nodes, "--hosts", hosts, "--port", str(port)]
+    started = {
+        name: subprocess.Popen(
+            [*COMMAND, *common, "--node", name, "--token", "t", "--timeout-s", timeout, *((flags or {}).get(name, "").split())],
+            cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for name in names
+    }  # fmt: skip
+    return {name: (*process.communicate(timeout=60), process.returncode) for name, process in started.items()}
+
+
+def test_all_meet_and_the_head_says_where(port: int) -> None:
+    said = meet("abc", port, "127.0.0.1")
+    assert said == {"a": ("127.0.0.1\n", "", 0), "b": ("", "", 0), "c": ("", "", 0)}
+
+
+def test_where_the_name_does_not_resolve_the_address_serves(port: int) -> None:
+    said = meet("ab", port, "no-such-host.invalid,127.0.0.1")
+    assert said["a"] == ("127.0.0.1\n", "", 0)
+
+
+def test_a_node_that_does_not_come_is_named_within_the_time(port: int) -> None:
+    said = meet("ab", port, "127.0.0.1", {"nodes": "a,b,c"}, timeout="1")
+    assert f"c did not reach a at 127.0.0.1:{port} within 1 s" in said["a"][1]
+    assert "HINT: set RDZV_HOST" in said["a"][1]
+    assert said["a"][1].count("\n") == 1
+    assert said["b"][1:] == ("", 1)  # b is not to blame
+
+
+def test_a_node_says_what_it_could_not_reach_and_why(port: int) -> None:
+    said = meet("b", port, "no-such-host.invalid,127.0.0.1", {"nodes": "a,b"}, timeout="1")
+    expected = f"b cannot reach a within 1 s: no-such-host.invalid:{port} the name does not resolve, 127.0.0.1:{port} connection refused.\n"
+    assert said["b"] == ("", expected, 1)
+
+
+def test_another_job_on_the_same_port_is_not_met(port: int) -> None:
+    """Two jobs whose ports collide: the second's nodes come to the first's head, which does not know their token."""
+    said = meet("ab", port, "127.0.0.1", {"b": "--token another"}, timeout="1")
+    assert "b did not reach a" in said["a"][1]
+    assert said["b"][2] == 1
+
+
+def test_a_stranger_that_says_nothing_or_nonsense_disturbs_nobody(port: int) -> None:
+    head = subprocess.Popen(
+        [*COMMAND, "meet", "--nodes", "a,b", "--node", "a", "--hosts", "127.0.0.1", "--port", str(port), "--token", "t"],
+        cwd=REPOSITORY, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    strangers = [_connect(port), _connect(port)]
+    strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
+    assert meet("b", port, "127.0.0.1", {"nodes": "a,b"})["b"][2] == 0
+    assert head.communicate(timeout=30)[0] == "127.0.0.1\n"
+    for stranger in strangers:
+        stranger.close()
+
+
+def _connect(port: int) -> socket.socket:
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), timeout=10)
+        except ConnectionRefusedError:
+            continue
+
+
+def test_too_few_gpus_on_one_node_are_counted_before_training(port: int) -> None:
+    said = meet("ab", port, "127.0.0.1", {"a": "--gpus 4 --ranks 4", "b": "--gpus 2 --ranks 4"})
+    assert "2 nodes × 4 ranks need 4 GPUs a node, but b has 2. HINT: NPROC_PER_NODE=2" in said["a"][1]
+    assert said["a"][2] == 1
+
+
+def test_a_taken_port_is_passed_over() -> None:
+    with socket.create_server(("", 0)):
+        first = rendezvous.free_port(seed=1)
+        with socket.create_server(("", first)):
+            assert rendezvous.free_port(seed=1) != first
+
+
+def test_here_names_the_interface_on_the_way() -> None:
+    out = subprocess.run([*COMMAND, "here", "--towards", "127.0.0.1"], cwd=REPOSITORY, capture_output=True, text=True).stdout
+    assert re.fullmatch(r"127\.0\.0\.1 lo\n", out)
