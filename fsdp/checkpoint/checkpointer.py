@@ -7,6 +7,7 @@ stay is keep.py's.
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import socket
 import time
@@ -163,10 +164,12 @@ class Checkpointer:
             log.error("CHECKPOINT of step %d was NOT saved: %s. The run goes on.", outcome.step, outcome.failure)
 
     def _about(self, state: TrainState, metrics: Mapping[str, float], reason: str) -> Manifest:
+        """What the manifest says of this save, but for the files."""
         return Manifest(
             step=state.step, attempt=self._attempt, created=0.0, torch=torch.__version__, strategy=self._sizes.strategy,
             replicate=self._sizes.replicate, shard=self._sizes.shard, ranks=self._env.world_size, config=self._config,
-            reason=reason, counters=state.counters(), metrics=dict(metrics), files={}, digests={},
+            reason=reason, counters=state.counters(), files={}, digests={},
+            metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
         )  # fmt: skip
 
     def _ousted(self) -> str | None:

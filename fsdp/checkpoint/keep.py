@@ -17,8 +17,6 @@ from fsdp.config import CheckpointSection
 def superfluous(section: CheckpointSection, whole: Sequence[Found]) -> list[Found]:
     """Those of the whole checkpoints that no rule keeps."""
     newest = sorted(whole, key=lambda found: found.step, reverse=True)
-    if not section.keep_last:
-        return []
     kept = {found.folder for found in newest[: section.keep_last]}
     if section.keep_every_steps:
         kept |= {found.folder for found in newest if found.step % section.keep_every_steps == 0}
@@ -48,6 +46,8 @@ def _rank(section: CheckpointSection, found: Found) -> tuple[bool, float, int]:
 
 def prune(store: Store, section: CheckpointSection, attempt: str) -> list[str]:
     """Delete what no rule keeps; returns the folders gone."""
+    if not section.keep_last:
+        return []
     whole = [found for found in scan(store) if found.manifest is not None]
     gone = superfluous(section, whole)
     for found in gone:

@@ -44,6 +44,7 @@ class Described:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     dtype: torch.dtype
+    buffer: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -72,7 +73,7 @@ class Plan:
 
 def describe(piece: Piece) -> Described:
     keys = ((piece.key, piece.path), *piece.aliases)
-    return Described(keys, piece.size, piece.offsets, piece.sizes, piece.local.dtype)
+    return Described(keys, piece.size, piece.offsets, piece.sizes, piece.local.dtype, piece.buffer)
 
 
 def fingerprint(pieces: Iterable[Piece]) -> str:
@@ -105,6 +106,8 @@ def share_out(described: list[list[Described]]) -> list[list[Part]]:
     shares: list[list[Part]] = [[] for _ in described]
     for one, where in sorted(holders.items(), key=lambda item: -item[0].nbytes):
         rows = one.sizes[0] if one.sizes else 1
+        if one.buffer:
+            where = where[:1]  # rank 0's: statistics of several ranks must not be mixed
         cuts = len(where) if one.nbytes >= SPLIT_BYTES and rows >= len(where) else 1
         chosen = where if cuts > 1 else [min(where, key=lambda holder: (load[holder[0]], holder[0]))]
         for nth, (rank, index) in enumerate(chosen):

@@ -151,13 +151,16 @@ class Saver:
         """Rank 0: seal what all have written, or clear it away."""
         failures = [report for report in reports if isinstance(report, str)]
         written = [report for report in reports if isinstance(report, Written)]
+        if not failures:
+            try:
+                return self._seal(job, folder, written)
+            except OSError as error:
+                failures.append(f"rank 0: {_one_line(error)}")
         try:
-            if failures:
-                self._store.remove(folder, self._attempt)
-                return Outcome(job.step, "", "; ".join(failures))
-            return self._seal(job, folder, written)
+            self._store.remove(folder, self._attempt)
         except OSError as error:
-            return Outcome(job.step, "", "; ".join([*failures, f"rank 0: {_one_line(error)}"]))
+            failures.append(f"what was written could not be removed: {_one_line(error)}")
+        return Outcome(job.step, "", "; ".join(failures))
 
     def _seal(self, job: Job, folder: str, written: list[Written]) -> Outcome:
         assert self._plan is not None

@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fsdp.state import TrainState
@@ -37,6 +39,8 @@ class Piece:
     offsets: tuple[int, ...]
     local: torch.Tensor
     aliases: list[tuple[str, KeyPath]] = field(default_factory=list)
+    buffer: bool = False
+    """Changed by forward passes, on each rank by its own samples: rank 0's is the one that is kept."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -82,7 +86,9 @@ def take(state: TrainState) -> Snapshot:
     pieces: list[Piece] = []
     for name, tensor in model_tensors(state.model).items():
         # BatchNorm's statistics change in the next forward, long before the optimizer writes.
-        pieces.append(piece(("model", name), tensor.clone() if name in buffers else tensor))
+        one = piece(("model", name), tensor.clone() if name in buffers else tensor)
+        one.buffer = name in buffers
+        pieces.append(one)
     values: dict[str, tuple[KeyPath, Any]] = {}
     for path, value in _optimizer(state.optimizer, parameter_names(state.model)):
         if isinstance(value, torch.Tensor):
@@ -102,8 +108,14 @@ def piece(path: KeyPath, tensor: torch.Tensor) -> Piece:
     if not isinstance(tensor, DTensor):
         return Piece(join(path), path, tuple(tensor.shape), (0,) * tensor.dim(), tensor.detach())
     local = tensor._local_tensor.detach()
-    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return Piece(join(path), path, tuple(tensor.shape), tuple(offsets), local)
+    offsets = _offsets(tuple(tensor.shape), tensor.device_mesh, tensor.placements)
+    return Piece(join(path), path, tuple(tensor.shape), offsets, local)
+
+
+@cache
+def _offsets(size: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[int, ...]:
+    """Asked for every tensor of every save while the step waits: a hundred microseconds each, so kept."""
+    return tuple(compute_local_shape_and_global_offset(torch.Size(size), mesh, placements)[1])
 
 
 def _optimizer(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> Iterator[tuple[KeyPath, Any]]:

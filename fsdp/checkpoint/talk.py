@@ -13,9 +13,12 @@ import torch.distributed as dist
 
 
 class Talk:
-    """Rank 0 collects, rank 0 tells. Building one is collective."""
+    """Rank 0 collects, rank 0 tells. Building one is collective.
 
-    def __init__(self, timeout_s: float = 600.0) -> None:
+    A rank that died is noticed by its connection; the time-out is for one whose storage takes very long.
+    """
+
+    def __init__(self, timeout_s: float = 3600.0) -> None:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.size = dist.get_world_size() if dist.is_initialized() else 1
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if self.size > 1 else None

@@ -1,0 +1,215 @@
+"""What is not whole is never loaded: it is set aside with one loud line, and the checkpoint before it is taken."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp.checkpoint import manifest
+from fsdp.checkpoint.names import MANIFEST, METADATA
+from fsdp.env import DistEnv
+from fsdp.errors import CheckpointError
+from tests.checkpoint.small import bits, build, save_once
+from tests.world import run_world
+
+RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints of steps 2 and 4, copied by each test."""
+    run_dir = tmp_path_factory.mktemp("pristine")
+    run_world(RANKS, save_once, "fsdp", str(run_dir), 2)
+    run_world(RANKS, save_once, "fsdp", str(run_dir), 2)
+    return run_dir
+
+
+@pytest.fixture
+def run_dir(pristine: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(pristine, tmp_path / "run"))
+
+
+class Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def restore(env: DistEnv, run_dir: str, section: dict[str, Any]) -> tuple[int | None, list[str], str, int]:
+    """The step restored, what was said, what was raised, and a sum over the state."""
+    run, heard = build(env, "fsdp", run_dir, seed=99, section=section), Heard()
+    logging.getLogger("fsdp.checkpoint").addHandler(heard)
+    try:
+        found = run.checkpointer.restore(run.state)
+        return (found.step if found else None), heard.lines, "", hash(tuple(sorted(bits(run.state).items())))
+    except CheckpointError as error:
+        return None, heard.lines, str(error), 0
+    finally:
+        run.checkpointer.close()
+        logging.getLogger("fsdp.checkpoint").removeHandler(heard)
+
+
+def truncate(folder: Path) -> None:
+    file = folder / "__1_0.distcp"
+    os.truncate(file, file.stat().st_size - 100)
+
+
+def flip(offset: int, file: str = "__1_0.distcp") -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        data = bytearray((folder / file).read_bytes())
+        data[offset] ^= 0x10
+        (folder / file).write_bytes(data)
+
+    return change
+
+
+def unseal(folder: Path) -> None:
+    (folder / MANIFEST).unlink()
+
+
+def manifest_of_another_step(folder: Path) -> None:
+    shutil.copy(folder.parent / "step-00000002" / MANIFEST, folder / MANIFEST)
+
+
+def lose_a_file(folder: Path) -> None:
+    (folder / "__0_0.distcp").unlink()
+
+
+def shard_of_another_step(folder: Path) -> None:
+    shutil.copy(folder.parent / "step-00000002" / "__1_0.distcp", folder / "__1_0.distcp")
+
+
+def garble(folder: Path) -> None:
+    (folder / METADATA).write_bytes(b"\x80\x05garbage" + (folder / METADATA).read_bytes()[9:])
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "truncated": (truncate, "size"),
+    "a bit of a tensor": (flip(2400), "checksum"),
+    "a bit of a header": (flip(1500), "checksum"),
+    "a bit of the padding at the end": (flip(-1), "checksum"),
+    "a bit of the values": (flip(-1, "__0_0.distcp"), "checksum"),
+    "a bit of the manifest": (flip(120, MANIFEST), "manifest"),
+    "a bit of the metadata": (flip(200, METADATA), "checksum"),
+    "no seal": (unseal, "unsealed"),
+    "the manifest of another step": (manifest_of_another_step, "mixed"),
+    "a missing file": (lose_a_file, "missing-file"),
+    "the shard of another step": (shard_of_another_step, "checksum"),
+    "garbled metadata": (garble, "checksum"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_newest_gives_way_to_the_one_before(run_dir: Path, damage: str) -> None:
+    change, why = DAMAGE[damage]
+    change(run_dir / "checkpoints" / "step-00000004")
+    results = run_world(RANKS, restore, str(run_dir), {})
+    assert [step for step, *_ in results] == [2, 2]
+    lines = results[0][1]
+    assert len(lines) == 1
+    assert "CHECKPOINT step-00000004 is NOT whole" in lines[0]
+    assert f"step-00000004.broken-{why}" in lines[0]
+    assert results[1][1] == [], "one line, not one a rank"
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["step-00000002", f"step-00000004.broken-{why}"]
+
+
+def test_what_is_loaded_after_a_broken_one_is_all_of_the_one_before(run_dir: Path) -> None:
+    """The broken one had been read into the state already when its checksum was found to differ."""
+    shutil.rmtree(run_dir / "checkpoints" / "step-00000004")
+    clean = run_world(RANKS, restore, str(run_dir), {})
+    run_world(RANKS, save_once, "fsdp", str(run_dir), 2)
+    flip(2400)(run_dir / "checkpoints" / "step-00000004")
+    after = run_world(RANKS, restore, str(run_dir), {})
+    assert [(step, total) for step, _, _, total in after] == [(step, total) for step, _, _, total in clean]
+
+
+def test_a_run_with_no_whole_checkpoint_stops_and_never_starts_anew(run_dir: Path) -> None:
+    for step in ("step-00000002", "step-00000004"):
+        flip(2400)(run_dir / "checkpoints" / step)
+    for _ in range(2):  # also the second time, when all stand under names that say broken
+        for step, _, said, _ in run_world(RANKS, restore, str(run_dir), {}):
+            assert step is None
+            assert "is whole, and a run is not begun anew over them. HINT: --checkpoint.resume PATH" in said
+
+
+def test_a_flip_goes_unseen_by_plain_dcp_and_by_nobody_here_even_without_checksums(run_dir: Path) -> None:
+    """--checkpoint.verify false leaves the files' checksums out; the digest of the loaded state still speaks."""
+    flip(2400)(run_dir / "checkpoints" / "step-00000004")
+    results = run_world(RANKS, restore, str(run_dir), {"verify": False})
+    assert [step for step, *_ in results] == [2, 2]
+    assert "broken-digest" in results[0][1][0]
+
+
+def test_resume_never_does_not_write_over_a_run(run_dir: Path) -> None:
+    for step, _, said, _ in run_world(RANKS, restore, str(run_dir), {"resume": "never"}):
+        assert step is None
+        assert "--checkpoint.resume never, but" in said
+        assert "holds step-00000004" in said
+
+
+class Evil:
+    def __init__(self, file: str) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.file}",)
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_a_metadata_that_runs_code_is_refused_and_runs_nothing(run_dir: Path, sealed: bool) -> None:
+    """Sealed: by somebody who made the manifest fit. Not sealed: a bare folder that --checkpoint.resume points at."""
+    folder, proof = run_dir / "checkpoints" / "step-00000004", run_dir / "was-here"
+    evil = pickle.dumps({"state_dict_metadata": Evil(str(proof))})
+    (folder / METADATA).write_bytes(evil)
+    if sealed:
+        about = manifest.decode((folder / MANIFEST).read_bytes())
+        files = {**about.files, METADATA: (len(evil), manifest.crc32(evil))}
+        (folder / MANIFEST).write_bytes(manifest.encode(manifest.Manifest(**{**vars(about), "files": files})))
+        results = run_world(RANKS, restore, str(run_dir), {})
+        assert [step for step, *_ in results] == [2, 2]
+        assert ".metadata asks for posix.system" in results[0][1][0]
+    else:
+        (folder / MANIFEST).unlink()
+        elsewhere = run_dir / "new"
+        for step, _, said, _ in run_world(RANKS, restore, str(elsewhere), {"resume": str(folder)}):
+            assert step is None
+            assert ".metadata asks for posix.system" in said
+    assert not proof.exists()
+
+
+def test_a_checkpoint_of_another_model_is_not_called_broken(run_dir: Path) -> None:
+    with pytest.raises(
+        AssertionError, match=r"is not of this model: its model.embed.weight is \(13, 37\) and this model's \(13, 41\)"
+    ):
+        run_world(1, restore_wider, str(run_dir))
+    assert (run_dir / "checkpoints" / "step-00000004").is_dir()
+
+
+def restore_wider(env: DistEnv, run_dir: str) -> None:
+    run = build(env, "ddp", run_dir, width=41)
+    run.checkpointer.restore(run.state)
+
+
+def restore_read_only(env: DistEnv, run_dir: str, path: str) -> tuple[int, list[str]]:
+    run = build(env, "fsdp", run_dir, section={"resume": path})
+    found = run.checkpointer.restore(run.state)
+    run.checkpointer.close()
+    assert found is not None
+    return found.step, [file.name for file in Path(path).iterdir()]
+
+
+def test_a_checkpoint_elsewhere_is_started_from_and_left_as_it_is(run_dir: Path, tmp_path: Path) -> None:
+    folder = run_dir / "checkpoints" / "step-00000002"
+    before = sorted(file.name for file in folder.iterdir())
+    for step, files in run_world(RANKS, restore_read_only, str(tmp_path / "new"), str(folder)):
+        assert (step, sorted(files)) == (2, before)

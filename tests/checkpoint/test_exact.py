@@ -1,0 +1,97 @@
+"""What is loaded is what was saved, to the bit, at any number of ranks; and training goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp.env import DistEnv
+from tests.checkpoint.small import Kind, bits, build, save_once
+from tests.world import run_world
+
+LATER = 20
+
+
+def unbroken(env: DistEnv, kind: Kind, run_dir: str, steps: int, how: dict[str, Any]) -> tuple[list[float], dict[str, int]]:
+    """Train on; a save begins after step 3 and is written behind the next steps."""
+    run = build(env, kind, run_dir, **how)
+    losses = []
+    for _ in range(steps):
+        losses.append(run.step())
+        if run.state.step == 3:
+            run.save()
+    run.checkpointer.close()
+    return losses, bits(run.state)
+
+
+def resumed(env: DistEnv, kind: Kind, run_dir: str, steps: int, how: dict[str, Any]) -> tuple[list[float], dict[str, int]]:
+    run = build(env, kind, run_dir, seed=99, **how)  # other weights: all must come from the checkpoint
+    found = run.checkpointer.restore(run.state)
+    assert found is not None
+    assert found.step == run.state.step == 3
+    losses = [run.step() for _ in range(steps - 3)]
+    run.checkpointer.close()
+    return losses, bits(run.state)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "how"),
+    [
+        ("fsdp", 2, {}),
+        ("hsdp", 4, {}),
+        ("ddp", 2, {}),
+        ("fsdp", 3, {"optimizer": "fused"}),
+        ("fsdp", 2, {"optimizer": "sgd"}),
+        ("ddp", 1, {}),
+    ],
+)
+def test_a_resumed_run_draws_the_unbroken_runs_losses_to_the_bit(
+    tmp_path: Path, kind: Kind, ranks: int, how: dict[str, Any]
+) -> None:
+    whole = run_world(ranks, unbroken, kind, str(tmp_path), 10, how)
+    again = run_world(ranks, resumed, kind, str(tmp_path), 10, how)
+    assert [losses for losses, _ in again] == [losses[3:] for losses, _ in whole]
+    assert [state for _, state in again] == [state for _, state in whole]
+
+
+SHAPES: list[tuple[Kind, int]] = [
+    ("fsdp", 1), ("fsdp", 2), ("fsdp", 3), ("fsdp", 4), ("hsdp", 2), ("hsdp", 4), ("ddp", 1), ("ddp", 2), ("ddp", 3),
+    ("ddp", 4),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
+    """One checkpoint of each shape: run directory → the bits saved, the same from every rank."""
+    found = {}
+    for kind, ranks in SHAPES:
+        run_dir = str(tmp_path_factory.mktemp(f"{kind}{ranks}"))
+        saved = run_world(ranks, save_once, kind, run_dir)
+        assert all(one == saved[0] for one in saved)
+        found[run_dir] = saved[0]
+    return found
+
+
+def loaded(env: DistEnv, kind: Kind, run_dirs: list[str]) -> list[tuple[dict[str, int], list[float]]]:
+    seen = []
+    for run_dir in run_dirs:
+        run = build(env, kind, run_dir, seed=99)
+        assert run.checkpointer.restore(run.state) is not None
+        found = bits(run.state)
+        seen.append((found, [run.step() for _ in range(LATER)]))
+        run.checkpointer.close()
+    return seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "ranks"), SHAPES)
+def test_every_size_and_strategy_reads_what_every_other_wrote(
+    written: dict[str, dict[str, int]], kind: Kind, ranks: int
+) -> None:
+    everyones = run_world(ranks, loaded, kind, list(written))
+    for seen in everyones:
+        assert [found for found, _ in seen] == list(written.values())
+        for _, losses in seen:
+            assert losses == pytest.approx(everyones[0][0][1], rel=1e-5)
