@@ -1,0 +1,67 @@
+"""The words that data speaks: Samples, DataInfo, DataSet, Batch, StepBatch. Not here: any data, or how a batch is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fsdp.config import Args
+
+
+class Samples(Protocol):
+    """Samples by index. The same index gives the same sample on every rank, whichever thread asks."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
+        """int64 indices → "inputs" and "targets" (a target of -100 is a masked token), one row an index."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataInfo:
+    """What a model (facts), a person (class_names) and a prediction (preprocess) need to know of the data."""
+
+    kind: Literal["images", "text", "other"]
+    facts: Args = field(default_factory=dict)
+    class_names: tuple[str, ...] = ()
+    tokens_per_sample: int = 0
+    default_epochs: int = 0
+    default_steps: int = 0
+    preprocess: Args = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSet:
+    train: Samples
+    heldout: Samples | None
+    info: DataInfo
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch: the first valid_rows rows count, the rest is padding that nothing may learn from."""
+
+    data: Mapping[str, Tensor]
+    valid: Tensor
+    valid_rows: int
+
+    def to(self, device: torch.device) -> Batch:
+        """On the device; the copy from pinned memory does not wait."""
+        if device.type == "cpu":
+            return self
+        moved = {name: value.to(device, non_blocking=True) for name, value in self.data.items()}
+        return Batch(moved, self.valid.to(device, non_blocking=True), self.valid_rows)
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """What one rank takes in one optimizer step; samples counts the valid ones of all ranks."""
+
+    micro: list[Batch]
+    samples: int

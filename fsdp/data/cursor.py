@@ -1,0 +1,80 @@
+"""The one global cursor: (seed, step, global batch) → sample indices. It knows no world size.
+
+An epoch's order is a keyed permutation of 0…n-1 that is computed where it is looked at: a generalised Feistel network on a
+grid of a × b ≥ n cells, a number outside 0…n-1 walking on until it falls inside (Black and Rogaway, "Ciphers with
+Arbitrary Finite Domains", 2002). No array of n, nothing to save, any step in the same time. Not here: which rank takes what.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+
+import numpy as np
+
+from fsdp.errors import ConfigError
+
+ROUNDS = 8
+_M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_S1, _S2, _S3 = np.uint64(30), np.uint64(27), np.uint64(31)
+
+
+def mix(values: np.ndarray, key: int) -> np.ndarray:
+    """uint64 → uint64, each value with a key: splitmix64's finisher. Any position alone, with no generator to advance."""
+    x = values + np.uint64(key)
+    x ^= x >> _S1
+    x *= _M1
+    x ^= x >> _S2
+    x *= _M2
+    x ^= x >> _S3
+    return x
+
+
+def stream_key(*parts: int | str) -> int:
+    """64 bits that name a stream, the same on every machine."""
+    text = "/".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+class Permutation:
+    """A keyed bijection of 0…n-1, evaluated at the positions asked for."""
+
+    def __init__(self, n: int, key: tuple[int, ...]) -> None:
+        self.n = n
+        rows = max(1, math.isqrt(n - 1) + 1)
+        self._sides = np.uint64(rows), np.uint64(-(-n // rows))
+        self._keys = [stream_key("order", *key, n, r) for r in range(ROUNDS)]
+
+    def __call__(self, positions: np.ndarray) -> np.ndarray:
+        values = self._shuffle(positions.astype(np.uint64))
+        # The grid has fewer than √n cells too many: hardly ever a second walk, never many.
+        while (outside := np.flatnonzero(values >= self.n)).size:
+            values[outside] = self._shuffle(values[outside])
+        return values.astype(np.int64)
+
+    def _shuffle(self, cells: np.ndarray) -> np.ndarray:
+        rows, columns = self._sides
+        left, right = np.divmod(cells, columns)
+        for r in range(0, ROUNDS, 2):
+            left = (left + mix(right, self._keys[r])) % rows
+            right = (right + mix(left, self._keys[r + 1])) % columns
+        return left * columns + right
+
+
+class Cursor:
+    """Which samples optimizer step 0, 1, 2 … takes: every sample once an epoch, the last batch of an epoch short."""
+
+    def __init__(self, *, seed: int, samples: int, global_batch: int) -> None:
+        if samples < 1:
+            raise ConfigError("the data has no sample to train on.", "look into --data.dir")
+        self.seed, self.samples, self.global_batch = seed, samples, global_batch
+        self.steps_per_epoch = -(-samples // global_batch)
+        self._order = functools.lru_cache(maxsize=4)(lambda epoch: Permutation(samples, (seed, epoch)))
+
+    def indices(self, step: int) -> np.ndarray:
+        """1 … global_batch sample indices, int64, in the order that ranks cut them."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        first = place * self.global_batch
+        positions = np.arange(first, min(first + self.global_batch, self.samples))
+        return self._order(epoch)(positions)

@@ -1,0 +1,148 @@
+"""A person's own data: --data.name package.module:factory.
+
+The factory takes --data.args as keyword arguments (and seq_len, dir, where it has such parameters) and returns
+
+    a torch map-style Dataset         or
+    a pair (train, heldout) of them   or
+    a DataSet of fsdp.data            which says everything itself
+
+Items are (inputs, targets), or dicts with "inputs" (or "input_ids") and whatever else the model's forward takes.
+They are read by --data.workers threads at once. A Dataset with an attribute `classes` names its classes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fsdp.config import Args
+from fsdp.data.base import DataInfo, DataSet, Samples
+from fsdp.data.registry import Where, unknown_argument
+from fsdp.errors import ConfigError
+from fsdp.models import load_attribute
+
+
+def build(name: str, where: Where, args: Args) -> DataSet:
+    factory = load_attribute(name, "--data.name")
+    given = _arguments(name, factory, where, args)
+    try:
+        made = factory(**given)
+    except ConfigError:
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(
+            f"--data.name {name} failed: {what} ({frame.filename}:{frame.lineno}).", "the line named is the factory's own"
+        ) from error
+    return as_dataset(name, made)
+
+
+def _arguments(name: str, factory: Callable[..., Any], where: Where, args: Args) -> dict[str, Any]:
+    try:
+        parameters = inspect.signature(factory).parameters
+    except ValueError:  # a builtin without one
+        return dict(args)
+    named = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for argument in args:
+        if argument not in named and not takes_any:
+            raise unknown_argument(argument, list(named), name)
+    if where.dir and "dir" not in named:
+        raise ConfigError(
+            f"--data.dir {where.dir} says nothing to {name}: it has no parameter dir.",
+            "leave it out, or give it a parameter dir",
+        )
+    offered = {"seq_len": where.seq_len, **({"dir": where.dir} if where.dir else {})}
+    given = dict(args) | {n: v for n, v in offered.items() if n in named and n not in args}
+    missing = [n for n, p in named.items() if p.default is p.empty and n not in given]
+    if missing:
+        flag = "--data.dir FOLDER" if missing[0] == "dir" else f"--data.args.{missing[0]} VALUE"
+        raise ConfigError(f"{name} needs {', '.join(missing)}.", flag)
+    return given
+
+
+def as_dataset(name: str, made: Any) -> DataSet:
+    if isinstance(made, DataSet):
+        return made
+    pair = made if isinstance(made, tuple) else (made, None)
+    if len(pair) != 2:
+        raise ConfigError(f"--data.name {name} returned {len(pair)} things.", "return a Dataset, or the pair (train, heldout)")
+    for part in pair if pair[1] is not None else pair[:1]:
+        _check_map_style(name, part)
+    train = ItemSamples(pair[0])
+    heldout = ItemSamples(pair[1]) if pair[1] is not None and len(pair[1]) else None
+    return DataSet(train=train, heldout=heldout, info=_info(name, train, pair[0]))
+
+
+def _check_map_style(name: str, part: Any) -> None:
+    if not hasattr(part, "__len__") or not hasattr(part, "__getitem__"):
+        raise ConfigError(
+            f"--data.name {name} gives a {type(part).__name__}, which has no length or no items by index.",
+            "give it __len__ and __getitem__: the order of samples must be the same at any number of ranks",
+        )
+    if not len(part):
+        raise ConfigError(f"--data.name {name} gives an empty {type(part).__name__}.", "look into what the factory reads")
+
+
+class ItemSamples:
+    """A map-style Dataset's items, collated as torch's DataLoader does by default."""
+
+    def __init__(self, items: Any) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
+        from torch.utils.data import default_collate
+
+        collated: Mapping[str, Tensor] = default_collate([_as_dict(self.items[int(index)]) for index in indices])
+        return dict(collated)
+
+
+def _as_dict(item: Any) -> dict[str, Any]:
+    if isinstance(item, (tuple, list)) and len(item) == 2:
+        return {"inputs": _value(item[0]), "targets": _value(item[1])}
+    if isinstance(item, Mapping) and ("inputs" in item or "input_ids" in item):
+        first = "inputs" if "inputs" in item else "input_ids"
+        return {"inputs": _value(item[first])} | {k: _value(v) for k, v in item.items() if k != first}
+    shown = f"a dict with {', '.join(map(str, item))}" if isinstance(item, Mapping) else f"a {type(item).__name__}"
+    raise TypeError(f"an item is {shown}, neither (inputs, targets) nor a dict with inputs or input_ids")
+
+
+def _value(value: Any) -> Any:
+    """default_collate would transpose lists of numbers, and make doubles of Python's floats."""
+    if isinstance(value, (list, tuple, float)):
+        return torch.as_tensor(value)
+    return value
+
+
+def _info(name: str, samples: Samples, items: Any) -> DataInfo:
+    """What one sample tells of all."""
+    try:
+        first = samples.batch(np.zeros(1, np.int64))
+    except Exception as error:
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(
+            f"--data.name {name}: sample 0 cannot be read: {what}.", "items are (inputs, targets), or dicts with inputs"
+        ) from error
+    bad = [k for k, v in first.items() if not isinstance(v, Tensor)]
+    if bad:
+        raise ConfigError(f"--data.name {name}: {bad[0]} of an item is no number, array or tensor.", f"leave {bad[0]} out")
+    inputs = first["inputs"]
+    classes = tuple(map(str, getattr(items, "classes", ())))
+    facts: dict[str, Any] = {"num_classes": len(classes)} if classes else {}
+    kind: Literal["images", "text", "other"] = "other"
+    if inputs.dim() == 4 and inputs.is_floating_point() and inputs.shape[2] == inputs.shape[3]:
+        kind, facts = "images", facts | {"channels": inputs.shape[1], "image_size": inputs.shape[2]}
+    elif inputs.dim() == 2 and not inputs.is_floating_point():
+        kind, facts = "text", facts | {"seq_len": inputs.shape[1]}
+    tokens = inputs.shape[1] if kind == "text" else 0
+    return DataInfo(kind=kind, facts=facts, class_names=classes, tokens_per_sample=tokens, default_epochs=1)

@@ -1,0 +1,79 @@
+"""Pictures as samples: whole-number pixels kept in memory and normalised by table, and one picture made ready for a model.
+
+prepare() is training's own way from a picture to a tensor: folder.py and fsdp/predict.py both call it. Not here: files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+def normalise_table(steps: int, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
+    """[channels, steps + 1]: what a pixel value becomes, to the bit as ToTensor and Normalize compute it in fp32."""
+    values = np.arange(steps + 1, dtype=np.float32) / np.float32(steps)
+    return np.stack([(values - np.float32(m)) / np.float32(s) for m, s in zip(mean, std, strict=True)])
+
+
+class PixelSamples:
+    """Pictures [n, channels, height, width] of whole numbers 0 … steps, with labels."""
+
+    def __init__(self, pixels: np.ndarray, labels: np.ndarray, steps: int, mean: Sequence[float], std: Sequence[float]) -> None:
+        assert len(pixels) == len(labels)
+        self.pixels, self.labels = pixels, labels
+        self._table = normalise_table(steps, mean, std)
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
+        chosen = self.pixels[indices]
+        inputs = np.empty(chosen.shape, np.float32)
+        for channel, table in enumerate(self._table):
+            np.take(table, chosen[:, channel], out=inputs[:, channel], mode="clip")  # "raise" would copy through a buffer
+        return {"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(self.labels[indices])}
+
+
+def every_tenth(labels: np.ndarray) -> np.ndarray:
+    """A mask of the middle one of each ten of a class: a fixed tenth, the classes in proportion, no seed in it."""
+    held = np.zeros(len(labels), dtype=bool)
+    for label in np.unique(labels):
+        held[np.flatnonzero(labels == label)[4::10]] = True
+    return held
+
+
+def prepare(image: Image, preprocess: Mapping[str, Any]) -> np.ndarray:
+    """A picture as the model saw them in training: float32 [channels, size, size]."""
+    pixels = to_pixels(image, preprocess)
+    table = normalise_table(255, preprocess["mean"], preprocess["std"])
+    return np.stack([table[c][pixels[..., c]] for c in range(pixels.shape[-1])])
+
+
+def to_pixels(image: Image, preprocess: Mapping[str, Any]) -> np.ndarray:
+    """uint8 [size, size, channels]: the middle square, scaled; by way of the source's own size where that was smaller."""
+    from PIL import Image as Pillow
+    from PIL import ImageOps
+
+    size, source = preprocess["image_size"], preprocess.get("source_size")
+    upright = ImageOps.exif_transpose(image)  # a photograph's rotation is a note in its file
+    if upright.mode.startswith("I;16"):  # convert() would cut each value off at 255
+        upright = Pillow.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
+    plain = upright.convert("L" if preprocess["channels"] == 1 else "RGB")
+    if source:
+        plain = ImageOps.fit(plain, (source, source), Pillow.Resampling.BOX)
+    scaled = ImageOps.fit(plain, (size, size), Pillow.Resampling.BILINEAR)
+    return np.asarray(scaled).reshape(size, size, -1)
+
+
+def to_picture(inputs: np.ndarray, preprocess: Mapping[str, Any]) -> np.ndarray:
+    """The way back, for a person to look at: uint8 [height, width, channels]."""
+    shape = (-1, 1, 1)
+    mean, std = (np.asarray(preprocess[name], np.float32).reshape(shape) for name in ("mean", "std"))
+    return np.rint(np.clip((inputs * std + mean) * 255, 0, 255)).astype(np.uint8).transpose(1, 2, 0)

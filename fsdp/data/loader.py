@@ -1,0 +1,138 @@
+"""A step's micro-batches for one rank, read ahead by threads; and the held-out samples, each once over all ranks.
+
+A global batch is cut into contiguous near-equal parts, one a rank, and a part into near-equal micro-batches, so that padding
+is spread. Padding repeats a sample and is marked; all ranks always get the same number of micro-batches. Not here: the order
+(fsdp/data/cursor.py) and the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fsdp.data.base import Batch, Samples, StepBatch
+from fsdp.data.readers import Readers
+from fsdp.errors import ShardrunError, TrainingError
+from fsdp.mesh import DataRank
+
+
+class Order(Protocol):
+    """What the loader asks of a cursor."""
+
+    def indices(self, step: int) -> np.ndarray: ...
+
+
+def slices(indices: np.ndarray, rank: DataRank, accumulation: int) -> list[np.ndarray]:
+    """This rank's indices of a global batch, one array a micro-batch; the first ranks and micro-batches hold the odd ones."""
+    own = _part(indices, rank.index, rank.count)
+    return [_part(own, place, accumulation) for place in range(accumulation)]
+
+
+def _part(array: np.ndarray, place: int, parts: int) -> np.ndarray:
+    each, odd = divmod(len(array), parts)
+    start = place * each + min(place, odd)
+    return array[start : start + each + (place < odd)]
+
+
+def pad(indices: np.ndarray, rows: int, spare: int) -> np.ndarray:
+    """Filled to `rows` with its own first index, or with `spare` where it has none."""
+    if len(indices) == rows:
+        return indices
+    filling = indices[0] if len(indices) else spare
+    return np.concatenate([indices, np.full(rows - len(indices), filling, dtype=np.int64)])
+
+
+class Loader:
+    """step(k) gives step k's batch and starts on the next ones; a step out of turn is simply where it goes on from."""
+
+    def __init__(
+        self, samples: Samples, cursor: Order, *, micro_batch: int, accumulation: int, rank: DataRank,
+        workers: int, prefetch: int, pin: bool,
+    ) -> None:  # fmt: skip
+        self.samples, self.cursor = samples, cursor
+        self.micro_batch, self.accumulation, self.rank = micro_batch, accumulation, rank
+        self._pin = pin
+        self._masks = [torch.arange(micro_batch) < rows for rows in range(micro_batch + 1)]
+        # A step each in hand, or a thread would have nothing to do.
+        self._readers = Readers(self._read, workers, ahead=max(prefetch, workers)) if workers else None
+
+    def step(self, step: int) -> StepBatch:
+        """Raises what its reading raised, with the rank and the sample named."""
+        return self._readers.get(step) if self._readers else self._read(step)
+
+    def close(self) -> None:
+        """Waits for what is being read; no thread is left."""
+        if self._readers:
+            self._readers.close()
+
+    def _read(self, step: int) -> StepBatch:
+        indices = self.cursor.indices(step)
+        spare = int(indices[0])
+        parts = slices(indices, self.rank, self.accumulation)
+        return StepBatch([self._micro(step, part, spare) for part in parts], len(indices))
+
+    def _micro(self, step: int, part: np.ndarray, spare: int) -> Batch:
+        rows = pad(part, self.micro_batch, spare)
+        data = read_batch(self.samples, rows, f"rank {self.rank.index}, step {step}")
+        if self._pin:
+            data = {name: value.pin_memory() for name, value in data.items()}
+        return Batch(data, self._masks[len(part)], len(part))
+
+
+def read_batch(samples: Samples, indices: np.ndarray, where: str) -> dict[str, Tensor]:
+    """samples.batch, and what it raises as one line that names the sample to look at."""
+    try:
+        data = samples.batch(indices)
+    except ShardrunError:
+        raise
+    except Exception as error:
+        raise _named(samples, indices, where, error) from error
+    short = {name: len(value) for name, value in data.items() if len(value) != len(indices)}
+    if short:
+        raise TrainingError(f"{where}: {len(indices)} samples were asked for, and {short} rows came.")
+    return data
+
+
+def _named(samples: Samples, indices: np.ndarray, where: str, error: Exception) -> TrainingError:
+    """Each sample alone once more, to find those that cannot be read: only ever on the way out."""
+    bad = []
+    for index in np.unique(indices):
+        try:
+            samples.batch(index[None])
+        except Exception:
+            bad.append(int(index))
+    named = ", ".join(map(str, bad[:8] or indices[:8].tolist())) + (" …" if len(bad or indices) > 8 else "")
+    what = " ".join(f"{type(error).__name__}: {error}".split())
+    return TrainingError(f"{where}: sample{'s' * (len(bad) != 1)} {named} cannot be read: {what}.")
+
+
+class _EvenlySpread:
+    """`count` of `available` held-out samples in their order, evenly spread: the first ones alone may be of one class."""
+
+    def __init__(self, available: int, count: int, at_once: int) -> None:
+        self.chosen = np.arange(count, dtype=np.int64) * available // max(count, 1)
+        self.at_once = at_once
+        self.steps = -(-count // at_once)
+
+    def indices(self, step: int) -> np.ndarray:
+        return self.chosen[(step % self.steps) * self.at_once :][: self.at_once]
+
+
+def heldout_batches(
+    samples: Samples, *, batch: int, rank: DataRank, limit: int, workers: int = 0, pin: bool = False
+) -> Iterator[Batch]:
+    """Every rank as many batches as the others, each held-out sample in one of them; limit 0 takes all samples."""
+    count = min(limit or len(samples), len(samples))
+    order = _EvenlySpread(len(samples), count, batch * rank.count)
+    loader = Loader(
+        samples, order, micro_batch=batch, accumulation=1, rank=rank, workers=workers, prefetch=2, pin=pin
+    )  # fmt: skip
+    try:
+        for step in range(order.steps):
+            yield loader.step(step).micro[0]
+    finally:
+        loader.close()

@@ -1,0 +1,112 @@
+"""The global order: each sample once an epoch, a function of seed and step alone, computed where it is looked at."""
+
+from __future__ import annotations
+
+import inspect
+import time
+
+import numpy as np
+import pytest
+
+from fsdp.data import Cursor
+from fsdp.data.cursor import Permutation, mix, stream_key
+from fsdp.errors import ConfigError
+
+FIRST_OF_SEED_0 = [1438, 1389, 1013, 377, 1337, 393, 1136, 1180]
+FAR_OF_SEED_1 = [345915446133, 238485537173]
+
+
+def epoch_of(cursor: Cursor, epoch: int) -> np.ndarray:
+    first = epoch * cursor.steps_per_epoch
+    return np.concatenate([cursor.indices(first + k) for k in range(cursor.steps_per_epoch)])
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 4, 5, 63, 64, 65, 1797, 65536, 100_003])
+@pytest.mark.parametrize("global_batch", [64, 1000])
+def test_every_sample_comes_once_an_epoch(samples: int, global_batch: int) -> None:
+    cursor = Cursor(seed=3, samples=samples, global_batch=global_batch)
+    assert cursor.steps_per_epoch == -(-samples // global_batch)
+    for epoch in (0, 1, 7):
+        assert np.array_equal(np.sort(epoch_of(cursor, epoch)), np.arange(samples))
+
+
+def test_every_batch_but_the_last_of_an_epoch_is_full() -> None:
+    cursor = Cursor(seed=0, samples=1797, global_batch=64)
+    sizes = [len(cursor.indices(step)) for step in range(2 * cursor.steps_per_epoch)]
+    assert sizes == ([64] * 28 + [5]) * 2
+    assert cursor.indices(0).dtype == np.int64
+
+
+def test_epochs_and_seeds_differ_and_repeat_themselves() -> None:
+    orders = {
+        (seed, epoch): epoch_of(Cursor(seed=seed, samples=1797, global_batch=64), epoch) for seed in (0, 1) for epoch in (0, 1)
+    }
+    again = epoch_of(Cursor(seed=1, samples=1797, global_batch=64), 1)
+    assert np.array_equal(orders[1, 1], again)
+    for one, other in [((0, 0), (0, 1)), ((0, 0), (1, 0)), ((0, 1), (1, 0)), ((1, 0), (1, 1))]:
+        assert (orders[one] == orders[other]).mean() < 0.01
+
+
+def test_an_epochs_order_does_not_depend_on_the_batch() -> None:
+    whole, small = (epoch_of(Cursor(seed=5, samples=1797, global_batch=size), 2) for size in (1797, 48))
+    assert np.array_equal(whole, small)
+
+
+def test_the_order_is_the_same_on_every_machine_and_version() -> None:
+    """A resumed run goes on where another version of this code left off: the order itself is a promise."""
+    assert Cursor(seed=0, samples=1797, global_batch=8).indices(0).tolist() == FIRST_OF_SEED_0
+    assert Cursor(seed=1, samples=10**12, global_batch=2).indices(12345).tolist() == FAR_OF_SEED_1
+
+
+def test_the_order_looks_shuffled() -> None:
+    n = 20_000
+    order = epoch_of(Cursor(seed=11, samples=n, global_batch=500), 0)
+    # Where a random permutation stands within about four standard deviations.
+    assert abs(np.corrcoef(np.arange(n), order)[0, 1]) < 4 / np.sqrt(n)
+    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 4 / np.sqrt(n)
+    assert (order == np.arange(n)).sum() < 8
+    cells = np.histogram2d(np.arange(n), order, bins=20)[0]
+    chi_square = ((cells - n / 400) ** 2 / (n / 400)).sum()
+    assert abs(chi_square - 19 * 19) < 4 * np.sqrt(2 * 19 * 19)
+    steps = np.diff(order) % n
+    assert len(np.unique(steps)) > 0.6 * n  # 1 − 1/e of them in a random one
+
+
+def test_small_permutations_are_all_about_as_likely() -> None:
+    seen = [tuple(Permutation(3, (seed, 0))(np.arange(3)).tolist()) for seed in range(1200)]
+    counts = [seen.count(order) for order in set(seen)]
+    assert len(counts) == 6
+    assert all(abs(count - 200) < 60 for count in counts)
+
+
+def test_mixed_values_are_even_in_every_bit() -> None:
+    mixed = mix(np.arange(40_000, dtype=np.uint64), stream_key("even"))
+    ones = [((mixed >> np.uint64(bit)) & np.uint64(1)).mean() for bit in range(64)]
+    assert max(abs(np.array(ones) - 0.5)) < 0.012
+
+
+def test_the_cursor_knows_no_world_size() -> None:
+    assert set(inspect.signature(Cursor).parameters) == {"seed", "samples", "global_batch"}
+
+
+def test_a_huge_data_set_costs_what_a_small_one_costs() -> None:
+    cursor = Cursor(seed=0, samples=10**15, global_batch=4096)
+    assert len(np.unique(cursor.indices(10**9))) == 4096
+    assert best_of(20, lambda: cursor.indices(10**9)) < 2e-3
+    small = Cursor(seed=0, samples=1797, global_batch=64)
+    assert best_of(50, lambda: small.indices(3)) < 200e-6  # 60 µs on an idle core
+
+
+def best_of(times: int, call: object) -> float:
+    assert callable(call)
+    took = []
+    for _ in range(times):
+        start = time.perf_counter()
+        call()
+        took.append(time.perf_counter() - start)
+    return min(took)
+
+
+def test_no_samples_is_the_persons_to_mend() -> None:
+    with pytest.raises(ConfigError, match=r"no sample to train on.*HINT: .*--data.dir"):
+        Cursor(seed=0, samples=0, global_batch=8)

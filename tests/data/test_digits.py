@@ -1,0 +1,104 @@
+"""The default job's data: real, whole, fixed, and drawn the same everywhere."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fsdp.config import DataSection
+from fsdp.data import DataSet, build_dataset
+from fsdp.data.digits import FILE
+from fsdp.data.images import every_tenth
+from fsdp.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def digits() -> DataSet:
+    return build_dataset(DataSection())
+
+
+def everything(digits: DataSet) -> tuple[np.ndarray, np.ndarray]:
+    assert digits.heldout is not None
+    parts = [part.batch(np.arange(len(part))) for part in (digits.train, digits.heldout)]
+    inputs, targets = (torch.cat([part[name] for part in parts]).numpy() for name in ("inputs", "targets"))
+    return inputs, targets
+
+
+def test_all_1797_digits_are_there_and_a_tenth_is_held_out(digits: DataSet) -> None:
+    assert digits.heldout is not None
+    assert (len(digits.train), len(digits.heldout)) == (1618, 179)
+    held = digits.heldout.batch(np.arange(179))["targets"]
+    counts = torch.bincount(held, minlength=10)
+    assert int(counts.min()) >= 17
+    assert int(counts.max()) <= 18
+    inputs, targets = everything(digits)
+    assert np.bincount(targets).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+    assert len(np.unique(inputs.reshape(len(inputs), -1), axis=0)) == len(inputs)
+
+
+def test_no_heldout_digit_is_trained_on(digits: DataSet) -> None:
+    assert digits.heldout is not None
+    pictures = [
+        {x.tobytes() for x in part.batch(np.arange(len(part)))["inputs"].numpy()} for part in (digits.train, digits.heldout)
+    ]
+    assert not pictures[0] & pictures[1]
+
+
+def test_drawn_bilinear_and_normalised(digits: DataSet) -> None:
+    with np.load(FILE) as file:
+        source, labels = file["images"], file["labels"]
+    held = every_tenth(labels)
+    rows = np.concatenate([np.flatnonzero(~held), np.flatnonzero(held)])
+    grey = torch.from_numpy(source[rows][:, None].astype(np.float32) / 16)
+    wanted = F.interpolate(grey, size=28, mode="bilinear") * 2 - 1
+    inputs, targets = everything(digits)
+    assert inputs.dtype == np.float32
+    assert np.array_equal(targets, labels[rows])
+    np.testing.assert_allclose(inputs, wanted.numpy(), atol=3e-6)
+    assert inputs.min() == -1
+    assert inputs.max() == 1
+
+
+def test_the_same_bits_on_every_machine(digits: DataSet) -> None:
+    inputs, targets = everything(digits)
+    digest = hashlib.sha256(inputs.tobytes() + targets.tobytes()).hexdigest()
+    assert digest == "d0aa582740c6813e2c05d08449e711f7652dbf48d0eb440972bef4ac58de9043"
+
+
+def test_what_a_model_and_a_prediction_need_to_know(digits: DataSet) -> None:
+    info = digits.info
+    assert info.kind == "images"
+    assert info.facts == {"num_classes": 10, "image_size": 28, "channels": 1}
+    assert info.class_names == tuple("0123456789")
+    assert info.default_epochs > 0
+    assert info.tokens_per_sample == 0
+
+
+def test_the_source_and_licence_lie_beside_the_file() -> None:
+    text = FILE.with_name("digits.LICENSE.md").read_text(encoding="utf-8")
+    for word in ("10.24432/C50P49", "CC BY 4.0", "Alpaydin", "Kaynak"):
+        assert word in text
+    assert FILE.stat().st_size < 60_000
+
+
+def test_a_folder_says_nothing_to_digits(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--data.dir .* says nothing to digits.*HINT: leave it out"):
+        build_dataset(DataSection(dir=str(tmp_path)))
+
+
+def test_reading_digits_imports_neither_torchvision_nor_pillow() -> None:
+    code = (
+        "import sys; from fsdp.config import DataSection; from fsdp.data import build_dataset; import numpy as np\n"
+        "build_dataset(DataSection()).train.batch(np.arange(4))\n"
+        "print([name for name in ('torchvision', 'PIL', 'fsdp.data.download', 'fsdp.data.folder') if name in sys.modules])"
+    )
+    root = Path(__file__).parents[2]
+    output = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True).stdout
+    assert output == "[]\n"
