@@ -16,6 +16,8 @@ from fsdp.config import CheckpointSection
 
 def superfluous(section: CheckpointSection, whole: Sequence[Found]) -> list[Found]:
     """Those of the whole checkpoints that no rule keeps."""
+    if not section.keep_last:
+        return []
     newest = sorted(whole, key=lambda found: found.step, reverse=True)
     kept = {found.folder for found in newest[: section.keep_last]}
     if section.keep_every_steps:

@@ -24,6 +24,7 @@ from fsdp.checkpoint.store import Store
 Sizes = tuple[int, ...]
 
 THREADS = 4
+TOGETHER = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -58,33 +59,63 @@ class Task:
         return (self.take_offsets[0], self.take_offsets[0] + self.take_sizes[0]) if self.chunk else (0, 1)
 
 
+@dataclass
+class _Read:
+    """One request: a stretch of a file into these memories, and what to do with it then."""
+
+    file: str
+    start: int
+    end: int
+    views: list[memoryview]
+    targets: list[tuple[Task, torch.Tensor]]
+
+
 def run(store: Store, folder: str, tasks: Iterable[Task], ours: bool, sums: bool) -> list[Segment]:
     """All tasks, a few at a time; the first that fails is raised. `ours`: the data lie where container.py puts them."""
     ordered = sorted(tasks, key=lambda task: (task.file, task.offset, task.rows))
     with ThreadPoolExecutor(THREADS) as pool:
-        return [one for one in pool.map(lambda task: _read(store, folder, task, ours, sums), ordered) if one is not None]
+        reads = _joined(pool.map(lambda task: _prepare(store, folder, task, ours, sums), ordered))
+        return list(pool.map(lambda read: _fulfil(store, folder, read, sums), reads))
 
 
-def _read(store: Store, folder: str, task: Task, ours: bool, sums: bool) -> Segment | None:
+def _prepare(store: Store, folder: str, task: Task, ours: bool, sums: bool) -> _Read:
     first, last = task.rows
-    total_rows = task.chunk[0] if task.chunk else 1
     data = task.offset + (container.HEAD if ours else _find_data(store, folder, task))
-    target = _memory(task)
+    target, view = _memory(task)
     start, end = data + first * task.row_bytes, data + last * task.row_bytes
-    views = [target[1]]
+    views = [view]
     if ours and sums:
         # Who takes a chunk's first row reads its head too, who takes the last its tail: together they cover the file.
         head = bytearray(container.HEAD if first == 0 else 0)
         stop = container.aligned(task.offset + task.length)
-        tail = bytearray(stop - end if last == total_rows else 0)
-        views = [memoryview(head), target[1], memoryview(tail)]
+        tail = bytearray(stop - end if last == (task.chunk[0] if task.chunk else 1) else 0)
+        views = [memoryview(head), view, memoryview(tail)]
         start, end = start - len(head), end + len(tail)
-    store.read_into(folder, task.file, start, views)
+    return _Read(task.file, start, end, views, [(task, target)])
+
+
+def _joined(reads: Iterable[_Read]) -> list[_Read]:
+    """Neighbours in a file as one request: a thousand scalars are not a thousand questions to a server."""
+    joined: list[_Read] = []
+    for one in reads:
+        last = joined[-1] if joined else None
+        if last is not None and (last.file, last.end) == (one.file, one.start) and one.end - last.start <= TOGETHER:
+            last.end = one.end
+            last.views += one.views
+            last.targets += one.targets
+        else:
+            joined.append(one)
+    return joined
+
+
+def _fulfil(store: Store, folder: str, read: _Read, sums: bool) -> Segment:
+    store.read_into(folder, read.file, read.start, read.views)
     crc = 0
-    for view in views if sums else ():
+    for view in read.views if sums else ():
         crc = crc32(view, crc)
-    _place(task, target[0])
-    return Segment(task.file, start, end, crc) if sums else None
+    for task, target in read.targets:
+        _place(task, target)
+    return Segment(read.file, read.start, read.end, crc)
 
 
 def _memory(task: Task) -> tuple[torch.Tensor, memoryview]:

@@ -7,6 +7,7 @@ cannot write says so in its turn, so that all hear and nothing is sealed.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import queue
@@ -99,7 +100,7 @@ class Saver:
                 job.outcome = self._save(job)
             except Exception as error:
                 # Whatever it is, a person hears of it in the next step; the peers hear it as a broken connection.
-                job.outcome = Outcome(job.step, "", f"rank {self._talk.rank}: {_one_line(error)}", fatal=True)
+                job.outcome = Outcome(job.step, "", f"rank {self._talk.rank}: {one_line(error)}", fatal=True)
             finally:
                 job.copied.set()
                 job.done.set()
@@ -111,8 +112,8 @@ class Saver:
         job.copies = self._staging.event()
         job.copied.set()
         folder, refused = self._talk.tell(self._open(job.step) if self._talk.rank == 0 else None)
-        if refused is not None or not folder:
-            return refused or Outcome(job.step, self._store.path(names.final(job.step)))
+        if refused is not None:
+            return refused
         if job.copies is not None:
             job.copies.synchronize()
         report = self._try_write(folder, staged, job)
@@ -124,28 +125,29 @@ class Saver:
         return replace(outcome, write_s=time.perf_counter() - started)
 
     def _open(self, step: int) -> tuple[str, Outcome | None]:
-        """Rank 0: an empty staging folder, or why there is none; neither when this step is sealed already."""
+        """Rank 0: an empty staging folder, or how the save has ended without one.
+
+        A run that resumes and stops at once saves the step that it came from: the one that is there stays.
+        """
         folder = self._store.staging(step, self._attempt)
         try:
             if (why := self._ours()) is not None:
                 return "", Outcome(step, "", why, fatal=True)
-            if self._already_whole(step):
-                return "", None
+            if (whole := inspect.sealed_step(self._store, step)) is not None:
+                return "", Outcome(step, self._store.path(whole.folder))
             self._store.begin(folder)
         except OSError as error:
-            return "", Outcome(step, "", f"rank 0 cannot make {self._store.path(folder)}: {_one_line(error)}")
+            return "", Outcome(step, "", f"rank 0 cannot make {self._store.path(folder)}: {one_line(error)}")
         return folder, None
-
-    def _already_whole(self, step: int) -> bool:
-        """A run that resumes and stops at once saves the step that it came from: the one that is there stays."""
-        return inspect.sealed_step(self._store, step) is not None
 
     def _try_write(self, folder: str, staged: list[Staged], job: Job) -> Written | str:
         try:
             job.values = pack_values(job.snapshot) if self._talk.rank == 0 else []
             return write_file(self._store, folder, self._talk.rank, staged, [data for _, _, data in job.values])
         except OSError as error:
-            return f"rank {self._talk.rank}: {_one_line(error)}"
+            return (
+                f"rank {self._talk.rank}: {one_line(error, self._store.path(folder) + '/' + names.data_file(self._talk.rank))}"
+            )
 
     def _close(self, job: Job, folder: str, reports: list[Written | str]) -> Outcome:
         """Rank 0: seal what all have written, or clear it away."""
@@ -155,11 +157,11 @@ class Saver:
             try:
                 return self._seal(job, folder, written)
             except OSError as error:
-                failures.append(f"rank 0: {_one_line(error)}")
+                failures.append(f"rank 0: {one_line(error)}")
         try:
             self._store.remove(folder, self._attempt)
         except OSError as error:
-            failures.append(f"what was written could not be removed: {_one_line(error)}")
+            failures.append(f"what was written could not be removed: {one_line(error)}")
         return Outcome(job.step, "", "; ".join(failures))
 
     def _seal(self, job: Job, folder: str, written: list[Written]) -> Outcome:
@@ -186,10 +188,12 @@ def _digests(written: list[Written]) -> dict[str, tuple[int, str]]:
     return {key: (numel, f"{total:016x}") for key, (numel, total) in sums.items()}
 
 
-def _one_line(error: BaseException) -> str:
-    name = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-    where = f" ({error.filename})" if isinstance(error, OSError) and error.filename else ""
-    return f"{type(error).__name__}: {name}{where}"
+def one_line(error: BaseException, file: str = "") -> str:
+    """File, error number and words of a failure, as far as it has them."""
+    if not isinstance(error, OSError) or error.errno is None:
+        return f"{file}: {type(error).__name__}: {str(error).partition(chr(10))[0]}".removeprefix(": ")
+    number = errno.errorcode.get(error.errno, str(error.errno))
+    return f"{error.filename or file}: {number}, {error.strerror}".removeprefix(": ")
 
 
 def repeated(outcome: Outcome) -> CheckpointError:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Protocol
 
 from fsdp.checkpoint import names
-from fsdp.errors import CheckpointError
 
 Buffer = bytes | memoryview
 
@@ -32,7 +31,10 @@ class Store(Protocol):
     def staging(self, step: int, attempt: str) -> str: ...
     def final(self, step: int, attempt: str) -> str: ...
     def begin(self, folder: str) -> None: ...
-    def write(self, folder: str, file: str, buffers: Iterable[Buffer]) -> None: ...
+    def write(self, folder: str, file: str, buffers: Iterable[Buffer]) -> None:
+        """`buffers` may be gone through more than once."""
+        ...
+
     def seal(self, staged: str, final: str) -> None: ...
     def remove(self, folder: str, attempt: str) -> None: ...
     def set_aside(self, folder: str, why: str) -> str: ...
@@ -184,4 +186,6 @@ def open_store(place: str) -> Store:
         return LocalStore(Path(place))
     if scheme in ("file", "local"):
         return LocalStore(Path(rest))
-    raise CheckpointError(f"{place} is no folder.", "--checkpoint.dir FOLDER")
+    from fsdp.checkpoint.remote import RemoteStore  # with it comes fsspec, which only this needs
+
+    return RemoteStore(place)

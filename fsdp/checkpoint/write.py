@@ -31,12 +31,23 @@ class Written:
 def write_file(store: Store, folder: str, rank: int, staged: list[Staged], tail: Iterable[bytes]) -> Written:
     """Write this rank's file; `tail` are the packed values, on rank 0."""
     written = Written(names.data_file(rank))
-    store.write(folder, written.file, _stream(staged, tail, written))
+    store.write(folder, written.file, _Stream(staged, list(tail), written))
     return written
 
 
+@dataclass
+class _Stream:
+    """The file's bytes in order, as often as asked: a store that tries again begins anew."""
+
+    staged: list[Staged]
+    tail: list[bytes]
+    written: Written
+
+    def __iter__(self) -> Iterator[Buffer]:
+        return _stream(self.staged, self.tail, self.written)
+
+
 def _stream(staged: list[Staged], tail: Iterable[bytes], written: Written) -> Iterator[Buffer]:
-    # A store that tries again reads from the start.
     written.size, written.crc, written.shares = 0, 0, {}
     for one in staged:
         data_crc = crc32(one.flat)

@@ -1,0 +1,210 @@
+"""Checkpoints in an object store, through fsspec: s3://bucket/prefix, endpoint and keys in their ordinary variables.
+
+Nothing can be renamed there, so each attempt writes under a name of its own and the manifest, put last, is the seal. What a
+local folder shows by its name is seen here from what lies inside: no manifest is `.tmp-`, a mark is `.broken-`. Every request
+is tried again with growing pauses; what remains of a failure is an OSError without anything secret in it.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from fsdp.checkpoint import names
+from fsdp.checkpoint.store import Buffer
+from fsdp.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+"""On top of what the client itself does about a busy server."""
+PART_BYTES = 16 << 20
+MARK = ".broken-"
+
+T = TypeVar("T")
+
+
+class RemoteStore:
+    """A prefix in a bucket. Safe to use from several threads."""
+
+    def __init__(self, url: str) -> None:
+        self.where = _without_secrets(url)
+        self._fs, self._root = _open(url)
+
+    def path(self, folder: str) -> str:
+        return f"{self.where.rstrip('/')}/{folder}"
+
+    def folders(self) -> list[str]:
+        found: dict[str, set[str]] = {}
+        for path in self._listing(""):
+            folder, slash, file = path.partition("/")
+            if slash:
+                found.setdefault(folder, set()).add(file)
+        return sorted(_shown(folder, files) for folder, files in found.items())
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        listing = self._listing(_real(folder))
+        return {path: size for path, size in listing.items() if "/" not in path and not path.startswith(MARK)}
+
+    def _listing(self, folder: str) -> dict[str, int]:
+        """Path below the folder → size. A folder that does not exist is an empty one."""
+        base = f"{self._root}/{folder}".rstrip("/")
+
+        def look() -> dict[str, int]:
+            self._fs.invalidate_cache()
+            try:
+                found = self._fs.find(base, detail=True)
+            except FileNotFoundError:
+                return {}
+            return {path[len(base) + 1 :]: int(entry["size"]) for path, entry in found.items() if len(path) > len(base)}
+
+        return _patiently(look, f"listing {self.path(folder)}")
+
+    def read(self, folder: str, file: str) -> bytes:
+        path = self._path(folder, file)
+        return bytes(_patiently(lambda: self._fs.cat_file(path), f"reading {self.path(folder)}/{file}"))
+
+    def read_into(self, folder: str, file: str, offset: int, buffers: list[memoryview]) -> None:
+        path, what = self._path(folder, file), f"reading {self.path(folder)}/{file}"
+        end = offset + sum(map(len, buffers))
+        rest = [view for view in buffers if len(view)]
+        while offset < end:
+            stop = min(end, offset + PART_BYTES)
+            data = _patiently(partial(self._fs.cat_file, path, start=offset, end=stop), what)
+            if len(data) != stop - offset:
+                raise EOFError(f"{file} ends at {offset + len(data)}, {stop - offset - len(data)} bytes short")
+            rest = _pour(memoryview(data), rest)
+            offset = stop
+
+    def staging(self, step: int, attempt: str) -> str:
+        return names.final(step, attempt)
+
+    def final(self, step: int, attempt: str) -> str:
+        return names.final(step, attempt)
+
+    def begin(self, folder: str) -> None:
+        """A prefix needs no making; what an earlier try of this attempt left under it goes."""
+        if self._listing(folder):
+            self.remove(folder, "")
+
+    def write(self, folder: str, file: str, buffers: Iterable[Buffer]) -> None:
+        path = self._path(folder, file)
+        _patiently(lambda: self._put(path, buffers), f"writing {self.path(folder)}/{file}")
+
+    def _put(self, path: str, buffers: Iterable[Buffer]) -> None:
+        stream = self._fs.open(path, "wb", block_size=PART_BYTES)
+        try:
+            for buffer in buffers:
+                view = memoryview(buffer).cast("B") if len(buffer) else memoryview(b"")
+                for at in range(0, len(view), PART_BYTES):
+                    stream.write(view[at : at + PART_BYTES])
+        except BaseException:
+            # Closing would put what has been written so far as if it were all.
+            stream.discard()
+            stream.closed = True
+            raise
+        stream.close()
+
+    def seal(self, staged: str, final: str) -> None:
+        """The manifest is there: nothing is left to do."""
+
+    def remove(self, folder: str, attempt: str) -> None:
+        """The seal goes first."""
+        files = self._listing(_real(folder))
+        for file in sorted(files, key=lambda name: name != names.MANIFEST):
+            path = self._path(folder, file)
+            _patiently(partial(self._fs.rm_file, path), f"deleting {self.path(folder)}/{file}")
+
+    def set_aside(self, folder: str, why: str) -> str:
+        path = self._path(folder, f"{MARK}{why}")
+        _patiently(lambda: self._fs.pipe_file(path, b""), f"marking {self.path(folder)}")
+        return f"{folder}.broken-{why}"
+
+    def prove(self, word: str) -> None:
+        _patiently(lambda: self._fs.pipe_file(f"{self._root}/.shared-{word}", b"shared"), f"writing to {self.where}")
+
+    def proven(self, word: str) -> bool:
+        return f".shared-{word}" in self._listing("")
+
+    def unprove(self, word: str) -> None:
+        _patiently(lambda: self._fs.rm_file(f"{self._root}/.shared-{word}"), f"deleting from {self.where}")
+
+    def _path(self, folder: str, file: str) -> str:
+        return f"{self._root}/{_real(folder)}/{file}"
+
+
+def _shown(folder: str, files: set[str]) -> str:
+    """The name that a local folder would have."""
+    name = names.parse(folder)
+    if name is None or name.kind != "final":
+        return folder
+    mark = next((file for file in files if file.startswith(MARK)), None)
+    if mark is not None:
+        return f"{folder}{mark}"
+    return folder if names.MANIFEST in files else names.staging(name.step, name.attempt)
+
+
+def _real(folder: str) -> str:
+    """The prefix behind a shown name."""
+    name = names.parse(folder)
+    if name is None or name.kind == "final":
+        return folder
+    return names.final(name.step, name.attempt) if name.kind == "tmp" else folder.partition(".")[0]
+
+
+def _pour(data: memoryview, into: list[memoryview]) -> list[memoryview]:
+    """Fill memories from the front; returns those still to be filled."""
+    while len(data):
+        taken = min(len(data), len(into[0]))
+        into[0][:taken] = data[:taken]
+        data, into = data[taken:], ([into[0][taken:]] if taken < len(into[0]) else []) + into[1:]
+    return into
+
+
+def _open(url: str) -> tuple[Any, str]:
+    scheme = urlsplit(url).scheme
+    try:
+        import fsspec
+
+        fs, root = fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        raise CheckpointError(f"{scheme}:// needs {error.name or 'fsspec'}.", f"pip install {_package(scheme)}") from None
+    except ValueError:
+        raise CheckpointError(f"{scheme}:// is no store that fsspec knows.", "--checkpoint.dir s3://bucket/prefix") from None
+    return fs, root.rstrip("/")
+
+
+def _package(scheme: str) -> str:
+    return {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}.get(scheme, f"fsspec[{scheme}]")
+
+
+def _without_secrets(url: str) -> str:
+    """No user, password or query: they may hold keys."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}".rstrip("/")
+
+
+def _patiently(request: Callable[[], T], what: str) -> T:
+    """The request, again after growing pauses; not where another try cannot help."""
+    for pause in (*PAUSES_S, None):
+        try:
+            return request()
+        except (FileNotFoundError, PermissionError) as error:
+            raise type(error)(error.errno, f"{what}: {_said(error)}") from None
+        except Exception as error:  # each client has its own types for a server that is busy, slow or gone
+            if pause is None or type(error).__name__ in ("NoCredentialsError", "ParamValidationError", "CheckpointError"):
+                raise OSError(5, f"{what}: {_said(error)}") from None
+            log.info("%s: %s; trying again in %g s", what, _said(error), pause)
+            time.sleep(pause)
+    raise AssertionError("not reached")
+
+
+def _said(error: BaseException) -> str:
+    """One line of what a client says, without anything that looks like a key."""
+    text = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return re.sub(r"(?i)((?:key|secret|token|signature|credential|password)\w*[=:]\s*)\S+", r"\1…", text)[:300]

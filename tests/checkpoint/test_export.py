@@ -1,0 +1,210 @@
+"""A run's model as one state dict, out and in; and the command that looks after checkpoints."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from fsdp import checkpoints
+from fsdp.checkpoint import full, load, manifest
+from fsdp.checkpoint.full import open_full_state
+from fsdp.checkpoint.names import MANIFEST
+from fsdp.claim import Claim
+from fsdp.env import DistEnv
+from fsdp.errors import ConfigError
+from tests.checkpoint.small import Model, build, save_once
+from tests.world import run_world
+
+ROOT = Path(__file__).parents[2]
+
+
+def save_and_export(env: DistEnv, run_dir: str) -> tuple[dict[str, torch.Tensor], list[str]]:
+    run = build(env, "fsdp", run_dir, section={"export_format": "both", "export_shard_gib": 4e-6})
+    run.step()
+    run.save(wait=True)
+    files = run.checkpointer.export(Path(run_dir, "full_model"))
+    run.checkpointer.close()
+    whole = {name: getattr(one, "full_tensor", lambda one=one: one)() for name, one in run.state.model.state_dict().items()}
+    return {name: tensor.clone() for name, tensor in whole.items()}, sorted(file.name for file in files)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    run_dir = tmp_path_factory.mktemp("export")
+    (whole, files), (_, others) = run_world(2, save_and_export, str(run_dir))
+    assert files == others
+    assert files == sorted(file.name for file in (run_dir / "full_model").iterdir())
+    return run_dir, whole
+
+
+def same(found: object, whole: dict[str, torch.Tensor]) -> None:
+    assert isinstance(found, dict)
+    assert set(found) == set(whole)
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
+
+
+def test_torch_loads_the_export_and_tied_weights_stay_tied(exported: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    run_dir, whole = exported
+    found = torch.load(run_dir / "full_model/full-model.pt", weights_only=True)
+    same(found, whole)
+    assert found["embed.weight"].data_ptr() == found["head.weight"].data_ptr()
+    Model().load_state_dict(found)
+    same(torch.load(run_dir / "full_model/full-model.pt", weights_only=True, mmap=True), whole)
+
+
+def test_safetensors_reads_the_files_that_the_index_names(exported: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    run_dir, whole = exported
+    index = json.loads((run_dir / "full_model/model.safetensors.index.json").read_text())["weight_map"]
+    files = {name: safetensors.torch.load_file(run_dir / "full_model" / name) for name in set(index.values())}
+    assert len(files) > 1
+    assert all(sum(t.nbytes for t in tensors.values()) <= max(4096, 37 * 29 * 4) for tensors in files.values())
+    same({name: files[index[name]][name] for name in whole}, whole)
+
+
+@pytest.mark.parametrize("what", ["full_model", "full_model/full-model.pt", ""])
+def test_a_full_state_is_read_lazily_by_name(exported: tuple[Path, dict[str, torch.Tensor]], what: str) -> None:
+    run_dir, whole = exported
+    found = open_full_state(run_dir / what)
+    assert set(found) == set(whole)
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
+    assert found.get("nothing") is None
+
+
+def test_writing_to_a_mapped_tensor_leaves_the_file_alone(exported: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    run_dir, whole = exported
+    open_full_state(run_dir / "full_model")["first.bias"].fill_(7)
+    assert torch.equal(open_full_state(run_dir / "full_model")["first.bias"], whole["first.bias"])
+
+
+@pytest.mark.parametrize("wrapping", ["module.", "_orig_mod."])
+def test_names_that_wrappers_made_are_understood(tmp_path: Path, wrapping: str) -> None:
+    torch.save({"state_dict": {f"{wrapping}a.weight": torch.ones(2)}}, tmp_path / "a.pt")
+    assert list(open_full_state(tmp_path / "a.pt")) == ["a.weight"]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(b"not a file of torch", "is no state dict of torch.save"), (None, "does not exist"), ([1], "holds something else")],
+)
+def test_a_file_that_is_no_state_dict_is_named(tmp_path: Path, content: object, said: str) -> None:
+    file = tmp_path / "weights.pt"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    elif content is not None:
+        torch.save(content, file)
+    with pytest.raises(ConfigError, match=said):
+        open_full_state(file)
+
+
+def test_a_truncated_safetensors_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(b"\xff\xff\0\0\0\0\0\0{}")
+    with pytest.raises(ConfigError, match="cut off"):
+        open_full_state(tmp_path / "a.safetensors")
+
+
+def test_an_export_holds_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_world(2, save_once, "fsdp", str(tmp_path))
+    store = checkpoints.open_store(str(tmp_path / "checkpoints"))
+    about = manifest.decode(store.read("step-00000003", MANIFEST))
+    source = load.open_one(store, "step-00000003", about)
+    held: list[int] = []
+    whole = load.whole
+
+    def fetch(source: load.Source, key: str) -> torch.Tensor:
+        import weakref
+
+        tensor = whole(source, key)
+        held.append(1)
+        weakref.finalize(tensor, held.pop)
+        assert len(held) == 1
+        return tensor
+
+    monkeypatch.setattr(load, "whole", fetch)
+    from fsdp.checkpoint.export import export
+
+    assert len(export(source, tmp_path / "out", "both", 1.0)) == 3
+
+
+# ---------------------------------------------------------------- python -m fsdp.checkpoints
+
+
+def command(*words: object) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdp.checkpoints", *map(str, words)], cwd=ROOT, capture_output=True, text=True
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    for _ in range(3):
+        run_world(2, save_once, "fsdp", str(tmp_path), 1)
+    return tmp_path
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[2400] ^= 1
+    file.write_bytes(data)
+
+
+def test_the_list_says_which_are_whole_and_why_not(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run_dir / "checkpoints/step-00000001" / MANIFEST).unlink()
+    flip(run_dir / "checkpoints/step-00000002/__1_0.distcp")
+    code, said = command(run_dir)
+    assert code == 1
+    lines = said.splitlines()
+    assert lines[0].split() == ["step", "age", "size", "mesh", "ranks", "state"]
+    assert lines[1].split()[0] == "3"
+    assert "fsdp 1×2" in lines[1]
+    assert lines[1].endswith("verified")
+    assert lines[2].endswith("NOT whole: __1_0.distcp is not what was written: its checksum differs")
+    assert "NOT whole: it has no manifest" in lines[3]
+    # Sizes alone cannot see the flip, and the listing does not claim more than it has looked at.
+    assert checkpoints.main([str(run_dir), "--quick", "--step", "2"]) == 0
+    assert "sizes right; verify reads every byte" in capsys.readouterr().out
+
+
+def test_verify_and_prune_in_either_order(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert checkpoints.main(["verify", str(run_dir)]) == 0
+    assert checkpoints.main([str(run_dir), "verify"]) == 0
+    assert checkpoints.main([str(run_dir), "prune", "--keep-last", "1"]) == 0
+    assert "deleted step-00000002, step-00000001" in capsys.readouterr().out
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-00000003"]
+
+
+def test_prune_is_refused_while_a_job_writes_there(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    claim = Claim.acquire(run_dir, "torchrun")
+    assert checkpoints.main([str(run_dir), "prune", "--keep-last", "1"]) == 3
+    assert "is being written by process" in capsys.readouterr().err
+    claim.release()
+
+
+def test_export_by_command_takes_the_newest_whole_one_or_the_step_asked_for(run_dir: Path) -> None:
+    code, said = command(run_dir, "export", "--format", "both", "--step", "2", "--out", run_dir / "out")
+    assert (code, said.count("\n")) == (0, 3)
+    assert set(open_full_state(run_dir / "out")) == set(torch.load(run_dir / "out" / full.TORCH_FILE, weights_only=True))
+
+
+def test_an_export_of_a_damaged_checkpoint_fails_and_leaves_no_file(run_dir: Path) -> None:
+    flip(run_dir / "checkpoints/step-00000003/__1_0.distcp")
+    code, said = command(run_dir, "export")
+    assert code == 4
+    assert "is not what was saved: its digest differs" in said
+    assert list((run_dir / "full_model").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [(["/nowhere"], 4, "does not exist"), (["RUN", "list", "verify"], 2, "one RUN and one command"), ([], 2, "usage")],
+)
+def test_a_wrong_command_says_what_is_wanted(words: list[str], code: int, said: str) -> None:
+    got, text = command(*words)
+    assert got == code
+    assert said in text

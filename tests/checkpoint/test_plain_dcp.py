@@ -1,0 +1,178 @@
+"""A sealed checkpoint is DCP's to read, and DCP's own are ours to start from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.stateful import Stateful
+
+from fsdp.checkpoint import metadata
+from fsdp.env import DistEnv
+from fsdp.errors import CheckpointError
+from tests.checkpoint.small import Kind, Run, bits, build, save_once
+from tests.world import run_world
+
+
+def their_state(run: Run) -> dict[str, Any]:
+    """As a person's own program has it. Every parameter has a gradient's worth of state by then."""
+    model, optimizer = run.state.model, run.state.optimizer
+    return {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
+
+
+def load_with_dcp(env: DistEnv, kind: Kind, run_dir: str) -> dict[str, int]:
+    """No line of ours: dcp.load into a model that has trained one step, so that its optimizer has the same keys."""
+    run = build(env, kind, run_dir + "-other", seed=99)
+    run.state.model.unused.requires_grad_(False)  # type: ignore[union-attr, operator]
+    run.step()
+    theirs = their_state(run)
+    del theirs["optim"]["param_groups"]
+    dcp.load(theirs, checkpoint_id=f"{run_dir}/checkpoints/step-00000003")
+    set_model_state_dict(run.state.model, theirs["model"])
+    theirs["optim"]["param_groups"] = get_optimizer_state_dict(run.state.model, run.state.optimizer)["param_groups"]
+    set_optimizer_state_dict(run.state.model, run.state.optimizer, theirs["optim"])
+    run.checkpointer.close()
+    return {name: value for name, value in bits(run.state).items() if name not in run.state.counters()}
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("fsdp", 2), ("ddp", 3)])
+def test_dcp_load_reads_a_sealed_checkpoint_without_this_project(tmp_path: Path, kind: Kind, ranks: int) -> None:
+    saved = run_world(2, save_once, "fsdp", str(tmp_path))[0]
+    for loaded in run_world(ranks, load_with_dcp, kind, str(tmp_path)):
+        assert loaded == {name: saved[name] for name in loaded}
+        assert len(loaded) == len(saved) - 5  # the counters
+
+
+def save_both_ways(env: DistEnv, run_dir: str) -> None:
+    run = build(env, "fsdp", run_dir)
+    for parameter in run.state.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    run.state.optimizer.step()
+    run.state.optimizer.zero_grad()
+    run.save(wait=True)
+    run.checkpointer.close()
+    dcp.save({**their_state(run), "train": run.state.counters()}, checkpoint_id=f"{run_dir}/theirs")
+
+
+def test_the_keys_are_those_that_dcp_itself_would_write(tmp_path: Path) -> None:
+    run_world(2, save_both_ways, str(tmp_path))
+    ours = metadata.read((tmp_path / "checkpoints/step-00000000/.metadata").read_bytes())
+    theirs = metadata.read((tmp_path / "theirs/.metadata").read_bytes())
+    assert ours.planner_data == theirs.planner_data
+    sizes = [{key: getattr(entry, "size", None) for key, entry in one.state_dict_metadata.items()} for one in (ours, theirs)]
+    assert sizes[0] == sizes[1]
+
+
+def test_dcp_to_torch_save_reads_it(tmp_path: Path) -> None:
+    run_world(2, save_once, "fsdp", str(tmp_path))
+    dcp_to_torch_save(str(tmp_path / "checkpoints/step-00000003"), str(tmp_path / "one.pt"))
+    one = torch.load(tmp_path / "one.pt", weights_only=True)
+    assert one["model"]["embed.weight"].shape == (13, 37)
+    assert torch.equal(one["model"]["embed.weight"], one["model"]["head.weight"])
+    assert one["optim"]["state"]["first.bias"]["step"] == 3
+    assert one["optim"]["param_groups"][0]["lr"] == 1e-2
+    assert one["train"]["samples"] == 36
+
+
+class App(Stateful):
+    """As Ray's FSDP2 tutorial keeps its state."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def state_dict(self) -> dict[str, Any]:
+        return their_state(self.run)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise NotImplementedError("only saved from here")
+
+
+def save_theirs(env: DistEnv, form: str, place: str) -> dict[str, int]:
+    run = build(env, "fsdp", place + "-unused")
+    for _ in range(2):
+        run.step()
+    model, optimizer = run.state.model, run.state.optimizer
+    forms: dict[str, dict[str, Any]] = {
+        "nested": their_state(run),
+        "ray": {"app": App(run)},
+        "bare": dict(get_model_state_dict(model)),
+        "wrapped": {"state": {f"module.{name}": value for name, value in get_model_state_dict(model).items()}},
+        "optimizer": {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)},
+    }
+    dcp.save(forms[form], checkpoint_id=place)
+    run.checkpointer.close()
+    return bits(run.state)
+
+
+def start_from(env: DistEnv, place: str, run_dir: str) -> tuple[dict[str, int], int, str]:
+    run = build(env, "fsdp", run_dir, seed=99, section={"resume": place})
+    found = run.checkpointer.restore(run.state)
+    assert found is not None
+    run.checkpointer.close()
+    return bits(run.state), found.step, found.notes[0]
+
+
+@pytest.mark.parametrize("form", ["nested", "ray", "bare", "wrapped", "optimizer"])
+def test_another_programs_dcp_checkpoint_is_started_from(tmp_path: Path, form: str) -> None:
+    place = str(tmp_path / "theirs")
+    saved = run_world(2, save_theirs, form, place)[0]
+    for found, step, note in run_world(3, start_from, place, str(tmp_path / "run")):
+        whole = form not in ("bare", "wrapped")
+        tensors = {name: value for name, value in found.items() if name not in ("step", "samples")}
+        assert tensors == {name: saved[name] for name in tensors}
+        assert any(name.endswith("exp_avg") for name in tensors) == whole
+        assert step == 0
+        assert note.startswith("weights and optimizer" if whole else "weights alone")
+
+
+def start_from_nothing(env: DistEnv, place: str, run_dir: str) -> str:
+    run = build(env, "fsdp", run_dir, section={"resume": place})
+    try:
+        run.checkpointer.restore(run.state)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        run.checkpointer.close()
+    return "restored"
+
+
+def save_stranger(env: DistEnv, place: str) -> None:
+    dcp.save({"model": {"other.weight": torch.ones(3)}}, checkpoint_id=place)
+
+
+def test_a_path_that_is_no_checkpoint_of_this_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    run_world(1, save_stranger, str(tmp_path / "stranger"))
+    said = {
+        name: run_world(2, start_from_nothing, str(tmp_path / name), str(tmp_path / "run"))[1] for name in ("empty", "stranger")
+    }
+    assert "is no checkpoint: it has no .metadata" in said["empty"]
+    assert "does not hold this model" in said["stranger"]
+    assert "model.other.weight" in said["stranger"]
+
+
+def restart(env: DistEnv, place: str, run_dir: str) -> int:
+    run = build(env, "fsdp", run_dir, section={"resume": place})
+    found = run.checkpointer.restore(run.state)
+    assert found is not None
+    run.step()
+    run.save(wait=True)
+    run.checkpointer.close()
+    return found.step
+
+
+def test_the_same_command_again_goes_on_from_the_runs_own_checkpoint(tmp_path: Path) -> None:
+    """Not from the PATH that it once began with."""
+    run_world(2, save_once, "fsdp", str(tmp_path / "first"))
+    path = str(tmp_path / "first/checkpoints/step-00000003")
+    assert [run_world(2, restart, path, str(tmp_path / "run"))[0] for _ in range(3)] == [3, 4, 5]

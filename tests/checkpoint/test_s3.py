@@ -1,0 +1,172 @@
+"""Checkpoints in a real server of the S3 protocol: saved, killed, resumed, pruned; a busy server; no key ever printed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp.checkpoint import inspect, names
+from fsdp.checkpoint.remote import RemoteStore
+from fsdp.checkpoint.store import open_store
+from fsdp.env import DistEnv
+from fsdp.errors import CheckpointError
+from tests.checkpoint import s3_server
+from tests.checkpoint.small import bits, build
+from tests.world import WorldError, run_world
+
+pytestmark = pytest.mark.skipif(s3_server.program() is None, reason=s3_server.MISSING)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with s3_server.s3_server() as url:
+        yield url
+
+
+def use(url: str) -> None:
+    """This process speaks to that server from now on."""
+    import fsspec
+
+    os.environ.update(s3_server.KEYS, AWS_ENDPOINT_URL=url)
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+
+
+@pytest.fixture
+def bucket(server: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A bucket of the test's own."""
+    import fsspec
+
+    for name, value in {**s3_server.KEYS, "AWS_ENDPOINT_URL": server}.items():
+        monkeypatch.setenv(name, value)
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    name = "test-" + format(abs(hash(request.node.name)), "x")
+    fsspec.filesystem("s3").mkdir(name)
+    return f"s3://{name}"
+
+
+def train(
+    env: DistEnv, url: str, place: str, run_dir: str, section: Mapping[str, Any], steps: int
+) -> tuple[int, dict[str, int]]:
+    use(url)
+    run = build(env, "fsdp", run_dir, section={"dir": place, **section})
+    found = run.checkpointer.restore(run.state)
+    for _ in range(steps):
+        run.step()
+        run.save()
+    run.checkpointer.close()
+    assert len(run.checkpointer.sealed()) == steps
+    return (found.step if found else 0), bits(run.state)
+
+
+@pytest.mark.slow
+def test_saved_pruned_and_resumed_at_another_size(bucket: str, server: str, tmp_path: Path) -> None:
+    place = f"{bucket}/runs/one"
+    saved = run_world(2, train, server, place, str(tmp_path), {"keep_last": 2}, 4)
+    again = run_world(3, train, server, place, str(tmp_path), {"keep_last": 2}, 0)
+    assert again == [(4, saved[0][1])] * 3
+    store = open_store(place)
+    assert [found.step for found in inspect.scan(store) if found.manifest] == [4, 3]
+    assert not [path for path in store._listing("") if ".shared" in path]  # type: ignore[attr-defined]
+
+
+def killed_in_a_save(env: DistEnv, url: str, place: str, run_dir: str) -> None:
+    """The manifest of step 2 never comes: rank 0 dies by SIGKILL when it would put it."""
+    use(url)
+    run = build(env, "fsdp", run_dir, section={"dir": place})
+    run.checkpointer.restore(run.state)
+    run.step()
+    run.save(wait=True)
+    write = RemoteStore.write
+
+    def deadly(self: RemoteStore, folder: str, file: str, buffers: Any) -> None:
+        if file == names.MANIFEST:
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(self, folder, file, buffers)
+
+    RemoteStore.write = deadly  # type: ignore[method-assign]
+    run.step()
+    run.save(wait=True)
+
+
+@pytest.mark.slow
+def test_killed_before_the_seal_the_one_before_is_resumed_and_the_rest_swept(bucket: str, server: str, tmp_path: Path) -> None:
+    place = f"{bucket}/runs/one"
+    with pytest.raises(WorldError):
+        run_world(2, killed_in_a_save, server, place, str(tmp_path))
+    store = open_store(place)
+    assert [name.kind for folder in store.folders() if (name := names.parse(folder))] == ["final", "tmp"]
+    assert {step for step, _ in run_world(2, train, server, place, str(tmp_path), {}, 1)} == {1}
+    assert [name.kind for folder in store.folders() if (name := names.parse(folder))] == ["final", "final"]
+
+
+def test_a_damaged_one_is_marked_and_the_one_before_taken(bucket: str, server: str, tmp_path: Path) -> None:
+    place = f"{bucket}/runs/one"
+    run_world(2, train, server, place, str(tmp_path), {}, 2)
+    store = open_store(place)
+    newest = inspect.finals(store)[0]
+    data = bytearray(store.read(newest, "__1_0.distcp"))
+    data[2400] ^= 1
+    store.write(newest, "__1_0.distcp", [bytes(data)])
+    assert {step for step, _ in run_world(2, train, server, place, str(tmp_path), {}, 1)} == {1}
+    assert f"{newest}.broken-checksum" in store.folders()
+
+
+@pytest.mark.slow
+def test_a_server_that_is_busy_now_and_then_costs_time_and_nothing_else(bucket: str, server: str, tmp_path: Path) -> None:
+    place = f"{bucket}/runs/one"
+    with s3_server.busy_proxy(server, every=4) as (url, refused):
+        saved = run_world(2, train, url, place, str(tmp_path), {}, 2)
+        again = run_world(2, train, url, place, str(tmp_path), {}, 0)
+    assert again == [(2, saved[0][1])] * 2
+    assert {request.split()[0] for request in refused} >= {"PUT", "GET"}
+
+
+class Everything(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text += record.getMessage() + "\n"
+
+
+def speak_of_secrets(env: DistEnv, url: str, place: str, run_dir: str) -> str:
+    """All that our own loggers and the error say when the bucket does not exist."""
+    use(url)
+    heard = Everything()
+    logging.getLogger("fsdp").addHandler(heard)
+    logging.getLogger("fsdp").setLevel(logging.DEBUG)
+    run = build(env, "fsdp", run_dir, section={"dir": place})
+    try:
+        run.checkpointer.restore(run.state)
+    except CheckpointError as error:
+        return f"{heard.text}{error}"
+    finally:
+        run.checkpointer.close()
+        logging.getLogger("fsdp").removeHandler(heard)
+    return ""
+
+
+def test_no_key_is_ever_printed(bucket: str, server: str, tmp_path: Path) -> None:
+    said = run_world(
+        1, speak_of_secrets, server, "s3://user:do-not-print-me@no-such-bucket/x?token=do-not-print-me", str(tmp_path)
+    )
+    assert "s3://no-such-bucket/x cannot be written" in said[0]
+    assert "do-not-print-me" not in said[0]
+
+
+def test_a_store_that_needs_another_package_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fsspec
+
+    def missing(url: str) -> None:
+        raise ImportError("no", name="gcsfs")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
+    with pytest.raises(CheckpointError, match=r"gs:// needs gcsfs\. HINT: pip install gcsfs"):
+        open_store("gs://bucket/x")
