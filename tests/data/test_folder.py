@@ -1,0 +1,151 @@
+"""Folders of pictures: torchvision's layout, a tensor as torchvision's transforms make it, broken pictures by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fsdp.config import DataSection
+from fsdp.data import Cursor, DataSet, Loader, build_dataset
+from fsdp.data.images import prepare, to_picture
+from fsdp.errors import ConfigError, TrainingError
+from fsdp.mesh import DataRank
+
+GREY = {"image_size": 8, "channels": 1, "mean": (0.5,), "std": (0.5,)}
+COLOUR = {"image_size": 8, "channels": 3, "mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
+
+
+def folder(root: Path, **args: Any) -> DataSet:
+    return build_dataset(DataSection(name="folder", dir=str(root), args={"image_size": 8, **args}))
+
+
+def paint(path: Path, colour: tuple[int, int, int], size: tuple[int, int] = (12, 10)) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", size, colour).save(path)
+
+
+def make_two_classes(root: Path, count: int = 20) -> None:
+    for n in range(count):
+        paint(root / "red" / f"{n:02}.png", (255, n, 0))
+        paint(root / "blue" / f"{n:02}.png", (n, 0, 255))
+
+
+def test_classes_are_the_folders_in_order_and_a_tenth_is_held_out(tmp_path: Path) -> None:
+    make_two_classes(tmp_path)
+    data = folder(tmp_path)
+    assert data.heldout is not None
+    assert data.info.class_names == ("blue", "red")
+    assert (len(data.train), len(data.heldout)) == (36, 4)
+    assert data.heldout.batch(np.arange(4))["targets"].tolist() == [0, 0, 1, 1]
+    assert data.info.facts == {"num_classes": 2, "image_size": 8, "channels": 3}
+
+
+def test_train_and_val_folders_are_what_they_say(tmp_path: Path) -> None:
+    make_two_classes(tmp_path / "train", 5)
+    make_two_classes(tmp_path / "val", 2)
+    data = folder(tmp_path)
+    assert data.heldout is not None
+    assert (len(data.train), len(data.heldout)) == (10, 4)
+
+
+def test_a_tensor_is_what_torchvisions_transforms_make(tmp_path: Path) -> None:
+    from fsdp.torchvision_import import import_torchvision
+
+    import_torchvision()
+    from torchvision.datasets import ImageFolder
+    from torchvision.transforms import CenterCrop, Compose, Normalize, Resize, ToTensor
+
+    random = np.random.default_rng(0)
+    for n, name in enumerate(("a", "b")):
+        (tmp_path / name).mkdir()
+        for k in range(2):
+            picture = random.integers(0, 255, (16 + 4 * k, 16, 3), np.uint8)
+            Image.fromarray(picture).save(tmp_path / name / f"{n}{k}.png")
+    steps = [Resize(16), CenterCrop(16), ToTensor(), Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])]
+    theirs = ImageFolder(str(tmp_path), transform=Compose(steps))
+    ours = folder(tmp_path, image_size=16).train.batch(np.arange(4))
+    assert torch.equal(ours["inputs"], torch.stack([picture for picture, _ in theirs]))
+    assert ours["targets"].tolist() == [label for _, label in theirs]
+
+
+def test_the_middle_is_cut_out_and_grey_is_grey(tmp_path: Path) -> None:
+    picture = Image.new("RGB", (24, 8), (255, 0, 0))
+    picture.paste((255, 255, 255), (8, 0, 16, 8))
+    assert np.array_equal(prepare(picture, COLOUR), np.ones((3, 8, 8), np.float32))
+    assert np.array_equal(prepare(picture, GREY), np.ones((1, 8, 8), np.float32))
+
+
+def test_a_photographs_rotation_is_followed(tmp_path: Path) -> None:
+    picture = Image.new("L", (8, 8), 0)
+    picture.paste(255, (0, 0, 8, 4))
+    exif = Image.Exif()
+    exif[0x0112] = 3  # upside down
+    picture.save(tmp_path / "turned.png", exif=exif)
+    with Image.open(tmp_path / "turned.png") as turned:
+        found = prepare(turned, GREY)
+    assert found[0, :4].max() == -1
+    assert found[0, 4:].min() == 1
+
+
+def test_sixteen_bits_keep_their_greys() -> None:
+    steep = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
+    found = prepare(Image.fromarray(steep), GREY)
+    assert np.abs(found[0] - (steep / 65535 * 2 - 1)).max() < 0.02
+
+
+def test_a_picture_comes_back_as_it_was() -> None:
+    random = np.random.default_rng(1).integers(0, 256, (8, 8, 3), np.uint8)
+    assert np.array_equal(to_picture(prepare(Image.fromarray(random), COLOUR), COLOUR), random)
+
+
+def test_a_broken_picture_is_named_with_rank_and_step(tmp_path: Path) -> None:
+    make_two_classes(tmp_path, 4)
+    whole = (tmp_path / "red" / "02.png").read_bytes()
+    (tmp_path / "red" / "02.png").write_bytes(whole[: len(whole) // 2])
+    train = folder(tmp_path).train
+    cursor = Cursor(seed=0, samples=8, global_batch=8)
+    loader = Loader(
+        train, cursor, micro_batch=8, accumulation=1, rank=DataRank(0, 1), workers=1, prefetch=1, pin=False
+    )  # fmt: skip
+    with pytest.raises(TrainingError, match=r"rank 0, step 0: sample 6 cannot be read: OSError: .*red/02.png"):
+        loader.step(0)
+    loader.close()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"channels": 2}, r"--data.args.channels 2 is not 1 \(grey\) or 3"),
+        ({"mean": [0.5]}, r"--data.args.mean \[0.5\] is not 3 numbers"),
+        ({"std": [1, 1, 0]}, r"--data.args.std .* is not 3 numbers above 0"),
+        ({"image_size": 0}, r"--data.args.image_size 0 is not at least 1"),
+    ],
+)
+def test_arguments_that_cannot_be(tmp_path: Path, args: dict[str, Any], message: str) -> None:
+    make_two_classes(tmp_path, 1)
+    with pytest.raises(ConfigError, match=message):
+        folder(tmp_path, **args)
+
+
+def test_folders_that_hold_nothing_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"needs the folder of your pictures.*HINT: --data.dir FOLDER"):
+        build_dataset(DataSection(name="folder"))
+    with pytest.raises(ConfigError, match=r"/none is not a folder"):
+        folder(tmp_path / "none")
+    with pytest.raises(ConfigError, match=r"has no folder of a class"):
+        folder(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"/empty has no picture in it"):
+        folder(tmp_path)
+
+
+def test_a_class_that_only_val_has_is_named(tmp_path: Path) -> None:
+    make_two_classes(tmp_path / "train", 2)
+    paint(tmp_path / "val" / "green" / "0.png", (0, 255, 0))
+    with pytest.raises(ConfigError, match=r"val has class green, which train has not"):
+        folder(tmp_path)

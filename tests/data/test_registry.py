@@ -1,0 +1,223 @@
+"""--data.name and --data.args: what is known, what is a person's own, and what each mistake is told."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fsdp.config import DataSection, load
+from fsdp.data import Cursor, DataSet, Loader, build_dataset
+from fsdp.errors import ConfigError, TrainingError
+from fsdp.mesh import DataRank
+
+
+def build(name: str, facts: dict[str, Any] | None = None, seq_len: int = 256, **args: Any) -> DataSet:
+    return build_dataset(DataSection(name=name, seq_len=seq_len, args=args), facts)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("digit", {}, r"--data.name digit is not digits, fashion_mnist, .*HINT: --data.name digits$"),
+        ("imagenet", {}, r"HINT: --data.name package.module:factory"),
+        ("digits", {"size": 3}, r"--data.args.size is no argument of --data.name digits. HINT: it takes none"),
+        ("synthetic", {"sample": 3}, r"no argument of --data.name synthetic. HINT: --data.args.samples VALUE"),
+        ("synthetic", {"samples": "many"}, r"--data.args.samples many is not a whole number. HINT: --data.args.samples 1"),
+        ("synthetic", {"samples": 0}, r"--data.args.samples 0 is not at least 1. HINT: --data.args.samples 1"),
+        ("synthetic", {"samples": True}, r"--data.args.samples True is not a whole number"),
+        ("synthetic", {"kind": "sounds"}, r"--data.args.kind sounds is not auto or images or tokens"),
+        ("synthetic", {"kind": "tokens", "channels": 3}, r"--data.args.channels 3 says nothing to tokens"),
+        ("synthetic", {"kind": "images", "vocab_size": 3}, r"--data.args.vocab_size 3 says nothing to images"),
+        ("tokens", {"heldout": 2}, r"--data.args.heldout 2.0 is not between 0 and 0.5"),
+        ("text", {"max_mb": "big"}, r"--data.args.max_mb big is not a number"),
+    ],
+)
+def test_each_mistake_has_a_line_that_mends_it(name: str, args: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        build(name, **args)
+    assert "\n" not in str(caught.value)
+
+
+def test_arguments_come_from_flags() -> None:
+    section = load(["--data.name", "synthetic", "--data.args.image_size", "32", "--data.args.channels", "3"]).data
+    assert build_dataset(section).train.batch(np.arange(2))["inputs"].shape == (2, 3, 32, 32)
+
+
+# ---------------------------------------------------------------- synthetic
+
+
+def test_synthetic_samples_are_the_same_however_they_are_asked_for() -> None:
+    for data in (build("synthetic"), build("synthetic", kind="tokens", vocab_size=99, seq_len=16)):
+        together = data.train.batch(np.arange(10))
+        alone = data.train.batch(np.array([7]))
+        assert torch.equal(together["inputs"][7:8], alone["inputs"])
+        assert torch.equal(together["targets"][7:8], alone["targets"])
+        assert len(torch.unique(together["inputs"].flatten(1), dim=0)) == 10
+
+
+def test_synthetic_takes_the_models_kind_and_sizes() -> None:
+    data = build("synthetic", {"vocab_size": 321}, seq_len=32)
+    assert data.info.facts == {"vocab_size": 321, "seq_len": 32}
+    batch = data.train.batch(np.arange(64))
+    assert int(batch["inputs"].max()) < 321
+    assert torch.equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
+    assert build("synthetic", {"image_size": 32, "num_classes": 7}).info.facts["num_classes"] == 7
+
+
+# ---------------------------------------------------------------- a person's own
+
+MINE = """
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from fsdp.data import DataInfo, DataSet
+
+
+class Pairs(Dataset):
+    classes = ["cat", "dog"]
+
+    def __init__(self, count=12):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        if index >= self.count:
+            raise IndexError(index)
+        return np.full((3, 4, 4), index, np.float32), index % 2
+
+
+class Dicts(Pairs):
+    def __getitem__(self, index):
+        return {"input_ids": [index] * 5, "labels": torch.arange(5), "weight": 0.5}
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield 1, 2
+
+
+class Bad(Pairs):
+    def __getitem__(self, index):
+        return index, index, index
+
+
+class Words(Pairs):
+    def __getitem__(self, index):
+        return "word", index
+
+
+def pairs(count=12): return Pairs(count)
+def with_heldout(count, test=3): return Pairs(count), Pairs(test)
+def tensors(): return TensorDataset(torch.arange(20.).view(10, 2), torch.arange(10))
+def dicts(seq_len): return Dicts(seq_len)
+def whole(): return DataSet(train=None, heldout=None, info=DataInfo(kind="other", default_steps=5))
+def stream(): return Stream()
+def bad(): return Bad()
+def words(): return Words()
+def empty(): return Pairs(0)
+def three(): return Pairs(), Pairs(), Pairs()
+def broken(): return 1 / 0
+def anything(**given): return Pairs(**given)
+"""
+
+
+@pytest.fixture(autouse=True)
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "my_own_data.py").write_text(MINE, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    sys.modules.pop("my_own_data", None)
+
+
+def test_a_dataset_of_ones_own_trains_in_the_global_order() -> None:
+    data = build("my_own_data:pairs", count=20)
+    assert data.heldout is None
+    assert data.info.class_names == ("cat", "dog")
+    assert data.info.facts == {"num_classes": 2, "channels": 3, "image_size": 4}
+    cursor = Cursor(seed=0, samples=20, global_batch=8)
+    loader = Loader(
+        data.train, cursor, micro_batch=4, accumulation=2, rank=DataRank(0, 1), workers=2, prefetch=2, pin=False
+    )  # fmt: skip
+    for step in range(3):
+        rows = [row for one in loader.step(step).micro for row in one.data["inputs"][one.valid][:, 0, 0, 0].tolist()]
+        assert rows == cursor.indices(step).tolist()
+    loader.close()
+
+
+def test_a_pair_is_train_and_heldout() -> None:
+    data = build("my_own_data:with_heldout", count=9)
+    assert data.heldout is not None
+    assert (len(data.train), len(data.heldout)) == (9, 3)
+
+
+def test_tensors_arrays_numbers_lists_and_dicts_are_collated() -> None:
+    batch = build("my_own_data:tensors").train.batch(np.array([3, 1]))
+    assert batch["inputs"].tolist() == [[6, 7], [2, 3]]
+    assert batch["targets"].tolist() == [3, 1]
+    batch = build("my_own_data:dicts", seq_len=6).train.batch(np.array([2, 5]))
+    assert batch["inputs"].tolist() == [[2] * 5, [5] * 5]
+    assert batch["labels"].shape == (2, 5)
+    assert batch["weight"].dtype == torch.float32
+
+
+def test_a_whole_data_set_is_taken_as_it_is() -> None:
+    assert build("my_own_data:whole").info.default_steps == 5
+
+
+def test_the_factory_is_offered_what_it_has_parameters_for() -> None:
+    assert len(build("my_own_data:dicts", seq_len=17).train) == 17
+    assert len(build("my_own_data:anything", count=5).train) == 5
+
+
+@pytest.mark.parametrize(
+    ("factory", "args", "message"),
+    [
+        ("no_such_module:pairs", {}, r"there is no module no_such_module"),
+        ("my_own_data:pear", {}, r"has no pear"),
+        ("my_own_data:", {}, r"is not package.module:factory"),
+        (
+            "my_own_data:pairs",
+            {"cuont": 3},
+            r"--data.args.cuont is no argument of my_own_data:pairs. HINT: --data.args.count VALUE",
+        ),
+        ("my_own_data:with_heldout", {}, r"my_own_data:with_heldout needs count. HINT: --data.args.count VALUE"),
+        ("my_own_data:stream", {}, r"gives a Stream, which has no length or no items by index"),
+        (
+            "my_own_data:bad",
+            {},
+            r"sample 0 cannot be read: TypeError: an item is a tuple, neither \(inputs, targets\) nor a dict",
+        ),
+        ("my_own_data:words", {}, r"inputs of an item is no number, array or tensor"),
+        ("my_own_data:empty", {}, r"gives an empty Pairs"),
+        ("my_own_data:three", {}, r"returned 3 things"),
+        ("my_own_data:broken", {}, r"failed: ZeroDivisionError: division by zero \(.*my_own_data.py:\d+\)"),
+    ],
+)
+def test_what_is_wrong_with_ones_own_is_said(factory: str, args: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        build(factory, **args)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_is_refused_where_the_factory_takes_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--data.dir .* says nothing to my_own_data:pairs: it has no parameter dir"):
+        build_dataset(DataSection(name="my_own_data:pairs", dir=str(tmp_path)))
+
+
+def test_an_item_that_fails_later_is_named() -> None:
+    data = build("my_own_data:pairs")
+    data.train.items.count = 3  # type: ignore[attr-defined]
+    loader = Loader(
+        data.train, Cursor(seed=0, samples=12, global_batch=12), micro_batch=12, accumulation=1, rank=DataRank(0, 1),
+        workers=0, prefetch=1, pin=False,
+    )  # fmt: skip
+    with pytest.raises(TrainingError, match=r"samples 3, 4, 5, 6, 7, 8, 9, 10 … cannot be read: IndexError"):
+        loader.step(0)
