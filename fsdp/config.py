@@ -85,7 +85,7 @@ class DataSection:
     seq_len: int = knob(256, "tokens a sample, for text and tokens", "tokens", low=1)
     args: Args = knob({}, "keyword arguments of the data set: --data.args.NAME VALUE")
     workers: int = knob(1, "threads a rank that read ahead; 0 reads in the step", "threads", low=0)
-    prefetch: int = knob(2, "steps read ahead", "steps", low=1)
+    prefetch: int = knob(2, "steps read ahead; at least one a worker", "steps", low=1)
 
 
 @dataclass(frozen=True, kw_only=True)

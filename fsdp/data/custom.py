@@ -143,6 +143,8 @@ def _info(name: str, samples: Samples, items: Any) -> DataInfo:
     if inputs.dim() == 4 and inputs.is_floating_point() and inputs.shape[2] == inputs.shape[3]:
         kind, facts = "images", facts | {"channels": inputs.shape[1], "image_size": inputs.shape[2]}
     elif inputs.dim() == 2 and not inputs.is_floating_point():
-        kind, facts = "text", facts | {"seq_len": inputs.shape[1]}
+        # One class for a whole text is no text to go on with.
+        kind = "other" if first.get("targets", inputs).dim() == 1 else "text"
+        facts = facts | {"seq_len": inputs.shape[1]}
     tokens = inputs.shape[1] if kind == "text" else 0
     return DataInfo(kind=kind, facts=facts, class_names=classes, tokens_per_sample=tokens, default_epochs=1)

@@ -1,0 +1,99 @@
+"""Classes: of samples, of a person's own pictures, and how many of the held-out ones are right. Not here: drawing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fsdp.data import Samples, heldout_batches
+from fsdp.data.images import prepare
+from fsdp.errors import ConfigError
+from fsdp.mesh import DataRank
+from fsdp.predict.trained import Trained
+
+BATCH = 64
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the model says of one picture; truth is None where nobody knows."""
+
+    name: str
+    inputs: np.ndarray
+    probabilities: Tensor
+    truth: int | None
+
+    @property
+    def best(self) -> int:
+        return int(self.probabilities.argmax())
+
+
+def classes_of(trained: Trained) -> tuple[str, ...]:
+    """Names, or numbers where the data has no names."""
+    info = trained.data.info
+    return info.class_names or tuple(map(str, range(int(info.facts.get("num_classes", 0)))))
+
+
+def of_samples(trained: Trained, samples: Samples, count: int) -> list[Said]:
+    """`count` samples, evenly spread over all of them: the first ones alone may be of one class."""
+    count = min(count, len(samples))
+    indices = np.arange(count, dtype=np.int64) * len(samples) // max(count, 1)
+    said: list[Said] = []
+    for chosen in np.array_split(indices, max(1, -(-count // BATCH))) if count else []:
+        batch = samples.batch(chosen)
+        _check_classes(trained, batch)
+        rows = zip(chosen, batch["inputs"], _probabilities(trained, batch["inputs"]), batch["targets"], strict=True)
+        said += [Said(f"sample {index}", x.numpy(), probabilities, int(truth)) for index, x, probabilities, truth in rows]
+    return said
+
+
+def _check_classes(trained: Trained, batch: Mapping[str, Tensor]) -> None:
+    targets = batch.get("targets")
+    if targets is None or targets.dim() != 1 or targets.is_floating_point():
+        raise ConfigError(
+            f"--data.name {trained.config.data.name} gives no class for a sample, and its kind is not text.",
+            "predict tells classes and goes on with text: use the export with code of your own",
+        )
+
+
+def _probabilities(trained: Trained, inputs: Tensor) -> Tensor:
+    return trained.logits(inputs).float().softmax(-1).cpu()
+
+
+def of_files(trained: Trained, files: Sequence[str], invert: bool) -> list[Said]:
+    """A person's own pictures, made ready as the training's were."""
+    inputs = np.stack([_read(trained, Path(file), invert) for file in files])
+    probabilities = _probabilities(trained, torch.from_numpy(inputs))
+    return [Said(Path(f).name, x, p, None) for f, x, p in zip(files, inputs, probabilities, strict=True)]
+
+
+def _read(trained: Trained, file: Path, invert: bool) -> np.ndarray:
+    from PIL import Image, ImageOps
+
+    preprocess = trained.data.info.preprocess
+    if not {"mean", "std", "image_size", "channels"} <= preprocess.keys():
+        raise ConfigError(
+            f"--image {file}: --data.name {trained.config.data.name} does not say how a picture becomes a sample.",
+            "return a DataSet whose DataInfo.preprocess has image_size, channels, mean and std",
+        )
+    try:
+        with Image.open(file) as image:
+            return prepare(ImageOps.invert(image.convert("RGB")) if invert else image, preprocess)
+    except FileNotFoundError:
+        raise ConfigError(f"--image {file} does not exist.", "--image FILE, any picture that Pillow reads") from None
+    except (OSError, ValueError, SyntaxError) as error:
+        raise ConfigError(f"--image {file} is no picture: {error}.", "--image FILE, any picture that Pillow reads") from None
+
+
+def accuracy(trained: Trained, samples: Samples) -> tuple[int, int]:
+    """How many are right, of how many: every sample once, the largest logit against the target."""
+    right = 0
+    for batch in heldout_batches(samples, batch=BATCH, rank=DataRank(0, 1), limit=0):
+        said = trained.logits(batch.data["inputs"]).argmax(-1).cpu()
+        right += int(((said == batch.data["targets"]) & batch.valid).sum())
+    return right, len(samples)

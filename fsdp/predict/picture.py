@@ -1,0 +1,74 @@
+"""A grid of pictures with what was said of each: green where it is right, red where it is wrong. Not here: the saying."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fsdp.data.images import to_picture
+from fsdp.errors import ConfigError
+from fsdp.predict.images import Said
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+TILE, LINE, MARGIN = 112, 14, 10
+PAPER, INK, RIGHT, WRONG = (255, 255, 255), (40, 40, 40), (20, 120, 40), (190, 30, 30)
+
+
+def draw(said: Sequence[Said], classes: Sequence[str], preprocess: Mapping[str, Any]) -> Image:
+    from PIL import Image, ImageDraw
+
+    columns = min(len(said), max(4, math.isqrt(len(said))))
+    rows = -(-len(said) // columns)
+    width, height = TILE + MARGIN, TILE + 2 * LINE + MARGIN
+    sheet = Image.new("RGB", (columns * width + MARGIN, rows * height + MARGIN), PAPER)
+    pen = ImageDraw.Draw(sheet)
+    for place, one in enumerate(said):
+        x, y = MARGIN + place % columns * width, MARGIN + place // columns * height
+        sheet.paste(_tile(one.inputs, preprocess), (x, y))
+        colour = INK if one.truth is None else RIGHT if one.truth == one.best else WRONG
+        pen.text((x, y + TILE + 1), _fit(f"{classes[one.best]} {float(one.probabilities.max()):.0%}"), fill=colour)
+        pen.text((x, y + TILE + LINE), _fit(one.name if one.truth is None else f"is {classes[one.truth]}"), fill=INK)
+    return sheet
+
+
+def _tile(inputs: np.ndarray, preprocess: Mapping[str, Any]) -> Image:
+    from PIL import Image
+
+    pixels = to_picture(inputs, preprocess) if "mean" in preprocess else _stretched(inputs)
+    if pixels.shape[-1] != 3:
+        pixels = np.repeat(pixels[..., :1], 3, axis=-1)
+    return Image.fromarray(pixels).resize((TILE, TILE), Image.Resampling.NEAREST)
+
+
+def _stretched(inputs: np.ndarray) -> np.ndarray:
+    """Where nobody says how pixels became numbers: the smallest is black, the largest white."""
+    low, high = float(inputs.min()), float(inputs.max())
+    return np.rint((inputs - low) / max(high - low, 1e-12) * 255).astype(np.uint8).transpose(1, 2, 0)
+
+
+def _fit(text: str) -> str:
+    """Letters that Pillow's built-in font has, as many as a tile is wide."""
+    plain = text.encode("ascii", "replace").decode()
+    return plain if len(plain) <= 18 else plain[:16] + ".."
+
+
+def check_name(file: Path) -> None:
+    """Before the work, not after it."""
+    from PIL import Image
+
+    if file.suffix.lower() not in Image.registered_extensions():
+        raise ConfigError(f"--out {file} is not the name of a picture.", f"--out {file.with_suffix('.png')}")
+
+
+def save(sheet: Image, file: Path) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        sheet.save(file)
+    except OSError as error:
+        raise ConfigError(f"--out {file} cannot be written ({error.strerror}).", "--out predictions.png") from None

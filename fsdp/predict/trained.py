@@ -1,0 +1,94 @@
+"""A run directory's model in one process, computing in the dtype it was trained in, beside its data. Not here: what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp import config as configuration
+from fsdp.checkpoint.full import INDEX_FILE, TORCH_FILE, open_full_state
+from fsdp.config import Config
+from fsdp.data import DataSet, build_dataset
+from fsdp.env import pick_device
+from fsdp.errors import ConfigError
+from fsdp.loss import loss_or_logits
+from fsdp.models import resolve
+from fsdp.models.real import fill_buffers, to_empty
+from fsdp.shard import resolve_dtypes
+
+# What a prediction has no use for, and what may be gone by now.
+FORGOTTEN = ("checkpoint.resume", "model.weights", "ray.", "mesh.")
+
+
+@dataclass(frozen=True)
+class Trained:
+    run: Path
+    config: Config
+    model: nn.Module
+    data: DataSet
+    device: torch.device
+
+    def logits(self, inputs: Tensor) -> Tensor:
+        """What the model answers, where it computes."""
+        dtype = next(self.model.parameters()).dtype
+        inputs = inputs.to(self.device, dtype if inputs.is_floating_point() else None)
+        with torch.inference_mode():
+            _, logits = loss_or_logits(self.model(inputs))
+        if logits is None:
+            raise ConfigError(
+                f"--model.name {self.config.model.name} gives a loss and no logits.", "return logits where no targets are given"
+            )
+        return logits
+
+
+def open_run(run: Path, flags: Sequence[str] = ()) -> Trained:
+    """`flags` go over the run's own configuration: where its data lies now, for one."""
+    config = read_config(run, flags)
+    device = pick_device(0)
+    data = build_dataset(config.data, config.model.args)
+    model = _load(run, config, data.info.facts)
+    model.to(device).eval()
+    for parameter in model.parameters():  # buffers stay as they are, as under FSDP's mixed precision
+        parameter.data = parameter.data.to(resolve_dtypes(config.precision, device).param)
+    return Trained(run, config, model, data, device)
+
+
+def read_config(run: Path, flags: Sequence[str]) -> Config:
+    file = run / "config.toml"
+    if not file.is_file():
+        what = "holds no config.toml" if run.is_dir() else "does not exist"
+        raise ConfigError(f"{run} {what}.", "python -m fsdp.predict RUN, with the --run.dir of a run")
+    values = {name: v for name, v in configuration.read_recipe(str(file)).items() if not name.startswith(FORGOTTEN)}
+    return configuration.load([], values | dict(configuration.pair_flags(flags)))
+
+
+def _load(run: Path, config: Config, facts: Mapping[str, Any]) -> nn.Module:
+    folder = run / "full_model"
+    if not (folder / TORCH_FILE).is_file() and not (folder / INDEX_FILE).is_file():
+        raise ConfigError(f"{run} has no exported model in {folder}.", f"python -m fsdp.checkpoints export {run}")
+    state = dict(open_full_state(folder))
+    spec = resolve(config.model, facts)
+    with torch.device("meta" if spec.knows_inits else "cpu"):
+        model = spec.build()
+    if spec.knows_inits:
+        to_empty(model, "cpu")
+        fill_buffers(model, "cpu")
+    model.to(_floating(state))
+    try:
+        model.load_state_dict(state, strict=True)
+    except RuntimeError as error:
+        what = "; ".join(" ".join(line.split()) for line in str(error).splitlines()[1:2]) or str(error)
+        raise ConfigError(
+            f"{folder} does not fit the model of {run}/config.toml: {what}", f"python -m fsdp.checkpoints export {run}"
+        ) from None
+    return model
+
+
+def _floating(state: Mapping[str, Tensor]) -> torch.dtype:
+    """What the run kept its parameters in: a float64 master is not to be rounded on the way in."""
+    return next((value.dtype for value in state.values() if value.is_floating_point()), torch.float32)

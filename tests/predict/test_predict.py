@@ -1,0 +1,312 @@
+"""python -m fsdp.predict on run directories as training leaves them: a number, a picture, text, and plain errors."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from torch import nn
+
+from fsdp import config as configuration
+from fsdp.config import Config
+from fsdp.data import build_dataset
+from fsdp.models import build_real, resolve
+from fsdp.predict.__main__ import main
+
+ROOT = Path(__file__).parents[2]
+MLP: dict[str, Any] = {"model.name": "mlp", "model.args.hidden": 32}
+LANGUAGE: dict[str, Any] = {
+    "data.name": "text", "data.seq_len": 32, "data.args.max_mb": 0.2, "model.name": "transformer",
+    "model.args.width": 32, "model.args.heads": 2, "model.args.layers": 1,
+}  # fmt: skip
+
+Made = tuple[Path, nn.Module, Config]
+
+
+def make_run(folder: Path, fields: Mapping[str, Any], train_steps: int = 0) -> Made:
+    """A run directory: the resolved configuration, and the whole model's state dict."""
+    config = configuration.load([], fields)
+    data = build_dataset(config.data)
+    model = build_real(resolve(config.model, data.info.facts), seed=1)
+    if train_steps:
+        batch = data.train.batch(np.arange(len(data.train)))
+        optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+        for _ in range(train_steps):
+            loss = nn.functional.cross_entropy(model(batch["inputs"]), batch["targets"])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    (folder / "full_model").mkdir(parents=True)
+    (folder / "config.toml").write_text(configuration.to_toml(config), encoding="utf-8")
+    torch.save(model.state_dict(), folder / "full_model" / "full-model.pt")
+    return folder, model.eval(), config
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return make_run(tmp_path_factory.mktemp("digits") / "run", MLP, train_steps=40)
+
+
+@pytest.fixture(scope="module")
+def language(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return make_run(tmp_path_factory.mktemp("language") / "run", LANGUAGE)
+
+
+Say = Callable[..., str]
+
+
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture[str]) -> Say:
+    def run(*argv: object) -> str:
+        assert main([str(word) for word in argv]) == 0, capsys.readouterr().err
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def complain(capsys: pytest.CaptureFixture[str]) -> Say:
+    def run(*argv: object) -> str:
+        assert main([str(word) for word in argv]) == 2
+        captured = capsys.readouterr()
+        assert captured.err.count("\n") == 1
+        assert captured.out == ""
+        return captured.err
+
+    return run
+
+
+# ---------------------------------------------------------------- images
+
+
+def test_the_accuracy_is_that_of_the_heldout_digits(digits: Made, say: Say) -> None:
+    run, model, config = digits
+    heldout = build_dataset(config.data).heldout
+    assert heldout is not None
+    batch = heldout.batch(np.arange(len(heldout)))
+    right = int((model(batch["inputs"]).argmax(-1) == batch["targets"]).sum())
+    assert right > 0.85 * len(heldout)
+    assert f"accuracy  {right / len(heldout):.2%} of the held-out samples, {right} of {len(heldout)}\n" in say(run)
+
+
+def test_samples_are_shown_with_their_classes_and_probabilities(digits: Made, say: Say) -> None:
+    run, model, config = digits
+    heldout = build_dataset(config.data).heldout
+    assert heldout is not None
+    lines = [line for line in say(run, "--samples", 5).splitlines() if line.startswith("sample")]
+    assert len(lines) == 5
+    for line in lines:
+        found = re.match(r"sample (\d+) +is (\d) +(\d) (\d+\.\d)%", line)
+        assert found is not None
+        index, truth, best, percent = found.groups()
+        batch = heldout.batch(np.array([int(index)]))
+        probabilities = model(batch["inputs"])[0].detach().softmax(-1)
+        assert int(batch["targets"]) == int(truth)
+        assert int(probabilities.argmax()) == int(best)
+        assert abs(float(probabilities.max()) * 100 - float(percent)) < 0.06
+        assert line.endswith("WRONG") == (truth != best)
+
+
+def test_a_picture_of_the_samples_is_drawn(digits: Made, say: Say, tmp_path: Path) -> None:
+    run, _, _ = digits
+    assert f"picture   {run}/predictions.png" in say(run)
+    with Image.open(run / "predictions.png") as sheet:
+        colours = np.unique(np.asarray(sheet.convert("RGB")).reshape(-1, 3), axis=0).tolist()
+        assert sheet.width > 450
+        assert sheet.height > 450
+    assert any(green > red + 60 and green > blue + 60 for red, green, blue in colours)  # what is right stands in green
+    say(run, "--samples", 1, "--out", tmp_path / "new" / "one.jpg")
+    with Image.open(tmp_path / "new" / "one.jpg") as sheet:
+        assert sheet.format == "JPEG"
+
+
+def test_the_training_samples_can_be_asked_about(digits: Made, say: Say) -> None:
+    assert "of the train samples, " in say(digits[0], "--split", "train", "--samples", 0)
+
+
+def test_a_picture_of_ones_own_goes_the_way_of_training(digits: Made, say: Say, tmp_path: Path) -> None:
+    """A digit of the data, painted large and in colour as a person would send it, is read as the data's own is."""
+    run, _, _ = digits
+    with np.load(ROOT / "fsdp" / "data" / "digits.npz") as file:
+        source, labels = file["images"], file["labels"]
+    right = 0
+    for index in range(20):
+        large = np.kron(source[index] / 16 * 255, np.ones((40, 40))).round().astype(np.uint8)
+        Image.fromarray(large).convert("RGB").save(tmp_path / f"{index}.png")
+        Image.fromarray(255 - large).save(tmp_path / f"dark{index}.png")
+    files = [word for index in range(20) for word in ("--image", tmp_path / f"{index}.png")]
+    light = say(run, *files, "--out", tmp_path / "sheet.png").splitlines()
+    dark = say(run, "--invert", *[str(word).replace(f"{tmp_path}/", f"{tmp_path}/dark") for word in files]).splitlines()
+    for index in range(20):
+        assert light[index].split()[1:] == dark[index].split()[1:]
+        right += light[index].split()[1] == str(labels[index])
+    assert right >= 18
+    assert not any(line.startswith("accuracy") for line in light)
+
+
+@pytest.mark.parametrize("files", ["one", "several"])
+def test_a_safetensors_export_says_the_same(digits: Made, say: Say, tmp_path: Path, files: str) -> None:
+    run, model, _ = digits
+    other = tmp_path / "run"
+    (other / "full_model").mkdir(parents=True)
+    (other / "config.toml").write_bytes((run / "config.toml").read_bytes())
+    state = list(model.state_dict().items())
+    parts = [state] if files == "one" else [state[:1], state[1:]]
+    names = [f"model-{n + 1:05}-of-{len(parts):05}.safetensors" for n in range(len(parts))]
+    for name, part in zip(names, parts, strict=True):
+        save_file(dict(part), other / "full_model" / name)
+    where = {key: name for name, part in zip(names, parts, strict=True) for key, _ in part}
+    index = json.dumps({"metadata": {}, "weight_map": where})
+    (other / "full_model" / "model.safetensors.index.json").write_text(index, encoding="utf-8")
+    assert say(other).replace(str(other), "") == say(run).replace(str(run), "")
+
+
+def test_a_float64_run_is_not_rounded(tmp_path: Path, say: Say) -> None:
+    run, model, _ = make_run(tmp_path / "run", MLP | {"precision.master": "fp64"})
+    torch.save({name: value.double() for name, value in model.state_dict().items()}, run / "full_model" / "full-model.pt")
+    assert "accuracy" in say(run)
+
+
+def test_a_vision_transformer_is_read_too(tmp_path: Path, say: Say) -> None:
+    run, _, _ = make_run(tmp_path / "run", {"model.name": "vit", "model.args.layers": 1})
+    assert "accuracy" in say(run, "--samples", 2)
+
+
+# ---------------------------------------------------------------- language
+
+
+def test_text_goes_on_from_a_prompt_the_same_for_a_seed(language: Made, say: Say) -> None:
+    run = language[0]
+    first = say(run, "--prompt", "import ", "--tokens", 40)
+    assert first.startswith("import ")
+    assert say(run, "--prompt", "import ", "--tokens", 40) == first
+    assert say(run, "--prompt", "import ", "--tokens", 40, "--seed", 1) != first
+    assert say(run, "--tokens", 3).startswith("def ")
+
+
+def test_the_likeliest_token_is_the_models_own(language: Made, say: Say) -> None:
+    run, model, _ = language
+    tokens = list(b"class Thing:")
+    for _ in range(45):  # beyond the 32 that it saw at once in training
+        tokens.append(int(model(torch.tensor([tokens[-32:]]))[0, -1, :256].argmax()))
+    said = say(run, "--prompt", "class Thing:", "--tokens", 45, "--temperature", 0)
+    assert said == bytes(tokens).decode(errors="replace") + "\n"
+    assert say(run, "--prompt", "class Thing:", "--tokens", 45, "--top-k", 1) == said
+
+
+def test_text_can_go_to_a_file(language: Made, say: Say, tmp_path: Path) -> None:
+    said = say(language[0], "--tokens", 5, "--out", tmp_path / "text.txt")
+    assert (tmp_path / "text.txt").read_text(encoding="utf-8") == said
+
+
+def test_token_numbers_where_training_read_numbers(tmp_path: Path, say: Say, complain: Say) -> None:
+    (np.arange(2000) % 50).astype(np.uint16).tofile(tmp_path / "tokens.bin")
+    fields = LANGUAGE | {"data.name": "tokens", "data.dir": str(tmp_path), "data.args.vocab_size": 50}
+    del fields["data.args.max_mb"]
+    run, _, _ = make_run(tmp_path / "run", fields)
+    numbers = [int(word) for word in say(run, "--prompt", "1 2 3", "--tokens", 4).split()]
+    assert numbers[:3] == [1, 2, 3]
+    assert len(numbers) == 7
+    assert max(numbers) < 50
+    assert len(say(run, "--tokens", 4).split()) == 20
+    assert "trained on token numbers" in complain(run, "--prompt", "abc")
+    assert "token 50, beyond the vocabulary of 50" in complain(run, "--prompt", "50")
+
+
+MODEL_LIKE_HF = """
+from types import SimpleNamespace
+from torch import nn
+
+class Wrapped(nn.Module):
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(vocab_size, 8), nn.Linear(8, vocab_size)
+
+    def forward(self, input_ids, labels=None):
+        return SimpleNamespace(loss=None, logits=self.head(self.embedding(input_ids)))
+"""
+
+
+def test_outputs_with_logits_are_understood(tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hf_like_model.py").write_text(MODEL_LIKE_HF, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    fields = {name: value for name, value in LANGUAGE.items() if not name.startswith("model.")}
+    run, _, _ = make_run(tmp_path / "run", fields | {"model.name": "hf_like_model:Wrapped"})
+    assert say(run, "--prompt", "x = ", "--tokens", 8).startswith("x = ")
+
+
+# ---------------------------------------------------------------- what a person gets wrong
+
+
+def test_no_such_run(tmp_path: Path, complain: Say) -> None:
+    assert f"{tmp_path}/none does not exist. HINT: python -m fsdp.predict RUN" in complain(tmp_path / "none")
+    assert f"{tmp_path} holds no config.toml" in complain(tmp_path)
+
+
+def test_no_export_and_how_to_make_one(tmp_path: Path, complain: Say) -> None:
+    run, _, _ = make_run(tmp_path / "run", MLP)
+    (run / "full_model" / "full-model.pt").unlink()
+    assert f"{run} has no exported model in {run}/full_model. HINT: python -m fsdp.checkpoints export {run}" in complain(run)
+
+
+def test_an_export_of_another_model(tmp_path: Path, complain: Say) -> None:
+    run, _, _ = make_run(tmp_path / "run", MLP)
+    torch.save({"weight": torch.zeros(2)}, run / "full_model" / "full-model.pt")
+    assert "does not fit the model" in complain(run)
+
+
+def test_an_export_that_would_run_code_is_refused(tmp_path: Path, complain: Say) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (tmp_path / "written",)
+
+    run, _, _ = make_run(tmp_path / "run", MLP)
+    torch.save({"weight": Evil()}, run / "full_model" / "full-model.pt")
+    complain(run)
+    assert not (tmp_path / "written").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--sample", "3"], "--sample is not a flag"),
+        (["--samples", "few"], "argument --samples: few is not a whole number from 0"),
+        (["--temperature", "-1"], "argument --temperature: "),
+        (["--split", "test"], "argument --split: invalid choice: 'test'"),
+        (["--prompt", "hello"], "--prompt says nothing to"),
+        (["--tokens", "5"], "--tokens says nothing to"),
+        (["--image", "no/such.png"], "--image no/such.png does not exist"),
+        (["--image", __file__], "is no picture"),
+        (["--invert"], "--invert is for a picture of yours. HINT: --image FILE --invert"),
+        (["--out", "table.xyz"], "--out table.xyz is not the name of a picture. HINT: --out table.png"),
+        (["--data.dri", "x"], "--data.dri is not a flag. HINT: did you mean --data.dir?"),
+        (["--model.name", "vit"], "--model.name is not a flag"),
+    ],
+)
+def test_wrong_flags_are_one_line(digits: Made, complain: Say, argv: list[str], message: str) -> None:
+    assert message in complain(digits[0], *argv)
+
+
+def test_pictures_say_nothing_to_a_language_model(language: Made, complain: Say) -> None:
+    assert "--image says nothing to" in complain(language[0], "--image", "x.png")
+    assert "--prompt is empty" in complain(language[0], "--prompt", "")
+
+
+def test_the_command_as_typed(digits: Made) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdp.predict", str(digits[0]), "--samples", "2"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("sample ") == 2
+    missing = subprocess.run([sys.executable, "-m", "fsdp.predict", "runs/none"], cwd=ROOT, capture_output=True, text=True)
+    assert (missing.returncode, missing.stderr.count("\n")) == (2, 1)
