@@ -45,6 +45,7 @@ class Shape:
     cpus: int = 8
     grace_s: int = 0
     kill_wait_s: int = 15
+    slurmd_timeout_s: int = 20
     controller: str = ""
     """SlurmctldParameters, e.g. preempt_send_user_signal."""
 
@@ -183,10 +184,12 @@ class Cluster:
     def _configuration(self, ports: Sequence[int]) -> str:
         user, host = getpass.getuser(), self.controller_host
         address = f"{NETWORK}.254" if self.mode == "netns" else "127.0.0.1"
-        lines = (HERE / "slurm.conf.in").read_text().format(
-            host=host, address=address, port=ports[0], user=user, folder=self.folder,
-            kill_wait=self.shape.kill_wait_s, controller=self.shape.controller or "requeue_on_resume_failure",
-        )  # fmt: skip
+        facts = {
+            "host": host, "address": address, "port": ports[0], "user": user, "folder": self.folder,
+            "kill_wait": self.shape.kill_wait_s, "slurmd_timeout": self.shape.slurmd_timeout_s,
+            "controller": self.shape.controller or "requeue_on_resume_failure",
+        }  # fmt: skip
+        lines = (HERE / "slurm.conf.in").read_text().format(**facts)
         for i, (node, port) in enumerate(zip(self.nodes, ports[1:], strict=True), start=1):
             where = f"NodeAddr={NETWORK}.{i}" if self.mode == "netns" else f"NodeHostname={host} NodeAddr=127.0.0.1"
             lines += f"NodeName={node} {where} Port={port} CPUs={self.shape.cpus} RealMemory=8000 State=UNKNOWN\n"

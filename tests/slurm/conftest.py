@@ -1,13 +1,40 @@
-"""The clusters that tests share. Without Slurm they skip and say why; where SHARDRUN_CI_REQUIRE names slurm, they fail."""
+"""The clusters that tests share, and the scenarios that run side by side.
+
+Without Slurm these tests skip and say why; where SHARDRUN_CI_REQUIRE names slurm, they fail.
+
+A scenario brings up a Slurm, lets something happen to jobs on it, and returns what is left; tests look at that. Most of a
+scenario is waiting (for a time limit, a requeue, a node to be given up), so those that the selected tests need start together.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
+from tests.slurm import scenarios
 from tests.slurm.cluster import Cluster, Shape, best_mode, missing
+from tests.slurm.job import Undisturbed
+
+AT_ONCE = 4
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slurm: needs a Slurm that can be brought up here")
+    config.addinivalue_line("markers", "slow: takes more than a few seconds")
+    config.addinivalue_line("markers", "long: in the full form only, with SHARDRUN_FULL=1")
+    config.addinivalue_line(
+        "markers", "scenario(name): the function of tests/slurm/scenarios.py whose outcome the test looks at"
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("long") and not os.environ.get("SHARDRUN_FULL"):
+            item.add_marker(pytest.mark.skip(reason="part of the full form: SHARDRUN_FULL=1"))
 
 
 def need_slurm() -> None:
@@ -19,17 +46,44 @@ def need_slurm() -> None:
         pytest.skip(reason)
 
 
+def need_namespaces() -> None:
+    need_slurm()
+    if best_mode() != "netns":
+        pytest.skip("nodes with a power plug need namespaces: run as root")
+
+
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Four nodes of eight CPUs, shared by the tests that break nothing."""
+    """Three nodes of eight CPUs, shared by the tests that break nothing."""
     need_slurm()
-    with Cluster(tmp_path_factory.mktemp("slurm"), Shape(nodes=4)) as cluster:
+    with Cluster(tmp_path_factory.mktemp("slurm"), Shape(nodes=3)) as cluster:
         yield cluster
 
 
 @pytest.fixture
 def netns() -> None:
     """For tests that cut a node's power or its network."""
+    need_namespaces()
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    return Undisturbed(tmp_path_factory.mktemp("undisturbed"))
+
+
+@pytest.fixture(scope="session")
+def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Any]]]:
+    """The scenarios of all selected tests, started in the order of the tests."""
+    markers = [item.get_closest_marker("scenario") for item in request.session.items if not item.get_closest_marker("skip")]
+    wanted = dict.fromkeys(marker.args[0] for marker in markers if marker)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        yield {name: pool.submit(getattr(scenarios, name), tmp_path_factory.mktemp(name)) for name in wanted}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture
+def outcome(request: pytest.FixtureRequest) -> Any:
+    """What the test's scenario left behind."""
     need_slurm()
-    if best_mode() != "netns":
-        pytest.skip("nodes with a power plug need namespaces: run as root")
+    marker = request.node.get_closest_marker("scenario")
+    return request.getfixturevalue("running")[marker.args[0]].result()

@@ -1,0 +1,242 @@
+"""What happens to jobs on a Slurm: each function brings one up, does it, and returns what is left for the tests to look at."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.slurm.cluster import REPOSITORY, Cluster, Shape
+from tests.slurm.job import FLAGS, Job, Run, sbatch, torchrun
+
+SLOWLY = {"SLOW_S": "0.4"}
+
+
+@dataclass(frozen=True)
+class Left:
+    """One job after its scenario: the run directory stays, the cluster is gone."""
+
+    run: Run
+    state: str
+    log: str
+    restarts: int
+    reached: int = 0
+    """The step at which it happened."""
+    killed_at_once: bool = False
+
+
+def left(job: Job, reached: int = 0) -> Left:
+    """Wait for the job's end and keep what scontrol and the log say."""
+    state = job.wait()
+    return Left(job.run, state, job.log(), int(job.cluster.job(job.id)["Restarts"]), reached)
+
+
+# ---------------------------------------------------------------- both modes, at once
+
+
+def both_modes(folder: Path) -> dict[str, Left]:
+    """Two jobs of four ranks and one of two, submitted together, on the same two nodes."""
+    with Cluster(folder / "slurm") as cluster:
+        jobs = {
+            "torchrun": sbatch(cluster, folder / "torchrun", ranks=2),
+            "srun": sbatch(cluster, folder / "srun", ranks=2, env={"LAUNCHER": "srun"}),
+            "ddp": sbatch(cluster, folder / "ddp", script="ddp"),
+        }
+        return {name: left(job) for name, job in jobs.items()}
+
+
+def loopback(folder: Path) -> Left:
+    """Several slurmd's on one address, as where the tests do not run as root."""
+    with Cluster(folder / "slurm", mode="local") as cluster:
+        return left(sbatch(cluster, folder))
+
+
+def array(folder: Path) -> dict[str, Left]:
+    with Cluster(folder / "slurm") as cluster:
+        job = sbatch(cluster, folder, "--nodes=1", "--array=0-1", env={"LAUNCHER": "srun"})
+        tasks = {f"{job.id}_{task}": Job(cluster, f"{job.id}_{task}", Run(folder)) for task in (0, 1)}
+        return {name: left(task) for name, task in tasks.items()}
+
+
+# ---------------------------------------------------------------- stopped by the scheduler
+
+
+def time_limit(folder: Path) -> Left:
+    """Too slow for its limit in the first two starts."""
+    with Cluster(folder / "slurm") as cluster:
+        env = {"SLOW_S": "1.5", "SLOW_STARTS": "2"}
+        return left(sbatch(cluster, folder, "--time=1", "--signal=USR1@30", ranks=2, env=env))
+
+
+def preempted(folder: Path, shape: Shape, launcher: str, slow: str = "0.4") -> Left:
+    with Cluster(folder / "slurm", shape) as cluster:
+        job = sbatch(cluster, folder, env={"SLOW_S": slow, "SLOW_STARTS": "1", "LAUNCHER": launcher})
+        job.until_step(13)
+        other = preempt(cluster)
+        reached = max(job.run.steps)
+        cluster.wait(other)
+        return left(job, reached)
+
+
+def preempt(cluster: Cluster) -> str:
+    """A job of the higher partition takes all nodes for a moment."""
+    command = ["-p", "high", f"-N{len(cluster.nodes)}", "--exclusive", "--output=/dev/null", "--wrap", "true"]
+    return cluster.sbatch(*command)
+
+
+def preempted_at_once(folder: Path) -> Left:
+    return preempted(folder, Shape(grace_s=0), "torchrun")
+
+
+def preempted_with_grace(folder: Path) -> Left:
+    return preempted(folder, Shape(grace_s=30), "torchrun")
+
+
+def preempted_with_users_signal(folder: Path) -> Left:
+    return preempted(folder, Shape(grace_s=30, controller="preempt_send_user_signal"), "srun")
+
+
+def preempted_without_time(folder: Path) -> Left:
+    """KILL one second after TERM, while a step takes three: nothing can be saved."""
+    return preempted(folder, Shape(grace_s=0, kill_wait_s=1), "srun", slow="1.5")
+
+
+def cancelled(folder: Path) -> Left:
+    with Cluster(folder / "slurm") as cluster:
+        job = sbatch(cluster, folder, env=SLOWLY)
+        job.until_step(13)
+        reached = max(job.run.steps)
+        cluster.run("scancel", job.id)
+        return left(job, reached)
+
+
+# ---------------------------------------------------------------- failures
+
+
+def rank_killed(folder: Path, launcher: str = "torchrun") -> Left:
+    with Cluster(folder / "slurm") as cluster:
+        job = sbatch(cluster, folder, env={"SLOW_S": "0.4", "LAUNCHER": launcher})
+        job.until_step(13)
+        reached = max(job.run.steps)
+        os.kill(rank_pid(job, "n2", rank=1), signal.SIGKILL)
+        return left(job, reached)
+
+
+def rank_killed_under_srun(folder: Path) -> Left:
+    return rank_killed(folder, "srun")
+
+
+def rank_pid(job: Job, node: str, rank: int) -> int:
+    """The training process itself: torchrun sets RANK, Slurm SLURM_PROCID."""
+    found = [
+        pid
+        for name in ("RANK", "SLURM_PROCID")
+        for pid in job.cluster.pids(node, f"{name}={rank}")
+        if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        and f"SLURM_JOB_ID={job.id}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        and b"torch.distributed.run" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    assert found, f"rank {rank} of job {job.id} is not on {node}\n{job.log()}"
+    return found[0]
+
+
+def crashing(folder: Path) -> Left:
+    """A batch that cannot be read, in every start."""
+    with Cluster(folder / "slurm") as cluster:
+        return left(sbatch(cluster, folder, "--nodes=1", env={"RAISE_AT": "13", "LAUNCHER": "srun"}))
+
+
+def node_lost(folder: Path) -> Left:
+    """Its power is cut; a third node stands by."""
+    with Cluster(folder / "slurm", Shape(nodes=3, kill_wait_s=3, slurmd_timeout_s=6)) as cluster:
+        job = sbatch(cluster, folder, env={"SLOW_S": "0.4", "SLOW_STARTS": "1"})
+        job.until_step(13)
+        reached = max(job.run.steps)
+        cluster.power_off("n2")
+        return left(job, reached)
+
+
+def orphans(folder: Path) -> Left:
+    """slurmd dies and its two ranks train on, while Slurm gives the job to another node."""
+    with Cluster(folder / "slurm", Shape(kill_wait_s=3, slurmd_timeout_s=6)) as cluster:
+        job = sbatch(cluster, folder, "--nodes=1", "-w", "n1,n2", ranks=2, env={"SLOW_S": "0.5"})
+        job.until_step(13)
+        reached = max(job.run.steps)
+        cluster.kill_slurmd("n1")
+        return left(job, reached)
+
+
+# ---------------------------------------------------------------- names and networks
+
+
+@dataclass(frozen=True)
+class Network:
+    nameless: dict[str, Left]
+    contained: Left
+    checked: Left
+    unreachable: Left
+    unreachable_after_s: float
+
+
+def network(folder: Path) -> Network:
+    """Node names that do not resolve; then an address of the first node that the second cannot reach."""
+    with Cluster(folder / "slurm") as cluster:
+        cluster.names(False)
+        facts = folder / "container.env"
+        facts.write_text("CONTAINER=(env INSIDE=1)\n")
+        jobs = {mode: sbatch(cluster, folder / mode, env={"LAUNCHER": mode}) for mode in ("torchrun", "srun")}
+        contained = sbatch(cluster, folder / "contained", env={"CLUSTER_ENV": str(facts)})
+        checked = sbatch(cluster, folder / "checked", flags=[*FLAGS, "--dry-run"])
+        cluster.on_node("n1", "ip", "addr", "add", "10.99.0.1/32", "dev", "lo")
+        # by way of the login host, which passes nothing on: no answer at all
+        cluster.on_node("n2", "ip", "route", "add", "10.99.0.1/32", "via", "10.77.0.254")
+        cut = sbatch(cluster, folder / "cut", env={"RDZV_HOST": "10.99.0.1", "RDZV_TIMEOUT_S": "3"})
+        return Network(
+            {mode: left(job) for mode, job in jobs.items()}, left(contained), left(checked), left(cut), _seconds(cut)
+        )
+
+
+def _seconds(job: Job) -> float:
+    hours, minutes, seconds = (int(part) for part in job.cluster.job(job.id)["RunTime"].split(":"))
+    return hours * 3600 + minutes * 60 + seconds
+
+
+# ---------------------------------------------------------------- submitit, and through several launchers
+
+
+def submit(cluster: Cluster, folder: Path, *options: str, flags: Sequence[str] = FLAGS, env: Mapping[str, str]) -> Job:
+    """`python -m launch.submit OPTIONS -- FLAGS`, as typed; the job that it printed."""
+    folder.mkdir(exist_ok=True)
+    with_tests = {"PYTHONPATH": str(REPOSITORY), **env}
+    command = [sys.executable, "-m", "launch.submit", *options, "--", *flags]
+    said = dict(re.findall(r"^(\w+) +(\S+)", cluster.run(*command, cwd=folder, env=with_tests).stdout, re.MULTILINE))
+    assert {"job", "run", "log", "cancel"} <= set(said)
+    return Job(cluster, said["job"], Run(Path(said["run"])))
+
+
+def submitted(folder: Path) -> Left:
+    """Two nodes of two ranks: slow until its limit in the first start, preempted in the second."""
+    with Cluster(folder / "slurm", Shape(grace_s=30)) as cluster:
+        options = ["--nodes=2", "--tasks-per-node=2", "--time=1", "--signal-s=30"]
+        job = submit(cluster, folder, *options, env={"SLOW_S": "1.5", "SLOW_STARTS": "2"})
+        job.until_start(2)
+        job.until_step(max(job.run.steps) + 1)
+        reached = max(job.run.steps)
+        cluster.wait(preempt(cluster))
+        return left(job, reached)
+
+
+def three_launchers(folder: Path) -> Left:
+    """The first third under torchrun, the second under sbatch, the last under submitit."""
+    run = folder / "run"
+    mesh = ("--mesh.strategy", "hsdp", "--mesh.replicate", "2", "--mesh.shard", "1")
+    torchrun(run, 2, *mesh, "--train.stop_after", "13")
+    flags = [*FLAGS, *mesh, "--run.dir", str(run)]
+    with Cluster(folder / "slurm") as cluster:
+        second = sbatch(cluster, folder, flags=[*flags, "--train.stop_after", "26"])
+        second.wait()
+        return left(submit(cluster, folder, "--nodes=2", flags=flags, env={}))

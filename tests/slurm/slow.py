@@ -1,0 +1,46 @@
+"""A data set for jobs that must be met while they run: the digits, read slowly in the starts that should be slow.
+
+--data.name tests.slurm.slow:digits      and, in the job's environment:
+SLOW_S        seconds that each batch takes             SLOW_STARTS   how many starts of the job are slow (default: all)
+RAISE_AT      the batch of each start that raises
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from fsdp.data import digits as real
+from fsdp.data.base import DataSet, Samples
+from fsdp.data.registry import Where
+
+
+@dataclass
+class Slowly:
+    samples: Samples
+    seconds: float
+    raise_at: int
+    batches: int = 0
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
+        self.batches += 1
+        time.sleep(self.seconds)
+        if self.batches == self.raise_at:
+            raise ValueError(f"batch {self.batches} cannot be read")
+        return self.samples.batch(indices)
+
+
+def digits() -> DataSet:
+    made = real.build(Where("", 256, {}))
+    start = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    slow = start < int(os.environ.get("SLOW_STARTS", "1000"))
+    seconds = float(os.environ.get("SLOW_S", "0")) if slow else 0.0
+    return dataclasses.replace(made, train=Slowly(made.train, seconds, int(os.environ.get("RAISE_AT", "0"))))

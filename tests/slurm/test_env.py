@@ -1,0 +1,57 @@
+"""What Slurm's own variables make of a process: `srun python train.py`, one task a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from fsdp import env
+from tests.slurm.cluster import Cluster
+
+TASK: Mapping[str, str] = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "2",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_NUM_NODES": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1(x3)",
+    "SLURM_STEP_NODELIST": "gpu[07-09],login",
+}
+
+
+def test_a_task_is_a_rank_also_where_nodes_differ() -> None:
+    made = env.from_environment(TASK)
+    assert (made.rank, made.world_size, made.local_rank, made.local_world_size) == (3, 5, 0, 1)
+    assert (made.node_rank, made.num_nodes, made.launcher) == (2, 4, "srun")
+
+
+def test_torchrun_inside_a_slurm_step_comes_first() -> None:
+    made = env.from_environment({**TASK, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
+    assert (made.rank, made.world_size, made.launcher) == (1, 2, "torchrun under Slurm")
+
+
+def test_python_in_the_batch_shell_is_a_single_process() -> None:
+    assert env.from_environment({"SLURM_PROCID": "0", "SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"}).world_size == 1
+
+
+def test_the_meeting_place_of_a_bare_srun_is_new_at_each_requeue_and_step() -> None:
+    first = env.slurm_rendezvous(TASK)
+    assert first[0] == "gpu07"
+    others = [{**TASK, "SLURM_RESTART_COUNT": "1"}, {**TASK, "SLURM_STEP_ID": "3"}, {**TASK, "SLURM_JOB_ID": "4712"}]
+    ports = {first[1], *(env.slurm_rendezvous(other)[1] for other in others)}
+    assert len(ports) == 4
+    assert all(20000 <= port < 32000 for port in ports)
+
+
+@pytest.mark.parametrize(("text", "end"), [("1795000000", 1795000000.0), ("", None), ("0", None), ("Unknown", None)])
+def test_the_end_of_the_job(text: str, end: float | None) -> None:
+    assert env.end_time({"SLURM_JOB_END_TIME": text}) == end
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("hosts", ["n1", "n[1-3]", "gpu[01-03,07],login", "rack[1-2]node[08-10]", "a,b[9-11]c"])
+def test_host_lists_are_read_as_scontrol_reads_them(hosts: str, slurm: Cluster) -> None:
+    assert env.expand_hostlist(hosts) == slurm.run("scontrol", "show", "hostnames", hosts).stdout.split()

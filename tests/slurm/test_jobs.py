@@ -1,0 +1,220 @@
+"""slurm/fsdp.sbatch and its like, on a real Slurm: the same numbers as torchrun's, whatever happens on the way."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+import pytest
+
+from tests.slurm.job import EVERY, STEPS, Undisturbed
+from tests.slurm.scenarios import Left, Network
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+ALL_STEPS = list(range(1, STEPS + 1))
+
+
+def check_finished(left: Left, undisturbed: dict[int, float]) -> None:
+    """Done, in one curve without a gap or a step twice, equal to the undisturbed run's to the bit."""
+    assert left.state == "COMPLETED", left.log
+    assert left.run.steps == ALL_STEPS
+    assert left.run.losses == undisturbed
+    assert (left.run.path / "DONE").exists()
+
+
+# ---------------------------------------------------------------- both modes
+
+
+@pytest.mark.scenario("both_modes")
+@pytest.mark.parametrize("mode", ["torchrun", "srun"])
+def test_two_nodes_of_two_ranks_train_as_torchrun_does_on_one(
+    outcome: dict[str, Left], mode: str, undisturbed: Undisturbed
+) -> None:
+    check_finished(outcome[mode], undisturbed.losses(2, 2))
+    assert outcome[mode].run.starts[0]["ranks"] == 4
+    assert outcome[mode].run.starts[0]["nodes"] == ["n1", "n2"]
+    assert "hsdp 2×2" in outcome[mode].log
+
+
+@pytest.mark.scenario("both_modes")
+def test_two_jobs_on_the_same_nodes_do_not_meet(outcome: dict[str, Left]) -> None:
+    met = {name: re.findall(r"all 2 nodes reach (\S+)", left.log) for name, left in outcome.items()}
+    assert len({place for places in met.values() for place in places}) == 3
+    assert len({left.run.path for left in outcome.values()}) == 3
+
+
+@pytest.mark.scenario("both_modes")
+def test_ddp_is_the_same_job_replicated(outcome: dict[str, Left]) -> None:
+    assert outcome["ddp"].state == "COMPLETED", outcome["ddp"].log
+    kept = tomllib.loads((outcome["ddp"].run.path / "config.toml").read_text())
+    assert kept["mesh"]["strategy"] == "ddp"
+
+
+@pytest.mark.scenario("both_modes")
+@pytest.mark.parametrize("mode", ["torchrun", "srun"])
+def test_the_log_is_one_file_with_ranks_in_front_and_beside_the_run(outcome: dict[str, Left], mode: str) -> None:
+    assert re.search(r"^0: .*rank 0\(4\)", outcome[mode].log, re.MULTILINE)
+    (link,) = (outcome[mode].run.path / "logs").glob("shardrun-*.log")
+    assert link.read_text() in outcome[mode].log
+
+
+@pytest.mark.scenario("loopback")
+def test_several_slurmds_on_one_address(outcome: Left, undisturbed: Undisturbed) -> None:
+    check_finished(outcome, undisturbed.losses(2, 1))
+
+
+@pytest.mark.scenario("array")
+def test_each_task_of_an_array_is_a_run_of_its_own(outcome: dict[str, Left]) -> None:
+    assert [left.state for left in outcome.values()] == ["COMPLETED", "COMPLETED"]
+    for name, left in outcome.items():
+        assert (left.run.path / "runs" / f"shardrun-{name}" / "DONE").exists()
+
+
+# ---------------------------------------------------------------- stopped by the scheduler
+
+
+@pytest.mark.scenario("time_limit")
+def test_a_time_limit_reached_twice_loses_nothing(outcome: Left, undisturbed: Undisturbed) -> None:
+    check_finished(outcome, undisturbed.losses(2, 2))
+    assert outcome.restarts == 2
+    assert len(outcome.run.starts) == 3
+    assert set(outcome.run.ends[:2]) <= {"SIGUSR1", "the deadline"}
+    assert [start["from_step"] for start in outcome.run.starts] == sorted(start["from_step"] for start in outcome.run.starts)
+
+
+def check_preempted(left: Left, undisturbed: Undisturbed, reason: str) -> None:
+    check_finished(left, undisturbed.losses(2, 1))
+    assert left.restarts == 1
+    assert left.run.ends[0] == reason
+    assert left.run.starts[1]["from_step"] >= left.reached
+
+
+@pytest.mark.scenario("preempted_at_once")
+def test_preempted_without_grace_saves_before_the_kill(outcome: Left, undisturbed: Undisturbed) -> None:
+    check_preempted(outcome, undisturbed, "SIGTERM")
+
+
+@pytest.mark.scenario("preempted_with_grace")
+def test_preempted_with_grace_requeues_itself(outcome: Left, undisturbed: Undisturbed) -> None:
+    check_preempted(outcome, undisturbed, "SIGTERM")
+
+
+@pytest.mark.scenario("preempted_with_users_signal")
+def test_preempted_with_the_users_signal(outcome: Left, undisturbed: Undisturbed) -> None:
+    check_preempted(outcome, undisturbed, "SIGUSR1")
+
+
+@pytest.mark.scenario("preempted_without_time")
+def test_preempted_without_time_to_save_loses_at_most_one_interval(outcome: Left, undisturbed: Undisturbed) -> None:
+    check_finished(outcome, undisturbed.losses(2, 1))
+    assert outcome.restarts == 1
+    assert outcome.run.history[1]["event"] == "lost"
+    assert outcome.reached - outcome.run.starts[1]["from_step"] <= EVERY
+
+
+@pytest.mark.scenario("cancelled")
+def test_scancel_leaves_a_sealed_checkpoint_and_no_second_start(outcome: Left) -> None:
+    assert outcome.state == "CANCELLED"
+    assert outcome.restarts == 0
+    assert len(outcome.run.starts) == 1
+    assert outcome.run.ends == ["SIGTERM"]
+    last = max(outcome.run.steps)
+    assert last >= outcome.reached
+    assert list((outcome.run.path / "checkpoints").glob(f"*{last}")), "the last step has a checkpoint"
+
+
+# ---------------------------------------------------------------- failures
+
+
+def check_rank_killed(left: Left, undisturbed: Undisturbed) -> None:
+    check_finished(left, undisturbed.losses(2, 1))
+    assert left.restarts == 0, "in the same allocation"
+    assert [event["event"] for event in left.run.history] == ["start", "crash", "start", "end"]
+    assert left.reached - left.run.starts[1]["from_step"] <= EVERY
+
+
+@pytest.mark.scenario("rank_killed")
+def test_a_killed_rank_is_back_in_the_same_allocation(outcome: Left, undisturbed: Undisturbed) -> None:
+    check_rank_killed(outcome, undisturbed)
+
+
+@pytest.mark.long
+@pytest.mark.scenario("rank_killed_under_srun")
+def test_a_killed_rank_is_back_under_srun_too(outcome: Left, undisturbed: Undisturbed) -> None:
+    check_rank_killed(outcome, undisturbed)
+
+
+@pytest.mark.scenario("crashing")
+def test_a_job_that_crashes_twice_at_one_step_stops_and_says_so(outcome: Left) -> None:
+    assert outcome.state == "FAILED"
+    assert outcome.restarts == 0
+    assert re.search(r"crashed 2 times after step \d+ .*: not again\. HINT: ", outcome.log)
+    assert [event["event"] for event in outcome.run.history].count("crash") == 2
+
+
+@pytest.mark.scenario("node_lost")
+def test_a_lost_node_is_left_out_of_the_next_start(outcome: Left, undisturbed: Undisturbed, netns: None) -> None:
+    check_finished(outcome, undisturbed.losses(2, 1))
+    assert outcome.restarts == 1
+    assert outcome.run.starts[1]["nodes"] == ["n1", "n3"]
+    assert outcome.reached - outcome.run.starts[1]["from_step"] <= EVERY
+
+
+@pytest.mark.scenario("orphans")
+def test_orphans_of_a_dead_slurmd_cannot_spoil_the_requeued_run(outcome: Left, undisturbed: Undisturbed, netns: None) -> None:
+    check_finished(outcome, undisturbed.losses(1, 2))
+    assert [start["nodes"] for start in outcome.run.starts] == [["n1"], ["n2"]]
+
+
+# ---------------------------------------------------------------- names and networks
+
+
+@pytest.mark.scenario("network")
+def test_where_node_names_do_not_resolve_the_nodes_meet_by_address(outcome: Network, undisturbed: Undisturbed) -> None:
+    for left in outcome.nameless.values():
+        check_finished(left, undisturbed.losses(2, 1))
+
+
+@pytest.mark.scenario("network")
+def test_with_a_command_in_front_as_a_container_has_it(outcome: Network, undisturbed: Undisturbed) -> None:
+    check_finished(outcome.contained, undisturbed.losses(2, 1))
+
+
+@pytest.mark.scenario("network")
+def test_a_node_that_cannot_reach_the_first_is_named_within_the_time_out(outcome: Network, netns: None) -> None:
+    assert outcome.unreachable.state == "FAILED"
+    assert re.search(r"n2 cannot reach n1 within 3 s: 10\.99\.0\.1:\d+ no answer\.", outcome.unreachable.log)
+    assert outcome.unreachable_after_s < 20
+    assert not outcome.unreachable.run.starts
+
+
+@pytest.mark.scenario("network")
+def test_a_dry_run_shows_each_node_and_the_command_and_trains_nothing(outcome: Network) -> None:
+    left = outcome.checked
+    assert left.state == "COMPLETED"
+    for node in ("n1", "n2"):
+        assert re.search(rf"^{node}: 1 ranks on cpu; Python 3\S+ at \S+; torch 2\.", left.log, re.MULTILINE)
+    assert re.search(r"would run: srun .*train\.py --run\.dir \S+ --model\.name mlp", left.log)
+    assert not left.run.path.exists()
+
+
+# ---------------------------------------------------------------- submitit, and through several launchers
+
+
+@pytest.mark.scenario("submitted")
+def test_submitit_is_requeued_at_its_limit_and_when_preempted(outcome: Left, undisturbed: Undisturbed) -> None:
+    check_finished(outcome, undisturbed.losses(2, 2))
+    assert outcome.restarts == 2
+    assert outcome.run.ends[0] in ("SIGUSR2", "the deadline")
+    assert outcome.run.ends[1] == "SIGTERM"
+    assert {start["launcher"] for start in outcome.run.starts} == {"submitit (slurm)"}
+    assert (outcome.run.path / "code" / "train.py").exists()
+
+
+@pytest.mark.scenario("three_launchers")
+def test_begun_under_torchrun_gone_on_under_sbatch_ended_under_submitit(outcome: Left, undisturbed: Undisturbed) -> None:
+    check_finished(outcome, undisturbed.losses(2, 1))
+    launchers = [start["launcher"] for start in outcome.run.starts]
+    assert launchers == ["torchrun", "torchrun under Slurm", "submitit (slurm)"]
+    assert [start["from_step"] for start in outcome.run.starts] == [0, 13, 26]

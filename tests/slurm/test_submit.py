@@ -1,0 +1,143 @@
+"""launch/submit.py: what a person types, what is submitted, and the same on this machine without Slurm."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fsdp.errors import ConfigError
+from launch import submit
+from launch.submit import Request
+from tests.slurm.cluster import FOREIGN, REPOSITORY, Cluster
+from tests.slurm.conftest import need_slurm
+from tests.slurm.job import FLAGS, STEPS, Run, Undisturbed
+
+
+@pytest.mark.parametrize(
+    ("text", "minutes"),
+    [("30", 30), ("90:00", 90), ("0:30", 1), ("4:00:00", 240), ("1-12", 2160), ("1-12:30", 2190), ("2-00:00:00", 2880)],
+)
+def test_times_as_slurm_writes_them(text: str, minutes: int) -> None:
+    assert submit.minutes(text) == minutes
+
+
+@pytest.mark.parametrize(("text", "gib"), [("64G", 64), ("512M", 0.5), ("1T", 1024), ("2048", 2)])
+def test_memory_as_slurm_writes_it(text: str, gib: float) -> None:
+    assert submit.gibibytes(text) == gib
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (Request(time="soon"), "--time soon is not a time"),
+        (Request(mem="much"), "--mem much is not an amount"),
+    ],
+)
+def test_a_wrong_word_is_named(request_: Request, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        request_.parameters()
+
+
+@pytest.mark.parametrize(("cluster", "flag"), [("local", "--nodes 2"), ("debug", "--nodes 2")])
+def test_this_machine_is_one_node(cluster: str, flag: str) -> None:
+    with pytest.raises(ConfigError, match=flag):
+        submit.check(Request(cluster=cluster, nodes=2))
+
+
+def test_ranks_follow_the_gpus_or_a_number() -> None:
+    assert Request(gpus_per_node=8).ranks_per_node == 8
+    assert Request(gpus_per_node=8, tasks_per_node=4).ranks_per_node == 4
+    assert Request().ranks_per_node == 1
+
+
+def test_each_recipe_of_an_array_gets_a_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, seed in (("a", 1), ("b", 2)):
+        (tmp_path / f"{name}.toml").write_text(f"[run]\nseed = {seed}\n")
+    batch = submit.plan(["--train.steps", "3"], ["a.toml", "b.toml"])
+    assert [run.path.name for run in batch.runs] == ["0-a", "1-b"]
+    assert {run.path.parent for run in batch.runs} == {batch.folder}
+    assert [(config.run.seed, config.train.steps) for config in batch.configs] == [(1, 3), (2, 3)]
+
+
+def test_a_wrong_flag_is_said_before_anything_is_submitted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert submit.main(["--dry-run", "--", "--train.stepps", "3"]) == 2
+    assert "did you mean --train.steps" in capsys.readouterr().err
+
+
+def launch(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """`python -m launch.submit WORDS`, typed in `folder`."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
+    return subprocess.run(
+        [sys.executable, "-m", "launch.submit", *words], cwd=folder, capture_output=True, text=True, timeout=240,
+        env={**clean, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **variables},
+    )  # fmt: skip
+
+
+def test_a_dry_run_prints_the_sbatch_file_and_submits_nothing(tmp_path: Path) -> None:
+    need_slurm()
+    said = launch(
+        tmp_path, "--dry-run", "--nodes", "4", "--gpus-per-node", "8", "--time", "4:00:00", "--mem", "64G", "--", *FLAGS
+    )
+    assert said.returncode == 0, said.stderr
+    for line in ("--nodes=4", "--gpus-per-node=8", "--ntasks-per-node=8", "--time=240", "--mem=64GB", "--requeue"):
+        assert re.search(rf"^#SBATCH {line}$", said.stdout, re.MULTILINE), line
+    assert "--signal=USR2@120" in said.stdout
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_local_runs_the_same_without_slurm(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    mesh = ["--mesh.strategy", "hsdp", "--mesh.replicate", "2", "--mesh.shard", "1"]
+    run = tmp_path / "run"
+    said = launch(
+        tmp_path, "--cluster", "local", "--tasks-per-node", "2", "--follow", "--", *FLAGS, *mesh, "--run.dir", str(run)
+    )
+    assert said.returncode == 0, said.stdout + said.stderr
+    assert re.search(r"^cancel  kill \d+$", said.stdout, re.MULTILINE)
+    assert f"step {STEPS}" in said.stdout or str(STEPS) in said.stdout, "--follow shows the log"
+    assert Run(run).losses == undisturbed.losses(2, 1)
+    assert Run(run).starts[0]["launcher"] == "submitit (local)"
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_local_goes_on_after_its_own_time_limit(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    mesh = ["--mesh.strategy", "hsdp", "--mesh.replicate", "2", "--mesh.shard", "1"]
+    run = tmp_path / "run"
+    words = ["--cluster", "local", "--tasks-per-node", "2", "--time", "1", "--follow"]
+    said = launch(tmp_path, *words, "--", *FLAGS, *mesh, "--run.dir", str(run), SLOW_S="1")
+    assert said.returncode == 0, said.stdout + said.stderr
+    assert Run(run).ends[0] == "SIGUSR2"
+    assert Run(run).losses == undisturbed.losses(2, 1)
+
+
+@pytest.mark.slow
+def test_debug_runs_in_this_process(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    said = launch(tmp_path, "--cluster", "debug", "--", *FLAGS, "--train.steps", "3", "--run.dir", str(run))
+    assert said.returncode == 0, said.stdout + said.stderr
+    assert (run / "DONE").exists()
+
+
+@pytest.mark.slurm
+@pytest.mark.slow
+def test_an_array_runs_what_was_submitted_though_the_recipes_change(slurm: Cluster, tmp_path: Path) -> None:
+    """They wait in the queue while one recipe is edited."""
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.toml").write_text("[train]\nsteps = 2\n")
+    options = ["--array", "a.toml", "b.toml", "--time", "10", "--partition", "main"]
+    slurm.run("scontrol", "update", "PartitionName=main", "State=INACTIVE")
+    command = [sys.executable, "-m", "launch.submit", *options, "--", "--model.name", "mlp"]
+    said = slurm.run(*command, cwd=tmp_path, env={"PYTHONPATH": str(REPOSITORY)}).stdout
+    (tmp_path / "a.toml").write_text("[train]\nsteps = 3\n")
+    jobs = sorted(set(re.findall(r"\d+_\d", said)))
+    slurm.run("scontrol", "update", "PartitionName=main", "State=UP")
+    assert [slurm.wait(job) for job in jobs] == ["COMPLETED", "COMPLETED"]
+    runs = [Run(Path(line.split()[1])) for line in said.splitlines() if line.startswith("run ")]
+    assert [run.steps for run in runs] == [[1, 2], [1, 2]]
