@@ -52,6 +52,6 @@ def test_the_end_of_the_job(text: str, end: float | None) -> None:
 
 
 @pytest.mark.slurm
-@pytest.mark.parametrize("hosts", ["n1", "n[1-3]", "gpu[01-03,07],login", "rack[1-2]node[08-10]", "a,b[9-11]c"])
+@pytest.mark.parametrize("hosts", ["n1", "n[1-3]", "gpu[01-03,07],login", "rack[1-2]node[08-10]", "a,b[9-11],c7"])
 def test_host_lists_are_read_as_scontrol_reads_them(hosts: str, slurm: Cluster) -> None:
     assert env.expand_hostlist(hosts) == slurm.run("scontrol", "show", "hostnames", hosts).stdout.split()
