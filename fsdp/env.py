@@ -43,6 +43,11 @@ class DistEnv:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    @property
+    def job(self) -> str:
+        """The scheduler's name for this start, for people; empty where there is none."""
+        return f"Slurm job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
+
     def __str__(self) -> str:
         return (
             f"rank {self.rank}({self.world_size}) local {self.local_rank}({self.local_world_size}) "

@@ -1,0 +1,74 @@
+"""What ranks must know of one another in a run: sums, one rank's word, everyone's word. The only collectives of the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp.errors import ShardrunError, TrainingError
+
+T = TypeVar("T")
+
+
+class Elsewhere(TrainingError):
+    """Another rank failed and tells the story; this one only leaves, with the same exit code."""
+
+    def __init__(self, rank: int, message: str, exit_code: int) -> None:
+        super().__init__(f"rank {rank} failed: {message}")
+        self.exit_code = exit_code
+
+
+class Sum:
+    """A sum over all ranks that goes on while the caller works."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self._work = dist.all_reduce(tensor, async_op=True) if dist.get_world_size() > 1 else None
+
+    def wait(self) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self.tensor
+
+
+def sum_over_ranks(*numbers: float) -> list[float]:
+    """On the host, whatever the device."""
+    tensor = torch.tensor(numbers, dtype=torch.float64)
+    return [float(v) for v in Sum(tensor).wait()]
+
+
+def from_main(value: T) -> T:
+    """Rank 0's value on every rank."""
+    told = [value]
+    dist.broadcast_object_list(told, src=0)
+    return told[0]
+
+
+def everyones(value: Any) -> list[Any]:
+    """Each rank's value, in rank order, on every rank."""
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, value)
+    return told
+
+
+def on_main(rank: int, act: Callable[[], T]) -> T:
+    """Rank 0 looks at the disk, everyone hears; what fails there fails everywhere, told once."""
+    outcome: tuple[T | None, Exception | None] = (None, None)
+    if rank == 0:
+        try:
+            outcome = (act(), None)
+        except Exception as error:
+            outcome = (None, error)
+    value, error = outcome
+    code = error.exit_code if isinstance(error, ShardrunError) else 1
+    told = from_main((value, None if error is None else str(error), code))
+    if error is not None:
+        raise error
+    if told[1] is not None:
+        raise Elsewhere(0, told[1], told[2])
+    return told[0]  # type: ignore[return-value]

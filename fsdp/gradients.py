@@ -1,0 +1,69 @@
+"""The gradient norm of the whole, unsharded model on any mesh, and clipping by it.
+
+Each rank norms the shards it holds, one sum goes over dp_shard alone (replicas hold the same gradient), and gradients that are
+not sharded are added once. A NaN or an infinity on any rank shows in the norm of every rank. torch's own clip_grad_norm_ takes one
+mesh at a time, never DTensors beside plain tensors, and pays a DTensor dispatch for each parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+class Gradients:
+    """The trained parameters of one sharded model, looked through once."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], shard_group: dist.ProcessGroup | None) -> None:
+        trained = [p for p in parameters if p.requires_grad]
+        self._sharded = [p for p in trained if isinstance(p, DTensor)]
+        self._plain = [p for p in trained if not isinstance(p, DTensor)]
+        self._group = shard_group
+
+    @torch.no_grad()
+    def norm(self) -> Tensor:
+        """The global 2-norm, the same on every rank. Collective."""
+        sharded, plain = self._locals(self._sharded), self._locals(self._plain)
+        square = _square_sum(sharded)
+        if self._group is not None and self._group.size() > 1:
+            if square is None:
+                square = torch.zeros((), dtype=self._sharded[0].dtype, device=self._sharded[0].device)
+            dist.all_reduce(square, group=self._group)
+        whole = [part for part in (square, _square_sum(plain)) if part is not None]
+        return torch.stack(whole).sum().sqrt() if whole else torch.zeros(())
+
+    @torch.no_grad()
+    def scale(self, factor: Tensor | float) -> None:
+        grads = self._locals(self._sharded) + self._locals(self._plain)
+        if grads:
+            torch._foreach_mul_(grads, factor)
+
+    def clip(self, max_norm: float, norm: Tensor) -> None:
+        """Always a product, never a branch: a branch would wait for the device."""
+        self.scale((max_norm / (norm + 1e-6)).clamp(max=1.0))
+
+    def first_nonfinite(self, named: Iterable[tuple[str, nn.Parameter]]) -> str | None:
+        """For the message after a failure: which parameter's gradient on this rank."""
+        for name, parameter in named:
+            if parameter.grad is not None:
+                grad = parameter.grad
+                part = grad.to_local() if isinstance(grad, DTensor) else grad
+                if not bool(part.isfinite().all()):
+                    return name
+        return None
+
+    @staticmethod
+    def _locals(parameters: list[nn.Parameter]) -> list[Tensor]:
+        # Without gradients to_local hands out the shard itself; with them it would build a graph.
+        grads = [p.grad for p in parameters if p.grad is not None]
+        return [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+
+
+def _square_sum(grads: list[Tensor]) -> Tensor | None:
+    if not grads:
+        return None
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads))).square()

@@ -1,0 +1,142 @@
+"""What follows from a configuration and a number of ranks, before any process group exists: data, model, mesh, batch, steps.
+
+Everything that a person can get wrong is found here, on every rank alike. `--dry-run` prints it and stops; a run prints it as
+its last start-up line.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.config import Config
+from fsdp.data import Cursor, DataSet, build_dataset
+from fsdp.env import DistEnv
+from fsdp.mesh import BatchPlan, MeshSizes, plan_batch, resolve
+from fsdp.models import ModelSpec
+from fsdp.models import resolve as resolve_model
+from fsdp.models.real import seeded
+from fsdp.shard import Dtypes, resolve_dtypes
+
+log = logging.getLogger(__name__)
+
+DEFAULT_EPOCHS = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """All that is decided before the first collective."""
+
+    data: DataSet
+    spec: ModelSpec
+    sizes: MeshSizes
+    batch: BatchPlan
+    cursor: Cursor
+    total_steps: int
+    dtypes: Dtypes
+
+    @property
+    def unit(self) -> str:
+        """What a person counts: tokens where there are some, else images or samples."""
+        return "tok" if self.data.info.tokens_per_sample else "img" if self.data.info.kind == "images" else "sample"
+
+
+def prepare(config: Config, *, world_size: int, num_nodes: int, device: torch.device) -> Job:
+    """Raises ConfigError, on every rank the same."""
+    sizes = resolve(config.mesh, world_size, num_nodes)
+    batch = plan_batch(config.train, world_size)
+    data = build_dataset(config.data)
+    cursor = Cursor(seed=config.run.seed, samples=len(data.train), global_batch=config.train.global_batch)
+    return Job(
+        data=data,
+        spec=resolve_model(config.model, data.info.facts),
+        sizes=sizes,
+        batch=batch,
+        cursor=cursor,
+        total_steps=_total_steps(config, data, cursor),
+        dtypes=resolve_dtypes(config.precision, device),
+    )
+
+
+def _total_steps(config: Config, data: DataSet, cursor: Cursor) -> int:
+    if config.train.steps:
+        return config.train.steps
+    if config.train.epochs:
+        return config.train.epochs * cursor.steps_per_epoch
+    return data.info.default_steps or (data.info.default_epochs or DEFAULT_EPOCHS) * cursor.steps_per_epoch
+
+
+def meta_model(spec: ModelSpec) -> nn.Module:
+    """The model without its numbers. One that cannot be built so, or keeps tensors beside its buffers, is built whole first."""
+    try:
+        with torch.device("meta"):
+            model = spec.build()
+        stray = next(stray_tensors(model), None)
+        if stray is None:
+            return model
+        why = f"{stray} is a tensor that no register_buffer made"
+    except (NotImplementedError, RuntimeError) as error:
+        why = str(error).splitlines()[0]
+    log.warning("%s cannot be built on the meta device (%s): each rank builds it whole once", spec.name, why)
+    with seeded(0), torch.device("cpu"):
+        return spec.build().to("meta")
+
+
+def stray_tensors(model: nn.Module) -> Iterator[str]:
+    """Tensors kept as plain attributes: neither moved, nor saved, nor filled by anyone."""
+    return (
+        f"{name + '.' if name else ''}{key}"
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, Tensor)
+    )
+
+
+def describe(config: Config, job: Job, model: nn.Module) -> Mapping[str, str]:
+    """The derived facts by name, as --dry-run and the last start-up line show them."""
+    numbers = [p.numel() for p in model.parameters()]
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    total = sum(numbers)
+    tokens = job.data.info.tokens_per_sample * job.batch.global_batch
+    facts = {
+        "mesh": f"{job.sizes.strategy}, replicate {job.sizes.replicate} × shard {job.sizes.shard} = {job.sizes.ranks} ranks",
+        "model": f"{job.spec.name} {config.model.preset}".strip() + f", {total:,} parameters"
+        + ("" if trained == total else f", {trained:,} trained"),
+        "data": f"{config.data.name}, {len(job.data.train):,} samples"
+        + (f", {len(job.data.heldout):,} held out" if job.data.heldout is not None else ""),
+        "global batch": f"{job.batch.global_batch} samples = micro-batch {job.batch.micro_batch} × "
+        f"{job.batch.accumulation} × {job.sizes.ranks} ranks"
+        + ("" if job.batch.micro_batch * job.batch.accumulation * job.sizes.ranks == job.batch.global_batch else ", padded"),
+        "steps": f"{job.total_steps:,}, {job.cursor.steps_per_epoch:,} an epoch",
+        "precision": f"{_name(job.dtypes.param)} on {_name(job.dtypes.master)}, reduced in {_name(job.dtypes.reduce)}",
+        "bytes a rank": _bytes_a_rank(config, job, total, trained),
+    }  # fmt: skip
+    if tokens:
+        facts["tokens a step"] = f"{tokens:,}"
+    return facts
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _bytes_a_rank(config: Config, job: Job, total: int, trained: int) -> str:
+    """What rests between steps: parameters, gradients, optimizer states. What a step adds is the planner's to say."""
+    size = job.dtypes.master.itemsize
+    states = {"adamw": 2, "adam": 2, "sgd": 1 if config.optim.momentum else 0}[config.optim.name]
+    resting = (total + trained * (1 + states)) * size / job.sizes.shard
+    return f"{resting / 2**30:.3f} GiB of parameters, gradients and optimizer"
+
+
+def dry_run(config: Config, env: DistEnv) -> str:
+    """As many ranks as came; alone, as many as the mesh's flags ask for."""
+    asked = max(1, config.mesh.replicate) * max(1, config.mesh.shard)
+    ranks = asked if env.world_size == 1 else env.world_size
+    job = prepare(config, world_size=ranks, num_nodes=env.num_nodes, device=env.device)
+    facts = describe(config, job, meta_model(job.spec))
+    width = max(map(len, facts))
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in facts.items())

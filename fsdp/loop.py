@@ -1,0 +1,379 @@
+"""train(): the run on one page, in the order that data meets it; and train_step(). The only file that sees everything.
+
+Config → DistEnv → mesh → model → optimizer → loader → TrainState → restore → loop → sealed checkpoint → export
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fsdp import agree, rundir
+from fsdp.checkpoint import Checkpointer
+from fsdp.checkpoint.full import open_full_state
+from fsdp.claim import Claim
+from fsdp.config import Config, config_hash
+from fsdp.console import Console, set_up_logging
+from fsdp.data import Loader, StepBatch
+from fsdp.data.cursor import stream_key
+from fsdp.env import DistEnv, check_torch, end_time, process_group
+from fsdp.errors import TrainingError
+from fsdp.evaluate import Evaluation, evaluate
+from fsdp.gradients import Gradients
+from fsdp.job import Job, describe, meta_model, prepare
+from fsdp.loss import LossFunction, count_tokens
+from fsdp.materialize import materialize
+from fsdp.mesh import build_mesh, data_rank
+from fsdp.metrics import NoReporter, Reporter
+from fsdp.optim import apply_hyperparameters, build_optimizer, lr_at, set_lr
+from fsdp.recorder import Pending, Recorder
+from fsdp.rundir import RunDir
+from fsdp.scaler import LossScaler
+from fsdp.shard import Sharded, replicate, shard_model
+from fsdp.state import TrainState
+from fsdp.stop import Stopper
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a start ended. `stopped` says why it left before its last step; None where it reached it."""
+
+    run_dir: Path
+    step: int
+    stopped: str | None
+    evaluation: Evaluation | None
+
+
+def train(config: Config, env: DistEnv, reporter: Reporter | None = None) -> Outcome:
+    """One rank's whole run. Raises a ShardrunError that names what is wrong; the launcher sees it."""
+    check_torch()
+    set_up_logging(env)
+    torch.set_float32_matmul_precision(config.run.matmul_precision)
+    if config.run.deterministic:
+        torch.use_deterministic_algorithms(True)
+    job = prepare(config, world_size=env.world_size, num_nodes=env.num_nodes, device=env.device)
+    if env.local_rank == 0:
+        log.info("%s", env)
+    with process_group(env, config.run.process_group_timeout_s), _claimed_run(config, env) as (run, claim):
+        return _train(config, env, reporter or NoReporter(), job, run, claim)
+
+
+def _train(config: Config, env: DistEnv, reporter: Reporter, job: Job, run: RunDir, claim: Claim | None) -> Outcome:
+    mesh = build_mesh(job.sizes, env.device)
+    model = meta_model(job.spec)
+    facts = describe(config, job, model)
+    loss_function = LossFunction(model)
+    sharded = shard_model(
+        model, sizes=job.sizes, mesh=mesh, device=env.device, section=config.mesh,
+        precision=config.precision, memory=config.memory, speed=config.speed,
+    )  # fmt: skip
+    weights = config.model.weights
+    materialize(
+        sharded, spec=job.spec, seed=config.run.seed, init=config.model.init, rank=env.rank,
+        weights=(lambda: open_full_state(weights)) if weights else None,
+        rest_device=torch.device("cpu") if config.memory.cpu_offload else None,
+    )  # fmt: skip
+    replicate(sharded)
+    optimizer = build_optimizer(config.optim, sharded.root)
+    state = TrainState(model=sharded.root, optimizer=optimizer, loss_scale=config.precision.loss_scale)
+    checkpointer = Checkpointer(
+        config.checkpoint, run.path, env, job.sizes, config_hash=config_hash(config), claim=claim
+    )  # fmt: skip
+    restored = checkpointer.restore(state)
+    apply_hyperparameters(config.optim, optimizer)
+    loader = Loader(
+        job.data.train, job.cursor, micro_batch=job.batch.micro_batch, accumulation=job.batch.accumulation,
+        rank=data_rank(env), workers=config.data.workers, prefetch=config.data.prefetch, pin=env.device.type == "cuda",
+    )  # fmt: skip
+    stopper = Stopper(
+        config.stop, env, run.path, reporter.should_stop, end_time=end_time(),
+        every_minutes=config.checkpoint.every_minutes, save_seconds=lambda: checkpointer.save_seconds,
+    )  # fmt: skip
+    _begin_records(config, env, run, state.step)
+    recorder = Recorder(run, env, reporter, _console(config, env, job), from_step=state.step)
+    if env.is_main:
+        _say_start(run, facts, restored.step if restored else None, restored.notes if restored else ())
+    loop = _Loop(
+        config=config, env=env, job=job, run=run, sharded=sharded, state=state, loss_function=loss_function,
+        loader=loader, checkpointer=checkpointer, stopper=stopper, recorder=recorder,
+    )  # fmt: skip
+    try:
+        outcome = loop.run_to_end()
+    except BaseException as error:
+        if env.is_main:
+            rundir.record_end(
+                run, step=state.step, why=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            )
+        raise
+    finally:
+        loader.close()
+        recorder.close()
+        stopper.close()
+    return outcome
+
+
+# ---------------------------------------------------------------- a step
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Tensors may still be on their way; `applied` is False where the update was left out on purpose."""
+
+    loss: Tensor
+    grad_norm: Tensor
+    tokens: int
+    applied: bool
+
+
+@dataclass(kw_only=True)
+class _Loop:
+    config: Config
+    env: DistEnv
+    job: Job
+    run: RunDir
+    sharded: Sharded
+    state: TrainState
+    loss_function: LossFunction
+    loader: Loader
+    checkpointer: Checkpointer
+    stopper: Stopper
+    recorder: Recorder
+
+    def __post_init__(self) -> None:
+        group = self.sharded.mesh.get_group("dp_shard") if self.job.sizes.strategy != "ddp" else None
+        self.gradients = Gradients(self.sharded.root.parameters(), group)
+        self.scaler = LossScaler(self.state) if self.job.dtypes.needs_loss_scale else None
+        self.skipped = 0
+        self.stopped: str | None = None
+        self.evaluation: Evaluation | None = None
+        self.last_saved = self.state.step if self.state.step else -1
+
+    def run_to_end(self) -> Outcome:
+        last = min(self.config.train.stop_after or self.job.total_steps, self.job.total_steps)
+        while self.state.step < last and not self.stopped:
+            self._one_step()
+        self.recorder.flush()
+        if self.stopped is None and self.state.step < self.job.total_steps:
+            self.stopped = f"--train.stop_after {last}"
+        if self.stopped is None and self.job.data.heldout is not None and not self._evaluated_now():
+            self._evaluate()
+        if self.last_saved != self.state.step and (self.config.checkpoint.every_steps or self.stopped):
+            self._save(self.stopped or "the end", wait=True)
+        self.checkpointer.close()
+        self._hear_sealed()
+        return self._leave()
+
+    def _one_step(self) -> None:
+        began = time.perf_counter()
+        step = self.state.step + 1
+        torch.manual_seed(stream_key(self.config.run.seed, step, self.env.rank) % 2**63)
+        batch = self.loader.step(self.state.step)
+        waited = time.perf_counter() - began
+        self.stopper.begin(step)
+        lr = lr_at(self.config.optim, step, self.job.total_steps)
+        result = self.train_step(batch, lr)
+        self._count(batch, result)
+        self.recorder.step(
+            Pending(
+                step=step, loss=result.loss, grad_norm=result.grad_norm, lr=lr, samples=batch.samples, tokens=result.tokens,
+                step_time_s=time.perf_counter() - began, data_wait_s=waited,
+            )
+        )  # fmt: skip
+        if self.recorder.wants(step):
+            self.recorder.flush()
+        agreed = self.stopper.agreed()
+        self.stopped = agreed.stop
+        every = self.config.train.eval_every_steps
+        if every and step % every == 0 and not self.stopped:
+            self._evaluate()
+        every = self.config.checkpoint.every_steps
+        if (every and step % every == 0) or agreed.save:
+            self._save("the interval", wait=False)
+        self._hear_sealed()
+
+    def train_step(self, batch: StepBatch, lr: float) -> StepResult:
+        """Forward and backward over the micro-batches, one agreed verdict on the numbers, one update."""
+        loss_sum, weight, tokens = self._accumulate(batch)
+        norm = self.gradients.norm()
+        if self.scaler is not None:
+            norm = self.scaler.unscale(self.gradients, norm)
+        loss = loss_sum.wait() / weight
+        applied = self._may_update(loss, norm)
+        if applied:
+            if self.config.train.clip_grad_norm:
+                self.gradients.clip(self.config.train.clip_grad_norm, norm)
+            set_lr(self.state.optimizer, lr)
+            self.checkpointer.before_update()
+            self.state.optimizer.step()
+        self.state.optimizer.zero_grad(set_to_none=True)
+        return StepResult(loss, norm, tokens, applied)
+
+    def _accumulate(self, batch: StepBatch) -> tuple[agree.Sum, float, int]:
+        """The gradient of the mean over the whole global batch: FSDP averages over ranks, so each multiplies by their number."""
+        counted = self._tokens_of(batch)
+        scale = self.scaler.scale if self.scaler is not None else 1.0
+        total: Tensor | None = None
+        for at, host in enumerate(batch.micro):
+            last = at == len(batch.micro) - 1
+            one = host.to(self.env.device)
+            with self.sharded.micro_batch(last):
+                parts = self.loss_function(self.sharded.called, one.data, one.valid, one.valid_rows)
+                tokens = counted()
+                weight = float(max(1, tokens if self.loss_function.counts_tokens else batch.samples))
+                part = parts.loss_sum.detach().double()
+                total = part if total is None else total + part
+                if last:
+                    # Begun here it travels beside the last backward.
+                    reduced = agree.Sum(total)
+                (parts.loss_sum * (self.sharded.ranks * scale / weight)).backward()
+        return reduced, weight, tokens
+
+    def _tokens_of(self, batch: StepBatch) -> _Tokens:
+        known = self.job.data.info.tokens_per_sample
+        if self.job.data.info.kind != "other":
+            return _Tokens(batch.samples * known)
+        return _Tokens(sum(count_tokens(micro.data, micro.valid) for micro in batch.micro), over_ranks=True)
+
+    def _may_update(self, loss: Tensor, norm: Tensor) -> bool:
+        """Loss and norm are sums over all ranks, so every rank comes to the same verdict."""
+        if bool(torch.isfinite(norm) & torch.isfinite(loss)):
+            self.skipped = 0
+            if self.scaler is not None:
+                self.scaler.good()
+            return True
+        self.skipped += 1
+        overflow = self.scaler is not None and self.scaler.overflow()
+        if (self.config.train.nonfinite == "skip" or overflow) and self.skipped <= self.config.train.max_skipped:
+            log.warning(
+                "step %d: loss %s, gradient norm %s: the update is left out", self.state.step + 1, float(loss), float(norm)
+            )
+            return False
+        raise self._nonfinite(float(loss), float(norm))
+
+    def _nonfinite(self, loss: float, norm: float) -> TrainingError:
+        named = self.sharded.root.named_parameters()
+        where = self.gradients.first_nonfinite(named)
+        ranks = [(rank, name) for rank, name in enumerate(agree.everyones(where)) if name]
+        place = (
+            f", first in {ranks[0][1]} on rank{'s' * (len(ranks) > 1)} {', '.join(str(r) for r, _ in ranks[:8])}"
+            if ranks
+            else ""
+        )
+        again = f" {self.skipped} times in a row" if self.skipped > 1 else ""
+        return TrainingError(
+            f"step {self.state.step + 1}: loss {loss}, gradient norm {norm}{place}: not finite{again}.",
+            "--optim.lr lower, --train.clip_grad_norm 1, or --train.nonfinite skip to leave such updates out",
+        )
+
+    def _count(self, batch: StepBatch, result: StepResult) -> None:
+        self.state.step += 1
+        self.state.samples += batch.samples
+        self.state.tokens += result.tokens
+
+    # ------------------------------------------------------------ between steps
+
+    def _evaluated_now(self) -> bool:
+        every = self.config.train.eval_every_steps
+        return bool(every) and self.state.step % every == 0 and self.evaluation is not None
+
+    def _evaluate(self) -> None:
+        found = evaluate(
+            self.sharded, self.loss_function, self.job.data, section=self.config.train, batch=self.job.batch,
+            rank=data_rank(self.env), asked_to_stop=lambda: self.stopper.check_now().stop,
+        )  # fmt: skip
+        if found.stopped:
+            self.stopped = found.stopped
+            return
+        self.evaluation = found
+        self.recorder.flush()
+        self.recorder.evaluation(self.state.step, found.values())
+
+    def _save(self, reason: str, *, wait: bool) -> None:
+        self.recorder.flush()
+        metrics = {} if self.recorder.last is None else {"loss": self.recorder.last.loss}
+        metrics |= self.evaluation.values() if self.evaluation is not None else {}
+        self.checkpointer.save(self.state, metrics=metrics, reason=reason, wait=wait)
+        self.last_saved = self.state.step
+        self.stopper.saved()
+
+    def _hear_sealed(self) -> None:
+        for sealed in self.checkpointer.sealed():
+            self.recorder.saved(sealed.step, sealed.path)
+
+    def _leave(self) -> Outcome:
+        if self.stopped is None and self.config.checkpoint.export and self.last_saved == self.state.step:
+            self.checkpointer.export(self.run.full_model)
+        if self.env.is_main:
+            why = self.stopped or "the last step"
+            marker = self.run.stopped if self.stopped else self.run.done
+            rundir.write_atomically(marker, f"{why} at step {self.state.step}\n")
+            rundir.record_end(self.run, step=self.state.step, why=why)
+        return Outcome(self.run.path, self.state.step, self.stopped, self.evaluation)
+
+
+class _Tokens:
+    """A step's unmasked tokens over all ranks; the sum travels while the first forward computes."""
+
+    def __init__(self, count: int, over_ranks: bool = False) -> None:
+        self._sum = agree.Sum(torch.tensor(count, dtype=torch.int64)) if over_ranks else None
+        self._count = count
+
+    def __call__(self) -> int:
+        if self._sum is not None:
+            self._count, self._sum = int(self._sum.wait()), None
+        return self._count
+
+
+# ---------------------------------------------------------------- before and after
+
+
+@contextmanager
+def _claimed_run(config: Config, env: DistEnv) -> Iterator[tuple[RunDir, Claim | None]]:
+    """Rank 0 makes and holds the run directory; the others hear where it is, or that somebody else holds it."""
+    held: list[Claim] = []
+
+    def open_run() -> str:
+        run = rundir.create(rundir.choose(config))
+        held.append(Claim.acquire(run.path, env.launcher, env.job))
+        return str(run.path)
+
+    try:
+        path = agree.on_main(env.rank, open_run)
+        yield RunDir(Path(path)), held[0] if held else None
+    finally:
+        for claim in held:
+            claim.release()
+
+
+def _begin_records(config: Config, env: DistEnv, run: RunDir, step: int) -> None:
+    nodes = list(dict.fromkeys(agree.everyones(rundir.host())))
+    if env.is_main:
+        rundir.truncate_metrics(run, step)
+        changed = rundir.write_config(run, config)
+        rundir.record_start(run, env, from_step=step, changed=changed, nodes=nodes)
+        for line in changed:
+            log.info("changed since the last start: %s", line)
+
+
+def _console(config: Config, env: DistEnv, job: Job) -> Console:
+    chosen = 10 if env.device.type == "cuda" else max(1, job.total_steps // 40)
+    return Console(total_steps=job.total_steps, every=config.run.log_every_steps or chosen, unit=job.unit)
+
+
+def _say_start(run: RunDir, facts: object, from_step: int | None, notes: tuple[str, ...]) -> None:
+    log.info("run %s", run.path)
+    for note in notes:
+        log.info("%s", note)
+    if from_step is not None:
+        log.info("goes on from step %d", from_step)
+    assert isinstance(facts, dict)
+    log.info("%s", "; ".join(f"{name} {text}" for name, text in facts.items()))

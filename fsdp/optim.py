@@ -1,0 +1,66 @@
+"""Optimizers, their parameter groups, and the learning rate as a pure function of the step.
+
+Matrices decay, vectors and scalars do not. Parameters that are not sharded (0-dim ones) stand in groups of their own: a
+grouped kernel takes DTensors or plain tensors, never both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp.config import OptimSection
+
+
+def lr_at(section: OptimSection, step: int, total_steps: int) -> float:
+    """The rate of optimizer step `step` (counted from 1) of `total_steps`."""
+    warmup = section.warmup_steps if section.warmup_steps >= 0 else total_steps // 20
+    if step <= warmup:
+        return section.lr * step / max(1, warmup)
+    done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    floor = section.min_lr_ratio
+    if section.schedule == "cosine":
+        return section.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done)))
+    if section.schedule == "linear":
+        return section.lr * (floor + (1 - floor) * (1 - done))
+    return section.lr
+
+
+def build_optimizer(section: OptimSection, model: nn.Module) -> torch.optim.Optimizer:
+    groups = parameter_groups(section, model.parameters())
+    fused = section.fused != "false"
+    if section.name == "sgd":
+        return torch.optim.SGD(groups, lr=section.lr, momentum=section.momentum, fused=fused)
+    kind = torch.optim.AdamW if section.name == "adamw" else torch.optim.Adam
+    return kind(groups, lr=section.lr, betas=(section.beta1, section.beta2), eps=section.eps, fused=fused)
+
+
+def parameter_groups(section: OptimSection, parameters: Iterable[nn.Parameter]) -> list[dict[str, object]]:
+    """At most four groups, in a fixed order: decayed or not, sharded or not. Frozen parameters are in none."""
+    sorted_out: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        if parameter.requires_grad:
+            sorted_out.setdefault((parameter.dim() >= 2, isinstance(parameter, DTensor)), []).append(parameter)
+    decay = section.weight_decay if section.name == "adamw" else 0.0
+    return [
+        {"params": found, "weight_decay": decay if matrix else 0.0}
+        for (matrix, _), found in sorted(sorted_out.items(), key=lambda item: item[0], reverse=True)
+    ]
+
+
+def apply_hyperparameters(section: OptimSection, optimizer: torch.optim.Optimizer) -> None:
+    """After a restore: what the checkpoint says of rates and decay gives way to what the person asks for now."""
+    fresh = {"betas": (section.beta1, section.beta2), "eps": section.eps, "momentum": section.momentum}
+    decay = section.weight_decay if section.name == "adamw" else 0.0
+    for group in optimizer.param_groups:
+        group.update({name: value for name, value in fresh.items() if name in group})
+        group["weight_decay"] = decay if group["params"][0].dim() >= 2 else 0.0
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr

@@ -1,0 +1,121 @@
+"""Where a run's numbers go: metrics.jsonl, TensorBoard events, the console, and the launcher's Reporter.
+
+Rank 0 writes files; every rank reports, every time. On CUDA the numbers of a step stay on the device until a line is printed.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TextIO
+
+import torch
+from torch import Tensor
+
+from fsdp.console import Console
+from fsdp.env import DistEnv
+from fsdp.events import EventWriter
+from fsdp.metrics import Reporter, StepMetrics
+from fsdp.rundir import RunDir
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A step whose loss and gradient norm may still be on their way from the device."""
+
+    step: int
+    loss: Tensor
+    grad_norm: Tensor
+    lr: float
+    samples: int
+    tokens: int
+    step_time_s: float
+    data_wait_s: float
+
+    def fetch(self, max_mem_gib: float) -> StepMetrics:
+        return StepMetrics(
+            step=self.step, loss=float(self.loss), grad_norm=float(self.grad_norm), lr=self.lr, samples=self.samples,
+            tokens=self.tokens, step_time_s=self.step_time_s, data_wait_s=self.data_wait_s, max_mem_gib=max_mem_gib,
+        )  # fmt: skip
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts it in KiB
+
+
+class Recorder:
+    """One run's numbers on one rank."""
+
+    def __init__(self, run: RunDir, env: DistEnv, reporter: Reporter, console: Console, *, from_step: int) -> None:
+        self._env, self._reporter, self._console = env, reporter, console
+        self._file: TextIO | None = run.metrics.open("a", encoding="utf-8") if env.is_main else None
+        self._events = EventWriter(run.path / "tensorboard", purge_step=from_step + 1) if env.is_main else None
+        self._pending: list[Pending] = []
+        self.last: StepMetrics | None = None
+        self.checkpoint_note = ""
+
+    def step(self, pending: Pending) -> None:
+        self._pending.append(pending)
+
+    def wants(self, step: int) -> bool:
+        return self._env.device.type == "cpu" or self._console.wants(step)
+
+    def flush(self) -> list[StepMetrics]:
+        """Fetch what is pending, write it, show it. The device is waited for here and nowhere else."""
+        if not self._pending:
+            return []
+        memory = peak_memory_gib(self._env.device)
+        fetched = [pending.fetch(memory) for pending in self._pending]
+        self._pending = []
+        if self._env.is_main:
+            for metrics in fetched:
+                self._write(metrics.step, step_record(metrics), "train")
+                self._console.step(metrics, self.checkpoint_note)
+        self.last = fetched[-1]
+        for metrics in fetched:
+            self._reporter.report(step_record(metrics))
+        return fetched
+
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        if self._env.is_main:
+            self._write(step, {"step": step, **values}, "eval")
+            self._console.say("  ".join(f"{name} {value:.4f}" for name, value in values.items()) + f"  at step {step}")
+        self._reporter.report({"step": step, **values})
+
+    def saved(self, step: int, path: str) -> None:
+        self.checkpoint_note = f"saved {step}"
+        self._reporter.report({"step": step}, checkpoint=path)
+
+    def _write(self, step: int, record: Mapping[str, float], group: str) -> None:
+        assert self._file is not None
+        assert self._events is not None
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()  # a kill loses nothing that was shown
+        self._events.scalars(step, {f"{group}/{name}": float(v) for name, v in record.items() if name != "step"})
+
+    def close(self) -> None:
+        for sink in (self._file, self._events):
+            if sink is not None:
+                sink.close()
+
+
+def step_record(metrics: StepMetrics) -> dict[str, float]:
+    """A line of metrics.jsonl: numbers in full precision."""
+    rate = metrics.tokens or metrics.samples
+    return {
+        "step": metrics.step,
+        "loss": metrics.loss,
+        "grad_norm": metrics.grad_norm,
+        "lr": metrics.lr,
+        "samples": metrics.samples,
+        "tokens": metrics.tokens,
+        "step_time_s": metrics.step_time_s,
+        "data_wait_s": metrics.data_wait_s,
+        "per_s": rate / max(metrics.step_time_s, 1e-9),
+        "max_mem_gib": metrics.max_mem_gib,
+        **metrics.extra,
+    }

@@ -1,0 +1,250 @@
+"""From a plain module to a sharded one, in the one order that works: checkpointing → compile → fully_shard (or DDP).
+
+What becomes a unit is data from the model (fsdp/models/blocks.py); what is done to a unit is here, and who is in which group is
+the mesh's. Weights are not touched: the model may stand on the meta device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from fsdp.config import MemorySection, MeshSection, PrecisionSection, SpeedSection, reshard_policy
+from fsdp.errors import ConfigError
+from fsdp.mesh import MeshSizes
+from fsdp.models.blocks import blocks_of, find_units
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """What is kept, computed in, reduced in and handed out; None leaves a thing as it comes."""
+
+    master: torch.dtype
+    param: torch.dtype
+    reduce: torch.dtype
+    output: torch.dtype | None
+
+    @property
+    def needs_loss_scale(self) -> bool:
+        return self.param == torch.float16
+
+
+def resolve_dtypes(precision: PrecisionSection, device: torch.device) -> Dtypes:
+    master = DTYPES[precision.master]
+    fast = torch.bfloat16 if device.type == "cuda" and precision.master == "fp32" else master
+    return Dtypes(
+        master=master,
+        param=fast if precision.param == "auto" else DTYPES[precision.param],
+        reduce=master if precision.reduce == "auto" else DTYPES[precision.reduce],
+        output=None if precision.output == "auto" else DTYPES[precision.output],
+    )
+
+
+@dataclass
+class Sharded:
+    """root holds the parameters, runs is what is called (they differ under DDP); both carry the same weights."""
+
+    root: nn.Module
+    sizes: MeshSizes
+    mesh: DeviceMesh
+    dtypes: Dtypes
+    device: torch.device
+    units: list[list[nn.Module]]
+    accumulate: str
+    keep_gathered: bool
+    replicated: list[nn.Parameter] = field(default_factory=list)
+    """0-dim parameters: FSDP shards none, so each rank keeps a copy and their gradients are averaged here."""
+    runs: nn.Module = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.runs = self.root
+
+    @property
+    def ranks(self) -> int:
+        return self.sizes.ranks
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Within it a forward and its backward; communication that the last micro-batch makes needless is left out."""
+        if isinstance(self.runs, DistributedDataParallel):
+            quiet = self.accumulate == "last" and not last
+            with self.runs.no_sync() if quiet else contextlib.nullcontext(), self._autocast():
+                yield
+            return
+        if isinstance(self.root, FSDPModule):
+            self.root.set_is_last_backward(last)
+            if self.accumulate == "last":
+                self.root.set_requires_gradient_sync(last)
+            elif self.accumulate == "shard":
+                self.root.set_requires_all_reduce(last)
+            if self.keep_gathered:
+                self.root.set_reshard_after_backward(last)
+        yield
+        if last:
+            self._average_replicated()
+
+    def _autocast(self) -> contextlib.AbstractContextManager[object]:
+        """DDP keeps one copy of each parameter: autocast gives its computation the dtype that FSDP's policy would."""
+        if self.dtypes.param == self.dtypes.master:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.dtypes.param)
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """eval mode and no gradients; afterwards the root's group is sharded again, or an optimizer would miss it."""
+        was_training = self.root.training
+        self.root.eval()
+        ddp = isinstance(self.runs, DistributedDataParallel)
+        try:
+            with torch.no_grad(), self._autocast() if ddp else contextlib.nullcontext():
+                yield
+            if isinstance(self.root, FSDPModule):
+                self.root.reshard()
+        finally:
+            self.root.train(was_training)
+
+    @property
+    def called(self) -> nn.Module:
+        """What a forward goes through. DDP's own wrapper would sync buffers in evaluation."""
+        return self.runs if self.root.training else self.root
+
+    def _average_replicated(self) -> None:
+        for parameter in self.replicated:
+            if parameter.grad is not None and self.ranks > 1:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= self.ranks
+
+
+def shard_model(
+    model: nn.Module,
+    *,
+    sizes: MeshSizes,
+    mesh: DeviceMesh,
+    device: torch.device,
+    section: MeshSection,
+    precision: PrecisionSection,
+    memory: MemorySection,
+    speed: SpeedSection,
+) -> Sharded:
+    """Cut the model up; its weights may still be on meta. For DDP call `replicate` once they are real."""
+    dtypes = resolve_dtypes(precision, device)
+    if any(p.is_floating_point() and p.dtype != dtypes.master for p in model.parameters()):
+        model.to(dtypes.master)
+    units = find_units(model, section.wrap)
+    apply_activation_checkpointing(units, memory)
+    apply_compile(units, model, speed, device)
+    policy = reshard_policy(section.reshard_after_forward)
+    sharded = Sharded(
+        root=model, sizes=sizes, mesh=mesh, dtypes=dtypes, device=device, units=units,
+        accumulate=section.accumulate, keep_gathered=policy == "step",
+    )  # fmt: skip
+    if sizes.strategy != "ddp":
+        sharded.replicated = [p for p in model.parameters() if p.dim() == 0]
+        _apply_fully_shard(sharded, policy, memory)
+        _apply_prefetch(units, speed)
+    return sharded
+
+
+def _apply_fully_shard(sharded: Sharded, policy: bool | int | str, memory: MemorySection) -> None:
+    dtypes = sharded.dtypes
+    plain = dtypes.param == dtypes.master
+    mixed = MixedPrecisionPolicy(
+        # None where nothing is cast: a cast to the same dtype would still cost a copy in the gathered buffer.
+        param_dtype=None if plain else dtypes.param,
+        reduce_dtype=None if plain and dtypes.reduce == dtypes.master else dtypes.reduce,
+        output_dtype=dtypes.output,
+    )
+    # HSDP is told by a 2-D mesh; with one replica its all-reduce over one rank would be paid for nothing.
+    mesh = sharded.mesh if sharded.sizes.replicate > 1 else sharded.mesh["dp_shard"]
+    offload: OffloadPolicy = (
+        CPUOffloadPolicy(pin_memory=sharded.device.type == "cuda") if memory.cpu_offload else OffloadPolicy()
+    )
+    reshard = policy if isinstance(policy, (bool, int)) else False
+    if isinstance(reshard, int) and not isinstance(reshard, bool) and reshard in (1, sharded.sizes.shard):
+        reshard = reshard != 1  # FSDP's own reading of the two ends, without its warning
+    wrap = functools.partial(
+        fully_shard, mesh=mesh, mp_policy=mixed, offload_policy=offload, ignored_params=set(sharded.replicated) or None
+    )
+    for unit in sharded.units:
+        wrap(unit if len(unit) > 1 else unit[0], reshard_after_forward=reshard)
+    # Backward begins with the root's parameters (the head): freeing them after forward would gather them at once again.
+    wrap(sharded.root, reshard_after_forward=False)
+
+
+def _apply_prefetch(units: Sequence[Sequence[nn.Module]], speed: SpeedSection) -> None:
+    """FSDP gathers one unit ahead by itself; a deeper look ahead is told to each unit."""
+    heads = [unit[0] for unit in units if isinstance(unit[0], FSDPModule)]
+    for at, unit in enumerate(heads):
+        if speed.prefetch_forward > 1:
+            unit.set_modules_to_forward_prefetch(heads[at + 1 : at + 1 + speed.prefetch_forward])
+        if speed.prefetch_backward > 1:
+            unit.set_modules_to_backward_prefetch(heads[max(0, at - speed.prefetch_backward) : at][::-1])
+
+
+def apply_activation_checkpointing(units: Sequence[Sequence[nn.Module]], memory: MemorySection) -> None:
+    """Each n-th unit's forward is replaced on the instance: no wrapper, so no name changes."""
+    if memory.activation_checkpointing == "none":
+        return
+    blocks = blocks_of(units)
+    if not blocks:
+        raise ConfigError(
+            f"--memory.activation_checkpointing {memory.activation_checkpointing} works on units, and this model has none.",
+            "--mesh.wrap class:NAME says which modules are units",
+        )
+    per_op = memory.activation_checkpointing == "ops"
+    context = functools.partial(create_selective_checkpoint_contexts, _keep_products) if per_op else None
+    arguments = {"use_reentrant": False, **({"context_fn": context} if context else {})}
+    for block in blocks[:: memory.activation_checkpointing_every]:
+        block.forward = functools.partial(checkpoint, block.forward, **arguments)  # type: ignore[method-assign]
+
+
+_PRODUCTS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+}
+
+
+def _keep_products(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def apply_compile(units: Sequence[Sequence[nn.Module]], root: nn.Module, speed: SpeedSection, device: torch.device) -> None:
+    """In place, so names stay; per unit, since equal blocks are compiled once and the graph has no gather in it."""
+    if speed.compile == "false" or (speed.compile == "auto" and device.type != "cuda"):
+        return
+    for module in blocks_of(units) or [root]:
+        module.compile()
+
+
+def replicate(sharded: Sharded) -> None:
+    """DDP's turn, after the weights are real and equal: its own broadcast at start is left out."""
+    if sharded.sizes.strategy != "ddp":
+        return
+    trains = any(p.requires_grad for p in sharded.root.parameters())
+    assert trains, "DDP refuses a model with nothing to train"
+    sharded.runs = DistributedDataParallel(
+        sharded.root,
+        device_ids=[sharded.device.index] if sharded.device.type == "cuda" else None,
+        process_group=sharded.mesh.get_group("dp_replicate"),
+        init_sync=False,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=False,
+        static_graph=False,
+    )

@@ -1,0 +1,75 @@
+"""One FSDP2 training run, the same under every launcher:
+
+    torchrun --nproc_per_node=2 train.py
+    sbatch slurm/fsdp.sbatch
+    python train.py --backend ray
+
+`python train.py` alone is one process on the same code path. --config FILE.toml gives a recipe, flags go over it; --dry-run
+prints what follows from them and stops. A run that is stopped goes on from the same command with --run.dir RUN.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from fsdp import config as configuration
+from fsdp.config import Config
+from fsdp.errors import ShardrunError
+
+
+def main(argv: list[str]) -> int:
+    flags = [word for word in argv if word not in ("--help", "-h", "--dry-run")]
+    if len(flags) < len(argv) and "--dry-run" not in argv:
+        print(configuration.help_text(__doc__ or ""))
+        return 0
+    try:
+        config = configuration.load(flags)
+        if "--dry-run" in argv:
+            return dry_run(config)
+        if config.backend == "ray":
+            from launch.ray_trainer import run_on_ray
+
+            return run_on_ray(config)
+        return run_here(config)
+    except ShardrunError as error:
+        return _refuse(error)
+
+
+def run_here(config: Config) -> int:
+    """This process is one rank, or the only one."""
+    from fsdp.agree import Elsewhere
+    from fsdp.env import from_environment
+    from fsdp.loop import train
+    from fsdp.summary import summary
+
+    env = from_environment()
+    try:
+        outcome = train(config, env)
+    except Elsewhere as error:
+        return error.exit_code
+    if env.is_main:
+        print(summary(outcome, config))
+    return 0
+
+
+def dry_run(config: Config) -> int:
+    from fsdp.env import from_environment
+    from fsdp.job import dry_run as facts
+
+    env = from_environment()
+    text = facts(config, env)
+    if env.is_main:
+        print(text)
+    return 0
+
+
+def _refuse(error: ShardrunError) -> int:
+    """Once, not once a rank: all ranks meet the same error, and one of a node speaks where the node may be what is wrong."""
+    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+        print(f"train.py: {error}", file=sys.stderr)
+    return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
