@@ -54,13 +54,13 @@ def _arguments(name: str, factory: Callable[..., Any], where: Where, args: Args)
     for argument in args:
         if argument not in named and not takes_any:
             raise unknown_argument(argument, list(named), name)
-    if where.dir and "dir" not in named:
+    if where.dir and "dir" not in named and not takes_any:
         raise ConfigError(
             f"--data.dir {where.dir} says nothing to {name}: it has no parameter dir.",
             "leave it out, or give it a parameter dir",
         )
     offered = {"seq_len": where.seq_len, **({"dir": where.dir} if where.dir else {})}
-    given = dict(args) | {n: v for n, v in offered.items() if n in named and n not in args}
+    given = dict(args) | {n: v for n, v in offered.items() if (n in named or (n == "dir" and takes_any)) and n not in args}
     missing = [n for n, p in named.items() if p.default is p.empty and n not in given]
     if missing:
         flag = "--data.dir FOLDER" if missing[0] == "dir" else f"--data.args.{missing[0]} VALUE"

@@ -104,6 +104,11 @@ class Stream(IterableDataset):
         yield 1, 2
 
 
+class Reviews(Pairs):
+    def __getitem__(self, index):
+        return torch.arange(7), index % 2
+
+
 class Bad(Pairs):
     def __getitem__(self, index):
         return index, index, index
@@ -119,6 +124,7 @@ def with_heldout(count, test=3): return Pairs(count), Pairs(test)
 def tensors(): return TensorDataset(torch.arange(20.).view(10, 2), torch.arange(10))
 def dicts(seq_len): return Dicts(seq_len)
 def whole(): return DataSet(train=None, heldout=None, info=DataInfo(kind="other", default_steps=5))
+def reviews(): return Reviews()
 def stream(): return Stream()
 def bad(): return Bad()
 def words(): return Words()
@@ -166,6 +172,11 @@ def test_tensors_arrays_numbers_lists_and_dicts_are_collated() -> None:
     assert batch["inputs"].tolist() == [[2] * 5, [5] * 5]
     assert batch["labels"].shape == (2, 5)
     assert batch["weight"].dtype == torch.float32
+
+
+def test_a_text_with_one_class_is_no_text_to_go_on_with() -> None:
+    assert build("my_own_data:reviews").info.kind == "other"
+    assert build("my_own_data:dicts", seq_len=6).info.kind == "text"
 
 
 def test_a_whole_data_set_is_taken_as_it_is() -> None:
