@@ -43,7 +43,7 @@ def judge(run: RunDir, *, job: str, restart: int, code: int) -> Verdict:
     if run.done.exists():
         return Verdict(FINISHED, f"{run.path} is done.")
     if run.stopped.exists():
-        return _after_stop(run, run.stopped.read_text(encoding="utf-8").strip())
+        return _after_stop(run, run.stopped.read_text(encoding="utf-8").partition(" at step ")[0].strip())
     return _after_crash(run, job, restart, code)
 
 

@@ -125,10 +125,12 @@ each_node() {
         "${SRUN_ARGS[@]}" "${CONTAINER[@]}" "$@"
 }
 
-# Instead of training: what every node has, and the command that would have been run.
+# Instead of training: what every node has, the command that would have been run, and train.py's own dry run by it.
 show_what_would_run() {
     each_node bash "$here/node.sh" check || die "a node is not ready"
     (start_ranks echo "would run:")
+    flags+=(--dry-run)
+    (start_ranks) || die "the ranks would not start"
     exit 0
 }
 

@@ -34,7 +34,7 @@ def test_two_nodes_of_two_ranks_train_as_torchrun_does_on_one(
     check_finished(outcome[mode], undisturbed.losses(2, 2))
     assert outcome[mode].run.starts[0]["ranks"] == 4
     assert outcome[mode].run.starts[0]["nodes"] == ["n1", "n2"]
-    assert "hsdp 2×2" in outcome[mode].log
+    assert "hsdp, replicate 2 × shard 2 = 4 ranks" in outcome[mode].log
 
 
 @pytest.mark.scenario("both_modes")

@@ -26,7 +26,7 @@ def reach(run: RunDir, step: int, from_step: int = 0) -> None:
 
 def stopped(run: RunDir, step: int, reason: str) -> None:
     rundir.append(run.history, {"event": "end", "step": step, "why": reason})
-    run.stopped.write_text(reason)
+    run.stopped.write_text(f"{reason} at step {step}\n")
 
 
 def judge(run: RunDir, job: str = "7", restart: int = 0) -> progress.Verdict:
@@ -46,7 +46,7 @@ def test_stopped_by_the_scheduler_goes_on_later(run: RunDir, reason: str) -> Non
     assert judge(run).code == REQUEUE
 
 
-@pytest.mark.parametrize("reason", ["SIGINT", "the stop file", "step 10 reached (--train.stop_after)"])
+@pytest.mark.parametrize("reason", ["SIGINT", "the stop file", "--train.stop_after 10"])
 def test_stopped_by_a_person_stays_stopped(run: RunDir, reason: str) -> None:
     reach(run, 10)
     stopped(run, 10, reason)
