@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -92,11 +92,11 @@ class RemoteStore:
         if self._listing(folder):
             self.remove(folder, "")
 
-    def write(self, folder: str, file: str, buffers: Iterable[Buffer]) -> None:
+    def write(self, folder: str, file: str, buffers: Sequence[Buffer]) -> None:
         path = self._path(folder, file)
         _patiently(lambda: self._put(path, buffers), f"writing {self.path(folder)}/{file}")
 
-    def _put(self, path: str, buffers: Iterable[Buffer]) -> None:
+    def _put(self, path: str, buffers: Sequence[Buffer]) -> None:
         stream = self._fs.open(path, "wb", block_size=PART_BYTES)
         try:
             for buffer in buffers:

@@ -23,7 +23,7 @@ from fsdp.checkpoint.crc import crc32
 from fsdp.checkpoint.manifest import Manifest
 from fsdp.checkpoint.plan import Plan, agree, metadata_bytes, pack_values
 from fsdp.checkpoint.snapshot import KeyPath, Snapshot
-from fsdp.checkpoint.staging import Staged, Staging
+from fsdp.checkpoint.staging import Image, Staging
 from fsdp.checkpoint.store import Store
 from fsdp.checkpoint.talk import Talk
 from fsdp.checkpoint.write import Written, write_file
@@ -108,7 +108,7 @@ class Saver:
     def _save(self, job: Job) -> Outcome:
         started = time.perf_counter()
         self._plan = agree(job.snapshot, self._plan, self._talk)
-        staged = self._staging.copy(job.snapshot.pieces, self._plan.mine, job.ready)
+        image = self._staging.copy(job.snapshot.pieces, self._plan.mine, job.ready)
         job.copies = self._staging.event()
         job.copied.set()
         folder, refused = self._talk.tell(self._open(job.step) if self._talk.rank == 0 else None)
@@ -116,7 +116,7 @@ class Saver:
             return refused
         if job.copies is not None:
             job.copies.synchronize()
-        report = self._try_write(folder, staged, job)
+        report = self._try_write(folder, image, job)
         reports = self._talk.collect(report)
         outcome = self._close(job, folder, reports) if reports is not None else None
         outcome = self._talk.tell(outcome)
@@ -140,10 +140,10 @@ class Saver:
             return "", Outcome(step, "", f"rank 0 cannot make {self._store.path(folder)}: {one_line(error)}")
         return folder, None
 
-    def _try_write(self, folder: str, staged: list[Staged], job: Job) -> Written | str:
+    def _try_write(self, folder: str, image: Image, job: Job) -> Written | str:
         try:
             job.values = pack_values(job.snapshot) if self._talk.rank == 0 else []
-            return write_file(self._store, folder, self._talk.rank, staged, [data for _, _, data in job.values])
+            return write_file(self._store, folder, self._talk.rank, image, [data for _, _, data in job.values])
         except OSError as error:
             return (
                 f"rank {self._talk.rank}: {one_line(error, self._store.path(folder) + '/' + names.data_file(self._talk.rank))}"

@@ -1,10 +1,12 @@
-"""The staging buffer: one rank's part of a save, copied while the next step runs forward and backward.
+"""The staging buffer: one rank's file of a save as it will lie on disk, copied while the next step runs forward and backward.
 
-Allocated once and reused; pinned for CUDA, where copies run on a stream of their own. It holds what this rank writes, no more.
+Allocated once and reused; pinned for CUDA, where copies run on a stream of their own. It holds what this rank writes, no more:
+each tensor at its place in the file, with room before and behind it for its frame, which write.py fills in.
 """
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,22 +14,31 @@ import torch
 
 from fsdp.checkpoint import container
 from fsdp.checkpoint.plan import Part
+from fsdp.checkpoint.read import as_bytes
 from fsdp.checkpoint.snapshot import Piece
 
 
 @dataclass(frozen=True)
 class Staged:
-    """A part's copy: `flat` are its bytes, `tensor` the same memory with its type and shape."""
+    """A part's copy: `tensor` lies in the image between `start` (its frame's) and `end` (the next one's start)."""
 
     piece: Piece
     part: Part
     tensor: torch.Tensor
-    flat: memoryview
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Image:
+    """The bytes of a file to be, and the tensors in it."""
+
+    data: memoryview
+    staged: list[Staged]
 
 
 class Staging:
     def __init__(self, device: torch.device) -> None:
-        self._device = device
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -35,26 +46,29 @@ class Staging:
     def nbytes(self) -> int:
         return self._buffer.numel()
 
-    def copy(self, pieces: Sequence[Piece], parts: Sequence[Part], ready: torch.cuda.Event | None) -> list[Staged]:
+    def copy(self, pieces: Sequence[Piece], parts: Sequence[Part], ready: torch.cuda.Event | None) -> Image:
         """The copies: done on return on a CPU, begun on CUDA. `ready` marks the state there as computed."""
         sources = [rows(pieces[part.index].local, part) for part in parts]
-        self._reserve(sum(container.aligned(nbytes(source)) for source in sources))
-        staged, at = [], 0
-        for source, part in zip(sources, parts, strict=True):
-            flat = self._buffer[at : at + nbytes(source)]
-            view = flat.view(source.dtype).view(source.shape)
-            staged.append(Staged(pieces[part.index], part, view, flat.numpy().data))
-            at += container.aligned(nbytes(source))
+        places = _places(sources)
+        self._reserve(places[-1])
+        staged = []
+        for nth, (source, part) in enumerate(zip(sources, parts, strict=True)):
+            flat = self._buffer[places[nth] + container.HEAD :][: nbytes(source)]
+            tensor = flat.view(source.dtype).view(source.shape)
+            staged.append(Staged(pieces[part.index], part, tensor, places[nth], places[nth + 1]))
+        self._run(sources, [one.tensor for one in staged], ready)
+        return Image(as_bytes(self._buffer)[: places[-1]], staged)
+
+    def _run(self, sources: list[torch.Tensor], targets: list[torch.Tensor], ready: torch.cuda.Event | None) -> None:
         if self._stream is None:
-            for source, one in zip(sources, staged, strict=True):
-                one.tensor.copy_(source)
-            return staged
+            for source, target in zip(sources, targets, strict=True):
+                copy_quietly(source, target)
+            return
         with torch.cuda.stream(self._stream):
             if ready is not None:
                 self._stream.wait_event(ready)
-            for source, one in zip(sources, staged, strict=True):
-                one.tensor.copy_(source, non_blocking=True)
-        return staged
+            for source, target in zip(sources, targets, strict=True):
+                target.copy_(source, non_blocking=True)
 
     def event(self) -> torch.cuda.Event | None:
         """Marks the end of the copies begun so far: the optimizer's stream waits for it, the host need not."""
@@ -64,7 +78,30 @@ class Staging:
         if self._buffer.numel() >= size:
             return
         self._buffer = torch.empty(0, dtype=torch.uint8)  # let the old one go before the new one comes
-        self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
+        if self._stream is not None:
+            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        else:
+            # Begins at a page, as writing past the page cache asks.
+            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                memory.madvise(mmap.MADV_HUGEPAGE)
+            self._buffer = torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _places(sources: list[torch.Tensor]) -> list[int]:
+    """Where each item begins in the file, and where the last one ends; as plan.lay_out counts."""
+    places = [0]
+    for source in sources:
+        places.append(container.aligned(places[-1] + container.item_length(nbytes(source))))
+    return places
+
+
+def copy_quietly(source: torch.Tensor, target: torch.Tensor) -> None:
+    """memcpy in this thread alone: torch's own copy would wake a pool of threads, and the step is using the cores."""
+    if source.is_contiguous() and source.numel():
+        as_bytes(target)[:] = as_bytes(source)
+    else:
+        target.copy_(source)
 
 
 def rows(local: torch.Tensor, part: Part) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""One rank's file of a save, written from the staging buffer with its checksums made on the way.
+"""One rank's file of a save: the staged image gets its frames and its checksums, and is written.
 
 All of it runs behind the training step, in a thread: the long calls (crc32, write, fsync) let the interpreter go.
 """
@@ -6,13 +6,12 @@ All of it runs behind the training step, in a thread: the long calls (crc32, wri
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from fsdp.checkpoint import boxes, container, names
 from fsdp.checkpoint.crc import combine, crc32
-from fsdp.checkpoint.staging import Staged
-from fsdp.checkpoint.store import Buffer, Store
+from fsdp.checkpoint.staging import Image, Staged
+from fsdp.checkpoint.store import Store
 
 SMALL = 4096  # below this, crc32 over the bytes is cheaper than combining
 
@@ -28,45 +27,32 @@ class Written:
     """Key → elements of the whole tensor, and this rank's share of its digest."""
 
 
-def write_file(store: Store, folder: str, rank: int, staged: list[Staged], tail: Iterable[bytes]) -> Written:
-    """Write this rank's file; `tail` are the packed values, on rank 0."""
+def write_file(store: Store, folder: str, rank: int, image: Image, values: list[bytes]) -> Written:
+    """Write this rank's file; `values` are what is no tensor, on rank 0."""
     written = Written(names.data_file(rank))
-    store.write(folder, written.file, _Stream(staged, list(tail), written))
+    for one in image.staged:
+        _frame(image, one, written)
+        _add_share(written, one)
+    for value in values:
+        written.crc = crc32(value, written.crc)
+    written.size = len(image.data) + sum(map(len, values))
+    store.write(folder, written.file, [image.data, *values])
     return written
 
 
-@dataclass
-class _Stream:
-    """The file's bytes in order, as often as asked: a store that tries again begins anew."""
-
-    staged: list[Staged]
-    tail: list[bytes]
-    written: Written
-
-    def __iter__(self) -> Iterator[Buffer]:
-        return _stream(self.staged, self.tail, self.written)
-
-
-def _stream(staged: list[Staged], tail: Iterable[bytes], written: Written) -> Iterator[Buffer]:
-    written.size, written.crc, written.shares = 0, 0, {}
-    for one in staged:
-        data_crc = crc32(one.flat)
-        head, end = container.frame(one.tensor.dtype, tuple(one.tensor.shape), len(one.flat), data_crc)
-        end += bytes(_padding(written.size + len(head) + len(one.flat) + len(end)))
-        written.crc = crc32(head, written.crc)
-        written.crc = crc32(one.flat, written.crc) if len(one.flat) < SMALL else combine(written.crc, data_crc, len(one.flat))
-        written.crc = crc32(end, written.crc)
-        written.size += len(head) + len(one.flat) + len(end)
-        _add_share(written, one)
-        yield from (head, one.flat, end)
-    for value in tail:
-        written.crc = crc32(value, written.crc)
-        written.size += len(value)
-        yield value
-
-
-def _padding(size: int) -> int:
-    return container.aligned(size) - size
+def _frame(image: Image, one: Staged, written: Written) -> None:
+    """Put head and tail around the data, and add all three to the file's checksum in one pass over them."""
+    count = one.tensor.numel() * one.tensor.element_size()
+    first = one.start + container.HEAD
+    data = image.data[first : first + count]
+    data_crc = crc32(data)
+    head, tail = container.frame(one.tensor.dtype, tuple(one.tensor.shape), count, data_crc)
+    tail += bytes(one.end - first - count - len(tail))
+    image.data[one.start : first] = head
+    image.data[first + count : one.end] = tail
+    crc = crc32(head, written.crc)
+    crc = crc32(data, crc) if count < SMALL else combine(crc, data_crc, count)
+    written.crc = crc32(tail, crc)
 
 
 def _add_share(written: Written, one: Staged) -> None:
