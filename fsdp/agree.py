@@ -58,17 +58,17 @@ def everyones(value: Any) -> list[Any]:
 
 def on_main(rank: int, act: Callable[[], T]) -> T:
     """Rank 0 looks at the disk, everyone hears; what fails there fails everywhere, told once."""
-    outcome: tuple[T | None, Exception | None] = (None, None)
+    value: T | None = None
+    failure: Exception | None = None
     if rank == 0:
         try:
-            outcome = (act(), None)
+            value = act()
         except Exception as error:
-            outcome = (None, error)
-    value, error = outcome
-    code = error.exit_code if isinstance(error, ShardrunError) else 1
-    told = from_main((value, None if error is None else str(error), code))
-    if error is not None:
-        raise error
+            failure = error
+    code = failure.exit_code if isinstance(failure, ShardrunError) else 1
+    told = from_main((value, None if failure is None else str(failure), code))
+    if failure is not None:
+        raise failure
     if told[1] is not None:
         raise Elsewhere(0, told[1], told[2])
     return told[0]  # type: ignore[return-value]

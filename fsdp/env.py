@@ -208,7 +208,8 @@ def _check_same_size(env: DistEnv) -> None:
 def _group_arguments(env: DistEnv, timeout: timedelta) -> dict[str, Any]:
     cuda = env.device.type == "cuda"
     arguments: dict[str, Any] = {
-        "backend": "cpu:gloo,cuda:nccl" if cuda else "cpu:gloo",
+        # Not "cpu:gloo": torch then leaves the default backend unset once a plugin is known, and warns as the group ends.
+        "backend": "cpu:gloo,cuda:nccl" if cuda else "gloo",
         "rank": env.rank,
         "world_size": env.world_size,
         "timeout": timeout,

@@ -1,8 +1,8 @@
 """The gradient norm of the whole, unsharded model on any mesh, and clipping by it.
 
-Each rank norms the shards it holds, one sum goes over dp_shard alone (replicas hold the same gradient), and gradients that are
-not sharded are added once. A NaN or an infinity on any rank shows in the norm of every rank. torch's own clip_grad_norm_ takes one
-mesh at a time, never DTensors beside plain tensors, and pays a DTensor dispatch for each parameter.
+Each rank norms the shards it holds, one sum goes over dp_shard alone (replicas hold the same gradient), and gradients that
+are not sharded are added once. A NaN or an infinity on any rank shows in the norm of every rank. torch's own clip_grad_norm_
+takes one mesh at a time, never DTensors beside plain tensors, and pays a DTensor dispatch for each parameter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Gradients:
 
     def __init__(self, parameters: Iterable[nn.Parameter], shard_group: dist.ProcessGroup | None) -> None:
         trained = [p for p in parameters if p.requires_grad]
-        self._sharded = [p for p in trained if isinstance(p, DTensor)]
+        self._sharded: list[nn.Parameter] = [p for p in trained if isinstance(p, DTensor)]
         self._plain = [p for p in trained if not isinstance(p, DTensor)]
         self._group = shard_group
 

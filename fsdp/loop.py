@@ -218,7 +218,7 @@ class _Loop:
         return StepResult(loss, norm, tokens, applied)
 
     def _accumulate(self, batch: StepBatch) -> tuple[agree.Sum, float, int]:
-        """The gradient of the mean over the whole global batch: FSDP averages over ranks, so each multiplies by their number."""
+        """The gradient of the global batch's mean: FSDP averages over ranks, so each multiplies by their number."""
         counted = self._tokens_of(batch)
         scale = self.scaler.scale if self.scaler is not None else 1.0
         total: Tensor | None = None

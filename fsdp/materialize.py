@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from fsdp.agree import on_main
 from fsdp.digest import combine, digest_shard
 from fsdp.errors import ConfigError, TrainingError
 from fsdp.models import ModelSpec, to_empty
@@ -112,7 +113,8 @@ def materialize(
     `rest_device` is where parameters lie between steps: the host, where they are offloaded.
     """
     root = sharded.root
-    inits: Mapping[str, Init] = root.param_inits() if hasattr(root, "param_inits") else {}
+    methods: Any = root
+    inits: Mapping[str, Init] = methods.param_inits() if hasattr(root, "param_inits") else {}
     shapes = {name: parameter.shape for name, parameter in root.named_parameters()}
     device = rest_device or sharded.device
     to_empty(root, device)
@@ -120,10 +122,17 @@ def materialize(
     if inits and init == "shard" and weights is None:
         _draw_shards(root, inits, seed, rank)
     else:
-        source = _agreed(lambda: _source(spec, inits, shapes, seed, weights, root), rank) if rank == 0 else _hear_source()
+        source: Source | None = None
+
+        def open_source() -> None:
+            nonlocal source
+            source = _source(spec, inits, shapes, seed, weights, root)
+
+        # What fails on rank 0 alone is told to all, so that nobody waits for weights that never come.
+        on_main(rank, open_source)
         _send_all(sharded, source)
     if hasattr(root, "init_buffers"):
-        root.init_buffers(sharded.device)
+        methods.init_buffers(sharded.device)
     prove(root, rank=rank, drawn={name: i for name, i in inits.items() if weights is None})
 
 
@@ -200,39 +209,17 @@ def _check_state_fits(state: Mapping[str, Tensor], shapes: Mapping[str, torch.Si
 
 def build_on_host(spec: ModelSpec, seed: int) -> nn.Module:
     """The real model. Memory that its constructor leaves uninitialised reads NaN, and the proof then names it."""
-    was, filled = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    fills: Any = torch.utils.deterministic
+    was, filled = torch.are_deterministic_algorithms_enabled(), fills.fill_uninitialized_memory
     warn = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    fills.fill_uninitialized_memory = True
     try:
         with seeded(seed), torch.device("cpu"):
             return spec.build()
     finally:
         torch.use_deterministic_algorithms(was, warn_only=warn)
-        torch.utils.deterministic.fill_uninitialized_memory = filled
-
-
-def _agreed(make: Callable[[], Source], rank: int) -> Source:
-    """What fails on rank 0 alone is told to all, so that nobody waits for weights that never come."""
-    try:
-        source, problem = make(), None
-    except Exception as error:
-        source, problem = None, error
-    dist.broadcast_object_list([None if problem is None else f"{type(problem).__name__}: {problem}"], src=0)
-    if problem is not None or source is None:
-        raise problem or AssertionError
-    return source
-
-
-def _hear_source() -> None:
-    told: list[str | None] = [None]
-    dist.broadcast_object_list(told, src=0)
-    if told[0] is not None:
-        raise SilentError(told[0])
-
-
-class SilentError(TrainingError):
-    """Another rank has the whole story and tells it."""
+        fills.fill_uninitialized_memory = filled
 
 
 @torch.no_grad()

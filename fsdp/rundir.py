@@ -86,7 +86,7 @@ def write_atomically(path: Path, text: str) -> None:
     """A reader sees the old file or the new one, whole."""
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)
+    aside.replace(path)
 
 
 def write_config(run: RunDir, config: Config) -> list[str]:

@@ -10,6 +10,7 @@ import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -183,9 +184,9 @@ def _apply_fully_shard(sharded: Sharded, policy: bool | int | str, memory: Memor
     wrap(sharded.root, reshard_after_forward=False)
 
 
-def _apply_prefetch(units: Sequence[Sequence[nn.Module]], speed: SpeedSection) -> None:
+def _apply_prefetch(units: Sequence[list[nn.Module]], speed: SpeedSection) -> None:
     """FSDP gathers one unit ahead by itself; a deeper look ahead is told to each unit."""
-    heads = [unit[0] for unit in units if isinstance(unit[0], FSDPModule)]
+    heads: list[FSDPModule] = [unit[0] for unit in units if isinstance(unit[0], FSDPModule)]
     for at, unit in enumerate(heads):
         if speed.prefetch_forward > 1:
             unit.set_modules_to_forward_prefetch(heads[at + 1 : at + 1 + speed.prefetch_forward])
@@ -193,7 +194,7 @@ def _apply_prefetch(units: Sequence[Sequence[nn.Module]], speed: SpeedSection) -
             unit.set_modules_to_backward_prefetch(heads[max(0, at - speed.prefetch_backward) : at][::-1])
 
 
-def apply_activation_checkpointing(units: Sequence[Sequence[nn.Module]], memory: MemorySection) -> None:
+def apply_activation_checkpointing(units: Sequence[list[nn.Module]], memory: MemorySection) -> None:
     """Each n-th unit's forward is replaced on the instance: no wrapper, so no name changes."""
     if memory.activation_checkpointing == "none":
         return
@@ -205,7 +206,7 @@ def apply_activation_checkpointing(units: Sequence[Sequence[nn.Module]], memory:
         )
     per_op = memory.activation_checkpointing == "ops"
     context = functools.partial(create_selective_checkpoint_contexts, _keep_products) if per_op else None
-    arguments = {"use_reentrant": False, **({"context_fn": context} if context else {})}
+    arguments: dict[str, Any] = {"use_reentrant": False, **({"context_fn": context} if context else {})}
     for block in blocks[:: memory.activation_checkpointing_every]:
         block.forward = functools.partial(checkpoint, block.forward, **arguments)  # type: ignore[method-assign]
 
@@ -225,7 +226,7 @@ def _keep_products(context: object, op: object, *args: object, **kwargs: object)
     return CheckpointPolicy.MUST_SAVE if op in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def apply_compile(units: Sequence[Sequence[nn.Module]], root: nn.Module, speed: SpeedSection, device: torch.device) -> None:
+def apply_compile(units: Sequence[list[nn.Module]], root: nn.Module, speed: SpeedSection, device: torch.device) -> None:
     """In place, so names stay; per unit, since equal blocks are compiled once and the graph has no gather in it."""
     if speed.compile == "false" or (speed.compile == "auto" and device.type != "cuda"):
         return

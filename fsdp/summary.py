@@ -9,7 +9,7 @@ from fsdp.loop import Outcome
 
 
 def summary(outcome: Outcome, config: Config) -> str:
-    where = os.path.relpath(outcome.run_dir)  # noqa: PTH109  (Path has no relpath that climbs)
+    where = os.path.relpath(outcome.run_dir)
     shown = str(outcome.run_dir) if where.startswith("..") else where
     lines = []
     if outcome.evaluation is not None and outcome.evaluation.accuracy is not None:

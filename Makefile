@@ -1,0 +1,41 @@
+# make train · make test · make bench: each sets up what it needs, in .venv, once.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# Ranks share the cores; torchrun would say so on every start.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: train test test-quick bench lint setup clean help
+help:
+	@echo "make train   the default job on two processes: set-up, training, held-out accuracy, what to type next"
+	@echo "make test    all tests that this machine can run; make test-quick the short ones"
+	@echo "make bench   side by side with what one would use instead; make lint format, lint and types"
+
+setup: $(READY)
+
+$(READY): requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit("Python %d.%d is too old. HINT: make PYTHON=python3.11" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "setting up $(VENV) from requirements.txt (once, a minute or two)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@touch $(READY)
+
+train: $(READY)
+	@$(BIN)/torchrun --nproc_per_node=2 train.py
+
+test: $(READY)
+	@$(BIN)/python -m pytest tests
+
+test-quick: $(READY)
+	@$(BIN)/python -m pytest tests -m "not slow and not slurm and not ray"
+
+bench: $(READY)
+	@$(BIN)/python -m bench --short
+
+lint: $(READY)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r .ci/requirements.txt
+	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .mypy_cache
