@@ -50,7 +50,7 @@ def open_run(run: Path, flags: Sequence[str] = ()) -> Trained:
     """`flags` go over the run's own configuration: where its data lies now, for one."""
     config = read_config(run, flags)
     device = pick_device(0)
-    data = build_dataset(config.data, config.model.args)
+    data = build_dataset(config.data)
     model = _load(run, config, data.info.facts)
     model.to(device).eval()
     for parameter in model.parameters():  # buffers stay as they are, as under FSDP's mixed precision

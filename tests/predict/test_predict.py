@@ -302,11 +302,22 @@ def test_pictures_say_nothing_to_a_language_model(language: Made, complain: Say)
     assert "--prompt is empty" in complain(language[0], "--prompt", "")
 
 
-def test_the_command_as_typed(digits: Made) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "fsdp.predict", str(digits[0]), "--samples", "2"], cwd=ROOT, capture_output=True, text=True
-    )
+@pytest.mark.slow
+def test_the_commands_as_typed_say_what_training_said(tmp_path: Path) -> None:
+    run = str(tmp_path / "run")
+    flags = ["--model.name", "mlp", "--train.steps", "40", "--train.global_batch", "48", "--checkpoint.mode", "blocking"]
+    trained = command("train.py", "--run.dir", run, *flags)
+    told = re.search(r"held-out accuracy (\d+\.\d\d%)", trained)
+    assert told is not None, trained
+    assert f"accuracy  {told.group(1)} of the held-out samples" in command("-m", "fsdp.predict", run, "--samples", "2")
+
+
+def command(*argv: str) -> str:
+    done = subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("sample ") == 2
+    return done.stdout
+
+
+def test_the_command_without_a_run_exits_with_2() -> None:
     missing = subprocess.run([sys.executable, "-m", "fsdp.predict", "runs/none"], cwd=ROOT, capture_output=True, text=True)
     assert (missing.returncode, missing.stderr.count("\n")) == (2, 1)
