@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 
 from fsdp import config as configuration
 from fsdp.config import Config
@@ -38,7 +39,7 @@ def main(argv: list[str]) -> int:
 
 def run_here(config: Config) -> int:
     """This process is one rank, or the only one."""
-    from fsdp.agree import Elsewhere
+    from fsdp.agree import Elsewhere, lost_a_neighbour
     from fsdp.env import from_environment
     from fsdp.loop import train
     from fsdp.summary import summary
@@ -48,6 +49,16 @@ def run_here(config: Config) -> int:
         outcome = train(config, env)
     except Elsewhere as error:
         return error.exit_code
+    except ShardrunError as error:
+        if env.is_main or error.scope == "rank" or (error.scope == "node" and env.local_rank == 0):
+            print(f"train.py{'' if env.is_main else f' (rank {env.rank})'}: {error}", file=sys.stderr)
+        return error.exit_code
+    except Exception as error:
+        if lost_a_neighbour(error):
+            print(f"[rank {env.rank}] ended because another rank did: {str(error).splitlines()[0][:160]}", file=sys.stderr)
+            return 1
+        print(f"[rank {env.rank}] failed on {env.device}:\n{traceback.format_exc()}", file=sys.stderr)
+        return 1
     if env.is_main:
         print(summary(outcome, config))
     return 0
@@ -65,7 +76,7 @@ def dry_run(config: Config) -> int:
 
 
 def _refuse(error: ShardrunError) -> int:
-    """Once, not once a rank: all ranks meet the same error, and one of a node speaks where the node may be what is wrong."""
+    """Flags are the same on all ranks: said once. Without torch, which a wrong flag need not wait for."""
     if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
         print(f"train.py: {error}", file=sys.stderr)
     return error.exit_code

@@ -22,6 +22,13 @@ class Elsewhere(TrainingError):
         self.exit_code = exit_code
 
 
+def lost_a_neighbour(error: BaseException) -> bool:
+    """Whether a collective failed because another rank is gone: its own words are the ones to read."""
+    return isinstance(error, RuntimeError) and any(
+        words in str(error) for words in ("Connection closed by peer", "Connection reset by peer", "remote process exited")
+    )
+
+
 class Sum:
     """A sum over all ranks that goes on while the caller works."""
 

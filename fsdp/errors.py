@@ -5,11 +5,15 @@ ConfigError is the person's, LaunchError the launcher's, CheckpointError the dis
 
 from __future__ import annotations
 
+from typing import Literal
+
 
 class ShardrunError(Exception):
     """One line that names the field, the value or the rank, and a HINT that works as typed."""
 
     exit_code = 1
+    scope: Literal["all", "node", "rank"] = "all"
+    """Who meets it: all ranks alike (one speaks), the ranks of a node that lacks something, or one rank alone."""
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         self.hint = hint
@@ -30,3 +34,9 @@ class CheckpointError(ShardrunError):
 
 class TrainingError(ShardrunError):
     exit_code = 5
+
+
+class OneRankError(TrainingError):
+    """What only this rank met: it speaks for itself, with its rank in the message."""
+
+    scope = "rank"

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fsdp.config import Config
 from fsdp.data import Cursor, DataSet, build_dataset
 from fsdp.env import DistEnv
+from fsdp.errors import ConfigError
 from fsdp.mesh import BatchPlan, MeshSizes, plan_batch, resolve
 from fsdp.models import ModelSpec
 from fsdp.models import resolve as resolve_model
@@ -49,7 +50,7 @@ def prepare(config: Config, *, world_size: int, num_nodes: int, device: torch.de
     """Raises ConfigError, on every rank the same."""
     sizes = resolve(config.mesh, world_size, num_nodes)
     batch = plan_batch(config.train, world_size)
-    data = build_dataset(config.data)
+    data = _data_of_this_node(config)
     cursor = Cursor(seed=config.run.seed, samples=len(data.train), global_batch=config.train.global_batch)
     return Job(
         data=data,
@@ -60,6 +61,14 @@ def prepare(config: Config, *, world_size: int, num_nodes: int, device: torch.de
         total_steps=_total_steps(config, data, cursor),
         dtypes=resolve_dtypes(config.precision, device),
     )
+
+
+def _data_of_this_node(config: Config) -> DataSet:
+    try:
+        return build_dataset(config.data)
+    except ConfigError as error:
+        error.scope = "node"  # files may be missing on this node alone
+        raise
 
 
 def _total_steps(config: Config, data: DataSet, cursor: Cursor) -> int:

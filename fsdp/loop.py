@@ -166,7 +166,8 @@ class _Loop:
             self.stopped = f"--train.stop_after {last}"
         if self.stopped is None and self.job.data.heldout is not None and not self._evaluated_now():
             self._evaluate()
-        if self.last_saved != self.state.step and (self.config.checkpoint.every_steps or self.stopped):
+        wanted = self.config.checkpoint.every_steps or self.config.checkpoint.every_minutes or self.config.checkpoint.export
+        if self.last_saved != self.state.step and (wanted or self.stopped):
             self._save(self.stopped or "the end", wait=True)
         self.checkpointer.close()
         self._hear_sealed()
@@ -238,9 +239,9 @@ class _Loop:
         return reduced, weight, tokens
 
     def _tokens_of(self, batch: StepBatch) -> _Tokens:
-        known = self.job.data.info.tokens_per_sample
-        if self.job.data.info.kind != "other":
-            return _Tokens(batch.samples * known)
+        info = self.job.data.info
+        if info.class_names or not info.masks_targets:
+            return _Tokens(batch.samples * info.tokens_per_sample)
         return _Tokens(sum(count_tokens(micro.data, micro.valid) for micro in batch.micro), over_ranks=True)
 
     def _may_update(self, loss: Tensor, norm: Tensor) -> bool:

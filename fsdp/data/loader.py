@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fsdp.data.base import Batch, Samples, StepBatch
 from fsdp.data.readers import Readers
-from fsdp.errors import ShardrunError, TrainingError
+from fsdp.errors import OneRankError, ShardrunError
 from fsdp.mesh import DataRank
 
 
@@ -87,17 +87,18 @@ def read_batch(samples: Samples, indices: np.ndarray, where: str) -> dict[str, T
     """samples.batch, and what it raises as one line that names the sample to look at."""
     try:
         data = samples.batch(indices)
-    except ShardrunError:
+    except ShardrunError as error:
+        error.scope = "rank"
         raise
     except Exception as error:
         raise _named(samples, indices, where, error) from error
     short = {name: len(value) for name, value in data.items() if len(value) != len(indices)}
     if short:
-        raise TrainingError(f"{where}: {len(indices)} samples were asked for, and {short} rows came.")
+        raise OneRankError(f"{where}: {len(indices)} samples were asked for, and {short} rows came.")
     return data
 
 
-def _named(samples: Samples, indices: np.ndarray, where: str, error: Exception) -> TrainingError:
+def _named(samples: Samples, indices: np.ndarray, where: str, error: Exception) -> OneRankError:
     """Each sample alone once more, to find those that cannot be read: only ever on the way out."""
     bad = []
     for index in np.unique(indices):
@@ -107,7 +108,7 @@ def _named(samples: Samples, indices: np.ndarray, where: str, error: Exception) 
             bad.append(int(index))
     named = ", ".join(map(str, bad[:8] or indices[:8].tolist())) + (" …" if len(bad or indices) > 8 else "")
     what = " ".join(f"{type(error).__name__}: {error}".split())
-    return TrainingError(f"{where}: sample{'s' * (len(bad) != 1)} {named} cannot be read: {what}.")
+    return OneRankError(f"{where}: sample{'s' * (len(bad) != 1)} {named} cannot be read: {what}.")
 
 
 class _EvenlySpread:
