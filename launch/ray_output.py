@@ -1,0 +1,66 @@
+"""What the ranks say, on the driver's terminal, once: a file a rank in RUN/logs, and a thread of the driver follows them.
+
+Ray's own way (every worker's lines, prefixed, sometimes twice) is switched off. All nodes share the run directory anyway.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from pathlib import Path
+from typing import TextIO
+
+LOOK_S = 0.1
+
+
+def speak_into(folder: Path, rank: int, attempt: str) -> None:
+    """From now on this process's Python prints and logs into files of its own, whole lines at a time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sys.stdout = _lines(folder / f"rank-{rank}.{attempt}.out")
+    sys.stderr = _lines(folder / f"rank-{rank}.{attempt}.err")
+    logging.lastResort = logging.StreamHandler(sys.stderr)
+    logging.lastResort.setLevel(logging.WARNING)
+
+
+def _lines(path: Path) -> TextIO:
+    return path.open("a", buffering=1, encoding="utf-8")
+
+
+class Follower:
+    """Carries new whole lines of the folder's files to this process's stdout and stderr, until close."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._read = folder, dict[Path, int]()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="output", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """What has been written by now is shown before this returns."""
+        self._over.set()
+        self._thread.join()
+        self._look(to_the_end=True)
+
+    def _follow(self) -> None:
+        while not self._over.wait(LOOK_S):
+            self._look()
+
+    def _look(self, to_the_end: bool = False) -> None:
+        # .err before .out: what a run says of its start comes before its first step
+        for ending, stream in ((".err", sys.stderr), (".out", sys.stdout)):
+            for path in sorted(self._folder.glob(f"*{ending}")):
+                text = self._new_text(path, to_the_end)
+                if text:
+                    stream.write(text)
+                    stream.flush()
+
+    def _new_text(self, path: Path, to_the_end: bool) -> str:
+        with path.open("rb") as file:
+            file.seek(self._read.get(path, 0))
+            data = file.read()
+        if not to_the_end:
+            data = data[: data.rfind(b"\n") + 1]
+        self._read[path] = self._read.get(path, 0) + len(data)
+        return data.decode("utf-8", errors="replace")

@@ -1,0 +1,96 @@
+"""What became of a worker group: the line that tells it, and whether another try can end differently.
+
+Ray restarts the group after any error, `--ray.max_failures` times. A mistake in the configuration, numbers that are not finite,
+and the same exception twice after the same step would only cost those tries: the Referee, who sits in Ray's controller, ends
+the run at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdp.errors import LaunchError
+from fsdp.rundir import RunDir
+from launch import ray_cluster
+
+ray_cluster.quiet()
+
+from ray.train import UserCallback  # noqa: E402  (after the words that Ray reads when it is imported)
+
+from launch.progress import last_step  # noqa: E402
+from launch.ray_worker import RankFailed  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Story:
+    message: str
+    exit_code: int
+    final: bool
+    trace: str = ""
+
+
+class GivenUp(Exception):
+    """Raised in Ray's controller, where it ends the run. The story in args, so that it pickles."""
+
+
+def tell(failures: Mapping[int, BaseException]) -> Story:
+    """Of all ranks' failures the one that came first in meaning: an error of ours, then a death, then what followed from it."""
+    words = [(rank, _unwrapped(error)) for rank, error in sorted(failures.items())]
+    said = [word for _, word in words if isinstance(word, RankFailed)]
+    first = next((word for word in said if not word.secondary), None)
+    if first is not None:
+        return Story(str(first), first.exit_code, first.final, first.trace)
+    dead = [rank for rank, word in words if not isinstance(word, RankFailed)]
+    if dead:
+        ranks = f"rank{'s' * (len(dead) > 1)} {', '.join(map(str, dead))}"
+        return Story(f"{ranks} died ({_brief(dict(words)[dead[0]])})", LaunchError.exit_code, False)
+    if said:
+        return Story(str(said[0]), said[0].exit_code, said[0].final, said[0].trace)
+    return Story("the workers failed", LaunchError.exit_code, False)
+
+
+def _unwrapped(error: BaseException) -> BaseException:
+    return getattr(error, "_base_exc", error)
+
+
+def _brief(error: BaseException) -> str:
+    """Ray explains a death at length: the first line that is not a heading."""
+    lines = [line.strip() for line in str(getattr(error, "health_check_failure", error)).splitlines() if line.strip()]
+    return lines[0][:160] if lines else type(error).__name__
+
+
+def story_of(error: Any) -> Story:
+    """What trainer.fit raised, as the driver tells it."""
+    cause = getattr(error, "controller_failure", None)
+    if isinstance(cause, GivenUp):
+        return Story(*cause.args)
+    if cause is not None:
+        return Story(f"Ray could not go on: {_brief(cause)}", LaunchError.exit_code, True)
+    return tell(getattr(error, "worker_failures", {}))
+
+
+class Referee(UserCallback):
+    """Says once that a group failed and what follows."""
+
+    def __init__(self, run: Path, logs: Path, max_failures: int) -> None:
+        self._run, self._logs, self._max = RunDir(run), logs, max_failures
+        self._failed = 0
+        self._last: tuple[int, str] | None = None
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        story = tell(worker_exceptions)
+        self._failed += 1
+        step = last_step(self._run)
+        again = bool(story.trace) and self._last == (step, story.message)
+        self._last = (step, story.message)
+        if story.final or again:
+            raise GivenUp(story.message, story.exit_code, True, story.trace)
+        if self._max < 0 or self._failed <= self._max:
+            self._say(f"{story.message}, after step {step}; the workers are started again ({self._failed} of {self._max})")
+
+    def _say(self, line: str) -> None:
+        with (self._logs / "controller.err").open("a", encoding="utf-8") as file:
+            file.write(line + "\n")

@@ -1,0 +1,197 @@
+"""One Ray worker as one rank: its DistEnv, its Reporter, and its errors in a form that crosses to the driver.
+
+Ray has made the process group, and runs the function beside the main thread: signals are the driver's to handle.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdp import agree
+from fsdp.agree import Elsewhere
+from fsdp.config import Config
+from fsdp.env import DistEnv
+from fsdp.errors import ConfigError, ShardrunError, TrainingError
+from fsdp.loop import Outcome, train
+from launch.ray_output import speak_into
+
+BEAT_S = 1.0
+"""Ray hears of a run this often. Its controller takes one report at each look: a report for each step would wait for that."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the driver hands to every worker."""
+
+    config: Config
+    run: Path
+    logs: Path
+    folder: Path
+    """Where the command was typed: relative paths in flags mean this."""
+
+
+class RankFailed(Exception):
+    """A rank's last words. All in args, so that it pickles whatever it was made from."""
+
+    def __init__(self, rank: int, message: str, exit_code: int, final: bool, secondary: bool, trace: str) -> None:
+        super().__init__(rank, message, exit_code, final, secondary, trace)
+        self.rank, self.message, self.exit_code = rank, message, exit_code
+        self.final, self.secondary, self.trace = final, secondary, trace
+        """final: another try would end the same way. secondary: another rank tells the story."""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.message}"
+
+
+def work(given: Mapping[str, Any]) -> Outcome:
+    """train_loop_per_worker."""
+    import ray.train
+
+    order: Order = given["order"]
+    rank = ray.train.get_context().get_world_rank()
+    speak_into(order.logs, rank, f"{time.time():.0f}-{os.getpid()}")
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # Ray has imported torch before this was set
+    if order.folder.is_dir():
+        os.chdir(order.folder)
+    try:
+        env = dist_env()
+        reporter = RayReporter(env.rank, order.run)
+        outcome = train(order.config, env, reporter)
+        reporter.close()
+    except Exception as error:
+        raise _last_words(rank, error) from None
+    return outcome
+
+
+def _last_words(rank: int, error: Exception) -> RankFailed:
+    secondary = isinstance(error, Elsewhere) or "Connection closed by peer" in str(error)
+    final = isinstance(error, ConfigError | TrainingError) and not secondary
+    ours = isinstance(error, ShardrunError)
+    message = str(error) if ours else f"{type(error).__name__}: {error}"
+    code = error.exit_code if isinstance(error, ShardrunError) else 1
+    return RankFailed(rank, message, code, final, secondary, "" if ours else traceback.format_exc())
+
+
+def dist_env() -> DistEnv:
+    """The launcher gives the device and the ranks; the nodes are counted once."""
+    import ray.train
+    import ray.train.torch
+
+    context = ray.train.get_context()
+    return DistEnv(
+        rank=context.get_world_rank(), world_size=context.get_world_size(), local_rank=context.get_local_rank(),
+        local_world_size=context.get_local_world_size(), node_rank=context.get_node_rank(),
+        num_nodes=len(set(agree.everyones(context.get_node_rank()))), device=ray.train.torch.get_device(), launcher="ray",
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- the reporter
+
+
+@dataclass
+class _Word:
+    """What rank 0 tells the others to report next."""
+
+    metrics: dict[str, Any] | None = None
+    checkpoint: str | None = None
+    over: bool = False
+
+
+class RayReporter:
+    """Tells Ray on a thread of its own, at most once a beat, with the newest numbers: the steps wait for nothing.
+
+    ray.train.report is a collective that waits for Ray's controller. So rank 0 alone decides when and what; its word goes to
+    the others' threads, and every rank reports the same, as often. A sealed checkpoint is always told, and only told: it stays
+    where it is, under our own retention.
+    """
+
+    def __init__(self, rank: int, run: Path) -> None:
+        self._rank, self._run = rank, run
+        self._lock = threading.Lock()
+        self._news = threading.Event()
+        self._latest: dict[str, Any] = {}
+        self._told = True
+        self._sealed: list[tuple[str, dict[str, Any]]] = []
+        self._over = False
+        self._reason: str | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._tell_all, name="reporter", daemon=True)
+        self._thread.start()
+
+    def report(self, metrics: Mapping[str, float], checkpoint: str | None = None) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._rank:
+            return  # rank 0 says the same, and its thread hands it to this rank's
+        with self._lock:
+            if checkpoint is not None:
+                self._sealed.append((checkpoint, {**self._latest, **metrics}))
+                self._news.set()
+            else:
+                self._latest |= metrics
+                self._told = False
+
+    def should_stop(self) -> str | None:
+        return self._reason
+
+    def close(self) -> None:
+        """After the last step on every rank: what is still to be told is told."""
+        with self._lock:
+            self._over = True
+        self._news.set()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _tell_all(self) -> None:
+        import ray.train
+        from ray.train.collective import broadcast_from_rank_zero
+
+        try:
+            while True:
+                word = broadcast_from_rank_zero(self._next() if self._rank == 0 else None)
+                if word.metrics is not None:
+                    self._tell(word)
+                if word.over:
+                    return
+                notice = ray.train.get_preemption_info()
+                if notice is not None and self._reason is None:
+                    self._reason = f"ranks {notice.preempted_ranks} are on nodes that will be taken away"
+        except BaseException as error:
+            self._error = error
+
+    def _next(self) -> _Word:
+        """Rank 0: wait for a beat, a sealed checkpoint or the end."""
+        self._news.wait(BEAT_S)
+        with self._lock:
+            if self._sealed:
+                checkpoint, metrics = self._sealed.pop(0)
+                return _Word(metrics, checkpoint)
+            metrics_or_none = None if self._told else dict(self._latest)
+            self._told = True
+            if not self._over:
+                self._news.clear()
+            return _Word(metrics_or_none, over=self._over)
+
+    def _tell(self, word: _Word) -> None:
+        import ray.train
+        from ray.train import Checkpoint, CheckpointUploadMode
+
+        assert word.metrics is not None
+        if word.checkpoint is None or not Path(word.checkpoint).is_relative_to(self._run):
+            # one in an object store, or elsewhere: Ray takes no checkpoint from outside its own folder, but a name of it
+            extra = {"checkpoint": word.checkpoint} if word.checkpoint else {}
+            ray.train.report({**word.metrics, **extra})
+            return
+        ray.train.report(
+            word.metrics, checkpoint=Checkpoint(word.checkpoint), checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD
+        )
