@@ -11,6 +11,7 @@ slurm/lib.sh's.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -131,7 +132,7 @@ def _link_log(run: RunDir, log: str) -> None:
     """The job's log beside the run's other files, whichever folder sbatch was called in."""
     link = run.path / "logs" / Path(log).name
     link.parent.mkdir(parents=True, exist_ok=True)
-    if not link.is_symlink():
+    if not os.path.lexists(link):
         link.symlink_to(log)
 
 

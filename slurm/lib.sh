@@ -130,6 +130,7 @@ show_what_would_run() {
     each_node bash "$here/node.sh" check || die "a node is not ready"
     (start_ranks echo "would run:")
     flags+=(--dry-run)
+    export SHARDRUN_DRY_RUN=1
     (start_ranks) || die "the ranks would not start"
     exit 0
 }

@@ -22,11 +22,13 @@ ranks)
     [ "$SHARDRUN_LAUNCHER" = torchrun ] || exec python "$@"
     # shellcheck disable=SC2016  # torchrun fills in the rank: labels as srun --label has them
     export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='${rank}: '
+    logs=(--tee=3 --log-dir="$SHARDRUN_RUN/logs/ranks")
+    [ -z "${SHARDRUN_DRY_RUN:-}" ] || logs=()
     exec python -m torch.distributed.run \
         --nnodes="$SLURM_STEP_NUM_NODES" --nproc-per-node="$SHARDRUN_RANKS_PER_NODE" --max-restarts=0 \
         --rdzv-backend=c10d --rdzv-id="$SHARDRUN_TOKEN" --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" \
         --rdzv-conf="is_host=$((SLURM_NODEID == 0)),join_timeout=$SHARDRUN_TIMEOUT_S" --local-addr="$address" \
-        --signals-to-handle=SIGINT,SIGHUP,SIGQUIT --tee=3 --log-dir="$SHARDRUN_RUN/logs/ranks" "$@"
+        --signals-to-handle=SIGINT,SIGHUP,SIGQUIT "${logs[@]}" "$@"
     ;;
 *)
     echo "node.sh $1: neither meet, check nor ranks" >&2

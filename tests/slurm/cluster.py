@@ -204,9 +204,8 @@ class Cluster:
 
     def _login_host(self) -> None:
         self._host(self.controller_host, own_processes=False)
-        self.hosts[self.controller_host].say(
-            f"ip link add bridge0 type bridge; ip addr add {NETWORK}.254/24 dev bridge0; ip link set bridge0 up"
-        )
+        for words in ("link add bridge0 type bridge", f"addr add {NETWORK}.254/24 dev bridge0", "link set bridge0 up"):
+            self._ip(*words.split())
 
     def _host(self, name: str, *, own_processes: bool = True) -> Host:
         log = self.folder / "log" / f"{name}.out"

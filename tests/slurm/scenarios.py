@@ -26,7 +26,6 @@ class Left:
     restarts: int
     reached: int = 0
     """The step at which it happened."""
-    killed_at_once: bool = False
 
 
 def left(job: Job, reached: int = 0) -> Left:
@@ -69,12 +68,12 @@ def time_limit(folder: Path) -> Left:
     """Too slow for its limit in the first two starts."""
     with Cluster(folder / "slurm") as cluster:
         env = {"SLOW_S": "1.5", "SLOW_STARTS": "2"}
-        return left(sbatch(cluster, folder, "--time=1", "--signal=USR1@30", ranks=2, env=env))
+        return left(sbatch(cluster, folder, "--time=1", "--signal=USR1@10", ranks=2, env=env))
 
 
-def preempted(folder: Path, shape: Shape, launcher: str, slow: str = "0.4") -> Left:
+def preempted(folder: Path, shape: Shape, launcher: str, slowness: Mapping[str, str] = SLOWLY) -> Left:
     with Cluster(folder / "slurm", shape) as cluster:
-        job = sbatch(cluster, folder, env={"SLOW_S": slow, "SLOW_STARTS": "1", "LAUNCHER": launcher})
+        job = sbatch(cluster, folder, env={**slowness, "SLOW_STARTS": "1", "LAUNCHER": launcher})
         job.until_step(13)
         other = preempt(cluster)
         reached = max(job.run.steps)
@@ -101,8 +100,8 @@ def preempted_with_users_signal(folder: Path) -> Left:
 
 
 def preempted_without_time(folder: Path) -> Left:
-    """KILL one second after TERM, while a step takes three: nothing can be saved."""
-    return preempted(folder, Shape(grace_s=0, kill_wait_s=1), "srun", slow="1.5")
+    """KILL comes a few seconds after TERM, while a step takes ten: nothing can be saved."""
+    return preempted(folder, Shape(grace_s=0, kill_wait_s=1), "srun", {"SLOW_S": "10", "SLOW_FROM": "14"})
 
 
 def cancelled(folder: Path) -> Left:
@@ -163,7 +162,7 @@ def node_lost(folder: Path) -> Left:
 def orphans(folder: Path) -> Left:
     """slurmd dies and its two ranks train on, while Slurm gives the job to another node."""
     with Cluster(folder / "slurm", Shape(kill_wait_s=3, slurmd_timeout_s=6)) as cluster:
-        job = sbatch(cluster, folder, "--nodes=1", "-w", "n1,n2", ranks=2, env={"SLOW_S": "0.5"})
+        job = sbatch(cluster, folder, "--nodes=1", ranks=2, env={"SLOW_S": "2", "SLOW_FROM": "14", "SLOW_STARTS": "1"})
         job.until_step(13)
         reached = max(job.run.steps)
         cluster.kill_slurmd("n1")
@@ -221,7 +220,7 @@ def submit(cluster: Cluster, folder: Path, *options: str, flags: Sequence[str] =
 def submitted(folder: Path) -> Left:
     """Two nodes of two ranks: slow until its limit in the first start, preempted in the second."""
     with Cluster(folder / "slurm", Shape(grace_s=30)) as cluster:
-        options = ["--nodes=2", "--tasks-per-node=2", "--time=1", "--signal-s=30"]
+        options = ["--nodes=2", "--tasks-per-node=2", "--time=1", "--signal-s=10"]
         job = submit(cluster, folder, *options, env={"SLOW_S": "1.5", "SLOW_STARTS": "2"})
         job.until_start(2)
         job.until_step(max(job.run.steps) + 1)

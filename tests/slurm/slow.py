@@ -24,6 +24,7 @@ from fsdp.data.registry import Where
 class Slowly:
     samples: Samples
     seconds: float
+    slow_from: int
     raise_at: int
     batches: int = 0
 
@@ -32,7 +33,8 @@ class Slowly:
 
     def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
         self.batches += 1
-        time.sleep(self.seconds)
+        if self.batches >= self.slow_from:
+            time.sleep(self.seconds)
         if self.batches == self.raise_at:
             raise ValueError(f"batch {self.batches} cannot be read")
         return self.samples.batch(indices)
@@ -40,7 +42,9 @@ class Slowly:
 
 def digits() -> DataSet:
     made = real.build(Where("", 256, {}))
-    start = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-    slow = start < int(os.environ.get("SLOW_STARTS", "1000"))
-    seconds = float(os.environ.get("SLOW_S", "0")) if slow else 0.0
-    return dataclasses.replace(made, train=Slowly(made.train, seconds, int(os.environ.get("RAISE_AT", "0"))))
+    start, slow_starts, slow_from, raise_at = (
+        int(os.environ.get(name, default))
+        for name, default in (("SLURM_RESTART_COUNT", "0"), ("SLOW_STARTS", "1000"), ("SLOW_FROM", "0"), ("RAISE_AT", "0"))
+    )
+    seconds = float(os.environ.get("SLOW_S", "0")) if start < slow_starts else 0.0
+    return dataclasses.replace(made, train=Slowly(made.train, seconds, slow_from, raise_at))
