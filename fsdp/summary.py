@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 
 from fsdp.config import Config
 from fsdp.loop import Outcome
@@ -16,11 +17,13 @@ def summary(outcome: Outcome, config: Config) -> str:
         lines.append(f"held-out accuracy {outcome.evaluation.accuracy:.2%}  loss {outcome.evaluation.loss:.4f}")
     how = f"stopped by {outcome.stopped}" if outcome.stopped else "finished"
     lines += [f"{how} at step {outcome.step}: {shown}", "next:"]
-    resume = f"python train.py --config {shown}/config.toml --run.dir {shown}"
+    run = shlex.quote(shown)
+    resume = f"python train.py --config {shlex.quote(shown + '/config.toml')} --run.dir {run}"
     if outcome.stopped:
-        lines.append(f"  {resume}   # goes on from here" + (" --train.stop_after 0" if config.train.stop_after else ""))
+        lines.append(f"  {resume}{' --train.stop_after 0' if config.train.stop_after else ''}   # goes on from here")
     else:
-        lines.append(f"  python -m fsdp.predict {shown}")
+        if config.checkpoint.export:
+            lines.append(f"  python -m fsdp.predict {run}")
         lines.append(f"  {resume} --train.steps {outcome.step * 2} --train.epochs 0   # trains on")
-    lines.append(f"  python -m fsdp.checkpoints {shown}")
+    lines += [f"  python -m fsdp.report {run}", f"  python -m fsdp.checkpoints {run}"]
     return "\n".join(lines)

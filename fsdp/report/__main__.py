@@ -1,0 +1,47 @@
+"""python -m fsdp.report RUN [RUN] [--out FILE]: one HTML file that opens anywhere, offline; two runs stand side by side."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from fsdp.errors import ConfigError, ShardrunError
+from fsdp.report.page import page
+from fsdp.report.read import read_run
+
+USAGE = "python -m fsdp.report RUN [RUN] [--out FILE]"
+
+
+def main(argv: list[str]) -> int:
+    if "--help" in argv or "-h" in argv:
+        print(__doc__)
+        return 0
+    try:
+        words = list(argv)
+        out = ""
+        if "--out" in words:
+            at = words.index("--out")
+            if at + 1 == len(words):
+                raise ConfigError("--out has no value.", "--out report.html")
+            out = words.pop(at + 1)
+            words.pop(at)
+        wrong = [word for word in words if word.startswith("--")]
+        if wrong or not 1 <= len(words) <= 2:
+            raise ConfigError(
+                f"{wrong[0]} is not a flag." if wrong else f"{len(words)} runs were named, not one or two.", USAGE
+            )
+        stories = [read_run(Path(word)) for word in words]
+        place = Path(out) if out else Path(words[0], "report.html")
+        place.write_text(page(stories), encoding="utf-8")
+    except OSError as error:
+        print(f"fsdp.report: {error.filename} cannot be written ({error.strerror}). HINT: --out FILE", file=sys.stderr)
+        return 2
+    except ShardrunError as error:
+        print(f"fsdp.report: {error}", file=sys.stderr)
+        return error.exit_code
+    print(place)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
