@@ -34,6 +34,7 @@ class LossFunction:
         self._accepts = set(parameters)
         self._accepts_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self._own_loss: bool | None = True if "targets" in parameters else None
+        self._dtype: torch.dtype | None = None
         self.counts_tokens = False
         """Known after the first call: what a batch is weighed by, unmasked tokens or samples."""
         self.classifies = False
@@ -55,9 +56,18 @@ class LossFunction:
 
     def _call(self, model: nn.Module, data: Mapping[str, Tensor]) -> Any:
         extra = {
-            k: v for k, v in data.items() if k != "inputs" and (k in self._accepts or (self._accepts_all and k != "targets"))
+            k: self._cast(model, v)
+            for k, v in data.items()
+            if k != "inputs" and (k in self._accepts or (self._accepts_all and k != "targets"))
         }
-        return model(data["inputs"], **extra)
+        return model(self._cast(model, data["inputs"]), **extra)
+
+    def _cast(self, model: nn.Module, tensor: Tensor) -> Tensor:
+        """Numbers as the parameters are kept: FSDP casts inputs only where it computes in another dtype."""
+        if self._dtype is None:
+            # At the first call, when no group is gathered yet in the dtype that is computed in.
+            self._dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
 
 def loss_or_logits(output: Any) -> tuple[Tensor | None, Tensor | None]:

@@ -65,8 +65,6 @@ class Sharded:
     units: list[list[nn.Module]]
     accumulate: str
     keep_gathered: bool
-    replicated: list[nn.Parameter] = field(default_factory=list)
-    """0-dim parameters: FSDP shards none, so each rank keeps a copy and their gradients are averaged here."""
     runs: nn.Module = field(init=False)
 
     def __post_init__(self) -> None:
@@ -75,6 +73,12 @@ class Sharded:
     @property
     def ranks(self) -> int:
         return self.sizes.ranks
+
+    @functools.cached_property
+    def replicated(self) -> list[nn.Parameter]:
+        """0-dim parameters: FSDP shards none, so each rank keeps a copy and their gradients are averaged here."""
+        # Looked up when the weights are real: leaving meta makes each parameter anew.
+        return [] if self.sizes.strategy == "ddp" else [p for p in self.root.parameters() if p.dim() == 0]
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -104,15 +108,16 @@ class Sharded:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """eval mode and no gradients; afterwards the root's group is sharded again, or an optimizer would miss it."""
+        """eval mode and no gradients; afterwards what forward left gathered is sharded again, or an optimizer would miss it."""
         was_training = self.root.training
         self.root.eval()
         ddp = isinstance(self.runs, DistributedDataParallel)
         try:
             with torch.no_grad(), self._autocast() if ddp else contextlib.nullcontext():
                 yield
-            if isinstance(self.root, FSDPModule):
-                self.root.reshard()
+            for module in self.root.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # its own group alone
         finally:
             self.root.train(was_training)
 
@@ -152,7 +157,6 @@ def shard_model(
         accumulate=section.accumulate, keep_gathered=policy == "step",
     )  # fmt: skip
     if sizes.strategy != "ddp":
-        sharded.replicated = [p for p in model.parameters() if p.dim() == 0]
         _apply_fully_shard(sharded, policy, memory)
         _apply_prefetch(units, speed)
     return sharded
@@ -175,9 +179,8 @@ def _apply_fully_shard(sharded: Sharded, policy: bool | int | str, memory: Memor
     reshard = policy if isinstance(policy, (bool, int)) else False
     if isinstance(reshard, int) and not isinstance(reshard, bool) and reshard in (1, sharded.sizes.shard):
         reshard = reshard != 1  # FSDP's own reading of the two ends, without its warning
-    wrap = functools.partial(
-        fully_shard, mesh=mesh, mp_policy=mixed, offload_policy=offload, ignored_params=set(sharded.replicated) or None
-    )
+    scalars = {parameter for parameter in sharded.root.parameters() if parameter.dim() == 0}
+    wrap = functools.partial(fully_shard, mesh=mesh, mp_policy=mixed, offload_policy=offload, ignored_params=scalars or None)
     for unit in sharded.units:
         wrap(unit if len(unit) > 1 else unit[0], reshard_after_forward=reshard)
     # Backward begins with the root's parameters (the head): freeing them after forward would gather them at once again.

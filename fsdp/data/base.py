@@ -31,6 +31,8 @@ class DataInfo:
     facts: Args = field(default_factory=dict)
     class_names: tuple[str, ...] = ()
     tokens_per_sample: int = 0
+    masks_targets: bool = True
+    """False where no target is ever masked: a step's tokens are then known without counting."""
     default_epochs: int = 0
     default_steps: int = 0
     preprocess: Args = field(default_factory=dict)

@@ -60,7 +60,7 @@ def _tokens(sizes: dict[str, Any], seq_len: int, samples: int, heldout: int) -> 
             raise ConfigError(f"--data.args.{name} {sizes[name]} says nothing to tokens.", "--data.args.kind images")
     facts = {"vocab_size": 256, "seq_len": seq_len, **sizes}
     noise = _generator().integers(0, facts["vocab_size"], seq_len + 1 + PLACES)
-    info = DataInfo(kind="text", facts=facts, tokens_per_sample=seq_len, default_steps=20)
+    info = DataInfo(kind="text", facts=facts, tokens_per_sample=seq_len, masks_targets=False, default_steps=20)
     parts = [NoiseTokens(noise, seq_len, name, n) for name, n in (("train", samples), ("heldout", heldout))]
     return DataSet(train=parts[0], heldout=parts[1] if heldout else None, info=info)
 

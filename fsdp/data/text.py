@@ -44,6 +44,7 @@ def build(where: Where, *, max_mb: float = 8.0) -> DataSet:
         kind="text",
         facts={"vocab_size": 256, "seq_len": where.seq_len, "fingerprint": fingerprint},
         tokens_per_sample=where.seq_len,
+        masks_targets=False,
         default_steps=300,
         preprocess={"tokenizer": "bytes"},
     )

@@ -52,6 +52,7 @@ def build(
         kind="text",
         facts={"vocab_size": vocab_size, "seq_len": where.seq_len},
         tokens_per_sample=where.seq_len,
+        masks_targets=False,
         default_steps=1000,
     )
     return DataSet(train=train, heldout=held if len(held) else None, info=info)

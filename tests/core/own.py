@@ -1,0 +1,156 @@
+"""A person's own models and data, as --model.name and --data.name take them: nothing here knows of shardrun."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+
+class Vectors(Dataset[tuple[Tensor, int]]):
+    """Noise of 12 numbers and a label that follows from it."""
+
+    def __init__(self, count: int, spoil: int = -1) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.inputs = torch.randn(count, 12, generator=generator)
+        self.targets = (self.inputs @ torch.randn(12, 5, generator=generator)).argmax(-1)
+        if spoil >= 0:
+            self.inputs[spoil] = float("nan")
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.inputs[index], int(self.targets[index])
+
+
+def vectors(count: int = 50) -> Vectors:
+    """In batches of 12 the epoch ends with two samples: on four ranks two of them have none."""
+    return Vectors(count)
+
+
+def vectors_with_heldout(count: int = 50, heldout: int = 23) -> tuple[Vectors, Vectors]:
+    return Vectors(count), Vectors(heldout)
+
+
+def spoilt_vectors(count: int = 48, spoil: int = 7) -> Vectors:
+    return Vectors(count, spoil)
+
+
+class Sentences(Dataset[tuple[Tensor, Tensor]]):
+    """Nine tokens, of which some targets are masked: more in one sentence than in another."""
+
+    def __init__(self, count: int) -> None:
+        generator = torch.Generator().manual_seed(6)
+        tokens = torch.randint(0, 31, (count, 10), generator=generator)
+        self.inputs, self.targets = tokens[:, :-1], tokens[:, 1:].clone()
+        for row in range(count):
+            self.targets[row, : row % 8] = -100
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[index], self.targets[index]
+
+
+def sentences(count: int = 50) -> Sentences:
+    return Sentences(count)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, width + 2)
+        self.down = nn.Linear(width + 2, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Uneven(nn.Module):
+    """No protocol, and no width that two, three or four divide."""
+
+    def __init__(self, width: int = 13) -> None:
+        super().__init__()
+        self.stem = nn.Linear(12, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Frozen(Uneven):
+    """Frozen: the stem in the root's group, a part of one block, all of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem.requires_grad_(False)
+        self.blocks[0].get_submodule("up").requires_grad_(False)
+        self.blocks[1].requires_grad_(False)
+
+
+class Scalar(Uneven):
+    """Parameters without a dimension, in the root and in each block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+        for block in self.blocks:
+            block.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x) * block.gain
+        return self.head(x) * self.temperature
+
+
+class Tiny(nn.Module):
+    """Every parameter has fewer rows than four ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = nn.Linear(12, 2)
+        self.shift = nn.Parameter(torch.full((1,), 0.1))
+        self.scores = nn.Parameter(torch.linspace(-1, 1, 10).view(2, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.tanh(self.narrow(x)) + self.shift) @ self.scores
+
+
+class TiedWords(nn.Module):
+    """No protocol, tied by hand, and the middle block is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(31, 10)
+        self.blocks = nn.ModuleList([Block(10), Block(10)])
+        self.head = nn.Linear(10, 31, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens)
+        for at in (0, 1, 1):
+            x = self.blocks[at](x)
+        return self.head(x)
+
+
+class OwnLoss(Uneven):
+    """Takes the targets and returns its loss."""
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        logits = super().forward(x)
+        return logits if targets is None else nn.functional.cross_entropy(logits, targets, label_smoothing=0.1)
+
+
+class Grouped(Uneven):
+    """Units as data: two blocks gathered together, by name and by module."""
+
+    def units(self) -> list[object]:
+        return [["blocks.0", self.blocks[1]], "blocks.2"]
