@@ -35,7 +35,7 @@ def chart(title: str, lines: Mapping[str, Points], unit: str = "") -> str:
     low, high = min(y for _, y in every), max(y for _, y in every)
     first, last = min(x for x, _ in every), max(x for x, _ in every)
     pad = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
-    low, high = low - pad, high + pad
+    low, high = low - pad if low < 0 else max(0.0, low - pad), high + pad
 
     def place(x: float, y: float) -> tuple[float, float]:
         across = (x - first) / ((last - first) or 1)
@@ -66,7 +66,7 @@ def _grid(low: float, high: float, first: float, last: float, left: float) -> li
         value = low + (high - low) * nth / 4
         y = TOP + (1 - nth / 4) * (HEIGHT - TOP - BOTTOM)
         parts.append(f'<line x1="{left}" x2="{WIDTH - 8}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
-        parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.3g}</text>')
+        parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.2g}</text>')
     for x, value, anchor in ((left, first, "start"), (WIDTH - 8, last, "end")):
         parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 6}" text-anchor="{anchor}">step {value:.0f}</text>')
     return parts

@@ -88,8 +88,15 @@ def _starts(story: RunStory) -> str:
 
 
 def _checkpoints(story: RunStory) -> str:
-    rows = [[c["step"], f"{c['size'] / 2**20:.1f} MiB", c["ranks"], c["reason"]] for c in story.checkpoints]
-    return _table(("step", "size", "ranks", "why"), rows)
+    rows: list[list[object]] = []
+    for found in story.checkpoints:
+        about = found.manifest
+        if about is None:
+            rows.append([found.step, "", "", "", f"not whole: {found.detail}"])
+        else:
+            size = sum(size for size, _ in about.files.values()) / 2**20
+            rows.append([found.step, f"{size:.1f} MiB", about.ranks, about.mesh, about.reason])
+    return _table(("step", "size", "ranks", "mesh", "why"), rows)
 
 
 def _configuration(stories: Sequence[RunStory]) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fsdp.checkpoint.inspect import Found, scan
+from fsdp.checkpoint.store import open_store
 from fsdp.config import FIELDS, read_recipe
 from fsdp.errors import ConfigError
 from fsdp.rundir import RunDir, read_records
@@ -24,7 +25,7 @@ class RunStory:
     changed: Mapping[str, Any]
     series: Mapping[str, Points]
     history: list[dict[str, Any]]
-    checkpoints: list[dict[str, Any]]
+    checkpoints: list[Found]
 
     @property
     def last_step(self) -> int:
@@ -42,7 +43,7 @@ def read_run(path: Path) -> RunStory:
         changed={name: value for name, value in config.items() if name in FIELDS and value != FIELDS[name].default},
         series=_series(run),
         history=list(read_records(run.history)),
-        checkpoints=_checkpoints(path / "checkpoints"),
+        checkpoints=_checkpoints(str(config.get("checkpoint.dir") or path / "checkpoints")),
     )
 
 
@@ -56,11 +57,6 @@ def _series(run: RunDir) -> dict[str, Points]:
     return series
 
 
-def _checkpoints(folder: Path) -> list[dict[str, Any]]:
-    """From the manifests of a local folder; a run that saves to an object store has its own list there."""
-    found = []
-    for manifest in sorted(folder.glob("step-*/manifest.json")):
-        about = json.loads(manifest.read_text(encoding="utf-8"))
-        size = sum(path.stat().st_size for path in manifest.parent.iterdir())
-        found.append({"step": about.get("step"), "size": size, "reason": about.get("reason", ""), "ranks": about.get("ranks")})
-    return found
+def _checkpoints(place: str) -> list[Found]:
+    """The whole ones and those that are not, newest first."""
+    return scan(open_store(place))
