@@ -60,13 +60,17 @@ def chart(title: str, lines: Mapping[str, Points], unit: str = "") -> str:
     )
 
 
+def _label(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.2g}"
+
+
 def _grid(low: float, high: float, first: float, last: float, left: float) -> list[str]:
     parts = []
     for nth in range(5):
         value = low + (high - low) * nth / 4
         y = TOP + (1 - nth / 4) * (HEIGHT - TOP - BOTTOM)
         parts.append(f'<line x1="{left}" x2="{WIDTH - 8}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
-        parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.2g}</text>')
+        parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{_label(value)}</text>')
     for x, value, anchor in ((left, first, "start"), (WIDTH - 8, last, "end")):
         parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 6}" text-anchor="{anchor}">step {value:.0f}</text>')
     return parts
