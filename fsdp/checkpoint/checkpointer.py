@@ -36,6 +36,7 @@ from fsdp.state import TrainState
 log = logging.getLogger(__name__)
 
 LOST_HINT = "mend what it names, then start the same command: it goes on from the newest whole checkpoint"
+PATIENCE_S = 10.0
 GUESSED_BYTES_PER_S = 200e6  # until a first save has been measured
 
 
@@ -83,6 +84,7 @@ class Checkpointer:
         self._failed_before = False
         self._save_seconds = 0.0
         self._proven = False
+        self._closed = False
 
     # ------------------------------------------------------------ saving
 
@@ -129,11 +131,24 @@ class Checkpointer:
         return self._save_seconds or 5.0
 
     def close(self) -> None:
-        """Wait for what is in flight; `sealed` tells of it afterwards."""
-        if self._flight is not None:
-            self._flight.done.wait()
+        """Wait for what is in flight; `sealed` tells of it afterwards. If that was not sealed, the run's last state is lost:
+        CheckpointError, on every rank."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._land(must=True)
+        finally:
+            self._saver.stop()
+
+    def abandon(self) -> None:
+        """Leave without raising, after close or instead of it on an exception's way out: a save in flight may still end,
+        if the other ranks are there to end it with; it is not waited for long."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._flight is not None and self._flight.done.wait(PATIENCE_S + 3 * self.save_seconds):
             self._settle(self._flight)
-        self._saver.stop()
 
     def _land(self, must: bool = False) -> None:
         """Wait for the save before this one. All ranks are at the same step here, so all raise or none does."""

@@ -68,7 +68,7 @@ def fail_then_mend(env: DistEnv, run_dir: str, rank: int, failures: int, mode: s
         said = str(error)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-        run.checkpointer.close()
+        run.checkpointer.abandon()
     return sealed + [one.step for one in run.checkpointer.sealed()], said
 
 
@@ -76,6 +76,26 @@ def fail_then_mend(env: DistEnv, run_dir: str, rank: int, failures: int, mode: s
 def test_one_rank_that_cannot_write_leaves_no_seal_and_the_run_goes_on(tmp_path: Path, rank: int, mode: str) -> None:
     assert run_world(2, fail_then_mend, str(tmp_path), rank, 1, mode) == [([3, 5, 7], "")] * 2
     assert folders(tmp_path) == ["step-00000003", "step-00000005", "step-00000007"]
+
+
+def fail_at_the_end(env: DistEnv, run_dir: str) -> str:
+    """The last save runs behind and fails, and no later one comes to say so."""
+    run = build(env, "fsdp", run_dir, width=4000)
+    run.step()
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        run.save()
+        run.checkpointer.close()
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    return "closed"
+
+
+def test_a_run_does_not_end_quietly_with_its_last_save_lost(tmp_path: Path) -> None:
+    assert all("step 1 was not saved: rank 0: " in said for said in run_world(2, fail_at_the_end, str(tmp_path)))
 
 
 def test_the_second_failure_in_a_row_ends_the_run_and_names_rank_and_reason(tmp_path: Path) -> None:

@@ -1,0 +1,105 @@
+"""File systems as they are in life: full, and read-only. Real ones, mounted in a mount space of the test's own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fsdp.checkpoint import inspect
+from fsdp.checkpoint.store import LocalStore
+from tests.checkpoint.small import save_once
+from tests.world import run_world
+
+ROOT = Path(__file__).parents[2]
+
+PROGRAM = """
+import logging, sys, torch
+from fsdp.env import from_environment
+from fsdp.errors import CheckpointError
+from tests.checkpoint.small import build
+logging.basicConfig(format="%(message)s")
+section = dict(word.split("=") for word in sys.argv[2:])
+if "keep_last" in section: section["keep_last"] = int(section["keep_last"])
+run = build(from_environment({}), "ddp", sys.argv[1], section=section, width=20_000)
+try:
+    found = run.checkpointer.restore(run.state)
+    print("restored", found.step if found else None)
+    for _ in range(5):
+        run.step()
+        run.save(wait="mode" in section)
+        print("saved", run.state.step)
+    run.checkpointer.close()
+except CheckpointError as error:
+    run.checkpointer.abandon()
+    print(f"CheckpointError: {error}")
+"""
+
+
+def mounted(mount: str, *words: object, then: str = "true") -> str:
+    """Run PROGRAM where `mount` (a shell command) has been done, for it alone; `then` still sees what it left."""
+    space = ["unshare", "--mount"] if os.getuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount"]
+    shell = f'{mount} && "$0" -c "$PROGRAM" "$@" && {then}'
+    command = [*space, "sh", "-c", shell, sys.executable, *map(str, words)]
+    environ = {**os.environ, "PROGRAM": PROGRAM, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Path:
+    place = tmp_path / "store" / "checkpoints"
+    place.mkdir(parents=True)
+    return place
+
+
+def test_a_full_disk_costs_the_new_save_and_never_an_old_one(checkpoints: Path, tmp_path: Path) -> None:
+    """Each save is 17 MB: the first fits, the second and third do not, and the third ends the run."""
+    kept = tmp_path / "kept"
+    mount = f"mount -t tmpfs -o size=24m tmpfs {checkpoints}"
+    said = mounted(mount, tmp_path / "run", f"dir={checkpoints}", then=f"cp -a {checkpoints} {kept}")
+    assert "CHECKPOINT of step 2 was NOT saved: rank 0: " in said
+    assert "ENOSPC, No space left on device. The run goes on." in said
+    assert "CheckpointError: the save of step 3 failed, as did the one before" in said
+    assert sorted(path.name for path in kept.iterdir()) == ["step-00000001"], "and nothing half-written stays in the way"
+    found = inspect.look(LocalStore(kept), "step-00000001")
+    assert found.manifest is not None
+    for file, (size, crc) in found.manifest.files.items():
+        inspect.check_file(LocalStore(kept), "step-00000001", file, size, crc)
+
+
+def test_pruning_makes_room_where_two_fit(checkpoints: Path, tmp_path: Path) -> None:
+    mount = f"mount -t tmpfs -o size=40m tmpfs {checkpoints}"
+    copy = f"cp -a {checkpoints} {tmp_path / 'kept'}"
+    said = mounted(mount, tmp_path / "run", f"dir={checkpoints}", "keep_last=1", then=copy)
+    assert "saved 5" in said
+    assert "NOT saved" not in said
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["step-00000005"]
+
+
+def read_only(place: Path) -> str:
+    return f"mount --bind {place} {place} && mount -o remount,ro,bind {place}"
+
+
+def test_a_read_only_store_is_said_before_training(checkpoints: Path, tmp_path: Path) -> None:
+    said = mounted(read_only(checkpoints), tmp_path / "run", f"dir={checkpoints}")
+    assert f"CheckpointError: {checkpoints} cannot be written: " in said
+    assert "Read-only file system" in said
+    assert "saved" not in said
+
+
+def test_a_checkpoint_in_a_read_only_store_is_started_from(checkpoints: Path, tmp_path: Path) -> None:
+    run_world(2, save_wide, str(checkpoints))
+    before = sorted(path.name for path in checkpoints.rglob("*"))
+    said = mounted(read_only(checkpoints), tmp_path / "run", f"resume={checkpoints}/step-00000002")
+    assert "restored 2" in said
+    assert "saved 7" in said
+    assert sorted(path.name for path in checkpoints.rglob("*")) == before
+
+
+def save_wide(env: object, place: str) -> None:
+    save_once(env, "fsdp", place + "-run", 2, section={"dir": place}, width=20_000)  # type: ignore[arg-type]

@@ -1,0 +1,91 @@
+"""Real runs of train.py: killed with SIGKILL and started again with the same command; and a second job on one directory."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fsdp.claim import Claim
+from tests.torture.chain import Chain, Shape
+
+ROOT = Path(__file__).parents[2]
+STEPS = 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [Shape("fsdp", 2), Shape("hsdp", 4), Shape("ddp", 2)], ids=lambda shape: shape.strategy)
+def test_a_killed_run_draws_the_unbroken_runs_curve_to_the_bit(tmp_path: Path, shape: Shape) -> None:
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    whole, broken = (Chain(shape, tmp_path / name, keep=0, steps=STEPS) for name in ("whole", "broken"))
+    whole.live()
+    reference = whole.read()
+    step = random.Random(seed).randrange(6, STEPS - 2)
+    assert broken.die_at(step) >= step
+    broken.live()
+    assert broken.starts == 2
+    broken.check_end(reference)
+    assert len(list(broken.records("loss"))) == STEPS
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    file = run_dir / "metrics.jsonl"
+    records = (
+        [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        if file.exists()
+        else []
+    )
+    return {record["step"]: record["loss"] for record in records if "loss" in record}
+
+
+def torchrun(run_dir: Path) -> subprocess.Popen[bytes]:
+    command = [
+        str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node=2",
+        "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0",
+        "train.py", "--run.dir", str(run_dir), "--model.name", "mlp", "--train.steps", str(STEPS),
+        "--train.global_batch", "16", "--checkpoint.every_steps", "5",
+    ]  # fmt: skip
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.DEVNULL)
+
+
+def starts(run_dir: Path) -> list[dict[str, int]]:
+    records = [json.loads(line) for line in (run_dir / "history.jsonl").read_text().splitlines()]
+    return [record for record in records if record["event"] == "start"]
+
+
+@pytest.mark.slow
+def test_under_torchrun_the_same_command_again_goes_on(tmp_path: Path) -> None:
+    with torchrun(tmp_path / "whole") as unbroken, torchrun(tmp_path / "run") as first:
+        while max(losses(tmp_path / "run"), default=0) < 23:
+            assert first.poll() is None
+            time.sleep(0.01)
+        os.kill(starts(tmp_path / "run")[0]["pid"], signal.SIGKILL)
+        assert first.wait(120) != 0
+        assert not (tmp_path / "run" / "DONE").exists()
+        with torchrun(tmp_path / "run") as second:
+            assert second.wait(120) == 0
+        assert unbroken.wait(120) == 0
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    began, again = (start["from_step"] for start in starts(tmp_path / "run"))
+    assert began == 0
+    assert again >= 15
+
+
+def test_a_second_job_on_a_run_directory_is_refused_by_name(tmp_path: Path) -> None:
+    claim = Claim.acquire(tmp_path, "srun", "Slurm job 7")
+    command = [sys.executable, "train.py", "--run.dir", str(tmp_path), "--model.name", "mlp", "--train.steps", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    claim.release()
+    assert done.returncode == 3
+    assert f"{tmp_path} is being written by process {os.getpid()} on" in done.stderr
+    assert "started by srun (Slurm job 7), since" in done.stderr
+    assert not (tmp_path / "metrics.jsonl").exists()

@@ -1,0 +1,33 @@
+"""One rank of a tortured run: the product's own train(), in a process that is forked: a kill costs no import of torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from fsdp import config
+from fsdp.env import DistEnv
+from fsdp.loop import train
+
+
+def run(rank: int, ranks: int, flags: list[str], store: str, log: str) -> None:
+    _speak_into(Path(log))
+    torch.set_num_threads(1)
+    dist.init_process_group("cpu:gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    env = DistEnv(
+        rank=rank, world_size=ranks, local_rank=rank, local_world_size=ranks, node_rank=0, num_nodes=1,
+        device=torch.device("cpu"), launcher="torture",
+    )  # fmt: skip
+    train(config.load(flags), env)
+    sys.stdout.flush()
+    os._exit(0)  # the group was made here and not by train(); nobody needs its orderly end
+
+
+def _speak_into(log: Path) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
