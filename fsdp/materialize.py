@@ -9,51 +9,21 @@ Memory is poisoned before it is filled, so that what nobody filled is found by n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from fsdp.agree import on_main
-from fsdp.digest import combine, digest_shard
-from fsdp.errors import ConfigError, TrainingError
+from fsdp.errors import ConfigError
 from fsdp.models import ModelSpec, to_empty
-from fsdp.models.init import Constant, Init, draw, draw_into
+from fsdp.models.init import Init, draw, draw_into
 from fsdp.models.real import seeded
+from fsdp.proof import cut_of, fill_with_poison, local, poison, prove, shard_count
 from fsdp.shard import Sharded
-
-
-@dataclass(frozen=True)
-class Cut:
-    """Which elements of a flattened parameter a rank keeps: dim-0 rows are contiguous, so two numbers say it."""
-
-    start: int
-    numel: int
-
-
-def cut_of(shape: torch.Size, index: int, count: int) -> Cut:
-    """Shard `index` of `count` along dim 0, as torch.chunk cuts: ceil(rows / count) each, the last ones shorter or empty."""
-    rows, row = (shape[0], shape[1:].numel()) if len(shape) else (1, 1)
-    chunk = -(-rows // count)
-    first, last = min(rows, index * chunk), min(rows, (index + 1) * chunk)
-    return Cut(first * row, (last - first) * row)
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def shard_count(tensor: Tensor) -> int:
-    """How many pieces a parameter is in; replicas of a piece are not counted."""
-    if not isinstance(tensor, DTensor):
-        return 1
-    sizes = [tensor.device_mesh.size(at) for at, place in enumerate(tensor.placements) if isinstance(place, Shard)]
-    assert all(not isinstance(place, Shard) or place.dim == 0 for place in tensor.placements), "sharded on dim 0 alone"
-    return sizes[0] if sizes else 1
 
 
 class Source(Protocol):
@@ -87,14 +57,15 @@ class DrawnSource:
 
 
 class StateSource:
-    """A pretrained state dict, read lazily; what it lacks comes from `rest`."""
+    """A pretrained state dict, read lazily. A tied parameter may stand there under any of its names."""
 
-    def __init__(self, state: Mapping[str, Tensor], rest: Source | None) -> None:
-        self._state, self._rest = state, rest
+    def __init__(self, state: Mapping[str, Tensor], names: Mapping[str, list[str]], rest: Source | None) -> None:
+        self._state, self._names, self._rest = state, names, rest
 
     def take(self, name: str) -> Tensor | None:
-        if name in self._state:
-            return self._state[name]
+        for known in self._names.get(name, [name]):
+            if known in self._state:
+                return self._state[known]
         return self._rest.take(name) if self._rest else None
 
 
@@ -115,10 +86,12 @@ def materialize(
     root = sharded.root
     methods: Any = root
     inits: Mapping[str, Init] = methods.param_inits() if hasattr(root, "param_inits") else {}
-    shapes = {name: parameter.shape for name, parameter in root.named_parameters()}
-    device = rest_device or sharded.device
-    to_empty(root, device)
-    _poison(root)
+    to_empty(root, rest_device or sharded.device)
+    poison(root)
+    if rest_device is not None:
+        _buffers_to(root, sharded.device)
+    if hasattr(root, "init_buffers"):
+        methods.init_buffers(sharded.device)
     if inits and init == "shard" and weights is None:
         _draw_shards(root, inits, seed, rank)
     else:
@@ -126,33 +99,22 @@ def materialize(
 
         def open_source() -> None:
             nonlocal source
-            source = _source(spec, inits, shapes, seed, weights, root)
+            source = _source(spec, inits, seed, weights, root)
 
         # What fails on rank 0 alone is told to all, so that nobody waits for weights that never come.
         on_main(rank, open_source)
         _send_all(sharded, source)
-    if hasattr(root, "init_buffers"):
-        methods.init_buffers(sharded.device)
     prove(root, rank=rank, drawn={name: i for name, i in inits.items() if weights is None})
 
 
 # ---------------------------------------------------------------- filling
 
 
-def _poison(root: nn.Module) -> None:
-    """NaN in floats, a rare value in integers: what is still there at the end was never filled."""
-    with torch.no_grad():
-        for tensor in [*root.parameters(), *root.buffers()]:
-            part = local(tensor)
-            if part.is_floating_point() or part.is_complex():
-                part.fill_(float("nan"))
-            elif part.dtype != torch.bool:
-                part.fill_(_rare(part.dtype))
-
-
-def _rare(dtype: torch.dtype) -> int:
-    info = torch.iinfo(dtype)
-    return info.max - 41
+def _buffers_to(root: nn.Module, device: torch.device) -> None:
+    """Where parameters rest on the host, buffers still lie where forward reads them."""
+    for module in root.modules():
+        for key, buffer in module._buffers.items():
+            module._buffers[key] = None if buffer is None else buffer.to(device)
 
 
 @torch.no_grad()
@@ -163,48 +125,68 @@ def _draw_shards(root: nn.Module, inits: Mapping[str, Init], seed: int, rank: in
             draw_into(part, inits[name], seed, name, cut_of(target.shape, rank % count, count).start)
 
 
+def _sent_buffers(root: nn.Module) -> list[tuple[str, Tensor]]:
+    """All; or, where the model fills its buffers itself, those that a state dict could hold."""
+    if not hasattr(root, "init_buffers"):
+        return list(root.named_buffers())
+    persistent = root.state_dict().keys()
+    return [(name, buffer) for name, buffer in root.named_buffers() if name in persistent]
+
+
 def _source(
     spec: ModelSpec,
     inits: Mapping[str, Init],
-    shapes: Mapping[str, torch.Size],
     seed: int,
     weights: Callable[[], Mapping[str, Tensor]] | None,
     root: nn.Module,
 ) -> Source:
     """Rank 0's values. A model that says its inits is never built whole, nor is one whose state dict has everything."""
-    state = weights() if weights else {}
-    names = [*shapes, *(name for name, _ in root.named_buffers())]
-    ready = bool(inits) or (all(name in state for name in names) and bool(state))
-    rest: Source = DrawnSource(inits, shapes, seed) if ready else BuiltSource(build_on_host(spec, seed))
-    if not weights:
-        return rest
-    _check_state_fits(state, shapes)
-    return StateSource(state, rest if not inits else _BuffersOnly(rest, set(shapes)))
+    shapes = {name: parameter.shape for name, parameter in root.named_parameters()}
+    if weights is None:
+        return DrawnSource(inits, shapes, seed) if inits else BuiltSource(build_on_host(spec, seed))
+    state, names = weights(), _all_names(root)
+    _check_state_fits(state, names, root)
+    complete = hasattr(root, "init_buffers") or all(name in state for name, _ in root.named_buffers())
+    return StateSource(state, names, None if complete else BuiltSource(build_on_host(spec, seed)))
 
 
-class _BuffersOnly:
-    """Beside a pretrained state no parameter may be drawn in silence."""
-
-    def __init__(self, rest: Source, parameters: set[str]) -> None:
-        self._rest, self._parameters = rest, parameters
-
-    def take(self, name: str) -> Tensor | None:
-        return None if name in self._parameters else self._rest.take(name)
+def _all_names(root: nn.Module) -> dict[str, list[str]]:
+    """The first name of each parameter and buffer → all of its names: tied ones have several."""
+    by_tensor: dict[Tensor, list[str]] = {}
+    for name, tensor in [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]:
+        by_tensor.setdefault(tensor, []).append(name)
+    return {names[0]: names for names in by_tensor.values()}
 
 
-def _check_state_fits(state: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> None:
-    missing = [name for name in shapes if name not in state]
+def _check_state_fits(state: Mapping[str, Tensor], names: Mapping[str, list[str]], root: nn.Module) -> None:
+    """Nothing missing, nothing left over, every shape the model's: else part of it would be trained from scratch unseen."""
+    tensors = {**dict(root.named_parameters()), **dict(root.named_buffers())}
+    needed = dict(root.named_parameters()) if hasattr(root, "init_buffers") else {n: tensors[n] for n in _persistent(root)}
+    missing = [name for name in needed if not any(known in state for known in names[name])]
     if missing:
         raise ConfigError(
-            f"--model.weights has no {missing[0]} ({len(missing)} of {len(shapes)} parameters are missing).",
+            f"--model.weights has no {missing[0]} ({len(missing)} of {len(needed)} are missing).",
             "its names must be the model's own: python -m fsdp.checkpoints RUN export writes such a file",
         )
-    for name, shape in shapes.items():
-        if state[name].shape != shape:
-            raise ConfigError(
-                f"--model.weights has {name} as {tuple(state[name].shape)}, the model as {tuple(shape)}.",
-                "give --model.preset and --model.args as the weights were trained with",
-            )
+    known_names = {known for some in names.values() for known in some}
+    over = [name for name in state if name not in known_names]
+    if over:
+        raise ConfigError(
+            f"--model.weights has {over[0]}, which the model has not ({len(over)} of {len(state)} are left over).",
+            "give --model.preset and --model.args as the weights were trained with",
+        )
+    for name, some in names.items():
+        for known in some:
+            if known in state and state[known].shape != tensors[name].shape:
+                raise ConfigError(
+                    f"--model.weights has {known} as {tuple(state[known].shape)}, the model as {tuple(tensors[name].shape)}.",
+                    "give --model.preset and --model.args as the weights were trained with",
+                )
+
+
+def _persistent(root: nn.Module) -> list[str]:
+    kept = root.state_dict().keys()
+    return [name for name, _ in [*root.named_parameters(), *root.named_buffers()] if name in kept]
 
 
 def build_on_host(spec: ModelSpec, seed: int) -> nn.Module:
@@ -225,10 +207,7 @@ def build_on_host(spec: ModelSpec, seed: int) -> nn.Module:
 @torch.no_grad()
 def _send_all(sharded: Sharded, source: Source | None) -> None:
     root = sharded.root
-    own_buffers = hasattr(root, "init_buffers")
-    persistent = root.state_dict().keys() if own_buffers else ()
-    sent = [(n, b) for n, b in root.named_buffers() if not own_buffers or n in persistent]
-    for name, target in [*root.named_parameters(), *sent]:
+    for name, target in [*root.named_parameters(), *_sent_buffers(root)]:
         full = source.take(name) if source is not None else None
         if shard_count(target) == 1:
             _broadcast_whole(target, full, is_source=source is not None)
@@ -238,7 +217,7 @@ def _send_all(sharded: Sharded, source: Source | None) -> None:
 
 def _broadcast_whole(target: Tensor, full: Tensor | None, *, is_source: bool) -> None:
     part = local(target)
-    wire = _bytes(_or_poison(full, target)) if is_source else _bytes(torch.empty_like(part))
+    wire = _bytes(_or_own(full, target)) if is_source else _bytes(torch.empty_like(part))
     wire = wire.to(part.device)
     dist.broadcast(wire, src=0)
     part.copy_(wire.view(part.dtype).view(part.shape))
@@ -250,7 +229,7 @@ def _scatter_rows(target: Tensor, full: Tensor | None, sharded: Sharded, *, is_s
     chunk = -(-target.shape[0] // count) * target.shape[1:].numel() * part.element_size()
     received = torch.empty(chunk, dtype=torch.uint8, device=part.device)
     if dist.get_rank() < count:
-        pieces = _padded_pieces(_bytes(_or_poison(full, target)).to(part.device), chunk, count) if is_source else None
+        pieces = _padded_pieces(_bytes(_or_own(full, target)).to(part.device), chunk, count) if is_source else None
         dist.scatter(received, pieces, src=0, group=sharded.mesh.get_group("dp_shard"))
     if sharded.sizes.replicate > 1:
         dist.broadcast(received, src=dist.get_rank() % count, group=sharded.mesh.get_group("dp_replicate"))
@@ -271,114 +250,12 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
-def _or_poison(full: Tensor | None, target: Tensor) -> Tensor:
-    """Where the source has nothing the poison is sent on, and the proof names it."""
+def _or_own(full: Tensor | None, target: Tensor) -> Tensor:
+    """Where the source has nothing, what lies there is sent on: what init_buffers made, or the poison for the proof."""
     if full is not None:
         return full.detach().to(dtype=target.dtype)
-    floats = target.is_floating_point() or target.is_complex()
-    value = float("nan") if floats else target.dtype != torch.bool and _rare(target.dtype)
-    return torch.full(target.shape, value, dtype=target.dtype)
-
-
-# ---------------------------------------------------------------- proving
-
-
-@torch.no_grad()
-def prove(root: nn.Module, *, rank: int, drawn: Mapping[str, Init]) -> None:
-    """Stop the run by name: a value left uninitialised, a buffer nobody filled, equal shards, replicas that differ."""
-    findings = [*_unfilled(root)]
-    table = _digests(root)
-    told: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(told, findings)
-    problems = [f"rank {r}: {text}" for r, texts in enumerate(told) for text in texts]
-    if not problems:
-        problems = _compare(root, table, drawn)
-    if problems:
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise TrainingError(
-            f"{problems[0]}{more}", "the model's initialisation must fill every parameter and buffer on each rank"
-        )
-
-
-def _unfilled(root: nn.Module) -> Iterator[str]:
-    for kind, named in (("parameter", root.named_parameters()), ("buffer", root.named_buffers())):
-        for name, tensor in named:
-            part = local(tensor)
-            if part.is_meta:
-                yield f"{kind} {name} is still on the meta device"
-            elif part.numel() and _is_poisoned(part):
-                yield f"{kind} {name} was never initialised"
-    for name, module in root.named_modules():
-        for key, value in vars(module).items():
-            if isinstance(value, Tensor) and value.is_meta:
-                owner = name or type(root).__name__
-                yield f"{owner}.{key} is a tensor that no register_buffer made, and is still on the meta device"
-
-
-def _is_poisoned(part: Tensor) -> bool:
-    if part.is_floating_point() or part.is_complex():
-        return bool(part.isnan().any())
-    return part.dtype != torch.bool and bool((part == _rare(part.dtype)).all())
-
-
-def _digests(root: nn.Module) -> Tensor:
-    """A row a tensor: numel, plain sum, weighted sum, constant; as int64 for the wire."""
-    rows = []
-    for tensor in [*root.parameters(), *root.buffers()]:
-        d = digest_shard(local(tensor))
-        rows.append([d.numel, _signed(d.plain), _signed(d.weighted), int(d.constant)])
-    return torch.tensor(rows, dtype=torch.int64).view(-1, 4)
-
-
-def _signed(word: int) -> int:
-    return word - 2**64 if word >= 2**63 else word
-
-
-def _compare(root: nn.Module, table: Tensor, drawn: Mapping[str, Init]) -> list[str]:
-    """Every rank's digests side by side. Equal shards are an error where values are drawn; elsewhere they may be meant."""
-    tables = [torch.empty_like(table) for _ in range(dist.get_world_size())]
-    dist.all_gather(tables, table)
-    named = [*root.named_parameters(), *root.named_buffers()]
-    found: list[str] = []
-    for row, (name, tensor) in enumerate(named):
-        count = shard_count(tensor)
-        digests = [tuple(t[row].tolist()) for t in tables]
-        random = name in drawn and not isinstance(drawn[name], Constant)
-        found += _differing_replicas(name, digests, count)
-        found += _equal_shards(name, digests, count) if random else []
-    return found
-
-
-def _differing_replicas(name: str, digests: list[tuple[int, ...]], count: int) -> list[str]:
-    return [
-        f"{name} differs between ranks {rank % count} and {rank}, which hold the same shard"
-        for rank in range(count, len(digests))
-        if digests[rank] != digests[rank % count]
-    ][:1]
-
-
-def _equal_shards(name: str, digests: list[tuple[int, ...]], count: int) -> list[str]:
-    seen: dict[tuple[int, ...], int] = {}
-    for rank in range(count):
-        numel, _, _, constant = digests[rank]
-        if numel and not constant:
-            if digests[rank] in seen:
-                return [f"{name} is the same on ranks {seen[digests[rank]]} and {rank}, which hold different shards"]
-            seen[digests[rank]] = rank
-    return []
-
-
-def state_digest(root: nn.Module) -> dict[str, int]:
-    """One number a tensor for the whole model, equal at any number of ranks. Collective."""
-    table = _digests(root)
-    tables = [torch.empty_like(table) for _ in range(dist.get_world_size())]
-    dist.all_gather(tables, table)
-    whole: dict[str, int] = {}
-    for row, (name, tensor) in enumerate([*root.named_parameters(), *root.named_buffers()]):
-        count = shard_count(tensor)
-        parts = []
-        for index in range(count):
-            _, plain, weighted, _ = (int(v) for v in tables[index][row])
-            parts.append(weighted + 2 * cut_of(tensor.shape, index, count).start * plain)
-        whole[name] = combine(parts)
+    if not isinstance(target, DTensor):
+        return target
+    whole = torch.empty(target.shape, dtype=target.dtype)
+    fill_with_poison(whole)
     return whole

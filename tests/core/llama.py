@@ -1,0 +1,16 @@
+"""A Hugging Face model from its config, as a person writes the factory."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def llama(tied: bool = False) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=31, hidden_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+            intermediate_size=40, tie_word_embeddings=tied,
+        )
+    )  # fmt: skip
