@@ -147,7 +147,8 @@ def shard_model(
     """Cut the model up; its weights may still be on meta. For DDP call `replicate` once they are real."""
     dtypes = resolve_dtypes(precision, device)
     if any(p.is_floating_point() and p.dtype != dtypes.master for p in model.parameters()):
-        model.to(dtypes.master)
+        # Not model.to(dtype): it would take the imaginary part from complex buffers.
+        model._apply(lambda tensor: tensor.to(dtypes.master) if tensor.is_floating_point() else tensor)
     units = find_units(model, section.wrap)
     apply_activation_checkpointing(units, memory)
     apply_compile(units, model, speed, device)

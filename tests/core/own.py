@@ -154,3 +154,71 @@ class Grouped(Uneven):
 
     def units(self) -> list[object]:
         return [["blocks.0", self.blocks[1]], "blocks.2"]
+
+
+# ---------------------------------------------------------------- models with something wrong or unusual
+
+
+class Unfilled(Uneven):
+    """One parameter is left as memory was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(13))
+
+
+class ForgetsBuffer(Uneven):
+    """init_buffers fills one of its buffers."""
+
+    def __init__(self, kind: str = "float") -> None:
+        super().__init__()
+        dtype = {"float": torch.float32, "int": torch.int64, "bool": torch.bool, "complex": torch.complex64}[kind]
+        self.register_buffer("table", torch.empty(4), persistent=False)
+        self.register_buffer("forgotten", torch.empty(6, dtype=dtype), persistent=False)
+
+    def init_buffers(self, device: torch.device) -> None:
+        self.table = torch.arange(4.0, device=device)
+
+
+class ForgetsInit(Uneven):
+    """param_inits names all but one parameter; the registry would refuse it, so the proof is tried by itself."""
+
+    def param_inits(self) -> dict[str, object]:
+        from fsdp.models.init import Normal
+
+        return {name: Normal(0.1) for name, _ in self.named_parameters() if name != "head.bias"}
+
+
+class Buffers(Uneven):
+    """Every kind of buffer, persistent and not, as the constructor makes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(13)
+        values = {
+            "floats": torch.linspace(0, 1, 7),
+            "ints": torch.arange(5),
+            "small": torch.tensor(9, dtype=torch.uint8),
+            "truth": torch.tensor([True, False, True]),
+            "waves": torch.polar(torch.ones(3), torch.arange(3.0)),
+            "nothing": torch.zeros(0),
+        }
+        for name, value in values.items():
+            self.register_buffer(f"{name}_kept", value.clone(), persistent=True)
+            self.register_buffer(f"{name}_made", value.clone(), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.stem(x)))
+
+
+class PersistentTable(Uneven):
+    """A buffer that init_buffers starts and training changes: a state dict carries it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(4))
+        self.register_buffer("made", torch.zeros(2), persistent=False)
+
+    def init_buffers(self, device: torch.device) -> None:
+        self.table = torch.zeros(4, device=device)
+        self.made = torch.ones(2, device=device)
