@@ -194,7 +194,7 @@ class Checkpointer:
         """After a seal, on rank 0's background thread. A folder that will not go is said and left."""
         try:
             keep.prune(self._store, self._section, self._attempt)
-        except OSError as error:
+        except Exception as error:  # the save itself is sealed
             log.warning("old checkpoints in %s could not be removed: %s", self._store.where, error)
 
     # ------------------------------------------------------------ restoring

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from fsdp.checkpoint import inspect, manifest, names
+from fsdp.checkpoint import boxes, inspect, manifest, names
 from fsdp.checkpoint.crc import crc32
 from fsdp.checkpoint.manifest import Manifest
 from fsdp.checkpoint.plan import Plan, agree, metadata_bytes, pack_values
@@ -80,6 +80,7 @@ class Saver:
         self._store, self._talk, self._attempt = store, talk, attempt
         self._ours, self._after = ours, after
         self._staging = Staging(device)
+        self._compared = False
         self._plan: Plan | None = None
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="checkpoint", daemon=True)
@@ -99,7 +100,7 @@ class Saver:
             try:
                 job.outcome = self._save(job)
             except Exception as error:
-                # Whatever it is, a person hears of it in the next step; the peers hear it as a broken connection.
+                # The ranks cannot speak any more: a peer has died, or this one cannot even copy.
                 job.outcome = Outcome(job.step, "", f"rank {self._talk.rank}: {one_line(error)}", fatal=True)
             finally:
                 job.copied.set()
@@ -120,6 +121,7 @@ class Saver:
         reports = self._talk.collect(report)
         outcome = self._close(job, folder, reports) if reports is not None else None
         outcome = self._talk.tell(outcome)
+        self._compared = True
         if outcome.path and self._talk.rank == 0:
             self._after()
         return replace(outcome, write_s=time.perf_counter() - started)
@@ -136,15 +138,18 @@ class Saver:
             if (whole := inspect.sealed_step(self._store, step)) is not None:
                 return "", Outcome(step, self._store.path(whole.folder))
             self._store.begin(folder)
-        except OSError as error:
+        except Exception as error:  # the other ranks wait to hear of it, whatever it is
             return "", Outcome(step, "", f"rank 0 cannot make {self._store.path(folder)}: {one_line(error)}")
         return folder, None
 
     def _try_write(self, folder: str, image: Image, job: Job) -> Written | str:
         try:
             job.values = pack_values(job.snapshot) if self._talk.rank == 0 else []
-            return write_file(self._store, folder, self._talk.rank, image, [data for _, _, data in job.values])
-        except OSError as error:
+            written = write_file(self._store, folder, self._talk.rank, image, [data for _, _, data in job.values])
+            if not self._compared:
+                written.buffers = {p.key: boxes.digest(p.local, p.offsets, p.size) for p in job.snapshot.pieces if p.buffer}
+            return written
+        except Exception as error:  # the other ranks wait to hear of it, whatever it is
             return (
                 f"rank {self._talk.rank}: {one_line(error, self._store.path(folder) + '/' + names.data_file(self._talk.rank))}"
             )
@@ -155,14 +160,24 @@ class Saver:
         written = [report for report in reports if isinstance(report, Written)]
         if not failures:
             try:
+                self._compare_buffers(written)
                 return self._seal(job, folder, written)
-            except OSError as error:
+            except Exception as error:  # the other ranks wait to hear of it, whatever it is
                 failures.append(f"rank 0: {one_line(error)}")
         try:
             self._store.remove(folder, self._attempt)
         except OSError as error:
             failures.append(f"what was written could not be removed: {one_line(error)}")
         return Outcome(job.step, "", "; ".join(failures))
+
+    def _compare_buffers(self, written: list[Written]) -> None:
+        """Once: statistics that each rank gathers by itself (BatchNorm's) are kept as rank 0 has them, and that is said."""
+        differ = [key for key, mine in written[0].buffers.items() if any(one.buffers.get(key) != mine for one in written)]
+        if differ and not self._compared:
+            log.warning(
+                "%d buffers differ between ranks (%s, …): checkpoints keep rank 0's, and a resumed run gives them to all",
+                len(differ), differ[0],
+            )  # fmt: skip
 
     def _seal(self, job: Job, folder: str, written: list[Written]) -> Outcome:
         assert self._plan is not None

@@ -155,7 +155,7 @@ def write_past_cache(descriptor: int, view: memoryview) -> int:
             if written % BLOCK:  # cut short, as before a full disk: the rest goes the ordinary way, and says so
                 break
     except OSError as error:
-        if error.errno != errno.EINVAL or done:
+        if error.errno not in (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP):
             raise
     finally:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)

@@ -92,6 +92,8 @@ def replicas(tensor: torch.Tensor) -> Replicas | None:
         assert dist.group.WORLD is not None
         return Replicas(dist.group.WORLD, dist.get_world_size(), dist.get_rank())
     mesh = tensor.device_mesh
+    if tensor.device.type != mesh.device_type:
+        return None  # offloaded to the host, where the mesh's groups may not speak: each reads for itself
     axes = [axis for axis, placement in enumerate(tensor.placements) if placement.is_replicate() and mesh.size(axis) > 1]
     if len(axes) != 1:
         return None

@@ -25,6 +25,8 @@ class Written:
     crc: int = 0
     shares: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Key → elements of the whole tensor, and this rank's share of its digest."""
+    buffers: dict[str, int] = field(default_factory=dict)
+    """Digests of this rank's own buffers, of which only rank 0's are kept."""
 
 
 def write_file(store: Store, folder: str, rank: int, image: Image, values: list[bytes]) -> Written:
