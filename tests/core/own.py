@@ -222,3 +222,9 @@ class PersistentTable(Uneven):
     def init_buffers(self, device: torch.device) -> None:
         self.table = torch.zeros(4, device=device)
         self.made = torch.ones(2, device=device)
+
+
+def uneven_from(state: dict[str, Tensor]) -> nn.Module:
+    model = Uneven().double()
+    model.load_state_dict(state)
+    return model.requires_grad_(False)

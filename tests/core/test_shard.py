@@ -1,0 +1,123 @@
+"""What becomes a unit is sharded as asked, and nothing else about the model changes: names, modes, what rests between steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp.config import MemorySection, MeshSection, PrecisionSection, SpeedSection
+from fsdp.env import DistEnv
+from fsdp.errors import ConfigError
+from fsdp.mesh import build_mesh, resolve
+from fsdp.shard import Sharded, apply_activation_checkpointing, replicate, resolve_dtypes, shard_model
+from tests.core import own
+from tests.core.test_materialize import made
+from tests.world import run_world
+
+LAYERS = ["", "stem", *(f"blocks.{n}.{m}" for n in range(3) for m in ("norm", "up", "down")), "head"]
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def sharded_of(env: DistEnv, name: str, section: MeshSection) -> Sharded:
+    sizes = resolve(section, env.world_size)
+    return shard_model(
+        getattr(own, name)(), sizes=sizes, mesh=build_mesh(sizes, env.device), device=env.device, section=section,
+        precision=PrecisionSection(), memory=MemorySection(), speed=SpeedSection(),
+    )  # fmt: skip
+
+
+def unit_names(env: DistEnv, name: str, wrap: str) -> list[str]:
+    root = sharded_of(env, name, MeshSection(wrap=wrap)).root
+    return [path for path, module in root.named_modules() if isinstance(module, FSDPModule)]
+
+
+@pytest.mark.parametrize(
+    ("name", "wrap", "expected"),
+    [
+        ("Uneven", "auto", ["", "blocks.0", "blocks.1", "blocks.2"]),
+        ("Uneven", "root", [""]),
+        ("Uneven", "class:Linear,LayerNorm", LAYERS),
+        ("Uneven", "size:400", ["", "blocks.0", "blocks.1", "blocks.2"]),
+        ("Grouped", "auto", ["", "blocks.0", "blocks.1", "blocks.2"]),
+        ("TiedWords", "auto", ["", "blocks.0", "blocks.1"]),
+        ("Tiny", "auto", [""]),
+    ],
+)  # fmt: skip
+def test_units(name: str, wrap: str, expected: list[str]) -> None:
+    for found in run_world(2, unit_names, name, wrap):
+        assert sorted(found) == sorted(expected)
+
+
+def look(env: DistEnv, name: str) -> dict[str, object]:
+    root = sharded_of(env, name, MeshSection()).root
+    return {
+        "names": [n for n, _ in root.named_parameters()],
+        "rows": {n: tuple(p.to_local().shape) for n, p in root.named_parameters() if isinstance(p, DTensor)},
+        "whole": [n for n, p in root.named_parameters() if not isinstance(p, DTensor)],
+        "trained": {n: p.requires_grad for n, p in root.named_parameters()},
+    }
+
+
+def test_uneven_rows_small_parameters_and_scalars() -> None:
+    found = run_world(4, look, "Tiny")
+    assert [f["rows"]["narrow.weight"] for f in found] == [(1, 12), (1, 12), (0, 12), (0, 12)]  # type: ignore[index]
+    found = run_world(3, look, "Scalar")
+    assert [f["rows"]["stem.weight"] for f in found] == [(5, 12), (5, 12), (3, 12)]  # type: ignore[index]
+    assert found[0]["whole"] == ["temperature", "blocks.0.gain", "blocks.1.gain", "blocks.2.gain"]
+
+
+def test_names_and_frozen_parameters_stay() -> None:
+    plain = own.Frozen()
+    for found in run_world(2, look, "Frozen"):
+        assert found["names"] == [n for n, _ in plain.named_parameters()]
+        assert found["trained"] == {n: p.requires_grad for n, p in plain.named_parameters()}
+
+
+def after_evaluation(env: DistEnv, policy: str) -> tuple[bool, bool]:
+    """(all parameters are shards again, the model is in training mode)"""
+    sizes = resolve(MeshSection(), env.world_size)
+    sharded = shard_model(
+        own.Uneven(), sizes=sizes, mesh=build_mesh(sizes, env.device), device=env.device,
+        section=MeshSection(reshard_after_forward=policy), precision=PrecisionSection(), memory=MemorySection(),
+        speed=SpeedSection(),
+    )  # fmt: skip
+    with sharded.evaluating():
+        sharded.called(torch.zeros(2, 12))
+    return all(isinstance(p, DTensor) for p in sharded.root.parameters()), sharded.root.training
+
+
+@pytest.mark.parametrize("policy", ["true", "false", "step"])
+def test_an_evaluation_leaves_nothing_gathered(policy: str) -> None:
+    assert run_world(2, after_evaluation, policy) == [(True, True)] * 2
+
+
+def ddp_of(env: DistEnv) -> tuple[bool, bool, bool]:
+    sharded = made(env, own.Uneven, strategy="ddp")
+    replicate(sharded)
+    real = isinstance(sharded.runs, DistributedDataParallel)
+    with sharded.evaluating():
+        inner = sharded.called is sharded.root
+    return real, sharded.called is sharded.runs, inner
+
+
+def test_ddp_is_torch_s_own() -> None:
+    assert run_world(2, ddp_of) == [(True, True, True)] * 2
+
+
+def test_the_dtypes_that_a_device_gets() -> None:
+    auto = resolve_dtypes(PrecisionSection(), CPU)
+    assert (auto.param, auto.reduce, auto.output) == (torch.float32, torch.float32, None)
+    auto = resolve_dtypes(PrecisionSection(), CUDA)
+    assert (auto.master, auto.param, auto.reduce) == (torch.float32, torch.bfloat16, torch.float32)
+    assert resolve_dtypes(PrecisionSection(master="fp64"), CUDA).param == torch.float64
+    assert resolve_dtypes(PrecisionSection(param="fp16"), CPU).needs_loss_scale
+
+
+def test_recomputing_without_units_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"--memory.activation_checkpointing full works on units.*HINT: --mesh.wrap class:NAME"
+    ):
+        apply_activation_checkpointing([], MemorySection(activation_checkpointing="full"))
