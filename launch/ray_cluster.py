@@ -8,7 +8,9 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import socket
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,8 +32,11 @@ QUIET = {
 }
 """Said to Ray before it is imported, where the person has not said otherwise."""
 
+LEAN = {"prestart_worker_first_driver": False}  # idle Python processes, one a core, that no worker of ours comes from
 STORE_BYTES = 128 << 20
 """Nothing of ours goes through Ray's object store: far below its default of a third of the memory."""
+KNOCK_S = 5.0
+NODES, NODES_S, LOOK_S = "SHARDRUN_RAY_NODES", 120.0, 0.2
 LONGEST_TMP = 40
 """A Unix socket's path has at most 107 characters, and Ray puts 65 behind this folder."""
 
@@ -56,11 +61,12 @@ def connected(section: RaySection, runtime_env: Mapping[str, Any]) -> Iterator[s
         finally:
             ray.shutdown()
         return
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # nobody takes this machine's nodes away
     folder = tempfile.mkdtemp(prefix="ray-", dir=_short_tmp())
     try:
         ray.init(
             address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, _temp_dir=folder,
-            _node_ip_address="127.0.0.1", object_store_memory=STORE_BYTES,
+            _node_ip_address="127.0.0.1", object_store_memory=STORE_BYTES, _system_config=LEAN,
         )  # fmt: skip
         yield f"Ray {ray.__version__}, started here"
     finally:
@@ -72,12 +78,38 @@ def _join(address: str, runtime_env: Mapping[str, Any]) -> None:
     import ray
 
     try:
+        _knock(address, time.monotonic() + (NODES_S if NODES in os.environ else 0))
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, runtime_env=dict(runtime_env))
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise LaunchError(
             f"--ray.address {address}: no Ray answers there ({str(error).splitlines()[0]}).",
             "ray start --head on that machine first, or leave --ray.address out to start one here",
         ) from None
+
+
+def _knock(address: str, until: float) -> None:
+    """Ray itself tries for a minute and more where nobody listens."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    while host and port.isdigit():
+        try:
+            return socket.create_connection((host, int(port)), timeout=KNOCK_S).close()
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(LOOK_S)
+
+
+def _await_nodes() -> None:
+    """A job script that brings the cluster up beside us says how many nodes are on their way."""
+    import ray
+
+    wanted, until = int(os.environ.get(NODES, "1")), time.monotonic() + NODES_S
+    while (there := sum(node["Alive"] for node in ray.nodes())) < wanted:
+        if time.monotonic() > until:
+            raise LaunchError(
+                f"{there} of {wanted} Ray nodes are up after {NODES_S:.0f} s.", "see what `ray start` said on the others"
+            )
+        time.sleep(LOOK_S)
 
 
 def _short_tmp() -> str:
@@ -110,6 +142,7 @@ def workers_for(section: RaySection) -> Workers:
     """What the flags ask of the Ray that is connected, or LaunchError with what it has: at once, not after a time-out."""
     import ray
 
+    _await_nodes()
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     low, high = worker_range(section.num_workers)
     gpus = _gpus(section.gpus_per_worker, nodes)

@@ -1,0 +1,42 @@
+"""One cluster of three nodes that the tests of this room share, and the undisturbed run that they compare with.
+
+Without Ray these tests skip and say why; where SHARDRUN_CI_REQUIRE names ray, they fail.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.ray.cluster import Cluster
+from tests.ray.runs import Run, torchrun
+
+
+def need_ray() -> None:
+    missing = importlib.util.find_spec("ray") is None
+    if missing and "ray" in os.environ.get("SHARDRUN_CI_REQUIRE", "").split(","):
+        pytest.fail("SHARDRUN_CI_REQUIRE names ray, but it is not installed")
+    if missing:
+        pytest.skip("ray is not installed (pip install 'ray[train]')")
+
+
+@pytest.fixture(autouse=True)
+def ray_is_here() -> None:
+    need_ray()
+
+
+@pytest.fixture(scope="session")
+def joined() -> Iterator[Cluster]:
+    """Two nodes of two CPUs, shared by the tests that break no node."""
+    need_ray()
+    with Cluster([2, 2]) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Two ranks under torchrun, all steps at once."""
+    return torchrun(tmp_path_factory.mktemp("undisturbed"), 2)

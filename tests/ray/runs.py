@@ -1,0 +1,122 @@
+"""The tiny run that these tests train, under Ray and under torchrun, as typed; and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.ray.cluster import REPOSITORY, Cluster, clean_environment, eventually
+
+STEPS = 24
+FLAGS = (
+    "--model.name", "mlp", "--train.steps", str(STEPS), "--train.global_batch", "16",
+    "--checkpoint.every_steps", "4", "--run.log_every_steps", "1",
+)  # fmt: skip
+SLOWLY = ("--data.name", "tests.ray.slow:digits", "--data.args.seconds", "0.25")
+HSDP = ("--mesh.strategy", "hsdp", "--mesh.replicate", "2", "--mesh.shard", "2")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory, as a user reads it."""
+
+    path: Path
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """By step: JSON keeps every bit of a float."""
+        return {record["step"]: record["loss"] for record in self._records("metrics.jsonl") if "loss" in record}
+
+    @property
+    def steps(self) -> list[int]:
+        return [record["step"] for record in self._records("metrics.jsonl") if "loss" in record]
+
+    @property
+    def starts(self) -> list[dict[str, Any]]:
+        return [event for event in self._records("history.jsonl") if event["event"] == "start"]
+
+    def reaches(self, step: int, starts: int = 1) -> bool:
+        return len(self.starts) >= starts and max(self.steps, default=0) >= step
+
+    def _records(self, name: str) -> list[dict[str, Any]]:
+        path = self.path / name
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+class Driver:
+    """`python train.py --backend ray …` while it runs."""
+
+    def __init__(self, run: Path, *flags: str, cluster: Cluster | None = None) -> None:
+        self.run = Run(run)
+        address = ("--ray.address", cluster.address) if cluster else ()
+        command = [sys.executable, "train.py", "--backend", "ray", *address, *FLAGS, *flags, "--run.dir", str(run)]
+        # files, not pipes: a pipe that nobody reads while the test waits for a step would stop the run
+        self._out, self._err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115  (as long as this lives)
+        self.marker = f"SHARDRUN_TEST={run}"
+        environment = (cluster.environment if cluster else clean_environment)(SHARDRUN_TEST=str(run))
+        self.process = subprocess.Popen(
+            command, cwd=REPOSITORY, env=environment, stdout=self._out, stderr=self._err, start_new_session=True
+        )
+
+    def until(self, step: int, starts: int = 1, timeout_s: float = 120) -> None:
+        def there() -> bool:
+            assert self.process.poll() is None, f"the driver ended with {self.process.poll()}\n{self.said()}"
+            return self.run.reaches(step, starts)
+
+        eventually(f"step {step} of start {starts}", there, timeout_s, self.said)
+
+    def signal(self, number: signal.Signals) -> None:
+        os.killpg(self.process.pid, number)
+
+    def wait(self, timeout_s: float = 180) -> int:
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise AssertionError(f"not over after {timeout_s:.0f} s\n{self.said()}") from None
+
+    def finish(self, timeout_s: float = 180) -> Run:
+        assert self.wait(timeout_s) == 0, self.said()
+        return self.run
+
+    @property
+    def out(self) -> str:
+        return _all_of(self._out)
+
+    @property
+    def err(self) -> str:
+        return _all_of(self._err)
+
+    def said(self) -> str:
+        return f"--- stdout\n{self.out}\n--- stderr\n{self.err}"
+
+
+def _all_of(file: Any) -> str:
+    file.flush()
+    with open(f"/proc/self/fd/{file.fileno()}") as again:  # noqa: PTH123  (a new offset: the driver's own must not move)
+        return again.read()
+
+
+def torchrun(run: Path, ranks: int, *flags: str) -> Run:
+    """The same flags under torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "train.py"]
+    done = subprocess.run(
+        [*command, *FLAGS, *flags, "--run.dir", str(run)], cwd=REPOSITORY, env=clean_environment(), capture_output=True,
+        text=True, timeout=180,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return Run(run)
+
+
+def rank_pid(run: Run, rank: int) -> int:
+    """The process of a rank of the newest start, from the name of the file that it speaks into."""
+    newest = max(run.path.glob(f"logs/ray-*/rank-{rank}.*.err"), key=lambda path: path.stat().st_mtime_ns)
+    return int(newest.name.split(".")[1].split("-")[1])

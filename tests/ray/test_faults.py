@@ -1,0 +1,120 @@
+"""Killed workers and nodes, a driver that dies or is told to stop, mistakes: the curve stays one, the words stay few."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.ray.cluster import Cluster, eventually, pids_with
+from tests.ray.runs import SLOWLY, STEPS, Driver, Run, rank_pid
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+
+def check_whole(run: Run, undisturbed: Run) -> None:
+    assert run.steps == list(range(1, STEPS + 1))
+    assert run.losses == undisturbed.losses
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_worker_costs_at_most_one_interval(tmp_path: Path, joined: Cluster, undisturbed: Run, rank: int) -> None:
+    driver = Driver(tmp_path / "run", *SLOWLY, cluster=joined)
+    at = random.randrange(5, 12)
+    driver.until(at)
+    os.kill(rank_pid(driver.run, rank), signal.SIGKILL)
+    check_whole(driver.finish(), undisturbed)
+    assert driver.run.starts[1]["from_step"] >= at - 5, f"killed at step {at}"
+    assert driver.err.count("the workers are started again (1 of 3)") == 1
+
+
+def test_the_driver_is_killed_and_started_again_with_the_same_command(tmp_path: Path, undisturbed: Run) -> None:
+    first = Driver(tmp_path / "run", *SLOWLY)
+    first.until(6)
+    first.process.kill()
+    first.process.wait()
+    second = Driver(tmp_path / "run", *SLOWLY)
+    check_whole(second.finish(), undisturbed)
+    assert second.run.starts[-1]["from_step"] >= 4
+
+
+def test_ctrl_c_at_the_driver_seals_a_checkpoint_and_leaves_with_0(tmp_path: Path, joined: Cluster, undisturbed: Run) -> None:
+    driver = Driver(tmp_path / "run", *SLOWLY, cluster=joined)
+    driver.until(5)
+    driver.signal(signal.SIGINT)
+    run = driver.finish()
+    stopped = max(run.steps)
+    assert 5 <= stopped < STEPS
+    assert f"stopped by SIGINT at step {stopped}" in driver.out
+    assert (run.path / "checkpoints" / f"step-{stopped:08}").is_dir()
+    assert not (run.path / "STOP").exists()
+    check_whole(Driver(run.path, cluster=joined).finish(), undisturbed)
+
+
+def test_ctrl_c_again_leaves_at_once(tmp_path: Path) -> None:
+    driver = Driver(tmp_path / "run", *SLOWLY, "--data.args.seconds", "5")
+    driver.until(1)
+    driver.signal(signal.SIGINT)
+    asked = time.monotonic()
+    eventually("the stop file", (driver.run.path / "STOP").exists, 5)
+    while time.monotonic() < asked + 1.2:  # what comes within a second is taken for the same key
+        time.sleep(0.1)
+    driver.signal(signal.SIGINT)
+    assert driver.wait(20) == 130, driver.said()
+    eventually("no process left", lambda: not pids_with(driver.marker), 15)
+
+
+def test_more_workers_than_the_cluster_has_is_said_at_once(tmp_path: Path, joined: Cluster) -> None:
+    driver = Driver(tmp_path / "run", "--ray.num_workers", "9", cluster=joined)
+    assert driver.wait(60) == 3
+    assert "9 workers × 1 CPU do not fit on 2 nodes of 2 CPU, 2 CPU: room for 4. HINT: --ray.num_workers 4" in driver.err
+    assert "Traceback" not in driver.err
+    assert not driver.run.starts
+
+
+def test_a_mistake_is_found_before_any_ray_starts(tmp_path: Path) -> None:
+    driver = Driver(tmp_path / "run", "--mesh.strategy", "fsdp", "--mesh.shard", "3")
+    assert driver.wait(60) == 2
+    assert "shard 3 = 3 ranks, but 2 were started" in driver.err
+    assert not driver.run.path.exists()
+
+
+def test_nobody_answers_at_the_address(tmp_path: Path) -> None:
+    driver = Driver(tmp_path / "run", "--ray.address", "127.0.0.1:1")
+    assert driver.wait(60) == 3
+    assert "--ray.address 127.0.0.1:1: no Ray answers there" in driver.err
+
+
+def test_numbers_that_are_not_finite_end_the_run_with_one_line(tmp_path: Path, joined: Cluster) -> None:
+    driver = Driver(tmp_path / "run", "--optim.lr", "1e30", "--train.clip_grad_norm", "0", cluster=joined)
+    assert driver.wait() == 5, driver.said()
+    assert "not finite" in driver.err.splitlines()[-1]
+    assert len(driver.run.starts) == 1, "the same numbers would come again: not tried"
+
+
+def test_the_same_exception_twice_is_not_tried_a_third_time(tmp_path: Path, joined: Cluster) -> None:
+    bad = tmp_path / "bad"
+    driver = Driver(tmp_path / "run", *SLOWLY, "--data.args.bad_file", str(bad), cluster=joined)
+    driver.until(2)
+    bad.touch()
+    assert driver.wait() == 1, driver.said()
+    assert f"{bad} cannot be read" in driver.err.splitlines()[-1]
+    assert len(driver.run.starts) <= 3
+
+
+def test_a_node_is_lost(tmp_path: Path, undisturbed: Run) -> None:
+    """Three nodes of one CPU: two train, the third takes the lost one's place."""
+    with Cluster([1, 1, 1]) as cluster:
+        driver = Driver(tmp_path / "run", *SLOWLY, cluster=cluster)
+        driver.until(6)
+        cluster.lose(2 if _has_worker(cluster, driver.run) else 1)
+        check_whole(driver.finish(), undisturbed)
+        assert len(driver.run.starts) == 2
+
+
+def _has_worker(cluster: Cluster, run: Run) -> bool:
+    return rank_pid(run, 1) in cluster.pids_of(2) or rank_pid(run, 0) in cluster.pids_of(2)
