@@ -178,8 +178,8 @@ class Chain:
         return max((found.step for found in inspect.scan(self.store) if found.manifest is not None), default=0)
 
     def check_death(self, death: Death, reference: Reference) -> None:
-        """What is there must be whole, of one step, and at most one interval behind."""
-        begun = death.reached // EVERY * EVERY
+        """What is there must be whole, of one step, and no older than the save before the one that was in flight."""
+        begun = max(0, death.reached - 1) // EVERY * EVERY  # a step is recorded before its own save begins
         if death.sealed < begun - EVERY:
             raise Violation(f"{self.run_dir}: at step {death.reached} the newest sealed was {death.sealed}, every {EVERY}")
         for found in inspect.scan(self.store):
