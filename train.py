@@ -10,12 +10,12 @@ prints what follows from them and stops. A run that is stopped goes on from the 
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 
 from fsdp import config as configuration
 from fsdp.config import Config
+from fsdp.env import speaks_for_all
 from fsdp.errors import ShardrunError
 
 
@@ -77,7 +77,7 @@ def dry_run(config: Config) -> int:
 
 def _refuse(error: ShardrunError) -> int:
     """Flags are the same on all ranks: said once. Without torch, which a wrong flag need not wait for."""
-    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+    if speaks_for_all() or error.scope != "all":
         print(f"train.py: {error}", file=sys.stderr)
     return error.exit_code
 

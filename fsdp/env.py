@@ -14,12 +14,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any
 
 from fsdp.errors import LaunchError
+
+# torch is imported in the functions that need it: what a person got wrong is said without waiting for it.
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +56,11 @@ class DistEnv:
         )
 
 
-def check_torch(version: str = torch.__version__) -> None:
+def check_torch(version: str = "") -> None:
     """Refuse a torch in which FSDP2 and DCP are not what this code was proven on."""
+    import torch
+
+    version = version or torch.__version__
     major, minor = (int(part) for part in version.split("+")[0].split(".")[:2])
     if (major, minor) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
@@ -127,14 +131,18 @@ def _tasks_on_node(environ: Mapping[str, str]) -> int:
 
 def pick_device(local_rank: int) -> torch.device:
     """A scheduler that shows each process one device numbers it 0, whatever the local rank."""
+    import torch
+
     if not torch.cuda.is_available():
         return torch.device("cpu")
     visible = torch.cuda.device_count()
     if visible > 1 and local_rank >= visible:
-        raise LaunchError(
+        error = LaunchError(
             f"local rank {local_rank} has no device: {visible} are visible on {socket.gethostname()}.",
             f"--nproc_per_node={visible}",
         )
+        error.scope = "rank"  # the ranks below it have one, and say nothing
+        raise error
     return torch.device("cuda", local_rank if visible > 1 else 0)
 
 
@@ -183,6 +191,9 @@ def end_time(environ: Mapping[str, str] = os.environ) -> float | None:
 @contextmanager
 def process_group(env: DistEnv, timeout_s: float) -> Iterator[None]:
     """The default group; one that somebody else made (Ray) is used as it is and left alone."""
+    import torch
+    import torch.distributed as dist
+
     if dist.is_initialized():
         _check_same_size(env)
         yield
@@ -198,6 +209,8 @@ def process_group(env: DistEnv, timeout_s: float) -> Iterator[None]:
 
 
 def _check_same_size(env: DistEnv) -> None:
+    import torch.distributed as dist
+
     if (dist.get_rank(), dist.get_world_size()) != (env.rank, env.world_size):
         raise LaunchError(
             f"the launcher says rank {env.rank} of {env.world_size}, "
@@ -206,6 +219,8 @@ def _check_same_size(env: DistEnv) -> None:
 
 
 def _group_arguments(env: DistEnv, timeout: timedelta) -> dict[str, Any]:
+    import torch.distributed as dist
+
     cuda = env.device.type == "cuda"
     arguments: dict[str, Any] = {
         # Not "cpu:gloo": torch then leaves the default backend unset once a plugin is known, and warns as the group ends.
