@@ -253,7 +253,8 @@ class _Loop:
             return True
         self.skipped += 1
         overflow = self.scaler is not None and self.scaler.overflow()
-        if (self.config.train.nonfinite == "skip" or overflow) and self.skipped <= self.config.train.max_skipped:
+        skips = self.config.train.nonfinite == "skip" and self.skipped <= self.config.train.max_skipped
+        if overflow or skips:
             log.warning(
                 "step %d: loss %s, gradient norm %s: the update is left out", self.state.step + 1, float(loss), float(norm)
             )
