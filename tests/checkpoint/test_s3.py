@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,6 @@ from fsdp.errors import CheckpointError
 from tests.checkpoint import s3_server
 from tests.checkpoint.small import bits, build
 from tests.world import WorldError, run_world
-
-pytestmark = pytest.mark.skipif(s3_server.program() is None, reason=s3_server.MISSING)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    with s3_server.s3_server() as url:
-        yield url
 
 
 def use(url: str) -> None:
