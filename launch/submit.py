@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import submitit
+from submitit.core.utils import FailedJobError
 
 from fsdp import config as configuration
 from fsdp import rundir
@@ -153,7 +154,7 @@ def snapshot(folder: Path) -> Path:
 def executor(request: Request, batch: Batch) -> submitit.AutoExecutor:
     """submitit's executor with our lines before and after its srun."""
     code = batch.folder / "code"
-    made = submitit.AutoExecutor(folder=batch.folder / "logs", cluster=request.cluster, **_many_timeouts(request.cluster))
+    made = submitit.AutoExecutor(folder=batch.folder / "logs", cluster=request.cluster, **_for_cluster(request.cluster, code))
     made.update_parameters(**request.parameters())
     if request.cluster == "slurm":
         made.update_parameters(
@@ -165,9 +166,14 @@ def executor(request: Request, batch: Batch) -> submitit.AutoExecutor:
     return made
 
 
-def _many_timeouts(cluster: str) -> dict[str, int]:
-    """The bound is ours and counts progress (launch/progress.py); submitit's counts interruptions."""
-    return {f"{cluster}_max_num_timeout": 1_000_000} if cluster in ("slurm", "local") else {}
+def _for_cluster(cluster: str, code: Path) -> dict[str, Any]:
+    """The bound on restarts is ours and counts progress (launch/progress.py); submitit's counts interruptions."""
+    bound = {f"{cluster}_max_num_timeout": 1_000_000} if cluster in ("slurm", "local") else {}
+    if cluster != "slurm":
+        return bound
+    # behind srun's options in the sbatch file, where bash knows what cluster.env says
+    node = f'"${{SRUN_ARGS[@]}}" "${{CONTAINER[@]}}" bash {shlex.quote(str(code / "slurm" / "node.sh"))}'
+    return {**bound, "slurm_python": f"{node} rank {shlex.quote(sys.executable)}"}
 
 
 def _before(code: Path, runs: Sequence[RunDir]) -> list[str]:
@@ -201,10 +207,14 @@ def submit(request: Request, batch: Batch) -> list[submitit.Job[Any]]:
     jobs = [Training(config) for config in batch.configs]
     with job_variables(code, request.cluster):
         made = executor(request, batch)
-        if len(jobs) == 1:
-            return [made.submit(jobs[0])]
-        with made.batch():
-            return [made.submit(job) for job in jobs]
+        try:
+            if len(jobs) == 1:
+                return [made.submit(jobs[0])]
+            with made.batch():
+                return [made.submit(job) for job in jobs]
+        except FailedJobError as error:
+            said = " ".join(str(error).split())
+            raise LaunchError(f"nothing was submitted: {said}.", "docs/slurm.md lists the usual errors") from None
 
 
 def check(request: Request) -> None:

@@ -34,6 +34,9 @@ class Training:
     def __call__(self) -> str | None:
         """Why the run stopped, if it was asked to by a person; a run that the scheduler stopped never returns."""
         job = submitit.JobEnvironment()
+        if job.cluster == "slurm":
+            # until the ranks listen themselves: submitit's handler would requeue from within itself
+            signal.signal(submitit.JobEnvironment._usr_sig(), signal.SIG_IGN)
         stopped = loop.train(self.config, rank_environment(job)).stopped
         if stopped in SCHEDULERS_REASONS:
             leave_for_later(job)

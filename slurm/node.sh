@@ -1,7 +1,13 @@
 #!/usr/bin/env bash
-# What srun starts on a node, inside the container where there is one: `node.sh meet`, `node.sh check`, or
-# `node.sh ranks train.py flags…`. slurm/lib.sh exports what it reads.
+# What srun starts on a node, inside the container where there is one: `node.sh meet`, `node.sh check`,
+# `node.sh ranks train.py flags…`, or `node.sh rank COMMAND…`. slurm/lib.sh exports what it reads.
 set -euo pipefail
+
+# A rank hears both signals itself, once it trains; before, they would end it, and the job's end time is known to it anyway.
+# torchrun must not die of USR1, nor end its ranks 30 s after TERM while they save.
+leave_signals_to_the_ranks() {
+    trap '' TERM USR1 USR2
+}
 
 case $1 in
 meet)
@@ -14,8 +20,7 @@ check)
     ;;
 ranks)
     shift
-    # The ranks hear both signals themselves. torchrun must not die of USR1, nor end its ranks 30 s after TERM while they save.
-    trap '' USR1 TERM
+    leave_signals_to_the_ranks
     read -r address interface < <(python -m launch.rendezvous here --towards "$MASTER_ADDR")
     # where the host's name does not resolve, gloo would take the loopback
     export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
@@ -30,8 +35,13 @@ ranks)
         --rdzv-conf="is_host=$((SLURM_NODEID == 0)),join_timeout=$SHARDRUN_TIMEOUT_S" --local-addr="$address" \
         --signals-to-handle=SIGINT,SIGHUP,SIGQUIT "${logs[@]}" "$@"
     ;;
+rank)
+    shift
+    leave_signals_to_the_ranks
+    exec "$@"
+    ;;
 *)
-    echo "node.sh $1: neither meet, check nor ranks" >&2
+    echo "node.sh $1: neither meet, check, ranks nor rank" >&2
     exit 2
     ;;
 esac

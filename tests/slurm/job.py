@@ -67,10 +67,10 @@ class Job:
     id: str
     run: Run
 
-    def until_step(self, step: int, timeout_s: float = 120) -> None:
+    def until_step(self, step: int, timeout_s: float = 240) -> None:
         eventually(f"step {step} of job {self.id}", lambda: self.run.reaches(step), timeout_s, self.log)
 
-    def until_start(self, count: int, timeout_s: float = 120) -> None:
+    def until_start(self, count: int, timeout_s: float = 240) -> None:
         eventually(f"start {count} of job {self.id}", lambda: len(self.run.starts) >= count, timeout_s, self.log)
 
     def wait(self, timeout_s: float = 240) -> str:

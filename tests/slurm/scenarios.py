@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from tests.slurm.cluster import REPOSITORY, Cluster, Shape
 from tests.slurm.job import FLAGS, Job, Run, sbatch, torchrun
@@ -51,7 +52,7 @@ def both_modes(folder: Path) -> dict[str, Left]:
 def loopback(folder: Path) -> Left:
     """Several slurmd's on one address, as where the tests do not run as root."""
     with Cluster(folder / "slurm", mode="local") as cluster:
-        return left(sbatch(cluster, folder))
+        return left(sbatch(cluster, folder, env={"LAUNCHER": "srun"}))
 
 
 def array(folder: Path) -> dict[str, Left]:
@@ -68,7 +69,7 @@ def time_limit(folder: Path) -> Left:
     """Too slow for its limit in the first two starts."""
     with Cluster(folder / "slurm") as cluster:
         env = {"SLOW_S": "1.5", "SLOW_STARTS": "2"}
-        return left(sbatch(cluster, folder, "--time=1", "--signal=USR1@10", ranks=2, env=env))
+        return left(sbatch(cluster, folder, "--time=1", "--signal=USR1@10", env=env))
 
 
 def preempted(folder: Path, shape: Shape, launcher: str, slowness: Mapping[str, str] = SLOWLY) -> Left:
@@ -106,7 +107,7 @@ def preempted_without_time(folder: Path) -> Left:
 
 def cancelled(folder: Path) -> Left:
     with Cluster(folder / "slurm") as cluster:
-        job = sbatch(cluster, folder, env=SLOWLY)
+        job = sbatch(cluster, folder, env={**SLOWLY, "LAUNCHER": "srun"})
         job.until_step(13)
         reached = max(job.run.steps)
         cluster.run("scancel", job.id)
@@ -118,7 +119,7 @@ def cancelled(folder: Path) -> Left:
 
 def rank_killed(folder: Path, launcher: str = "torchrun") -> Left:
     with Cluster(folder / "slurm") as cluster:
-        job = sbatch(cluster, folder, env={"SLOW_S": "0.4", "LAUNCHER": launcher})
+        job = sbatch(cluster, folder, env={**SLOWLY, "LAUNCHER": launcher})
         job.until_step(13)
         reached = max(job.run.steps)
         os.kill(rank_pid(job, "n2", rank=1), signal.SIGKILL)
@@ -152,7 +153,7 @@ def crashing(folder: Path) -> Left:
 def node_lost(folder: Path) -> Left:
     """Its power is cut; a third node stands by."""
     with Cluster(folder / "slurm", Shape(nodes=3, kill_wait_s=3, slurmd_timeout_s=6)) as cluster:
-        job = sbatch(cluster, folder, env={"SLOW_S": "0.4", "SLOW_STARTS": "1"})
+        job = sbatch(cluster, folder, env={**SLOWLY, "SLOW_STARTS": "1", "LAUNCHER": "srun"})
         job.until_step(13)
         reached = max(job.run.steps)
         cluster.power_off("n2")
@@ -175,28 +176,25 @@ def orphans(folder: Path) -> Left:
 @dataclass(frozen=True)
 class Network:
     nameless: dict[str, Left]
-    contained: Left
     checked: Left
     unreachable: Left
     unreachable_after_s: float
 
 
 def network(folder: Path) -> Network:
-    """Node names that do not resolve; then an address of the first node that the second cannot reach."""
+    """Node names that do not resolve, one job in a container; then an address of the first that the second cannot reach."""
     with Cluster(folder / "slurm") as cluster:
         cluster.names(False)
         facts = folder / "container.env"
         facts.write_text("CONTAINER=(env INSIDE=1)\n")
-        jobs = {mode: sbatch(cluster, folder / mode, env={"LAUNCHER": mode}) for mode in ("torchrun", "srun")}
-        contained = sbatch(cluster, folder / "contained", env={"CLUSTER_ENV": str(facts)})
+        modes = ({"CLUSTER_ENV": str(facts)}, {"LAUNCHER": "srun"})
+        jobs = {mode: sbatch(cluster, folder / mode, env=env) for mode, env in zip(("torchrun", "srun"), modes, strict=True)}
         checked = sbatch(cluster, folder / "checked", flags=[*FLAGS, "--dry-run"])
         cluster.on_node("n1", "ip", "addr", "add", "10.99.0.1/32", "dev", "lo")
         # by way of the login host, which passes nothing on: no answer at all
         cluster.on_node("n2", "ip", "route", "add", "10.99.0.1/32", "via", "10.77.0.254")
         cut = sbatch(cluster, folder / "cut", env={"RDZV_HOST": "10.99.0.1", "RDZV_TIMEOUT_S": "3"})
-        return Network(
-            {mode: left(job) for mode, job in jobs.items()}, left(contained), left(checked), left(cut), _seconds(cut)
-        )
+        return Network({mode: left(job) for mode, job in jobs.items()}, left(checked), left(cut), _seconds(cut))
 
 
 def _seconds(job: Job) -> float:
@@ -207,13 +205,16 @@ def _seconds(job: Job) -> float:
 # ---------------------------------------------------------------- submitit, and through several launchers
 
 
-def submit(cluster: Cluster, folder: Path, *options: str, flags: Sequence[str] = FLAGS, env: Mapping[str, str]) -> Job:
+def submit(
+    cluster: Cluster, folder: Path, *options: str, flags: Sequence[str] = FLAGS, env: Mapping[str, str] = MappingProxyType({})
+) -> Job:
     """`python -m launch.submit OPTIONS -- FLAGS`, as typed; the job that it printed."""
     folder.mkdir(exist_ok=True)
     with_tests = {"PYTHONPATH": str(REPOSITORY), **env}
     command = [sys.executable, "-m", "launch.submit", *options, "--", *flags]
-    said = dict(re.findall(r"^(\w+) +(\S+)", cluster.run(*command, cwd=folder, env=with_tests).stdout, re.MULTILINE))
-    assert {"job", "run", "log", "cancel"} <= set(said)
+    printed = cluster.run(*command, cwd=folder, env=with_tests, timeout_s=240).stdout
+    said = dict(re.findall(r"^(job|run|log|cancel) {2,}(\S+)", printed, re.MULTILINE))
+    assert set(said) == {"job", "run", "log", "cancel"}, printed
     return Job(cluster, said["job"], Run(Path(said["run"])))
 
 
@@ -238,4 +239,4 @@ def three_launchers(folder: Path) -> Left:
     with Cluster(folder / "slurm") as cluster:
         second = sbatch(cluster, folder, flags=[*flags, "--train.stop_after", "26"])
         second.wait()
-        return left(submit(cluster, folder, "--nodes=2", flags=flags, env={}))
+        return left(submit(cluster, folder, "--nodes=2", "--follow", flags=flags))
