@@ -1,0 +1,164 @@
+"""Ray's own FSDP2 tutorial beside `train.py --backend ray`: the same ViT, data and number of workers, each on a Ray of its own.
+
+    python -m bench.ray_tutorial            three rounds, some minutes
+
+Read from outside, the same way for both: a line of metrics a step, and the memory of every process that the command started.
+The two take turns, so that what else the machine does falls on both. Printed, and written to bench/results/ray_tutorial.*.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+STEPS, EVERY = 60, 20
+LOOK_S = 0.004
+WEIGH_EVERY = 50  # looks: memory is read five times a second
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One run of one side."""
+
+    first_step_s: float
+    steps_per_s: float
+    checkpoint_s: float
+    peak_gib: float
+
+
+class Watch:
+    """A command from its start to its end: when each line came, and the most memory that its processes held together."""
+
+    def __init__(self, command: Sequence[str], lines: Path) -> None:
+        self._lines, self._marker = lines, f"BENCH_RAY={os.getpid()}-{time.monotonic_ns()}"
+        name, _, value = self._marker.partition("=")
+        environment = {**os.environ, name: value, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+        self._began = time.monotonic()
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        self._came: list[float] = []
+        self._peak = 0
+
+    def to_the_end(self) -> Seen:
+        looks = 0
+        while self._process.poll() is None:
+            self._count_lines()
+            if looks % WEIGH_EVERY == 0:
+                self._peak = max(self._peak, sum(_pss(pid) for pid in _pids_with(self._marker)))
+            looks += 1
+            time.sleep(LOOK_S)
+        if self._process.returncode:
+            raise SystemExit(f"{self._process.args!r} ended with {self._process.returncode}")
+        return self._told()
+
+    def _count_lines(self) -> None:
+        if self._lines.exists():
+            there = self._lines.read_bytes().count(b"\n")
+            self._came += [time.monotonic() - self._began] * (there - len(self._came))
+
+    def _told(self) -> Seen:
+        gaps = [after - before for before, after in zip(self._came, self._came[1:], strict=False)][: STEPS - 1]
+        # a save stands between its step's line and the next one's
+        saving = [gaps[at - 1] for at in range(EVERY, STEPS, EVERY)]
+        plain = [gap for at, gap in enumerate(gaps, start=1) if at % EVERY]
+        usual = statistics.median(plain)
+        return Seen(self._came[0], 1 / usual, statistics.mean(saving) - usual, self._peak / 2**30)
+
+
+def _pids_with(variable: str) -> list[int]:
+    found = []
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if folder.name.isdigit() and variable.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return found
+
+
+def _pss(pid: int) -> int:
+    """Memory of a process, what it shares divided among those who share it."""
+    with contextlib.suppress(OSError, StopIteration):
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        return int(next(line for line in text.splitlines() if line.startswith("Pss:")).split()[1]) * 1024
+    return 0
+
+
+def tutorial(folder: Path) -> Seen:
+    command = [sys.executable, "-m", "bench.ray_peer", str(folder), "--steps", str(STEPS), "--every", str(EVERY)]
+    return Watch(command, folder / "rank-0.jsonl").to_the_end()
+
+
+def ours(folder: Path) -> Seen:
+    flags = ["--train.steps", str(STEPS), "--checkpoint.every_steps", str(EVERY), "--checkpoint.export", "false"]
+    command = [sys.executable, "train.py", "--backend", "ray", "--run.dir", str(folder), *flags]
+    return Watch(command, folder / "metrics.jsonl").to_the_end()
+
+
+def measure(rounds: int) -> dict[str, list[Seen]]:
+    seen: dict[str, list[Seen]] = {"tutorial": [], "ours": []}
+    for number in range(rounds):
+        sides = [("tutorial", tutorial), ("ours", ours)]
+        for name, run in sides if number % 2 == 0 else sides[::-1]:
+            with tempfile.TemporaryDirectory(prefix="bench-ray-", dir="/tmp") as place:
+                seen[name].append(run(Path(place, "run")))
+            print(f"round {number + 1}, {name}: {seen[name][-1]}", flush=True)
+    return seen
+
+
+COLUMNS = {
+    "first_step_s": "command to first step, s",
+    "steps_per_s": "steps/s",
+    "checkpoint_s": "a checkpoint costs, s",
+    "peak_gib": "peak host memory, GiB",
+}
+
+
+def table(seen: dict[str, list[Seen]]) -> str:
+    lines = ["| | " + " | ".join(COLUMNS.values()) + " |", "|---|" + "---|" * len(COLUMNS)]
+    for name, runs in seen.items():
+        cells = []
+        for column in COLUMNS:
+            values = [getattr(run, column) for run in runs]
+            cells.append(f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def machine() -> str:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    load = ", ".join(f"{part:.1f}" for part in os.getloadavg())
+    return f"{os.cpu_count()} cores, {memory:.0f} GiB, {platform.system()}, Python {platform.python_version()}; load {load}"
+
+
+def main() -> None:
+    import ray
+    import torch
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    rounds = parser.parse_args().rounds
+    about = f"{machine()}; torch {torch.__version__}, Ray {ray.__version__}; 2 workers, the default ViT on the digits, CPU"
+    seen = measure(rounds)
+    text = f"{about}; median of {rounds} rounds (smallest to largest)\n\n{table(seen)}\n"
+    print(text)
+    results = ROOT / "bench" / "results"
+    results.mkdir(exist_ok=True)
+    (results / "ray_tutorial.md").write_text(text)
+    numbers = {"about": about, **{name: [asdict(run) for run in runs] for name, runs in seen.items()}}
+    (results / "ray_tutorial.json").write_text(json.dumps(numbers, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
