@@ -256,7 +256,7 @@ def parse_value(spec: FieldSpec, value: Any) -> Any:
 
 
 def _choice_hint(spec: FieldSpec, text: str, choices: Sequence[str]) -> str:
-    near = difflib.get_close_matches(text, choices, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(text, choices, n=1, cutoff=0.6)
     return f"--{spec.name} {near[0] if near else spec.default}"
 
 
@@ -488,14 +488,15 @@ def _check_precision(config: Config) -> None:
             f"--precision.param fp64 computes finer than --precision.master {precision.master} keeps.",
             "--precision.master fp64",
         )
-    if (
-        config.mesh.strategy == "ddp"
-        and precision.param in ("bf16", "fp16")
-        and precision.reduce not in ("auto", precision.master)
-    ):
+    if config.mesh.strategy == "ddp" and precision.reduce not in ("auto", precision.master):
         raise ConfigError(
             f"--precision.reduce {precision.reduce} under --mesh.strategy ddp: its gradients are reduced as they are kept.",
             f"--precision.reduce {precision.master}",
+        )
+    if config.mesh.strategy == "ddp" and precision.output != "auto":
+        raise ConfigError(
+            f"--precision.output {precision.output} says nothing under --mesh.strategy ddp: outputs stay as computed.",
+            "--precision.output auto",
         )
 
 

@@ -68,7 +68,9 @@ def check_ranges(sizes: Any) -> None:
     for field in dataclasses.fields(sizes):
         value, low, below = getattr(sizes, field.name), field.metadata.get("low"), field.metadata.get("below")
         if low is not None and value < low:
-            raise ConfigError(f"--model.args.{field.name} {value} is less than {low}.", f"--model.args.{field.name} {low}")
+            raise ConfigError(
+                f"--model.args.{field.name} {value} is less than {low}.", f"--model.args.{field.name} {field.default}"
+            )
         if below is not None and value >= below:
             raise ConfigError(
                 f"--model.args.{field.name} {value} is not below {below}.", f"--model.args.{field.name} {field.default}"

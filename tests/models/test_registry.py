@@ -120,7 +120,7 @@ BAD_BUILT_IN: list[tuple[dict[str, Any], str, str]] = [
     ({"name": "transformer", "layers": "two"}, "--model.args.layers two is not a whole number", "--model.args.layers 8"),
     ({"name": "transformer", "layers": 1.5}, "--model.args.layers 1.5 is not a whole number", "--model.args.layers"),
     ({"name": "transformer", "tied": 1}, "--model.args.tied 1 is not true or false", "--model.args.tied true"),
-    ({"name": "transformer", "layers": 0}, "--model.args.layers 0 is less than 1", "--model.args.layers 1"),
+    ({"name": "transformer", "layers": 0}, "--model.args.layers 0 is less than 1", "--model.args.layers 2"),
     ({"name": "transformer", "dropout": 1.0}, "--model.args.dropout 1.0 is not below 1", "--model.args.dropout 0.0"),
     (
         {"name": "transformer", "width": 100, "heads": 8},

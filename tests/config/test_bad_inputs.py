@@ -1,0 +1,220 @@
+"""What a person can get wrong: one line that names field and value, a HINT that works as typed, exit code 2, said once."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdp.config import load
+from fsdp.errors import ConfigError
+from fsdp.job import prepare
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+
+FLAGS = {
+    "--train.stepz 3": "--train.stepz is not a flag. HINT: did you mean --train.steps?",
+    "--steps 3": "--steps is not a flag. HINT: did you mean --train.steps?",
+    "--nothing.like.it 3": "--nothing.like.it is not a flag. HINT: python train.py --help lists them all",
+    "train.steps 3": "train.steps is not a flag. HINT: flags are --section.field value; python train.py --help lists them",
+    "--train.steps": "--train.steps has no value. HINT: --train.steps VALUE",
+    "--train.steps ten": "--train.steps ten is not a whole number. HINT: --train.steps 0",
+    "--train.steps 2.5": "--train.steps 2.5 is not a whole number. HINT: --train.steps 0",
+    "--train.steps true": "--train.steps true is not a whole number. HINT: --train.steps 0",
+    "--optim.lr big": "--optim.lr big is not a number. HINT: --optim.lr 0.001",
+    "--optim.lr 0": "--optim.lr 0.0 is out of range: above 0. HINT: --optim.lr 0.001",
+    "--optim.lr nan": "--optim.lr nan is out of range: above 0. HINT: --optim.lr 0.001",
+    "--optim.lr inf": "--optim.lr inf is out of range: above 0. HINT: --optim.lr 0.001",
+    "--optim.beta2 1.5": "--optim.beta2 1.5 is out of range: at least 0 and at most 1. HINT: --optim.beta2 0.95",
+    "--train.global_batch 0": "--train.global_batch 0 is out of range: at least 1. HINT: --train.global_batch 64",
+    "--run.deterministic maybe": "--run.deterministic maybe is not true or false. HINT: --run.deterministic false",
+    "--mesh.strategy fdsp": "--mesh.strategy fdsp is not one of auto, fsdp, hsdp, ddp. HINT: --mesh.strategy fsdp",
+    "--precision.param fp8": "--precision.param fp8 is not one of auto, fp64, fp32, bf16, fp16. HINT: --precision.param auto",
+    "--backend slurm": "--backend slurm is not one of torchrun, ray. HINT: --backend torchrun",
+    "--model.args 3": "--model.args 3 has no name. HINT: --model.args.NAME 3",
+    "--mesh.reshard_after_forward 0": "--mesh.reshard_after_forward 0 is not true, false, step or a number of ranks. HINT: ",
+    "--mesh.wrap klass:Block": "--mesh.wrap klass:Block is not auto, class:NAME, size:PARAMETERS or root."
+    " HINT: --mesh.wrap auto",
+    "--mesh.wrap size:many": "--mesh.wrap size:many: many is not a number of parameters. HINT: --mesh.wrap size:1000000",
+    "--ray.num_workers 4:2": "--ray.num_workers 4:2 is not a number of workers or a range. HINT: --ray.num_workers 2 or 2:8",
+    "--config nowhere.toml": "--config nowhere.toml cannot be read (No such file or directory). HINT: ls recipes/",
+    "--model.weights nowhere.pt": "--model.weights nowhere.pt does not exist. HINT: a .pt or .safetensors file, or a folder",
+    "--checkpoint.resume nowhere": "--checkpoint.resume nowhere does not exist."
+    " HINT: auto, never, or the folder of a checkpoint",
+}
+
+CONTRADICTIONS = {
+    "--train.steps 5 --train.epochs 2": "--train.steps 5 and --train.epochs 2 both say how long. HINT: give one of the two",
+    "--train.micro_batch 128": "--train.micro_batch 128 is more than --train.global_batch 64. HINT: --train.micro_batch 64",
+    "--train.steps 5 --train.stop_after 9": "--train.stop_after 9 lies behind --train.steps 5. HINT: --train.stop_after 5",
+    "--train.steps 40 --optim.warmup_steps 50":
+        "--optim.warmup_steps 50 is longer than --train.steps 40. HINT: --optim.warmup_steps 2",
+    "--mesh.strategy fsdp --mesh.replicate 2":
+        "--mesh.strategy fsdp has no replicas, but --mesh.replicate is 2. HINT: --mesh.strategy hsdp",
+    "--mesh.strategy ddp --mesh.shard 2": "--mesh.strategy ddp has no shards, but --mesh.shard is 2."
+        " HINT: --mesh.strategy hsdp",
+    "--mesh.strategy ddp --mesh.reshard_after_forward 2":
+        "--mesh.reshard_after_forward 2 says nothing under --mesh.strategy ddp: nothing is sharded. HINT: leave it out",
+    "--precision.param fp64": "--precision.param fp64 computes finer than --precision.master fp32 keeps."
+        " HINT: --precision.master",
+    "--mesh.strategy ddp --precision.reduce bf16":
+        "--precision.reduce bf16 under --mesh.strategy ddp: its gradients are reduced as they are kept."
+            " HINT: --precision.reduce",
+    "--mesh.strategy ddp --precision.output fp32":
+        "--precision.output fp32 says nothing under --mesh.strategy ddp: outputs stay as computed."
+            " HINT: --precision.output auto",
+    "--mesh.strategy ddp --memory.cpu_offload true":
+        "--memory.cpu_offload moves shards, and --mesh.strategy ddp has none. HINT: --mesh.strategy fsdp",
+    "--checkpoint.keep_best 2":
+        "--checkpoint.keep_best 2 by eval_loss needs evaluations on the way. HINT: --train.eval_every_steps 100",
+    "--backend ray --mesh.replicate 2 --mesh.shard 4":
+        "--mesh.replicate 2 × --mesh.shard 4 = 8 ranks, but --ray.num_workers is 2. HINT: --ray.num_workers 8",
+}  # fmt: skip
+
+OF_THE_JOB = {
+    "--model.name vitt": "--model.name vitt is not vit, transformer, mlp or package.module:factory. HINT: --model.name vit",
+    "--model.name no_module:f": "--model.name no_module:f: there is no module no_module",
+    "--model.name tests.core.own:Unevn": "--model.name tests.core.own:Unevn: tests.core.own has no Unevn. HINT: --model.name",
+    "--model.preset smal": "--model.preset smal is none of vit's: small, wide, b16. HINT: --model.preset small",
+    "--model.args.widht 3": "--model.args.widht is no argument of --model.name vit. HINT: --model.args.width",
+    "--model.args.width -1": "--model.args.width -1 is less than 1. HINT: --model.args.width 128",
+    "--model.args.heads 3": "--model.args.width 128 is not a multiple of --model.args.heads 3. HINT: --model.args.heads 2",
+    "--data.name digit": "--data.name digit is not digits, fashion_mnist, text, tokens, folder, synt"
+    "hetic or package.module:factory. "
+    "HINT: --data.name digits",
+    "--data.name folder --data.dir nowhere": "nowhere",
+    "--model.name transformer": "--model.name transformer reads tokens, but the data holds images. HINT: --data.name text",
+    "--train.global_batch 9 --train.micro_batch 5": "--train.micro_batch 5 is more than a rank's share",
+    "--mesh.shard 3": "replicate 1 × shard 3 = 3 ranks, but 4 were started. HINT: --mesh.shard 4, or start 3",
+    "--mesh.reshard_after_forward 3": "--mesh.reshard_after_forward 3 does not divide shard 4."
+    " HINT: --mesh.reshard_after_forward 2",
+}
+
+
+def look_at(words: list[str], ranks: int) -> None:
+    config = load(words)
+    if ranks:
+        prepare(config, world_size=ranks, num_nodes=1, device=CPU)
+
+
+def refusal(words: str, ranks: int = 0) -> str:
+    with pytest.raises(ConfigError) as caught:
+        look_at(shlex.split(words), ranks)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert " HINT: " in text
+    assert caught.value.exit_code == 2
+    return text
+
+
+def hinted(text: str) -> list[str]:
+    """The hint's flags, where it is one to be typed."""
+    hint = text.partition("HINT: ")[2].split(", or ")[0].removeprefix("did you mean ").rstrip("?")
+    words = shlex.split(hint)
+    return words if len(words) == 2 and words[0].startswith("--") and words[1] not in ("VALUE", "NAME") else []
+
+
+def mended(words: str, text: str) -> list[str]:
+    """As a person would: the flag that the hint names gets the hint's value."""
+    name, value = hinted(text)
+    kept = shlex.split(words)
+    pairs = [(a, b) for a, b in zip(kept[::2], kept[1::2], strict=True) if a != name]
+    return [word for pair in [*pairs, (name, value)] for word in pair]
+
+
+@pytest.mark.parametrize("words", [*FLAGS, *CONTRADICTIONS])
+def test_flags(words: str) -> None:
+    text = refusal(words)
+    assert text.startswith({**FLAGS, **CONTRADICTIONS}[words])
+    if hinted(text) and ".NAME" not in text:
+        look_at(mended(words, text), 0)
+
+
+@pytest.mark.parametrize("words", OF_THE_JOB)
+def test_what_only_the_job_can_know(words: str) -> None:
+    text = refusal(words, ranks=4)
+    assert OF_THE_JOB[words] in text
+    if hinted(text):
+        look_at(mended(words, text), 4)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[train\nsteps = 3", " is not TOML: "),
+        (b"\xff\xfe", " is not TOML: "),
+        (b"[train]\nstepz = 3", "--train.stepz is not a flag. HINT: did you mean --train.steps?"),
+        (b"[train]\nsteps = 'many'", "--train.steps many is not a whole number. HINT: "),
+        (b"[trian]\nsteps = 3", "--trian.steps is not a flag. HINT: did you mean --train.steps?"),
+        (b"model = 3", "--model is not a flag. HINT: "),
+        (b"[train]\nsteps = [1]", "--train.steps [1] is not a whole number. HINT: "),
+        (b"[run]\ndeterministic = 3", "--run.deterministic 3 is not true or false. HINT: "),
+        (b"[optim]\nlr = -1", "--optim.lr -1.0 is out of range: above 0. HINT: "),
+        (b"[model]\nargs = 3", "--model.args 3 has no name. HINT: "),
+    ],
+)  # fmt: skip
+def test_a_recipe(content: bytes, message: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "bad.toml"
+    recipe.write_bytes(content)
+    assert message in refusal(f"--config {recipe}")
+
+
+def test_a_recipe_that_is_a_folder_or_not_readable(tmp_path: Path) -> None:
+    assert f"--config {tmp_path} cannot be read (Is a directory). HINT: " in refusal(f"--config {tmp_path}")
+
+
+# ---------------------------------------------------------------- the command as typed
+
+
+def train_py(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "SLURM_PROCID")}
+    return subprocess.run(
+        [sys.executable, "train.py", *words], cwd=ROOT, capture_output=True, text=True, env={**environ, **variables}
+    )  # fmt: skip
+
+
+def test_it_is_said_in_one_line_by_rank_0_alone() -> None:
+    """Before torch is loaded, and before anybody meets anybody: neither rank waits for the other."""
+    said = [train_py("--train.stepz", "3", RANK=str(rank), WORLD_SIZE="2") for rank in range(2)]
+    assert [process.returncode for process in said] == [2, 2]
+    assert [process.stdout for process in said] == ["", ""]
+    assert said[0].stderr == "train.py: --train.stepz is not a flag. HINT: did you mean --train.steps?\n"
+    assert said[1].stderr == ""
+
+
+def test_what_the_number_of_ranks_contradicts_is_said_before_they_meet() -> None:
+    """MASTER_ADDR is not even set: nobody tried to reach it."""
+    variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    said = [train_py("--mesh.shard", "4", **variables, RANK=str(r), LOCAL_RANK=str(r)) for r in range(2)]
+    assert [process.returncode for process in said] == [2, 2]
+    lines = said[0].stderr.splitlines()
+    assert lines == ["train.py: replicate 1 × shard 4 = 4 ranks, but 2 were started. HINT: --mesh.shard 2, or start 4"]
+    assert said[1].stderr == ""
+
+
+def test_dry_run_prints_what_follows_and_makes_nothing(tmp_path: Path) -> None:
+    words = ["--dry-run", "--mesh.replicate", "2", "--mesh.shard", "4", "--train.micro_batch", "3", "--data.name", "text"]
+    words += ["--model.name", "transformer", "--model.preset", "toy", "--train.steps", "7", "--run.dir", str(tmp_path / "r")]
+    done = train_py(*words)
+    assert done.returncode == 0, done.stderr
+    facts = {line[:15].strip(): line[15:].strip() for line in done.stdout.splitlines()}
+    assert facts["mesh"] == "hsdp, replicate 2 × shard 4 = 8 ranks"
+    assert facts["global batch"] == "64 samples = micro-batch 3 × 3 × 8 ranks, padded"
+    assert facts["steps"].startswith("7, ")
+    assert facts["tokens a step"] == "16,384"
+    assert "parameters" in facts["model"]
+    assert facts["bytes a rank"].endswith("GiB of parameters, gradients and optimizer")
+    assert not (tmp_path / "r").exists()
+
+
+def test_help_needs_no_torch_and_ends_well() -> None:
+    done = train_py("--help")
+    assert done.returncode == 0
+    assert "torchrun --nproc_per_node=2 train.py" in done.stdout
+    assert "--mesh.reshard_after_forward TEXT" in done.stdout

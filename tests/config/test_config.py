@@ -1,0 +1,131 @@
+"""Flags, recipes, help, and the way back from config.toml: one tree, one parse."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from fsdp import config as configuration
+from fsdp.config import FIELDS, Config, config_hash, flatten, help_text, load, to_toml
+from fsdp.errors import ConfigError
+
+OTHER = {"int": "7", "float": "0.5", "bool": "true", "str": "text"}
+
+
+def test_defaults_are_a_whole_configuration() -> None:
+    assert load([]) == Config()
+
+
+def test_flags_go_over_a_recipe_wherever_they_stand(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text('backend = "ray"\n[train]\nsteps = 10\nglobal_batch = 8\n[model.args]\nwidth = 64\n')
+    config = load(["--train.steps", "20", "--config", str(recipe), "--model.args.depth=2"])
+    assert (config.backend, config.train.steps, config.train.global_batch) == ("ray", 20, 8)
+    assert config.model.args == {"width": 64, "depth": 2}
+
+
+def test_a_later_recipe_and_a_later_flag_win(tmp_path: Path) -> None:
+    for name, steps in (("a", 1), ("b", 2)):
+        (tmp_path / f"{name}.toml").write_text(f"[train]\nsteps = {steps}\n")
+    a, b = str(tmp_path / "a.toml"), str(tmp_path / "b.toml")
+    assert load(["--config", a, "--config", b]).train.steps == 2
+    assert load(["--train.steps", "5", "--train.steps", "6"]).train.steps == 6
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        (["--train.steps", "1e3"], 1000), (["--train.steps=1_000"], 1000), (["--train.steps", "12"], 12),
+        (["--train.clip-grad-norm", "2"], 2.0), (["--run.deterministic"], True), (["--run.deterministic", "off"], False),
+        (["--run.deterministic", "--train.steps", "1"], True), (["--mesh.reshard_after_forward", "false"], "false"),
+        (["--optim.warmup_steps", "-1"], -1), (["--run.dir", "a b/ü"], "a b/ü"),
+    ],
+)  # fmt: skip
+def test_a_value_becomes_the_field_s_type(words: list[str], value: object) -> None:
+    name = words[0].lstrip("-").partition("=")[0].replace("-", "_")
+    found = flatten(load(words))[name]
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3", 3),
+        ("0.5", 0.5),
+        ("true", True),
+        ("True", True),
+        ("[1, 2]", [1, 2]),
+        ("relu", "relu"),
+        ('"3"', "3"),
+        ("a=b", "a=b"),
+    ],
+)
+def test_free_arguments_are_typed_by_what_they_look_like(text: str, value: object) -> None:
+    assert load(["--model.args.x", text]).model.args == {"x": value}
+
+
+def test_config_toml_gives_the_same_configuration_back(tmp_path: Path) -> None:
+    config = load(
+        ["--run.dir", 'quo"te\\back\x7f', "--model.args.width", "64", "--model.args.odd key", "[0.1, true]", "--optim.lr",
+         "1e-30", "--train.steps", "7", "--data.args.path", "ü\n", "--optim.eps", "1e-8"]
+    )  # fmt: skip
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(config), encoding="utf-8")
+    assert load(["--config", str(path)]) == config
+    assert set(tomllib.loads(to_toml(config))) == {f.name for f in dataclasses.fields(Config)}
+
+
+def test_every_field_survives_the_way_back_when_it_is_changed(tmp_path: Path) -> None:
+    """Each alone, at a value that is not its default, where no other field forbids it."""
+    tried = 0
+    for name, spec in FIELDS.items():
+        if spec.is_args:
+            continue
+        choices = configuration.typing.get_args(spec.type)
+        text = next(c for c in choices if c != spec.default) if choices else OTHER[spec.type.__name__]
+        text = "false" if spec.default is True else text
+        try:
+            config = load([f"--{name}", text])
+        except ConfigError:
+            continue  # it needs another field beside it
+        (tmp_path / "c.toml").write_text(to_toml(config), encoding="utf-8")
+        again = load(["--config", str(tmp_path / "c.toml")])
+        assert again == config, name
+        assert flatten(again)[name] != spec.default, name
+        tried += 1
+    assert tried > len(FIELDS) * 0.7
+
+
+def test_help_lists_every_field_with_what_it_is() -> None:
+    text = help_text("the doc")
+    assert text.startswith("the doc")
+    lines = text.splitlines()
+    for name, spec in FIELDS.items():
+        at = next(i for i, line in enumerate(lines) if line.split()[:1] in ([f"--{name}"], [f"--{name}.NAME"]))
+        assert spec.meta["help"] in lines[at + 1]
+        if not spec.is_args and spec.meta["unit"] and spec.default != "":
+            assert f"{spec.meta['unit']})" in lines[at + 1]
+    assert all(spec.meta["help"] for spec in FIELDS.values())
+
+
+def test_the_configuration_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().train.steps = 3  # type: ignore[misc]
+
+
+def test_the_hash_names_what_is_trained_and_not_where() -> None:
+    base = config_hash(Config())
+    for words in (["--run.dir", "x"], ["--mesh.strategy", "ddp"], ["--backend", "ray"], ["--train.stop_after", "3"]):
+        assert config_hash(load(words)) == base, words
+    for words in (["--run.seed", "1"], ["--optim.lr", "2e-3"], ["--model.args.width", "8"], ["--train.global_batch", "32"]):
+        assert config_hash(load(words)) != base, words
+
+
+def test_replace_checks_again() -> None:
+    assert configuration.replace(Config(), train__steps=4).train.steps == 4
+    with pytest.raises(ConfigError, match="both say how long"):
+        configuration.replace(Config(), train__steps=4, train__epochs=2)
