@@ -46,8 +46,8 @@ class DistEnv:
 
     @property
     def job(self) -> str:
-        """The scheduler's name for this start, for people; empty where there is none."""
-        return f"Slurm job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
+        """The scheduler's name for this start; empty where there is none. A job that is requeued keeps its number."""
+        return slurm_start()
 
     def __str__(self) -> str:
         return (
@@ -180,6 +180,15 @@ def slurm_rendezvous(environ: Mapping[str, str] = os.environ) -> tuple[str, int]
     restart = _integer(environ, "SLURM_RESTART_COUNT", 0)
     # below 32768, where the kernel begins to give ports to outgoing connections
     return expand_hostlist(nodes)[0], 20000 + (job * 31 + step * 7 + restart) % 12000
+
+
+def slurm_start(environ: Mapping[str, str] = os.environ) -> str:
+    """`Slurm job 12, start 3`, and `, try 2` where slurm/lib.sh started the ranks again in the same allocation."""
+    if "SLURM_JOB_ID" not in environ:
+        return ""
+    start = f"Slurm job {environ['SLURM_JOB_ID']}, start {_integer(environ, 'SLURM_RESTART_COUNT', 0) + 1}"
+    tried = environ.get("SHARDRUN_TRY", "0")
+    return start if tried == "0" else f"{start}, try {int(tried) + 1}"
 
 
 def end_time(environ: Mapping[str, str] = os.environ) -> float | None:

@@ -97,7 +97,7 @@ meet() {
     names=$(printf ',%s' "${nodes[@]}")
     export SHARDRUN_NODES=${names#,} SHARDRUN_RANKS_PER_NODE=$ranks_per_node SHARDRUN_RUN=$run
     export SHARDRUN_HOSTS=${RDZV_HOST:-$(head_addresses)} SHARDRUN_TIMEOUT_S=${RDZV_TIMEOUT_S:-60}
-    export SHARDRUN_TOKEN=$job-$restart-$try
+    export SHARDRUN_TOKEN=$job-$restart-$try SHARDRUN_TRY=$try
     MASTER_PORT=$(on_head python -m launch.rendezvous port --seed $((SLURM_JOB_ID * 31 + restart * 7 + try))) || return
     export MASTER_PORT
     MASTER_ADDR=$(each_node bash "$here/node.sh" meet) || return

@@ -46,6 +46,13 @@ def test_the_meeting_place_of_a_bare_srun_is_new_at_each_requeue_and_step() -> N
     assert all(20000 <= port < 32000 for port in ports)
 
 
+def test_each_start_of_a_job_has_a_name() -> None:
+    assert env.slurm_start({}) == ""
+    assert env.slurm_start(TASK) == "Slurm job 4711, start 1"
+    assert env.slurm_start({**TASK, "SLURM_RESTART_COUNT": "2"}) == "Slurm job 4711, start 3"
+    assert env.slurm_start({**TASK, "SHARDRUN_TRY": "1"}) == "Slurm job 4711, start 1, try 2"
+
+
 @pytest.mark.parametrize(("text", "end"), [("1795000000", 1795000000.0), ("", None), ("0", None), ("Unknown", None)])
 def test_the_end_of_the_job(text: str, end: float | None) -> None:
     assert env.end_time({"SLURM_JOB_END_TIME": text}) == end
