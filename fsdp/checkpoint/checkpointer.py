@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from fsdp.checkpoint import inspect, keep, load, names, snapshot
+from fsdp.checkpoint import inspect, keep, load, names, snapshot, survey
 from fsdp.checkpoint.export import export
 from fsdp.checkpoint.foreign import prefixes
 from fsdp.checkpoint.inspect import Found
@@ -202,34 +201,12 @@ class Checkpointer:
     def restore(self, state: TrainState) -> Restored | None:
         """The newest whole checkpoint into `state`; None where there is none and there never was."""
         self._prove_shared()
-        founds, error = self._talk.tell(self._survey() if self._env.is_main else None)
-        if error is not None:
-            raise error
+        founds = self._talk.on_main(lambda: survey.survey(self._store, self._section, self._attempt))
         if founds:
             return self._newest(state, founds)
         if self._section.resume not in ("auto", "never"):
             return self._from_path(state, self._section.resume)
         return None
-
-    def _survey(self) -> tuple[list[Found], CheckpointError | None]:
-        """Rank 0: what lies there, after the litter of earlier attempts is gone."""
-        try:
-            swept = keep.sweep(self._store, self._attempt)
-            if swept:
-                log.info("removed what earlier attempts left unfinished: %s", ", ".join(swept))
-            founds = inspect.scan(self._store)
-            broken = [folder for folder in self._store.folders() if (n := names.parse(folder)) and n.kind == "broken"]
-        except OSError as error:
-            return [], CheckpointError(f"{self._store.where} cannot be read: {error}.", "--checkpoint.dir FOLDER")
-        if self._section.resume == "never" and (founds or broken):
-            newest = founds[0].folder if founds else broken[-1]
-            return [], CheckpointError(
-                f"--checkpoint.resume never, but {self._store.where} holds {newest}: a new run over it would mix with it.",
-                "--checkpoint.resume auto to go on, or another --run.dir to start anew",
-            )
-        if not founds and broken:
-            return [], self._none_whole([Found(folder, 0) for folder in broken])
-        return founds, None
 
     def _newest(self, state: TrainState, founds: list[Found]) -> Restored:
         notes: list[str] = []
@@ -237,20 +214,17 @@ class Checkpointer:
             try:
                 if found.manifest is None:
                     raise Broken(found.why, found.detail)
-                source = self._open(self._store, found)
-                self._load(state, source, Prefixes(), exact=True)
-                state.set_counters(dict(found.manifest.counters))
-                notes += self._differences(found.manifest)
-                return Restored(found.step, self._store.path(found.folder), tuple(notes))
+                return self._restore(state, self._open(self._store, found), found.manifest, notes)
             except Broken as broken:
                 notes.append(self._put_aside(found, broken))
-        raise self._none_whole(founds)
+        raise survey.none_whole(self._store, len(founds))
 
-    def _none_whole(self, founds: list[Found]) -> CheckpointError:
-        return CheckpointError(
-            f"none of the {len(founds)} checkpoints in {self._store.where} is whole, and a run is not begun anew over them.",
-            "--checkpoint.resume PATH of another checkpoint with a new --run.dir, or a new --run.dir to start from step 0",
-        )
+    def _restore(self, state: TrainState, source: load.Source, manifest: Manifest, notes: list[str]) -> Restored:
+        """One of our own, with its counters."""
+        self._load(state, source, Prefixes(), exact=True)
+        state.set_counters(dict(manifest.counters))
+        differences = survey.differences(manifest, self._sizes, self._env.world_size, self._config)
+        return Restored(manifest.step, source.store.path(source.folder), (*notes, *differences))
 
     def _put_aside(self, found: Found, broken: Broken) -> str:
         """Rename it on rank 0, one loud line; what is said is the same on every rank."""
@@ -287,115 +261,41 @@ class Checkpointer:
 
     def _from_path(self, state: TrainState, path: str) -> Restored:
         """A checkpoint that somebody points at: ours with its counters, another program's from step 0. It is never renamed."""
-        store, found, error = self._talk.tell(self._locate(path) if self._env.is_main else None)
-        if error is not None:
-            raise error
-        store = open_store(store)
+        place, found = self._talk.on_main(lambda: survey.locate(path))
         try:
-            source = self._open(store, found)
+            source = self._open(open_store(place), found)
             if found.manifest is not None:
-                self._load(state, source, Prefixes(), exact=True)
-                state.set_counters(dict(found.manifest.counters))
-                return Restored(found.step, path, tuple(self._differences(found.manifest)))
+                return self._restore(state, source, found.manifest, [])
             where = prefixes(source.metadata, snapshot.parameter_names(state.model).values(), path)
             self._load(state, source, where, exact=False)
         except Broken as broken:
-            raise CheckpointError(
-                f"{path} is not whole: {broken.detail}.", "give another, or --checkpoint.resume auto"
-            ) from None
+            hint = "give another, or --checkpoint.resume auto"
+            raise CheckpointError(f"{path} is not whole: {broken.detail}.", hint) from None
         what = "weights and optimizer" if where.optim is not None else "weights alone"
         return Restored(0, path, (f"{what} of a checkpoint without a manifest: nothing to verify it with",))
 
-    def _locate(self, path: str) -> tuple[str, Found, CheckpointError | None]:
-        """Rank 0: a checkpoint folder itself, or the newest whole one of a run directory or a folder of checkpoints."""
-        nothing = Found("", 0)
-        for place in (path, f"{path.rstrip('/')}/checkpoints"):
-            found = next((one for one in inspect.scan(open_store(place)) if one.manifest is not None), None)
-            if found is not None:
-                return place, found, None
-        parent, _, folder = path.rstrip("/").rpartition("/")
-        store = open_store(parent or ".")
-        sizes = store.sizes(folder) if folder in store.folders() else {}
-        if names.MANIFEST in sizes:
-            found = inspect.look(store, folder)
-            error = (
-                None if found.manifest else CheckpointError(f"{path} is not whole: {found.detail}.", "give another checkpoint")
-            )
-            return parent or ".", found, error
-        if names.METADATA in sizes:
-            return parent or ".", Found(folder, 0), None
-        return (
-            "",
-            nothing,
-            CheckpointError(
-                f"--checkpoint.resume {path} is no checkpoint: it has no {names.METADATA}.",
-                f"--model.weights {path} if it is a state dict, else the folder of a checkpoint",
-            ),
-        )
-
-    def _differences(self, manifest: Manifest) -> list[str]:
-        notes = []
-        if manifest.config != self._config:
-            notes.append(f"the configuration differs from the one that saved step {manifest.step}")
-        if (manifest.mesh, manifest.ranks) != (f"{self._sizes}", self._env.world_size):
-            notes.append(
-                f"saved by {manifest.ranks} ranks ({manifest.mesh}), restored by {self._env.world_size} ({self._sizes})"
-            )
-        if manifest.torch != torch.__version__:
-            notes.append(f"saved by torch {manifest.torch}, restored by {torch.__version__}")
-        return notes
+    def _prove_shared(self) -> None:
+        """Once, before the first look or the first save."""
+        if not self._proven:
+            self._proven = True
+            survey.prove_shared(self._store, self._talk, self._attempt)
 
     # ------------------------------------------------------------ out
 
     def export(self, folder: Path) -> list[Path]:
         """The newest sealed checkpoint's model as a state dict, made by rank 0 while the others wait. Returns the files."""
-        files, error = self._talk.tell(self._export(folder) if self._env.is_main else None)
-        if error is not None:
-            raise error
-        return list(files)
+        return self._talk.on_main(lambda: self._export(folder))
 
-    def _export(self, folder: Path) -> tuple[list[Path], CheckpointError | None]:
-        section = self._section
+    def _export(self, folder: Path) -> list[Path]:
         found = next((one for one in inspect.scan(self._store) if one.manifest is not None), None)
         if found is None:
-            return [], CheckpointError(f"{self._store.where} holds no whole checkpoint to export.", "--checkpoint.export false")
+            raise CheckpointError(f"{self._store.where} holds no whole checkpoint to export.", "--checkpoint.export false")
         try:
             source = load.open_one(self._store, found.folder, found.manifest)
-            return export(source, folder, section.export_format, section.export_shard_gib), None
+            return export(source, folder, self._section.export_format, self._section.export_shard_gib)
         except (Broken, OSError) as error:
-            return [], CheckpointError(
-                f"{found.folder} was not exported to {folder}: {error}.", "python -m fsdp.checkpoints RUN verify"
-            )
-
-    # ------------------------------------------------------------ the place itself
-
-    def _prove_shared(self) -> None:
-        """Once: every rank sees what rank 0 wrote, or all stop and name those whose storage is not shared."""
-        if self._proven:
-            return
-        self._proven = True
-        failure = self._talk.tell(self._leave_word() if self._env.is_main else None)
-        if failure is not None:
-            raise failure
-        seen = self._talk.collect((socket.gethostname(), self._store.proven(self._attempt)))
-        blind = [f"rank {rank} on {host}" for rank, (host, sees) in enumerate(seen or []) if not sees]
-        blind = self._talk.tell(blind)
-        if self._env.is_main:
-            self._store.unprove(self._attempt)
-        if blind:
-            raise CheckpointError(
-                f"{self._store.where} is not shared: {', '.join(blind)} cannot see what rank 0 wrote there.",
-                "--checkpoint.dir a folder that all nodes mount, or s3://bucket/prefix",
-            )
-
-    def _leave_word(self) -> CheckpointError | None:
-        try:
-            self._store.prove(self._attempt)
-        except OSError as error:
-            return CheckpointError(
-                f"{self._store.where} cannot be written: {error}.", "--checkpoint.dir FOLDER that is writable"
-            )
-        return None
+            hint = f"python -m fsdp.checkpoints {self._run_dir} verify"
+            raise CheckpointError(f"{found.folder} was not exported to {folder}: {error}.", hint) from None
 
 
 def _distinct(wants: list[Want]) -> list[Want]:

@@ -5,11 +5,16 @@ The default group is the model's: a save that used it from another thread would 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from fsdp.errors import CheckpointError, ShardrunError
+
+T = TypeVar("T")
 
 
 class Talk:
@@ -39,6 +44,20 @@ class Talk:
         dist.broadcast_object_list(box, src=0, group=self._group)
         return box[0]
 
+    def on_main(self, act: Callable[[], T]) -> T:
+        """What rank 0 finds, on every rank; what fails there fails everywhere."""
+        outcome: tuple[T | None, Exception | None] = (None, None)
+        if self.rank == 0:
+            try:
+                outcome = (act(), None)
+            except Exception as error:
+                outcome = (None, error)
+        told = outcome if outcome[1] is None or isinstance(outcome[1], ShardrunError) else (None, _for_others(outcome[1]))
+        value, failure = self.tell(told)
+        if failure is not None:
+            raise outcome[1] or failure
+        return value
+
     def deal(self, values: list[Any] | None) -> Any:
         """Each rank its own of rank 0's values."""
         if self._group is None:
@@ -63,3 +82,7 @@ class Talk:
         vector = torch.tensor(numbers, dtype=torch.int64)
         dist.all_reduce(vector, dist.ReduceOp.MAX, group=self._group)
         return [int(n) for n in vector]
+
+
+def _for_others(error: Exception) -> CheckpointError:
+    return CheckpointError(f"rank 0 failed: {type(error).__name__}: {error}")
