@@ -19,6 +19,7 @@ def speak_into(folder: Path, rank: int, attempt: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     sys.stdout = _lines(folder / f"rank-{rank}.{attempt}.out")
     sys.stderr = _lines(folder / f"rank-{rank}.{attempt}.err")
+    logging.getLogger("ray").setLevel(logging.CRITICAL)  # what it has to say reaches the driver as an exception
     logging.lastResort = logging.StreamHandler(sys.stderr)
     logging.lastResort.setLevel(logging.WARNING)
 

@@ -30,6 +30,8 @@ class Story:
     exit_code: int
     final: bool
     trace: str = ""
+    died: bool = False
+    """Without a word of its own: killed, or with its node."""
 
 
 class GivenUp(Exception):
@@ -46,7 +48,7 @@ def tell(failures: Mapping[int, BaseException]) -> Story:
     dead = [rank for rank, word in words if not isinstance(word, RankFailed)]
     if dead:
         ranks = f"rank{'s' * (len(dead) > 1)} {', '.join(map(str, dead))}"
-        return Story(f"{ranks} died ({_brief(dict(words)[dead[0]])})", LaunchError.exit_code, False)
+        return Story(f"{ranks} died ({_brief(dict(words)[dead[0]])})", LaunchError.exit_code, False, died=True)
     if said:
         return Story(str(said[0]), said[0].exit_code, said[0].final, said[0].trace)
     return Story("the workers failed", LaunchError.exit_code, False)
@@ -78,14 +80,15 @@ class Referee(UserCallback):
     def __init__(self, run: Path, logs: Path, max_failures: int) -> None:
         self._run, self._logs, self._max = RunDir(run), logs, max_failures
         self._failed = 0
-        self._last: tuple[int, str] | None = None
+        self._last: tuple[int, int] | None = None
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         story = tell(worker_exceptions)
         self._failed += 1
         step = last_step(self._run)
-        again = bool(story.trace) and self._last == (step, story.message)
-        self._last = (step, story.message)
+        # of the exit code and not of the words, which name the rank that happened to speak first
+        again = not story.died and self._last == (step, story.exit_code)
+        self._last = (step, story.exit_code)
         if story.final or again:
             raise GivenUp(story.message, story.exit_code, True, story.trace)
         if self._max < 0 or self._failed <= self._max:

@@ -49,7 +49,8 @@ class RankFailed(Exception):
         """final: another try would end the same way. secondary: another rank tells the story."""
 
     def __str__(self) -> str:
-        return f"rank {self.rank}: {self.message}"
+        named = f"rank {self.rank}"
+        return self.message if self.message.startswith(named) else f"{named}: {self.message}"
 
 
 def work(given: Mapping[str, Any]) -> Outcome:
@@ -74,7 +75,8 @@ def work(given: Mapping[str, Any]) -> Outcome:
 
 def _last_words(rank: int, error: Exception) -> RankFailed:
     secondary = isinstance(error, Elsewhere) or "Connection closed by peer" in str(error)
-    final = isinstance(error, ConfigError | TrainingError) and not secondary
+    # an error that only passes another one on (a file that could not be read) may be over by the next try
+    final = isinstance(error, ConfigError | TrainingError) and error.__cause__ is None and not secondary
     ours = isinstance(error, ShardrunError)
     message = str(error) if ours else f"{type(error).__name__}: {error}"
     code = error.exit_code if isinstance(error, ShardrunError) else 1

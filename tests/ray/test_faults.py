@@ -21,17 +21,17 @@ def check_whole(run: Run, undisturbed: Run) -> None:
     assert run.losses == undisturbed.losses
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_worker_costs_at_most_one_interval(tmp_path: Path, joined: Cluster, undisturbed: Run, rank: int) -> None:
+def test_a_killed_worker_costs_at_most_one_interval(tmp_path: Path, joined: Cluster, undisturbed: Run) -> None:
     driver = Driver(tmp_path / "run", *SLOWLY, cluster=joined)
-    at = random.randrange(5, 12)
+    at, rank = random.randrange(5, 12), random.randrange(2)
     driver.until(at)
     os.kill(rank_pid(driver.run, rank), signal.SIGKILL)
     check_whole(driver.finish(), undisturbed)
-    assert driver.run.starts[1]["from_step"] >= at - 5, f"killed at step {at}"
+    assert driver.run.starts[1]["from_step"] >= at - 5, f"rank {rank} killed at step {at}"
     assert driver.err.count("the workers are started again (1 of 3)") == 1
 
 
+@pytest.mark.long
 def test_the_driver_is_killed_and_started_again_with_the_same_command(tmp_path: Path, undisturbed: Run) -> None:
     first = Driver(tmp_path / "run", *SLOWLY)
     first.until(6)
@@ -55,6 +55,7 @@ def test_ctrl_c_at_the_driver_seals_a_checkpoint_and_leaves_with_0(tmp_path: Pat
     check_whole(Driver(run.path, cluster=joined).finish(), undisturbed)
 
 
+@pytest.mark.long
 def test_ctrl_c_again_leaves_at_once(tmp_path: Path) -> None:
     driver = Driver(tmp_path / "run", *SLOWLY, "--data.args.seconds", "5")
     driver.until(1)
@@ -96,20 +97,24 @@ def test_numbers_that_are_not_finite_end_the_run_with_one_line(tmp_path: Path, j
     assert len(driver.run.starts) == 1, "the same numbers would come again: not tried"
 
 
+@pytest.mark.long
 def test_the_same_exception_twice_is_not_tried_a_third_time(tmp_path: Path, joined: Cluster) -> None:
     bad = tmp_path / "bad"
     driver = Driver(tmp_path / "run", *SLOWLY, "--data.args.bad_file", str(bad), cluster=joined)
     driver.until(2)
     bad.touch()
-    assert driver.wait() == 1, driver.said()
+    assert driver.wait() == 5, driver.said()
     assert f"{bad} cannot be read" in driver.err.splitlines()[-1]
-    assert len(driver.run.starts) <= 3
+    assert len(driver.run.starts) == 2
+    assert "Traceback" not in driver.err
 
 
+@pytest.mark.long
 def test_a_node_is_lost(tmp_path: Path, undisturbed: Run) -> None:
     """Three nodes of one CPU: two train, the third takes the lost one's place."""
     with Cluster([1, 1, 1]) as cluster:
-        driver = Driver(tmp_path / "run", *SLOWLY, cluster=cluster)
+        # on two nodes the mesh would be HSDP by default
+        driver = Driver(tmp_path / "run", *SLOWLY, "--mesh.strategy", "fsdp", cluster=cluster)
         driver.until(6)
         cluster.lose(2 if _has_worker(cluster, driver.run) else 1)
         check_whole(driver.finish(), undisturbed)

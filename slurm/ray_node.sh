@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# What slurm/ray.sbatch starts on every node, inside the container where there is one: this node's part of the Ray cluster.
+set -euo pipefail
+
+read -r address interface < <(python -m launch.rendezvous here --towards "$MASTER_ADDR")
+# where the host's name does not resolve, gloo would take the loopback
+export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
+
+if [ "$SHARDRUN_IS_HEAD" = 1 ]; then
+    # sockets lie in it, and their paths have at most 107 characters
+    folder=$(mktemp -d "/tmp/ray-${SLURM_JOB_ID}-XXXX")
+    trap 'rm -rf "$folder"' EXIT
+    place=(--head --port="$MASTER_PORT" --temp-dir="$folder" --include-dashboard=false)
+else
+    place=(--address="$MASTER_ADDR:$MASTER_PORT")
+    for ((tries = SHARDRUN_TIMEOUT_S * 5; tries > 0; tries--)); do
+        (: <"/dev/tcp/$MASTER_ADDR/$MASTER_PORT") 2>/dev/null && break
+        sleep 0.2
+    done
+fi
+# as many CPUs as ranks, so that each node gets its share of them whatever else it has
+ray start --block --node-ip-address="$address" --num-cpus="$SHARDRUN_RANKS_PER_NODE" --disable-usage-stats "${place[@]}" >/dev/null
