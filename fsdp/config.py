@@ -129,7 +129,7 @@ class PrecisionSection:
 @dataclass(frozen=True, kw_only=True)
 class OptimSection:
     name: Literal["adamw", "adam", "sgd"] = knob("adamw", "the optimizer; adamw decays matrices only")
-    lr: float = knob(1e-3, "peak learning rate", above=0)
+    lr: float = knob(5e-4, "peak learning rate", above=0)
     beta1: float = knob(0.9, "decay of the first moment", low=0, high=1)
     beta2: float = knob(0.95, "decay of the second moment", low=0, high=1)
     eps: float = knob(1e-8, "Adam's denominator floor", above=0)
