@@ -75,8 +75,10 @@ def _section(options: argparse.Namespace) -> CheckpointSection:
     file = Path(options.run, "config.toml")
     section = CheckpointSection()
     if "://" not in options.run and file.exists():
-        values = {name: value for name, value in config.read_recipe(str(file)).items() if name.startswith("checkpoint.")}
-        section = config.load([], {name: value for name, value in values.items() if name != "checkpoint.resume"}).checkpoint
+        fields = {name: config.FIELDS[name] for name in config.FIELDS if name.startswith("checkpoint.")}
+        said = {name: value for name, value in config.read_recipe(str(file)).items() if name in fields}
+        values = {name.removeprefix("checkpoint."): config.parse_value(fields[name], value) for name, value in said.items()}
+        section = CheckpointSection(**values)
     given = {
         "keep_last": options.keep_last, "keep_every_steps": options.keep_every_steps,
         "export_format": options.format, "export_shard_gib": options.shard_gib,

@@ -76,7 +76,8 @@ class Checkpointer:
         self._talk = Talk()
         self._attempt: str = self._talk.tell(secrets.token_hex(4))
         self._store: Store = open_store(section.dir or str(run_dir / "checkpoints"))
-        self._claim = claim
+        self._claims = [claim] if claim is not None else []
+        self._own_claim: Claim | None = None
         self._saver = Saver(self._store, self._talk, env.device, self._attempt, self._ousted, self._prune)
         self._flight: Job | None = None
         self._ended: list[Sealed] = []
@@ -139,6 +140,7 @@ class Checkpointer:
             self._land(must=True)
         finally:
             self._saver.stop()
+            self._release()
 
     def abandon(self) -> None:
         """Leave without raising, after close or instead of it on an exception's way out: a save in flight may still end,
@@ -148,6 +150,7 @@ class Checkpointer:
         self._closed = True
         if self._flight is not None and self._flight.done.wait(PATIENCE_S + 3 * self.save_seconds):
             self._settle(self._flight)
+        self._release()
 
     def _land(self, must: bool = False) -> None:
         """Wait for the save before this one. All ranks are at the same step here, so all raise or none does."""
@@ -187,7 +190,7 @@ class Checkpointer:
         )  # fmt: skip
 
     def _ousted(self) -> str | None:
-        return self._claim.ousted() if self._claim is not None else None
+        return next((why for claim in self._claims if (why := claim.ousted()) is not None), None)
 
     def _prune(self) -> None:
         """After a seal, on rank 0's background thread. A folder that will not go is said and left."""
@@ -278,7 +281,19 @@ class Checkpointer:
         """Once, before the first look or the first save."""
         if not self._proven:
             self._proven = True
+            self._talk.on_main(self._claim_place)
             survey.prove_shared(self._store, self._talk, self._attempt)
+
+    def _claim_place(self) -> None:
+        """Rank 0: a folder outside the run directory may be another run's too. Apart in an object store they keep by prefix."""
+        place = Path(self._section.dir)
+        if self._claims and self._section.dir and "://" not in self._section.dir and self._run_dir not in place.parents:
+            self._own_claim = Claim.acquire(place, self._env.launcher)
+            self._claims.append(self._own_claim)
+
+    def _release(self) -> None:
+        if self._own_claim is not None:
+            self._own_claim.release()
 
     # ------------------------------------------------------------ out
 

@@ -128,6 +128,9 @@ def _files(folder: Path) -> list[Path]:
     for place in (folder, folder / "full_model"):
         if (place / INDEX_FILE).exists():
             names = set(json.loads((place / INDEX_FILE).read_text())["weight_map"].values())
+            strangers = [name for name in names if Path(name).name != name]
+            if strangers:
+                raise ConfigError(f"{place / INDEX_FILE} leads out of its folder, to {strangers[0]}.", "give a whole export")
             return [place / name for name in sorted(names)]
         for name in (TORCH_FILE, "model.safetensors", "pytorch_model.bin"):
             if (place / name).exists():

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from fsdp.checkpoint.crc import crc32
+from fsdp.errors import CheckpointError
 
 FORMAT = 1
 
@@ -64,8 +65,11 @@ def decode(data: bytes) -> Manifest:
         body = json.loads(text)
     except (ValueError, KeyError, TypeError) as error:
         raise Broken("manifest", f"the manifest cannot be read ({error})") from None
-    if body.pop("format") != FORMAT:
-        raise Broken("format", "the manifest is of a newer format than this program knows")
+    if (form := body.pop("format")) != FORMAT:
+        # Whole, for all we know, and not ours to set aside.
+        raise CheckpointError(
+            f"a checkpoint of step {body.get('step')} has format {form}; this program knows {FORMAT}.", "update it"
+        )
     body["files"] = {name: (int(size), int(crc)) for name, (size, crc) in body["files"].items()}
     body["digests"] = {key: (int(numel), str(value)) for key, (numel, value) in body["digests"].items()}
     return Manifest(**body)

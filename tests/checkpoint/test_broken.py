@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import pickle
@@ -185,6 +186,18 @@ def test_a_metadata_that_runs_code_is_refused_and_runs_nothing(run_dir: Path, se
             assert step is None
             assert ".metadata asks for posix.system" in said
     assert not proof.exists()
+
+
+def test_a_newer_format_is_refused_and_left_alone(run_dir: Path) -> None:
+    """Whole, for all that this program knows: not to be set aside, and not to be passed over for an older one."""
+    file = run_dir / "checkpoints" / "step-00000004" / MANIFEST
+    body = json.loads(file.read_text())["manifest"]
+    text = json.dumps({**body, "format": 2}, sort_keys=True, ensure_ascii=False)
+    file.write_text(f'{{"crc32": {manifest.crc32(text.encode()):10d}, "manifest":\n{text}}}\n')
+    for step, _, said, _ in run_world(RANKS, restore, str(run_dir), {}):
+        assert step is None
+        assert "a checkpoint of step 4 has format 2; this program knows 1" in said
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["step-00000002", "step-00000004"]
 
 
 def test_a_checkpoint_of_another_model_is_not_called_broken(run_dir: Path) -> None:
