@@ -61,6 +61,7 @@ def torture(kills: int, dice: random.Random, place: Path) -> tuple[list[Death], 
         chain = Chain(shape, place / f"{nth}-{shape.strategy}-{shape.ranks}")
         deaths += one_life(chain, references[shape], dice, kills - len(deaths))
         ends += 1
+        print(f"{len(deaths)} kills, {ends} ends, {time.monotonic() - began:.0f} s", flush=True)
     return deaths, ends, time.monotonic() - began
 
 
