@@ -30,6 +30,7 @@ from fsdp.config import Config, worker_range
 from fsdp.errors import LaunchError, ShardrunError
 from fsdp.job import prepare
 from fsdp.loop import Outcome
+from fsdp.mesh import plan_batch, resolve
 from fsdp.summary import summary
 from launch import ray_cluster
 from launch.ray_cluster import Workers
@@ -76,8 +77,11 @@ def run_on_ray(config: Config) -> int:
 
 def _check(config: Config) -> None:
     """Every mistake that needs no cluster to be seen."""
-    for ranks in sorted(set(worker_range(config.ray.num_workers))):
-        prepare(config, world_size=ranks, num_nodes=1, device=torch.device("cpu"))
+    low, high = worker_range(config.ray.num_workers)
+    prepare(config, world_size=low, num_nodes=1, device=torch.device("cpu"))
+    for ranks in range(low + 1, high + 1):  # an elastic run may meet any of them
+        resolve(config.mesh, ranks)
+        plan_batch(config.train, ranks)
 
 
 @contextmanager

@@ -89,10 +89,13 @@ def dist_env() -> DistEnv:
     import ray.train.torch
 
     context = ray.train.get_context()
+    shares = dict(agree.everyones((context.get_node_rank(), context.get_local_world_size())))
+    # nodes with unequal shares of the workers are no axis of a mesh: they count as one
+    even = len(set(shares.values())) == 1
     return DistEnv(
         rank=context.get_world_rank(), world_size=context.get_world_size(), local_rank=context.get_local_rank(),
-        local_world_size=context.get_local_world_size(), node_rank=context.get_node_rank(),
-        num_nodes=len(set(agree.everyones(context.get_node_rank()))), device=ray.train.torch.get_device(), launcher="ray",
+        local_world_size=context.get_local_world_size(), node_rank=context.get_node_rank() if even else 0,
+        num_nodes=len(shares) if even else 1, device=ray.train.torch.get_device(), launcher="ray",
     )  # fmt: skip
 
 

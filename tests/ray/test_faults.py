@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.ray.cluster import Cluster, eventually, pids_with
-from tests.ray.runs import SLOWLY, STEPS, Driver, Run, rank_pid
+from tests.ray.runs import SLOWLY, STEPS, Driver, Run, rank_pid, torchrun
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -119,6 +119,28 @@ def test_a_node_is_lost(tmp_path: Path, undisturbed: Run) -> None:
         cluster.lose(2 if _has_worker(cluster, driver.run) else 1)
         check_whole(driver.finish(), undisturbed)
         assert len(driver.run.starts) == 2
+
+
+@pytest.mark.long
+def test_elastic_it_goes_on_with_what_there_is(tmp_path: Path) -> None:
+    """Four workers on two nodes, a node lost, two go on; the node is back, four again: the same samples all the way."""
+    with Cluster([2, 2]) as cluster:
+        flags = ("--ray.num_workers", "2:4", "--mesh.strategy", "fsdp", "--train.steps", "200", "--data.args.seconds", "0.4")
+        driver = Driver(tmp_path / "run", *SLOWLY, *flags, "--optim.schedule", "constant", cluster=cluster)
+        driver.until(6)
+        cluster.lose(1)
+        driver.until(driver.run.steps[-1] + 6, starts=2)
+        cluster.start(1)
+        driver.until(driver.run.steps[-1] + 6, starts=3)
+        driver.signal(signal.SIGINT)
+        run = driver.finish()
+    assert [start["ranks"] for start in run.starts] == [4, 2, 4]
+    assert run.steps == list(range(1, run.steps[-1] + 1))
+    whole = torchrun(
+        tmp_path / "whole", 2, *flags[2:6], "--train.stop_after", str(run.steps[-1]), "--optim.schedule", "constant"
+    )
+    for step, loss in whole.losses.items():
+        assert run.losses[step] == pytest.approx(loss, abs=1e-5)
 
 
 def _has_worker(cluster: Cluster, run: Run) -> bool:
