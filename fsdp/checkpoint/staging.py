@@ -77,15 +77,17 @@ class Staging:
     def _reserve(self, size: int) -> None:
         if self._buffer.numel() >= size:
             return
+        if self._stream is not None and self._buffer.numel():
+            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr())))
         self._buffer = torch.empty(0, dtype=torch.uint8)  # let the old one go before the new one comes
+        # Begins at a page, as writing past the page cache asks.
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self._buffer = torch.frombuffer(memory, dtype=torch.uint8)
         if self._stream is not None:
-            self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        else:
-            # Begins at a page, as writing past the page cache asks.
-            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                memory.madvise(mmap.MADV_HUGEPAGE)
-            self._buffer = torch.frombuffer(memory, dtype=torch.uint8)
+            # pin_memory=True would round up to a power of two: up to twice the state.
+            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(self._buffer.data_ptr(), size, 1)))
 
 
 def _places(sources: list[torch.Tensor]) -> list[int]:
