@@ -50,7 +50,9 @@ def tell(failures: Mapping[int, BaseException]) -> Story:
         ranks = f"rank{'s' * (len(dead) > 1)} {', '.join(map(str, dead))}"
         return Story(f"{ranks} died ({_brief(dict(words)[dead[0]])})", LaunchError.exit_code, False, died=True)
     if said:
-        return Story(str(said[0]), said[0].exit_code, said[0].final, said[0].trace)
+        return Story(
+            str(said[0]), said[0].exit_code, said[0].final, said[0].trace, died=said[0].exit_code == LaunchError.exit_code
+        )
     return Story("the workers failed", LaunchError.exit_code, False)
 
 

@@ -20,7 +20,7 @@ from fsdp import agree
 from fsdp.agree import Elsewhere
 from fsdp.config import Config
 from fsdp.env import DistEnv
-from fsdp.errors import ConfigError, ShardrunError, TrainingError
+from fsdp.errors import ConfigError, LaunchError, ShardrunError, TrainingError
 from fsdp.loop import Outcome, train
 from launch.ray_output import speak_into
 
@@ -74,13 +74,20 @@ def work(given: Mapping[str, Any]) -> Outcome:
 
 
 def _last_words(rank: int, error: Exception) -> RankFailed:
-    secondary = isinstance(error, Elsewhere) or "Connection closed by peer" in str(error)
+    if _lost_a_peer(error):
+        return RankFailed(rank, "another rank is gone", LaunchError.exit_code, False, True, "")
+    secondary = isinstance(error, Elsewhere)
     # an error that only passes another one on (a file that could not be read) may be over by the next try
     final = isinstance(error, ConfigError | TrainingError) and error.__cause__ is None and not secondary
     ours = isinstance(error, ShardrunError)
     message = str(error) if ours else f"{type(error).__name__}: {error}"
     code = error.exit_code if isinstance(error, ShardrunError) else 1
     return RankFailed(rank, message, code, final, secondary, "" if ours else traceback.format_exc())
+
+
+def _lost_a_peer(error: Exception) -> bool:
+    """A collective in which somebody was missing; gloo and NCCL say so in a plain RuntimeError."""
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in ("by peer", "gloo", "NCCL"))
 
 
 def dist_env() -> DistEnv:
