@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from fsdp.checkpoint import Checkpointer
 from fsdp.claim import Claim
@@ -79,7 +79,13 @@ class Run:
 
 
 def build_state(
-    env: DistEnv, kind: Kind, seed: int = 0, optimizer: str = "adamw", width: int = 37, dtype: torch.dtype = torch.float32
+    env: DistEnv,
+    kind: Kind,
+    seed: int = 0,
+    optimizer: str = "adamw",
+    width: int = 37,
+    dtype: torch.dtype = torch.float32,
+    columns: bool = False,
 ) -> tuple[TrainState, nn.Module, MeshSizes]:
     torch.manual_seed(seed)
     model, sizes = Model(width, dtype), mesh_sizes(kind, env.world_size)
@@ -89,7 +95,8 @@ def build_state(
     else:
         mesh = build_mesh(sizes, env.device)
         mesh = mesh if sizes.replicate > 1 else mesh["dp_shard"]
-        fully_shard(model.first, mesh=mesh)
+        # By columns a shard is no contiguous stretch of the whole.
+        fully_shard(model.first, mesh=mesh, shard_placement_fn=(lambda p: Shard(p.dim() - 1)) if columns else None)
         fully_shard(model, mesh=mesh)
     parameters = list(model.parameters())
     made: torch.optim.Optimizer = (

@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.stateful import Stateful
 
-from fsdp.checkpoint import metadata
+from fsdp.checkpoint import metadata, snapshot
 from fsdp.env import DistEnv
 from fsdp.errors import CheckpointError
-from tests.checkpoint.small import Kind, Run, bits, build, save_once
+from tests.checkpoint.small import Kind, Model, Run, bits, build, save_once
 from tests.world import run_world
 
 
@@ -176,3 +176,21 @@ def test_the_same_command_again_goes_on_from_the_runs_own_checkpoint(tmp_path: P
     run_world(2, save_once, "fsdp", str(tmp_path / "first"))
     path = str(tmp_path / "first/checkpoints/step-00000003")
     assert [run_world(2, restart, path, str(tmp_path / "run"))[0] for _ in range(3)] == [3, 4, 5]
+
+
+def wrapped_names(env: DistEnv) -> list[set[str]]:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    found = []
+    wrappers: list[Any] = [lambda model: model, torch.compile, checkpoint_wrapper, torch.nn.parallel.DistributedDataParallel]
+    for wrap in wrappers:
+        model: Any = Model()
+        model.first = checkpoint_wrapper(model.first)
+        wrapped = wrap(model)
+        found.append(set(snapshot.model_tensors(wrapped)))
+        assert set(snapshot.parameter_names(wrapped).values()) == {n for n, _ in Model().named_parameters()}
+    return found
+
+
+def test_wrappers_leave_no_trace_in_the_names(tmp_path: Path) -> None:
+    assert run_world(1, wrapped_names)[0] == [set(Model().state_dict())] * 4
