@@ -74,6 +74,7 @@ def speaks_for_all(environ: Mapping[str, str] = os.environ) -> bool:
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> DistEnv:
     """torchrun's variables first (torchrun may stand inside a Slurm step), then Slurm's, then a single process."""
+    check_gpus_are_seen(environ)
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return _from_torchrun(environ)
     if "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ and int(environ["SLURM_STEP_NUM_TASKS"]) > 1:
@@ -144,6 +145,20 @@ def pick_device(local_rank: int) -> torch.device:
         error.scope = "rank"  # the ranks below it have one, and say nothing
         raise error
     return torch.device("cuda", local_rank if visible > 1 else 0)
+
+
+def check_gpus_are_seen(environ: Mapping[str, str] = os.environ) -> None:
+    """A torch without CUDA, or a container without its driver, would train on the CPU beside the GPUs that Slurm gave."""
+    import torch
+
+    given = environ.get("SLURM_GPUS_ON_NODE", "0")
+    if given not in ("", "0") and not torch.cuda.is_available():
+        error = LaunchError(
+            f"Slurm gave {given} GPUs on {socket.gethostname()}, but torch {torch.__version__} sees none.",
+            "a CUDA build of torch in VENV, `apptainer exec --nv`, or no --gpus-per-node to train on the CPU",
+        )
+        error.scope = "node"  # the others may see theirs
+        raise error
 
 
 def expand_hostlist(hosts: str) -> list[str]:
@@ -258,6 +273,6 @@ def set_variable(name: str, value: str) -> None:
 
 
 __all__ = [
-    "DistEnv", "check_torch", "end_time", "expand_hostlist", "from_environment", "pick_device",
+    "DistEnv", "check_gpus_are_seen", "check_torch", "end_time", "expand_hostlist", "from_environment", "pick_device",
     "process_group", "set_variable", "slurm_rendezvous", "speaks_for_all",
 ]  # fmt: skip

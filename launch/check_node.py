@@ -34,6 +34,7 @@ def report(node: str, run: Path, ranks: int) -> list[str]:
     problems = [] if os.access(place, os.W_OK) else [f"{place} cannot be written"]
     try:
         env.check_torch()
+        env.check_gpus_are_seen()
         found = devices(ranks)
     except ShardrunError as error:
         found = "no device for a rank"

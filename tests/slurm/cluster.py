@@ -31,6 +31,8 @@ REPOSITORY = HERE.parent.parent
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol")
 NETWORK = "10.77.0"
 NAMESPACES = ["--net", "--uts", "--mount"]
+GPUS = ("/dev/null", "/dev/zero")
+"""That each node says it has: Slurm counts them and hands them out."""
 DEAD_STATES = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "OUT_OF_MEMORY"}
 FOREIGN = ("SLURM_", "SBATCH_", "SRUN_", "MASTER_", "TORCHELASTIC_", "SHARDRUN_")
 
@@ -156,6 +158,7 @@ class Cluster:
         self._munge()
         self.names(True)
         self.conf.write_text(self._configuration(free_ports(self.shape.nodes + 1)))
+        (self.folder / "gres.conf").write_text("".join(f"Name=gpu File={path}\n" for path in GPUS))
         if self.mode == "netns":
             self._login_host()
         self._daemon("slurmctld", self._on_login(["slurmctld", "-D"]))
@@ -192,7 +195,8 @@ class Cluster:
         lines = (HERE / "slurm.conf.in").read_text().format(**facts)
         for i, (node, port) in enumerate(zip(self.nodes, ports[1:], strict=True), start=1):
             where = f"NodeAddr={NETWORK}.{i}" if self.mode == "netns" else f"NodeHostname={host} NodeAddr=127.0.0.1"
-            lines += f"NodeName={node} {where} Port={port} CPUs={self.shape.cpus} RealMemory=8000 State=UNKNOWN\n"
+            what = f"CPUs={self.shape.cpus} Gres=gpu:{len(GPUS)} RealMemory=8000 State=UNKNOWN"
+            lines += f"NodeName={node} {where} Port={port} {what}\n"
         lines += f"PartitionName=main Nodes=ALL Default=YES State=UP PreemptMode=REQUEUE GraceTime={self.shape.grace_s}\n"
         return lines + "PartitionName=high Nodes=ALL PriorityTier=10 State=UP PreemptMode=OFF\n"
 

@@ -71,9 +71,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     return Undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Any]]]:
-    """The scenarios of all selected tests, started in the order of the tests."""
+    """The scenarios of all selected tests, started in the order of the tests as soon as the first of this folder runs."""
+    if missing():
+        yield {}
+        return
     markers = [item.get_closest_marker("scenario") for item in request.session.items if not item.get_closest_marker("skip")]
     wanted = dict.fromkeys(marker.args[0] for marker in markers if marker)
     with ThreadPoolExecutor(AT_ONCE) as pool:

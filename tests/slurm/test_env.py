@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
+import torch
 
 from fsdp import env
+from fsdp.errors import LaunchError
 from tests.slurm.cluster import Cluster
 
 TASK: Mapping[str, str] = {
@@ -51,6 +53,12 @@ def test_each_start_of_a_job_has_a_name() -> None:
     assert env.slurm_start(TASK) == "Slurm job 4711, start 1"
     assert env.slurm_start({**TASK, "SLURM_RESTART_COUNT": "2"}) == "Slurm job 4711, start 3"
     assert env.slurm_start({**TASK, "SHARDRUN_TRY": "1"}) == "Slurm job 4711, start 1, try 2"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs to be seen")
+def test_gpus_that_slurm_gave_and_torch_does_not_see_are_an_error() -> None:
+    with pytest.raises(LaunchError, match=r"Slurm gave 2 GPUs on \S+, but torch 2\.\S+ sees none"):
+        env.from_environment({**TASK, "SLURM_GPUS_ON_NODE": "2"})
 
 
 @pytest.mark.parametrize(("text", "end"), [("1795000000", 1795000000.0), ("", None), ("0", None), ("Unknown", None)])

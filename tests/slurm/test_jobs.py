@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import tomllib
+from pathlib import Path
 
 import pytest
 
-from tests.slurm.job import EVERY, STEPS, Undisturbed
+from tests.slurm.cluster import Cluster
+from tests.slurm.job import EVERY, STEPS, Undisturbed, sbatch
 from tests.slurm.scenarios import Left, Network
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -195,6 +197,16 @@ def test_a_dry_run_shows_each_node_and_the_command_and_trains_nothing(outcome: N
         assert re.search(rf"^{node}: 1 ranks on cpu; Python 3\S+ at \S+; torch 2\.", left.log, re.MULTILINE)
     assert re.search(r"would run: srun .*train\.py --run\.dir \S+ --model\.name mlp", left.log)
     assert not left.run.path.exists()
+
+
+def test_ranks_follow_the_gpus_that_slurm_gave_and_a_node_with_fewer_is_named(slurm: Cluster, tmp_path: Path) -> None:
+    """The nodes say they have two each; torch sees none of them, and a dry run says so instead of training on the CPU."""
+    jobs = [sbatch(slurm, tmp_path, f"--gpus{asked}", flags=["--dry-run"], ranks=1) for asked in ("-per-node=2", "=3")]
+    assert [job.wait() for job in jobs] == ["FAILED", "FAILED"]
+    even, uneven = (job.log() for job in jobs)
+    assert "2 nodes × 2 ranks" in even
+    assert re.search(r"^n1: Slurm gave 2 GPUs on n1, but torch \S+ sees none\. HINT: ", even, re.MULTILINE)
+    assert "2 nodes × 2 ranks need 2 GPUs a node, but n2 has 1. HINT: NPROC_PER_NODE=1" in uneven
 
 
 # ---------------------------------------------------------------- submitit, and through several launchers
