@@ -227,13 +227,16 @@ def _scatter_rows(target: Tensor, full: Tensor | None, sharded: Sharded, *, is_s
     """A piece to each shard of the first replica, then along dp_replicate: rank 0 sends the model once, whatever the ranks."""
     part, count = local(target), shard_count(target)
     chunk = -(-target.shape[0] // count) * target.shape[1:].numel() * part.element_size()
-    received = torch.empty(chunk, dtype=torch.uint8, device=part.device)
+    fits = part.is_contiguous() and part.numel() * part.element_size() == chunk
+    # Straight into the shard, but where its rows end early: a second shard's memory would stand beside the whole.
+    received = _bytes(part) if fits else torch.empty(chunk, dtype=torch.uint8, device=part.device)
     if dist.get_rank() < count:
         pieces = _padded_pieces(_bytes(_or_own(full, target)).to(part.device), chunk, count) if is_source else None
         dist.scatter(received, pieces, src=0, group=sharded.mesh.get_group("dp_shard"))
     if sharded.sizes.replicate > 1:
         dist.broadcast(received, src=dist.get_rank() % count, group=sharded.mesh.get_group("dp_replicate"))
-    part.copy_(received[: part.numel() * part.element_size()].view(part.dtype).view(part.shape))
+    if not fits:
+        part.copy_(received[: part.numel() * part.element_size()].view(part.dtype).view(part.shape))
 
 
 def _padded_pieces(wire: Tensor, chunk: int, count: int) -> list[Tensor]:

@@ -1,0 +1,167 @@
+"""Peak host memory of rank 0 while a 500M-parameter transformer is made on 4 ranks: ours drawn, ours sent, torch's usual way.
+
+    python -m bench.start_memory          about a minute, 5 GB; writes bench/results/start_memory.json and .md
+
+Each way has processes of its own, with glibc told to give freed blocks back (else its cache hides everything). Idle is before
+the model is built, the peak VmHWM from there. Bound: the shard, one block and 150 MB above idle.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import platform
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+RANKS = 4
+SIZES = {"vocab_size": 32_000, "width": 1280, "layers": 21, "heads": 10, "max_seq_len": 256, "tied": False}
+WAYS = ("ours, drawn", "ours, sent", "torch broadcast_from_rank0")
+RESULTS = Path(__file__).parent / "results"
+
+
+def status(name: str) -> float:
+    """A line of /proc/self/status in MB."""
+    text = Path("/proc/self/status").read_text()
+    return int(next(line for line in text.splitlines() if line.startswith(name + ":")).split()[1]) / 1024
+
+
+def one_rank(rank: int, way: str, folder: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder, "store")), RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=300))
+    make = (
+        prepare_ours(rank, "shard" if way == "ours, drawn" else "broadcast") if way.startswith("ours") else prepare_torch(rank)
+    )
+    dist.barrier()
+    idle = status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+    started = time.perf_counter()
+    facts = make()
+    seconds = time.perf_counter() - started
+    result = {
+        "idle_mb": idle,
+        "peak_mb": status("VmHWM") - idle,
+        "rest_mb": status("VmRSS") - idle,
+        "seconds": seconds,
+        **facts,
+    }
+    Path(folder, f"{rank}.json").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def transformer() -> Any:
+    from fsdp.config import ModelSection
+    from fsdp.models import resolve
+
+    return resolve(ModelSection(name="transformer", args=SIZES), {"vocab_size": SIZES["vocab_size"]})
+
+
+def sizes_of(root: Any) -> dict[str, float]:
+    """Shard and one of the repeated blocks in MB of fp32."""
+    block = sum(p.numel() for p in root.blocks[0].parameters())
+    total = sum(p.numel() for p in root.parameters())
+    return {"parameters": total, "shard_mb": total * 4 / RANKS / 2**20, "block_mb": block * 4 / 2**20}
+
+
+def prepare_ours(rank: int, init: str) -> Any:
+    import torch
+
+    from fsdp.config import MemorySection, MeshSection, PrecisionSection, SpeedSection
+    from fsdp.job import meta_model
+    from fsdp.materialize import materialize
+    from fsdp.mesh import MeshSizes, build_mesh
+    from fsdp.shard import shard_model
+
+    device, sizes, spec = torch.device("cpu"), MeshSizes("fsdp", 1, RANKS), transformer()
+    mesh = build_mesh(sizes, device)
+
+    def make() -> dict[str, float]:
+        sharded = shard_model(
+            meta_model(spec), sizes=sizes, mesh=mesh, device=device, section=MeshSection(), precision=PrecisionSection(),
+            memory=MemorySection(), speed=SpeedSection(),
+        )  # fmt: skip
+        materialize(sharded, spec=spec, seed=0, init=init, rank=rank)
+        return sizes_of(sharded.root)
+
+    return make
+
+
+def prepare_torch(rank: int) -> Any:
+    import torch
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, spec = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp_shard",)), transformer()
+
+    def make() -> dict[str, float]:
+        full = spec.build().state_dict() if rank == 0 else {}
+        with torch.device("meta"):
+            root = spec.build()
+        for block in root.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(root, mesh=mesh)
+        root.to_empty(device="cpu")
+        set_model_state_dict(root, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+        return sizes_of(root)
+
+    return make
+
+
+def measure(way: str) -> list[dict[str, float]]:
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="start-memory-") as folder:
+        ranks = [context.Process(target=one_rank, args=(rank, way, folder)) for rank in range(RANKS)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        assert all(process.exitcode == 0 for process in ranks), f"{way}: a rank failed"
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+def table(found: dict[str, list[dict[str, float]]]) -> str:
+    first = next(iter(found.values()))[0]
+    bound = first["shard_mb"] + first["block_mb"] + 150
+    lines = [
+        f"{first['parameters'] / 1e6:.0f}M parameters in fp32 on {RANKS} ranks, gloo, CPU. Bound for rank 0: shard "
+        f"{first['shard_mb']:.0f} + block {first['block_mb']:.0f} + 150 = {bound:.0f} MB above idle.",
+        "",
+        "| way | rank 0 peak, MB above idle | others' peak | rank 0 afterwards | seconds | within the bound |",
+        "|---|---|---|---|---|---|",
+    ]
+    for way, ranks in found.items():
+        peak, others = ranks[0]["peak_mb"], max(rank["peak_mb"] for rank in ranks[1:])
+        within = "yes" if peak <= bound else "no"
+        lines.append(
+            f"| {way} | {peak:.0f} | {others:.0f} | {ranks[0]['rest_mb']:.0f} | {ranks[0]['seconds']:.1f} | {within} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
+        os.environ[name] = "131072"  # the processes started below read it as they start
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    found = {way: measure(way) for way in WAYS}
+    text = table(found)
+    print(text)
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "start_memory.md").write_text("# Memory at start\n\n`python -m bench.start_memory`\n\n" + text, encoding="utf-8")
+    machine = {"python": platform.python_version(), "cores": os.cpu_count(), "sizes": SIZES}
+    (RESULTS / "start_memory.json").write_text(json.dumps({"machine": machine, "ways": found}, indent=1) + "\n")
+    return 0 if all("| no |" not in line for line in text.splitlines() if line.startswith("| ours")) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
