@@ -42,9 +42,8 @@ class Watch:
     """A command from its start to its end: when each line came, and the most memory that its processes held together."""
 
     def __init__(self, command: Sequence[str], lines: Path) -> None:
-        self._lines, self._marker = lines, f"BENCH_RAY={os.getpid()}-{time.monotonic_ns()}"
-        name, _, value = self._marker.partition("=")
-        environment = {**os.environ, name: value, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+        self._lines = lines
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
         self._began = time.monotonic()
         self._process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -57,7 +56,7 @@ class Watch:
         while self._process.poll() is None:
             self._count_lines()
             if looks % WEIGH_EVERY == 0:
-                self._peak = max(self._peak, sum(_pss(pid) for pid in _pids_with(self._marker)))
+                self._peak = max(self._peak, sum(_pss(pid) for pid in _tree(self._process.pid)))
             looks += 1
             time.sleep(LOOK_S)
         if self._process.returncode:
@@ -78,12 +77,17 @@ class Watch:
         return Seen(self._came[0], 1 / usual, statistics.mean(saving) - usual, self._peak / 2**30)
 
 
-def _pids_with(variable: str) -> list[int]:
-    found = []
+def _tree(root: int) -> set[int]:
+    """A process and all under it; Ray's daemons are the driver's children, its workers the raylet's."""
+    parents: dict[int, int] = {}
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
-            if folder.name.isdigit() and variable.encode() in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
+            if folder.name.isdigit():
+                parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+    found, more = set[int](), {root}
+    while more:
+        found |= more
+        more = {pid for pid, parent in parents.items() if parent in found} - found
     return found
 
 

@@ -151,7 +151,8 @@ def _trainer(order: Order, workers: Workers) -> Any:
     )
     return api.torch.TorchTrainer(
         work,
-        train_loop_config={"order": order},
+        # by name: Ray's controller reads this too, and would import all of training to read a class of ray_worker's
+        train_loop_config=dict(vars(order)),
         torch_config=api.torch.TorchConfig(backend=backend, timeout_s=int(order.config.run.process_group_timeout_s)),
         scaling_config=scaling,
         run_config=running,

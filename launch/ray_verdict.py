@@ -21,7 +21,20 @@ ray_cluster.quiet()
 from ray.train import UserCallback  # noqa: E402  (after the words that Ray reads when it is imported)
 
 from launch.progress import last_step  # noqa: E402
-from launch.ray_worker import RankFailed  # noqa: E402
+
+
+class RankFailed(Exception):
+    """A rank's last words. All in args, so that it pickles whatever it was made from."""
+
+    def __init__(self, rank: int, message: str, exit_code: int, final: bool, secondary: bool, trace: str) -> None:
+        super().__init__(rank, message, exit_code, final, secondary, trace)
+        self.rank, self.message, self.exit_code = rank, message, exit_code
+        self.final, self.secondary, self.trace = final, secondary, trace
+        """final: another try would end the same way. secondary: another rank tells the story."""
+
+    def __str__(self) -> str:
+        named = f"rank {self.rank}"
+        return self.message if self.message.startswith(named) else f"{named}: {self.message}"
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from fsdp.env import DistEnv
 from fsdp.errors import ConfigError, LaunchError, ShardrunError, TrainingError
 from fsdp.loop import Outcome, train
 from launch.ray_output import speak_into
+from launch.ray_verdict import RankFailed
 
 BEAT_S = 1.0
 """Ray hears of a run this often. Its controller takes one report at each look: a report for each step would wait for that."""
@@ -39,25 +40,11 @@ class Order:
     """Where the command was typed: relative paths in flags mean this."""
 
 
-class RankFailed(Exception):
-    """A rank's last words. All in args, so that it pickles whatever it was made from."""
-
-    def __init__(self, rank: int, message: str, exit_code: int, final: bool, secondary: bool, trace: str) -> None:
-        super().__init__(rank, message, exit_code, final, secondary, trace)
-        self.rank, self.message, self.exit_code = rank, message, exit_code
-        self.final, self.secondary, self.trace = final, secondary, trace
-        """final: another try would end the same way. secondary: another rank tells the story."""
-
-    def __str__(self) -> str:
-        named = f"rank {self.rank}"
-        return self.message if self.message.startswith(named) else f"{named}: {self.message}"
-
-
 def work(given: Mapping[str, Any]) -> Outcome:
     """train_loop_per_worker."""
     import ray.train
 
-    order: Order = given["order"]
+    order = Order(**given)
     rank = ray.train.get_context().get_world_rank()
     speak_into(order.logs, rank, f"{time.time():.0f}-{os.getpid()}")
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # Ray has imported torch before this was set
@@ -109,13 +96,9 @@ def dist_env() -> DistEnv:
 # ---------------------------------------------------------------- the reporter
 
 
-@dataclass
-class _Word:
-    """What rank 0 tells the others to report next."""
-
-    metrics: dict[str, Any] | None = None
-    checkpoint: str | None = None
-    over: bool = False
+Word = tuple[dict[str, Any] | None, str | None, bool]
+"""What rank 0 tells the others to report next: metrics, a checkpoint, and whether that was the last. Plain types: the word goes
+through a process of Ray's own, which would import this module, and torch, to read a class of ours."""
 
 
 class RayReporter:
@@ -170,10 +153,10 @@ class RayReporter:
 
         try:
             while True:
-                word = broadcast_from_rank_zero(self._next() if self._rank == 0 else None)
-                if word.metrics is not None:
-                    self._tell(word)
-                if word.over:
+                metrics, checkpoint, over = broadcast_from_rank_zero(self._next() if self._rank == 0 else None)
+                if metrics is not None:
+                    self._tell(metrics, checkpoint)
+                if over:
                     return
                 notice = ray.train.get_preemption_info()
                 if notice is not None and self._reason is None:
@@ -181,29 +164,26 @@ class RayReporter:
         except BaseException as error:
             self._error = error
 
-    def _next(self) -> _Word:
+    def _next(self) -> Word:
         """Rank 0: wait for a beat, a sealed checkpoint or the end."""
         self._news.wait(BEAT_S)
         with self._lock:
             if self._sealed:
                 checkpoint, metrics = self._sealed.pop(0)
-                return _Word(metrics, checkpoint)
+                return metrics, checkpoint, False
             metrics_or_none = None if self._told else dict(self._latest)
             self._told = True
             if not self._over:
                 self._news.clear()
-            return _Word(metrics_or_none, over=self._over)
+            return metrics_or_none, None, self._over
 
-    def _tell(self, word: _Word) -> None:
+    def _tell(self, metrics: dict[str, Any], checkpoint: str | None) -> None:
         import ray.train
         from ray.train import Checkpoint, CheckpointUploadMode
 
-        assert word.metrics is not None
-        if word.checkpoint is None or not Path(word.checkpoint).is_relative_to(self._run):
+        if checkpoint is None or not Path(checkpoint).is_relative_to(self._run):
             # one in an object store, or elsewhere: Ray takes no checkpoint from outside its own folder, but a name of it
-            extra = {"checkpoint": word.checkpoint} if word.checkpoint else {}
-            ray.train.report({**word.metrics, **extra})
+            extra = {"checkpoint": checkpoint} if checkpoint else {}
+            ray.train.report({**metrics, **extra})
             return
-        ray.train.report(
-            word.metrics, checkpoint=Checkpoint(word.checkpoint), checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD
-        )
+        ray.train.report(metrics, checkpoint=Checkpoint(checkpoint), checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
