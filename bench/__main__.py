@@ -1,6 +1,6 @@
 """make bench: the short form of each bench, one table after another.
 
-    python -m bench [--short]        bench.NAME alone takes the full form: python -m bench.save --help
+python -m bench [--short]        bench.NAME alone takes the full form: python -m bench.save --help
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Start-up side by side: from the process's start to its first optimizer step, ours against a bare script.
 
-The bare script imports the same torch and torchvision, builds the same vision transformer, shards it with fully_shard and takes one
-step on random digits. Interleaved rounds; wall and processor seconds, medians, and the ratio.
+The bare script imports the same torch and torchvision, builds the same vision transformer, shards it with fully_shard and
+takes one step on random digits. Interleaved rounds; wall and processor seconds, medians, and the ratio.
 
     python -m bench.start [--rounds 5] [--ranks 2]
 """
@@ -67,7 +67,9 @@ def run_once(command: list[str], ranks: int) -> tuple[float, float]:
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
             "PYTHONUNBUFFERED": "1",
         }  # fmt: skip
-        processes.append(subprocess.Popen(command, env=env, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL))
+        processes.append(
+            subprocess.Popen(command, env=env, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        )
     first = 0.0
     assert processes[0].stdout is not None
     for line in processes[0].stdout:
@@ -88,7 +90,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         bare = Path(folder, "bare.py")
         bare.write_text(BARE)
-        ours = [sys.executable, "train.py", "--train.steps", "1", "--checkpoint.every_steps", "0", "--checkpoint.export", "false"]
+        ours = [
+            sys.executable,
+            "train.py",
+            "--train.steps",
+            "1",
+            "--checkpoint.every_steps",
+            "0",
+            "--checkpoint.export",
+            "false",
+        ]
         contenders = {"bare fully_shard script": [sys.executable, str(bare)], "train.py": ours}
         seen: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
         for number in range(options.rounds + 1):
@@ -102,7 +113,12 @@ def main() -> None:
 
 def print_table(seen: dict[str, list[tuple[float, float]]], ranks: int) -> None:
     machine = f"{os.cpu_count()} cores, {platform.machine()}, {ranks} ranks, gloo"
-    lines = [f"Start to first step, {machine}, {len(seen['train.py'])} rounds", "", "| | wall s, median | spread | processor s |", "|---|---|---|---|"]
+    lines = [
+        f"Start to first step, {machine}, {len(seen['train.py'])} rounds",
+        "",
+        "| | wall s, median | spread | processor s |",
+        "|---|---|---|---|",
+    ]
     medians = {}
     for name, rows in seen.items():
         walls = [wall for wall, _ in rows]
