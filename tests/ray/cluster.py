@@ -93,6 +93,10 @@ class Cluster:
                 os.kill(pid, signal.SIGKILL)
         node.wait()
 
+    def drain(self, number: int) -> None:
+        """What Ray does with a node whose end was announced."""
+        self._nodes[number].terminate()
+
     def pids_of(self, number: int) -> list[int]:
         node = self._nodes[number].pid
         return [pid for pid in self.pids() if _is_under(pid, node)]

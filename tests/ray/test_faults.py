@@ -122,6 +122,19 @@ def test_a_node_is_lost(tmp_path: Path, undisturbed: Run) -> None:
 
 
 @pytest.mark.long
+def test_a_node_that_will_be_taken_away_is_left_with_a_checkpoint(tmp_path: Path, undisturbed: Run) -> None:
+    """As a cloud's notice reaches Ray: the node is drained, the ranks save, and go on where they may stay."""
+    with Cluster([1, 1, 1]) as cluster:
+        driver = Driver(tmp_path / "run", *SLOWLY, "--mesh.strategy", "fsdp", cluster=cluster)
+        driver.until(6)
+        cluster.drain(2 if _has_worker(cluster, driver.run) else 1)
+        check_whole(driver.finish(), undisturbed)
+    assert "before nodes are taken away; going on with the others" in driver.err
+    assert driver.run.starts[1]["from_step"] >= 6, "nothing was lost"
+    assert "started again" not in driver.err
+
+
+@pytest.mark.long
 def test_elastic_it_goes_on_with_what_there_is(tmp_path: Path) -> None:
     """Four workers on two nodes, a node lost, two go on; the node is back, four again: the same samples all the way."""
     with Cluster([2, 2]) as cluster:
