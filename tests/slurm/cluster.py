@@ -254,7 +254,8 @@ class Cluster:
     def pids(self, node: str, environ: str) -> list[int]:
         """Processes of a node whose environment holds this `NAME=value`, as this machine numbers them."""
         space = _process_space(self.hosts[node].shell) if self.mode == "netns" else None
-        return [pid for pid in _pids_with(environ) if space in (None, _process_space(pid))]
+        ours = _pids_with(f"SLURM_CONF={self.conf}", environ)
+        return [pid for pid in ours if space in (None, _process_space(pid))]
 
     # ------------------------------------------------------------ commands and jobs
 
@@ -380,12 +381,12 @@ def _program(pid: int) -> str:
     return Path(f"/proc/{pid}/comm").read_text().strip()
 
 
-def _pids_with(environ: str) -> list[int]:
-    found = []
+def _pids_with(*environ: str) -> list[int]:
+    wanted, found = {text.encode() for text in environ}, []
     for folder in Path("/proc").iterdir():
         # a process may end while it is looked at, or belong to somebody else
         with contextlib.suppress(OSError):
-            if folder.name.isdigit() and environ.encode() in (folder / "environ").read_bytes().split(b"\0"):
+            if folder.name.isdigit() and wanted <= set((folder / "environ").read_bytes().split(b"\0")):
                 found.append(int(folder.name))
     return found
 

@@ -137,7 +137,6 @@ def rank_pid(job: Job, node: str, rank: int) -> int:
         for name in ("RANK", "SLURM_PROCID")
         for pid in job.cluster.pids(node, f"{name}={rank}")
         if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        and f"SLURM_JOB_ID={job.id}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         and b"torch.distributed.run" not in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
     assert found, f"rank {rank} of job {job.id} is not on {node}\n{job.log()}"
