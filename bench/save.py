@@ -58,6 +58,8 @@ class Tally:
     stalls_s: list[float] = field(default_factory=list)
     rounds_s: list[float] = field(default_factory=list)
     """The mean step of each round."""
+    cpu_s: list[float] = field(default_factory=list)
+    """Processor time of each round, all threads of this process: what a save costs, whoever else uses the machine."""
 
 
 class Bench:
@@ -138,7 +140,7 @@ class Bench:
         dist.barrier()
 
     def round(self, way: str, tally: Tally) -> None:
-        times = []
+        times, cpu = [], time.process_time()
         for nth in range(SAVE_EVERY):
             self.held_s, started = 0.0, time.perf_counter()
             self.step()
@@ -152,6 +154,7 @@ class Bench:
         tally.steps_s += times
         tally.rounds_s.append(statistics.fmean(times))
         self.finish()
+        tally.cpu_s.append(time.process_time() - cpu)
 
     # ---- memory and loading
 
@@ -326,22 +329,7 @@ def _run_ranks(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def summarise(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
     """A step is as slow as its slowest rank, and so is a stall."""
-    base = results[0]["ways"]["none"]["rounds_s"]
-    rows = {}
-    for way in WAYS:
-        ranks = [result["ways"][way] for result in results]
-        steps = [max(times) for times in zip(*(rank["steps_s"] for rank in ranks), strict=True)]
-        saves = max(1, options.rounds)
-        stall = max(sum(rank["stalls_s"]) for rank in ranks) / saves if way != "none" else 0.0
-        inflation = statistics.median(a / b - 1 for a, b in zip(ranks[0]["rounds_s"], base, strict=True))
-        cuts = statistics.quantiles(steps, n=100)
-        rows[way] = {
-            "stall_s": stall,
-            "p50_s": cuts[49],
-            "p99_s": cuts[98],
-            "mean_s": statistics.fmean(steps),
-            "inflation": inflation,
-        }
+    rows = {way: _row([result["ways"][way] for result in results], [r["ways"]["none"] for r in results]) for way in WAYS}
     memory = [max(values) for values in zip(*(result["memory_mib"] for result in results), strict=True)]
     load = {key: max(result["load"][key] for result in results) for key in ("ours_s", "dcp_s", "unique_bytes", "state_mib")}
     load |= {key: sum(result["load"][key] for result in results) for key in ("ours_bytes", "dcp_bytes")}
@@ -349,6 +337,25 @@ def summarise(results: Sequence[dict[str, Any]], options: argparse.Namespace) ->
         "machine": machine(), "torch": torch.__version__, "ranks": RANKS, "parameters": results[0]["parameters"],
         "rounds": options.rounds, "save_every": SAVE_EVERY, "ways": rows, "memory_mib": memory, "load": load,
     }  # fmt: skip
+
+
+def _row(ranks: Sequence[dict[str, Any]], none: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Compared round by round with the steps of the same round that saved nothing."""
+    steps = [max(times) for times in zip(*(rank["steps_s"] for rank in ranks), strict=True)]
+    cuts = statistics.quantiles(steps, n=100)
+
+    def against_none(key: str, compare: Callable[[float, float], float]) -> float:
+        pairs = [zip(rank[key], base[key], strict=True) for rank, base in zip(ranks, none, strict=True)]
+        return max(statistics.median(compare(a, b) for a, b in pair) for pair in pairs)
+
+    return {
+        "stall_s": max(sum(rank["stalls_s"]) for rank in ranks) / max(1, len(ranks[0]["rounds_s"])),
+        "p50_s": cuts[49],
+        "p99_s": cuts[98],
+        "mean_s": statistics.fmean(steps),
+        "inflation": against_none("rounds_s", lambda a, b: a / b - 1),
+        "cpu_s": against_none("cpu_s", lambda a, b: a - b),
+    }
 
 
 def machine() -> dict[str, Any]:
@@ -372,17 +379,20 @@ def markdown(report: dict[str, Any]) -> str:
         f"load average {about['load_average']:.1f} at the end; {report['rounds']} rounds, "
         f"a save every {report['save_every']} steps.",
         "",
-        "| way | step held up, s a save | of dcp.save's | step p50, s | p99, s | mean, s | inflation, median of rounds |",
-        "|---|---|---|---|---|---|---|",
+        "| way | step held up, s a save | of dcp.save's | step p50, s | p99, s | mean, s | inflation, median of rounds | "
+        "processor, s a save and rank |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for way, row in rows.items():
-        share = f"1/{reference / row['stall_s']:.0f}" if 0 < row["stall_s"] < reference else "—"
+        share = f"1/{reference / row['stall_s']:.0f}" if way != "none" and 0 < row["stall_s"] < reference else "—"
         lines.append(
             f"| {way} | {row['stall_s']:.4f} | {share} | {row['p50_s']:.3f} | {row['p99_s']:.3f} | {row['mean_s']:.3f} | "
-            f"{row['inflation']:+.1%} |"
+            f"{row['inflation']:+.1%} | {row['cpu_s']:+.2f} |"
         )
     memory = report["memory_mib"]
     lines += [
+        "",
+        "The process of dcp.async_save's process mode is not in the last column.",
         "",
         f"Load: ours {load['ours_s']:.2f} s, every byte verified; dcp.load {load['dcp_s']:.2f} s. Bytes read over bytes there: "
         f"ours {load['ours_bytes'] / load['unique_bytes']:.3f}, dcp.load {load['dcp_bytes'] / load['unique_bytes']:.3f}.",
