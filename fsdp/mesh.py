@@ -81,7 +81,9 @@ def _fill(mesh: MeshSection, strategy: Strategy, world_size: int, num_nodes: int
     replicate, shard = mesh.replicate, mesh.shard
     if not replicate and not shard:
         # Shard inside a node, where links are fast; one node alone splits in two where it can.
-        replicate = num_nodes if num_nodes > 1 else (2 if world_size % 2 == 0 else 1)
+        # Nodes that have unequal shares cannot each hold a whole copy.
+        even = num_nodes > 1 and world_size % num_nodes == 0
+        replicate = num_nodes if even else 2 if num_nodes == 1 and world_size % 2 == 0 else 1
     return (replicate or max(1, world_size // shard)), (shard or max(1, world_size // replicate))
 
 
