@@ -149,14 +149,19 @@ def crashing(folder: Path) -> Left:
         return left(sbatch(cluster, folder, "--nodes=1", env={"RAISE_AT": "13", "LAUNCHER": "srun"}))
 
 
-def node_lost(folder: Path) -> Left:
+def node_lost(folder: Path, node: str = "n2", launcher: str = "srun") -> Left:
     """Its power is cut; a third node stands by."""
     with Cluster(folder / "slurm", Shape(nodes=3, kill_wait_s=3, slurmd_timeout_s=6)) as cluster:
-        job = sbatch(cluster, folder, env={**SLOWLY, "SLOW_STARTS": "1", "LAUNCHER": "srun"})
+        job = sbatch(cluster, folder, env={**SLOWLY, "SLOW_STARTS": "1", "LAUNCHER": launcher})
         job.until_step(13)
         reached = max(job.run.steps)
-        cluster.power_off("n2")
+        cluster.power_off(node)
         return left(job, reached)
+
+
+def first_node_lost(folder: Path) -> Left:
+    """The one with the batch shell, the rendezvous and rank 0."""
+    return node_lost(folder, "n1", "torchrun")
 
 
 def orphans(folder: Path) -> Left:

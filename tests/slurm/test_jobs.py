@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.cluster import Cluster
-from tests.slurm.job import EVERY, STEPS, Undisturbed, sbatch
+from tests.slurm.job import EVERY, FLAGS, STEPS, Run, Undisturbed, sbatch
 from tests.slurm.scenarios import Left, Network
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -163,6 +163,13 @@ def test_a_lost_node_is_left_out_of_the_next_start(outcome: Left, undisturbed: U
     assert outcome.reached - outcome.run.starts[1]["from_step"] <= EVERY
 
 
+@pytest.mark.long
+@pytest.mark.scenario("first_node_lost")
+def test_the_first_node_too_can_be_lost(outcome: Left, undisturbed: Undisturbed, netns: None) -> None:
+    check_finished(outcome, undisturbed.losses(2, 1))
+    assert outcome.run.starts[1]["nodes"] == ["n2", "n3"]
+
+
 @pytest.mark.scenario("orphans")
 def test_orphans_of_a_dead_slurmd_cannot_spoil_the_requeued_run(outcome: Left, undisturbed: Undisturbed, netns: None) -> None:
     check_finished(outcome, undisturbed.losses(1, 2))
@@ -197,6 +204,15 @@ def test_a_dry_run_shows_each_node_and_the_command_and_trains_nothing(outcome: N
         assert re.search(rf"^{node}: 1 ranks on cpu; Python 3\S+ at \S+; torch 2\.", left.log, re.MULTILINE)
     assert re.search(r"would run: srun .*train\.py --run\.dir \S+ --model\.name mlp", left.log)
     assert not left.run.path.exists()
+
+
+def test_a_bare_srun_needs_no_script(slurm: Cluster, tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """`srun python train.py`, one task a rank: the meeting place follows from Slurm's own variables."""
+    run = Run(tmp_path / "run")
+    command = ["srun", "--nodes=2", "--ntasks=2", "python", "train.py", *FLAGS, "--run.dir", str(run.path)]
+    slurm.run(*command, timeout_s=240)
+    assert run.losses == undisturbed.losses(2, 1)
+    assert run.starts[0]["launcher"] == "srun"
 
 
 def test_ranks_follow_the_gpus_that_slurm_gave_and_a_node_with_fewer_is_named(slurm: Cluster, tmp_path: Path) -> None:
