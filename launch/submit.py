@@ -42,26 +42,29 @@ CODE = ("train.py", "fsdp", "launch", "slurm")
 LOOK_S = 0.5
 
 
+def ask(default: int | str, help: str) -> Any:
+    """A field with its help: --help shows it."""
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """What is asked of the cluster; nothing about the run. Zero and empty leave a thing to the cluster's own default."""
 
-    nodes: int = 1
-    gpus_per_node: int = 0
-    tasks_per_node: int = 0
-    """Ranks a node: 0 is one a GPU, or one."""
-    cpus_per_task: int = 0
-    time: str = "1:00:00"
-    mem: str = ""
-    partition: str = ""
-    account: str = ""
-    qos: str = ""
-    constraint: str = ""
-    exclude: str = ""
-    name: str = "shardrun"
-    signal_s: int = 120
-    """How long before the limit the ranks are told: more than a step and a save take."""
-    cluster: str = "slurm"
+    nodes: int = ask(1, "nodes")
+    gpus_per_node: int = ask(0, "GPUs that each node gives")
+    tasks_per_node: int = ask(0, "ranks a node; 0 is one a GPU, or one")
+    cpus_per_task: int = ask(0, "CPUs a rank")
+    time: str = ask("1:00:00", "time limit as Slurm writes it; the job is requeued until the run is done")
+    mem: str = ask("", "memory a node, e.g. 64G")
+    partition: str = ask("", "where to run")
+    account: str = ask("", "who pays")
+    qos: str = ask("", "quality of service")
+    constraint: str = ask("", "features that the nodes must have")
+    exclude: str = ask("", "nodes to leave out")
+    name: str = ask("shardrun", "the job's name")
+    signal_s: int = ask(120, "seconds before the limit at which the ranks are told; more than a step and a save take")
+    cluster: str = ask("slurm", "slurm, local (this machine, the same way), or debug (this process)")
 
     @property
     def ranks_per_node(self) -> int:
@@ -202,7 +205,6 @@ def job_variables(code: Path, cluster: str) -> Iterator[None]:
 
 def submit(request: Request, batch: Batch) -> list[submitit.Job[Any]]:
     """One job, or one array."""
-    check(request)
     code = snapshot(batch.folder)
     jobs = [Training(config) for config in batch.configs]
     with job_variables(code, request.cluster):
@@ -218,6 +220,15 @@ def submit(request: Request, batch: Batch) -> list[submitit.Job[Any]]:
 
 
 def check(request: Request) -> None:
+    """What can be said before submitit or sbatch are asked."""
+    if request.cluster not in ("slurm", "local", "debug"):
+        raise ConfigError(f"--cluster {request.cluster} is not slurm, local or debug.", "--cluster slurm")
+    for name in ("nodes", "gpus_per_node", "tasks_per_node", "cpus_per_task", "signal_s"):
+        if getattr(request, name) < (name == "nodes"):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {getattr(request, name)} is too few.", f"--{name.replace('_', '-')} 1"
+            )
+    request.parameters()
     if request.cluster == "slurm" and shutil.which("sbatch") is None:
         raise LaunchError("there is no sbatch here.", "--cluster local runs it on this machine")
     if request.cluster != "slurm" and request.nodes > 1:
@@ -227,7 +238,10 @@ def check(request: Request) -> None:
 
 
 def sbatch_file(request: Request, batch: Batch) -> str:
-    """What would be submitted."""
+    """What would be submitted, or run here."""
+    if request.cluster != "slurm":
+        runs = ", ".join(str(run.path) for run in batch.runs)
+        return f"{request.cluster}: {request.ranks_per_node} ranks on this machine, run {runs}"
     made: Any = executor(request, batch)._executor
     if len(batch.configs) > 1:
         made.parameters["map_count"] = len(batch.configs)
@@ -279,11 +293,15 @@ def _is_alive(job: submitit.Job[Any], cluster: str) -> bool:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m launch.submit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m launch.submit",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     for field in dataclasses.fields(Request):
         kind = int if isinstance(field.default, int) else str
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default, metavar=field.name.upper())
+        shown = f"{field.metadata['help']} (default: {field.default or 'left to the cluster'})"
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default, metavar="VALUE", help=shown)
     parser.add_argument("--array", nargs="+", default=[], metavar="RECIPE", help="one job of an array for each recipe")
     parser.add_argument("--follow", action="store_true", help="print the log until the job has ended")
     parser.add_argument("--dry-run", action="store_true", help="print the sbatch file and submit nothing")
@@ -298,10 +316,16 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     ours, flags = split(sys.argv[1:] if argv is None else argv)
-    options = vars(_parser().parse_args(ours))
+    known, unknown = _parser().parse_known_args(ours)
+    options = vars(known)
     recipes, watch, dry_run = options.pop("array"), options.pop("follow"), options.pop("dry_run")
     request = Request(**options)
     try:
+        if unknown:
+            raise ConfigError(
+                f"{unknown[0]} is not a flag of launch.submit.", f"train.py's stand behind `--`: -- {unknown[0]} …"
+            )
+        check(request)
         batch = plan(flags, recipes)
         if dry_run:
             print(sbatch_file(request, batch))

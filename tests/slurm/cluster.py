@@ -20,17 +20,17 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from tests.slurm.host import NAMESPACES, Host, children, dies_with_us, eventually, pids_with, process_space, program
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol")
 NETWORK = "10.77.0"
-NAMESPACES = ["--net", "--uts", "--mount"]
 GPUS = ("/dev/null", "/dev/zero")
 """That each node says it has: Slurm counts them and hands them out."""
 DEAD_STATES = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "OUT_OF_MEMORY"}
@@ -76,56 +76,6 @@ def free_ports(count: int) -> list[int]:
             probe.bind(("", port))
             ports += [port] * (port not in ports)
     return ports
-
-
-def eventually(what: str, condition: Callable[[], object], timeout_s: float, tell: Callable[[], str] = str) -> None:
-    """Poll until condition() is true; the failure says what was waited for, and what `tell` knows."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not within {timeout_s:.0f} s: {what}\n{tell()}")
-        time.sleep(0.1)
-
-
-class Host:
-    """A shell in namespaces of its own that takes commands on stdin; it and all inside end when the pipe closes."""
-
-    def __init__(self, name: str, hosts: Path, log: Path, *, own_processes: bool) -> None:
-        self._own_processes = own_processes
-        own = ["--pid", "--fork", "--kill-child", "--mount-proc"] if own_processes else []
-        with log.open("a") as output:
-            self.process = subprocess.Popen(
-                [*_dies_with_us(), "unshare", *NAMESPACES, *own, "bash"],
-                stdin=subprocess.PIPE, stdout=output, stderr=output, text=True, start_new_session=True,
-            )  # fmt: skip
-        self.say(f"hostname {name}; mount --bind '{hosts}' /etc/hosts; ip link set lo up; echo {name} is up >>'{log}.up'")
-        eventually(f"host {name} is up", Path(f"{log}.up").exists, 10, log.read_text)
-        Path(f"{log}.up").unlink()
-
-    def say(self, line: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-
-    @property
-    def shell(self) -> int:
-        """The pid of the shell as this machine sees it: with a process space of its own it is unshare's child."""
-        return _children(self.process.pid)[0] if self._own_processes else self.process.pid
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
-
-
-def _dies_with_us() -> list[str]:
-    return ["setpriv", "--pdeathsig", "KILL"]
-
-
-def _children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 class Cluster:
@@ -241,7 +191,7 @@ class Cluster:
 
     def kill_slurmd(self, node: str) -> None:
         """The daemon alone: what it started lives on."""
-        daemons = [pid for pid in _children(self.hosts[node].shell) if _program(pid) == "slurmd"]
+        daemons = [pid for pid in children(self.hosts[node].shell) if program(pid) == "slurmd"]
         for pid in daemons:
             os.kill(pid, signal.SIGKILL)
         assert daemons, f"no slurmd on {node}"
@@ -253,9 +203,9 @@ class Cluster:
 
     def pids(self, node: str, environ: str) -> list[int]:
         """Processes of a node whose environment holds this `NAME=value`, as this machine numbers them."""
-        space = _process_space(self.hosts[node].shell) if self.mode == "netns" else None
-        ours = _pids_with(f"SLURM_CONF={self.conf}", environ)
-        return [pid for pid in ours if space in (None, _process_space(pid))]
+        space = process_space(self.hosts[node].shell) if self.mode == "netns" else None
+        ours = pids_with(f"SLURM_CONF={self.conf}", environ)
+        return [pid for pid in ours if space in (None, process_space(pid))]
 
     # ------------------------------------------------------------ commands and jobs
 
@@ -318,7 +268,7 @@ class Cluster:
     def _daemon(self, name: str, command: list[str]) -> None:
         with (self.folder / "log" / f"{name}.out").open("ab") as output:
             self.daemons[name] = subprocess.Popen(
-                [*_dies_with_us(), *command], env={**os.environ, "SLURM_CONF": str(self.conf)},
+                [*dies_with_us(), *command], env={**os.environ, "SLURM_CONF": str(self.conf)},
                 stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
             )  # fmt: skip
 
@@ -342,7 +292,7 @@ class Cluster:
 
     def _end_leftovers(self) -> None:
         """Whatever still carries this folder's SLURM_CONF was started by this cluster: its own, by their ids."""
-        for pid in _pids_with(f"SLURM_CONF={self.conf}"):
+        for pid in pids_with(f"SLURM_CONF={self.conf}"):
             if pid != os.getpid():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -369,26 +319,6 @@ class Cluster:
         for path in sorted((self.folder / "log").glob("*")):
             ends.append(f"--- {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-8:]))
         return "\n".join(ends)
-
-
-def _process_space(pid: int) -> Path | None:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/ns/pid").readlink()
-    return None
-
-
-def _program(pid: int) -> str:
-    return Path(f"/proc/{pid}/comm").read_text().strip()
-
-
-def _pids_with(*environ: str) -> list[int]:
-    wanted, found = {text.encode() for text in environ}, []
-    for folder in Path("/proc").iterdir():
-        # a process may end while it is looked at, or belong to somebody else
-        with contextlib.suppress(OSError):
-            if folder.name.isdigit() and wanted <= set((folder / "environ").read_bytes().split(b"\0")):
-                found.append(int(folder.name))
-    return found
 
 
 def main() -> None:

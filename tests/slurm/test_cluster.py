@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import REPOSITORY, Cluster, Mode, Shape, _pids_with, best_mode, eventually
+from tests.slurm.cluster import REPOSITORY, Cluster, Mode, Shape, best_mode, eventually, pids_with
 from tests.slurm.conftest import need_slurm
 
 MODES: list[Mode] = ["netns", "local"]
@@ -38,7 +38,7 @@ def test_up_runs_a_job_and_leaves_nothing(tmp_path: Path, mode: Mode) -> None:
         assert sorted(hosts) == ["0: n1", "1: n2"]
         job = slurm.sbatch("--output", str(tmp_path / "log"), "--wrap", "srun sleep 600")
         eventually("the job runs", lambda: slurm.state(job) == "RUNNING", 15)
-    eventually("all its processes ended", lambda: not _pids_with(f"SLURM_CONF={slurm.conf}"), 5)
+    eventually("all its processes ended", lambda: not pids_with(f"SLURM_CONF={slurm.conf}"), 5)
     assert links() == before
 
 
@@ -56,7 +56,7 @@ def test_a_node_loses_its_power_and_comes_back(tmp_path: Path, netns: None) -> N
         job = slurm.sbatch("-N1", "-w", "n2", "--output", "/dev/null", "--wrap", "sleep 600")
         eventually("it runs on n2", lambda: slurm.pids("n2", f"SLURM_JOB_ID={job}"), 15)
         slurm.power_off("n2")
-        eventually("all on n2 ended", lambda: not _pids_with(f"SLURM_CONF={slurm.conf}", f"SLURM_JOB_ID={job}"), 5)
+        eventually("all on n2 ended", lambda: not pids_with(f"SLURM_CONF={slurm.conf}", f"SLURM_JOB_ID={job}"), 5)
         slurm.power_on("n2")
         eventually("n2 works again", lambda: "n2" in slurm.run("srun", "-w", "n2", "hostname", check=False).stdout, 15)
 
@@ -70,6 +70,6 @@ def test_a_killed_test_run_leaves_no_cluster(tmp_path: Path, netns: None) -> Non
         assert process.stdout is not None
         assert "up" in process.stdout.readline()
         (conf,) = tmp_path.glob("slurm-*/slurm.conf")
-        assert _pids_with(f"SLURM_CONF={conf}")
+        assert pids_with(f"SLURM_CONF={conf}")
         process.send_signal(signal.SIGKILL)
-    eventually("all its processes ended", lambda: not _pids_with(f"SLURM_CONF={conf}"), 10)
+    eventually("all its processes ended", lambda: not pids_with(f"SLURM_CONF={conf}"), 10)

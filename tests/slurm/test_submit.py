@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.errors import ConfigError
 from launch import submit
 from launch.submit import Request
 from tests.slurm.cluster import FOREIGN, REPOSITORY, Cluster
@@ -32,21 +31,31 @@ def test_memory_as_slurm_writes_it(text: str, gib: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("request_", "words"),
+    ("typed", "said"),
     [
-        (Request(time="soon"), "--time soon is not a time"),
-        (Request(mem="much"), "--mem much is not an amount"),
+        ("--cluster local --nodes 2", "--cluster local is one node, not --nodes 2. HINT: --nodes 1"),
+        ("--cluster debug --tasks-per-node 2", "--cluster debug is one rank, not 2. HINT: --cluster local"),
+        ("--cluster pbs", "--cluster pbs is not slurm, local or debug."),
+        ("--cluster local --nodes 0", "--nodes 0 is too few. HINT: --nodes 1"),
+        ("--cluster local --time soon", "--time soon is not a time."),
+        (
+            "--cluster local --config recipes/digits.toml",
+            "--config is not a flag of launch.submit. HINT: train.py's stand behind",
+        ),
+        ("--cluster local -- --train.stepps 3", "did you mean --train.steps"),
     ],
 )
-def test_a_wrong_word_is_named(request_: Request, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        request_.parameters()
+def test_what_is_typed_wrongly_is_said_in_one_line(typed: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert submit.main(["--dry-run", *typed.split()]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize(("cluster", "flag"), [("local", "--nodes 2"), ("debug", "--nodes 2")])
-def test_this_machine_is_one_node(cluster: str, flag: str) -> None:
-    with pytest.raises(ConfigError, match=flag):
-        submit.check(Request(cluster=cluster, nodes=2))
+def test_without_slurm_the_way_without_it_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert submit.main(["--dry-run"]) == 3
+    assert "there is no sbatch here. HINT: --cluster local" in capsys.readouterr().err
 
 
 def test_ranks_follow_the_gpus_or_a_number() -> None:
@@ -63,11 +72,6 @@ def test_each_recipe_of_an_array_gets_a_run_directory(tmp_path: Path, monkeypatc
     assert [run.path.name for run in batch.runs] == ["0-a", "1-b"]
     assert {run.path.parent for run in batch.runs} == {batch.folder}
     assert [(config.run.seed, config.train.steps) for config in batch.configs] == [(1, 3), (2, 3)]
-
-
-def test_a_wrong_flag_is_said_before_anything_is_submitted(capsys: pytest.CaptureFixture[str]) -> None:
-    assert submit.main(["--dry-run", "--", "--train.stepps", "3"]) == 2
-    assert "did you mean --train.steps" in capsys.readouterr().err
 
 
 def launch(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
