@@ -41,6 +41,9 @@ def main(argv: Sequence[str]) -> int:
     except ShardrunError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        print(f"CheckpointError: {error}", file=sys.stderr)
+        return CheckpointError.exit_code
     except Broken as broken:
         print(f"CheckpointError: {broken.detail}. HINT: python -m fsdp.checkpoints {argv[0]} verify", file=sys.stderr)
         return CheckpointError.exit_code

@@ -242,16 +242,16 @@ class Checkpointer:
 
     def _open(self, store: Store, found: Found) -> load.Source:
         """Rank 0 reads `.metadata`, all hear it."""
-        data, why = self._talk.tell(self._read_metadata(store, found.folder) if self._env.is_main else None)
-        if why is not None:
-            raise Broken("metadata", why)
+        data, failure = self._talk.tell(self._read_metadata(store, found.folder) if self._env.is_main else None)
+        if failure is not None:
+            raise failure
         return load.opened(store, found.folder, found.manifest, data)
 
-    def _read_metadata(self, store: Store, folder: str) -> tuple[bytes, str | None]:
+    def _read_metadata(self, store: Store, folder: str) -> tuple[bytes, load.Failure | None]:
         try:
             return store.read(folder, names.METADATA), None
         except OSError as error:
-            return b"", f"{names.METADATA} cannot be read: {error}"
+            return b"", inspect.of_failure(error, f"{store.path(folder)}/{names.METADATA}")
 
     def _load(self, state: TrainState, source: load.Source, where: Prefixes, exact: bool) -> None:
         path = source.store.path(source.folder)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
 
 from fsdp.checkpoint import manifest, names
 from fsdp.checkpoint.crc import crc32
 from fsdp.checkpoint.manifest import Broken, Manifest
 from fsdp.checkpoint.store import Store
+from fsdp.errors import CheckpointError
 
 CHUNK = 8 << 20
+DAMAGE = {errno.EIO, errno.ENOENT, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA}
+"""What a disk says of a file that is bad or gone. Anything else (a time-out, a permission) is no verdict on the file."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,20 @@ def examine(store: Store, folder: str) -> Manifest:
     return found
 
 
+def of_failure(error: Exception, where: str) -> Broken | CheckpointError:
+    """Damage, which is set aside; or what is no fault of the file (storage that does not answer, memory that is full), which
+    must not cost the newest checkpoint its name."""
+    if isinstance(error, Broken):
+        return error
+    bad_file = isinstance(error, OSError) and error.errno in DAMAGE
+    if bad_file or isinstance(error, (FileNotFoundError, EOFError, ValueError, KeyError)):
+        return Broken("unreadable", f"{type(error).__name__}: {error}")
+    return CheckpointError(
+        f"{where} cannot be read: {type(error).__name__}: {error}.",
+        "start again when the storage answers; nothing was set aside or changed",
+    )
+
+
 def look(store: Store, folder: str) -> Found:
     name = names.parse(folder)
     step = name.step if name else -1
@@ -48,7 +66,10 @@ def look(store: Store, folder: str) -> Found:
     except Broken as broken:
         return Found(folder, step, None, broken.why, broken.detail)
     except OSError as error:
-        return Found(folder, step, None, "unreadable", str(error))
+        failure = of_failure(error, store.path(folder))
+        if isinstance(failure, Broken):
+            return Found(folder, step, None, failure.why, failure.detail)
+        raise failure from None
 
 
 def finals(store: Store) -> list[str]:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from fsdp.checkpoint import boxes, metadata, names, read
+from fsdp.checkpoint import boxes, inspect, metadata, names, read
 from fsdp.checkpoint.crc import crc32
 from fsdp.checkpoint.manifest import Broken, Manifest
 from fsdp.checkpoint.read import Segment, Task
@@ -25,9 +25,12 @@ from fsdp.checkpoint.snapshot import Piece
 from fsdp.checkpoint.store import Store
 from fsdp.checkpoint.talk import Talk
 from fsdp.checkpoint.wants import Filling, Want
+from fsdp.errors import CheckpointError
 
 SMALL = 1 << 16
 _WORD = 2**64
+
+Failure = Broken | CheckpointError
 
 
 @dataclass
@@ -91,7 +94,7 @@ def _tasks(stored: Metadata, want: Want) -> list[Task]:
 
 def _read_mine(
     source: Source, wants: list[Want], filling: Filling | None, sums: bool
-) -> tuple[list[Segment], dict[str, Any], Broken | None]:
+) -> tuple[list[Segment], dict[str, Any], Failure | None]:
     try:
         tasks = [task for want in wants if want.reads for task in _tasks(source.metadata, want)]
         segments = read.run(source.store, source.folder, tasks, ours=source.manifest is not None, sums=sums)
@@ -100,23 +103,24 @@ def _read_mine(
             info = source.metadata.storage_data[MetadataIndex(key)]
             values[key] = read.read_value(source.store, source.folder, info.relative_path, info.offset, info.length)
         return segments, values, None
-    except Broken as broken:
-        return [], {}, broken
-    except Exception as error:  # any failure to read is this checkpoint's, and must reach the other ranks
-        return [], {}, Broken("unreadable", f"{type(error).__name__}: {error}")
+    except Exception as error:  # whatever it is, it must reach the other ranks
+        return [], {}, inspect.of_failure(error, source.store.path(source.folder))
 
 
 def _hear(reports: list[Any] | None, source: Source, talk: Talk, sums: bool) -> None:
     """All hear whether all have read, and, where sums are kept, whether every byte is as written."""
-    if reports is None:
-        broken = talk.tell()
-    else:
-        broken = talk.tell(next((why for why, _ in reports if why is not None), None))
-    if broken is not None:
-        raise Broken(broken.why, broken.detail)
+    failures = [why for why, _ in reports or [] if why is not None]
+    failure = talk.tell(_worst(failures))
+    if failure is not None:
+        raise failure
     if sums:
         segments = [one for _, theirs in reports for one in theirs] if reports is not None else []
         _verify(source, segments, talk)
+
+
+def _worst(failures: Sequence[Failure]) -> Failure | None:
+    """Storage that does not answer comes before damage: who cannot read cannot judge."""
+    return min(failures, key=lambda failure: isinstance(failure, Broken), default=None)
 
 
 def _verify(source: Source, segments: list[Segment], talk: Talk) -> None:
@@ -135,29 +139,27 @@ def _verify(source: Source, segments: list[Segment], talk: Talk) -> None:
             gaps += [(file, start, end) for start, end in missing]
     mine = talk.deal([gaps[rank :: talk.size] for rank in range(talk.size)] if talk.rank == 0 else None)
     reports = talk.collect(_sum_gaps(source, mine))
-    talk_result = talk.tell(_judge(source.manifest, chains, reports) if reports is not None else None)
-    if talk_result is not None:
-        raise Broken(*talk_result)
+    failure = talk.tell(_judge(source.manifest, chains, reports) if reports is not None else None)
+    if failure is not None:
+        raise failure
 
 
-def _sum_gaps(source: Source, gaps: list[tuple[str, int, int]]) -> list[Segment] | str:
+def _sum_gaps(source: Source, gaps: list[tuple[str, int, int]]) -> list[Segment] | Failure:
     try:
         return [read.sum_range(source.store, source.folder, *gap) for gap in gaps]
-    except (OSError, EOFError) as error:
-        return f"{type(error).__name__}: {error}"
+    except Exception as error:  # whatever it is, it must reach the other ranks
+        return inspect.of_failure(error, source.store.path(source.folder))
 
 
-def _judge(
-    manifest: Manifest, chains: dict[str, list[Segment]], reports: Sequence[list[Segment] | str]
-) -> tuple[str, str] | None:
-    for report in reports:
-        if isinstance(report, str):
-            return "unreadable", report
-        for one in report:
-            chains[one.file].append(one)
+def _judge(manifest: Manifest, chains: dict[str, list[Segment]], reports: Sequence[list[Segment] | Failure]) -> Failure | None:
+    failures = [report for report in reports if not isinstance(report, list)]
+    if failures:
+        return _worst(failures)
+    for one in (one for report in reports if isinstance(report, list) for one in report):
+        chains[one.file].append(one)
     for file, (_, crc) in manifest.files.items():
         if read.total(chains[file]) != crc:
-            return "checksum", f"{file} is not what was written: its checksum differs"
+            return Broken("checksum", f"{file} is not what was written: its checksum differs")
     return None
 
 

@@ -20,7 +20,10 @@ class Broken(Exception):
 
     def __init__(self, why: str, detail: str) -> None:
         self.why, self.detail = why, detail
-        super().__init__(f"{why}: {detail}")
+        super().__init__(why, detail)  # as they came: it is sent from rank to rank
+
+    def __str__(self) -> str:
+        return f"{self.why}: {self.detail}"
 
 
 @dataclass(frozen=True, kw_only=True)

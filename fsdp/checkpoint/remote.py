@@ -7,6 +7,7 @@ is tried again with growing pauses; what remains of a failure is an OSError with
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
 import time
@@ -198,7 +199,7 @@ def _patiently(request: Callable[[], T], what: str) -> T:
             raise type(error)(error.errno, f"{what}: {_said(error)}") from None
         except Exception as error:  # each client has its own types for a server that is busy, slow or gone
             if pause is None or type(error).__name__ in ("NoCredentialsError", "ParamValidationError", "CheckpointError"):
-                raise OSError(5, f"{what}: {_said(error)}") from None
+                raise OSError(errno.ETIMEDOUT, f"{what}: {_said(error)}") from None
             log.info("%s: %s; trying again in %g s", what, _said(error), pause)
             time.sleep(pause)
     raise AssertionError("not reached")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -15,6 +16,7 @@ import pytest
 
 from fsdp.checkpoint import manifest
 from fsdp.checkpoint.names import MANIFEST, METADATA
+from fsdp.checkpoint.store import LocalStore
 from fsdp.env import DistEnv
 from fsdp.errors import CheckpointError
 from tests.checkpoint.small import bits, build, save_once
@@ -132,6 +134,37 @@ def test_what_is_loaded_after_a_broken_one_is_all_of_the_one_before(run_dir: Pat
     flip(2400)(run_dir / "checkpoints" / "step-00000004")
     after = run_world(RANKS, restore, str(run_dir), {})
     assert [(step, total) for step, _, _, total in after] == [(step, total) for step, _, _, total in clean]
+
+
+def restore_refused(env: DistEnv, run_dir: str, number: int) -> tuple[int | None, list[str], str, int]:
+    """On rank 1 the shards of step 4 cannot be read, with this error."""
+    read_into = LocalStore.read_into
+
+    def refuse(self: LocalStore, folder: str, file: str, offset: int, buffers: list[memoryview]) -> None:
+        if env.rank == 1 and folder == "step-00000004":
+            raise OSError(number, os.strerror(number))
+        read_into(self, folder, file, offset, buffers)
+
+    LocalStore.read_into = refuse  # type: ignore[method-assign]
+    try:
+        return restore(env, run_dir, {})
+    finally:
+        LocalStore.read_into = read_into  # type: ignore[method-assign]
+
+
+def test_what_one_rank_cannot_read_no_rank_loads(run_dir: Path) -> None:
+    results = run_world(RANKS, restore_refused, str(run_dir), errno.EIO)
+    assert [step for step, *_ in results] == [2, 2]
+    assert "Input/output error); set aside as step-00000004.broken-unreadable" in results[0][1][0]
+
+
+def test_storage_that_does_not_answer_costs_no_checkpoint_its_name(run_dir: Path) -> None:
+    """A time-out is no verdict: the run stops, and goes on from step 4 when the storage is back."""
+    for step, lines, said, _ in run_world(RANKS, restore_refused, str(run_dir), errno.ETIMEDOUT):
+        assert (step, lines) == (None, [])
+        assert "step-00000004 cannot be read" in said
+        assert "HINT: start again when the storage answers" in said
+    assert [step for step, *_ in run_world(RANKS, restore, str(run_dir), {})] == [4, 4]
 
 
 def test_a_run_with_no_whole_checkpoint_stops_and_never_starts_anew(run_dir: Path) -> None:
