@@ -125,7 +125,9 @@ class LocalStore:
 
     def prove(self, word: str) -> None:
         """Leave a word that every rank should see."""
-        self.root.mkdir(parents=True, exist_ok=True)
+        if not self.root.is_dir():
+            self.root.mkdir(parents=True, exist_ok=True)
+            sync_folder(self.root.parent)
         (self.root / f".shared-{word}").write_text(word)
 
     def proven(self, word: str) -> bool:
