@@ -23,8 +23,6 @@ AT_ONCE = 4
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "slurm: needs a Slurm that can be brought up here")
-    config.addinivalue_line("markers", "slow: takes more than a few seconds")
     config.addinivalue_line("markers", "long: in the full form only, with SHARDRUN_FULL=1")
     config.addinivalue_line(
         "markers", "scenario(name): the function of tests/slurm/scenarios.py whose outcome the test looks at"

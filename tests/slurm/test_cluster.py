@@ -14,6 +14,8 @@ import pytest
 from tests.slurm.cluster import REPOSITORY, Cluster, Mode, Shape, best_mode, eventually, pids_with
 from tests.slurm.conftest import need_slurm
 
+pytestmark = pytest.mark.slurm
+
 MODES: list[Mode] = ["netns", "local"]
 
 

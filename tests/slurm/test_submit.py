@@ -83,6 +83,7 @@ def launch(folder: Path, *words: str, **variables: str) -> subprocess.CompletedP
     )  # fmt: skip
 
 
+@pytest.mark.slurm
 def test_a_dry_run_prints_the_sbatch_file_and_submits_nothing(tmp_path: Path) -> None:
     need_slurm()
     said = launch(
