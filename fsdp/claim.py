@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import secrets
 import socket
 import threading
@@ -87,6 +88,8 @@ class Claim:
         self.holder = holder
         self.took_over = took_over
         """One line about the dead holder that was replaced; empty if there was none."""
+        self.lost: str | None = None
+        """Who has it now, as the last beat found out: the loop looks each step, and asks no disk."""
         self._path, self._descriptor, self._beat_at = run_dir / FILE, descriptor, beat_at
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="claim", daemon=True)
@@ -104,7 +107,7 @@ class Claim:
                 return Claim(run_dir, holder, descriptor, beat_at, took_over)
             os.close(descriptor)
             staged.unlink(missing_ok=True)
-            took_over = _clear_dead(run_dir, stale_s) or took_over
+            took_over = _clear_dead(run_dir, stale_s, job) or took_over
 
     def ousted(self) -> str | None:
         """None while the claim is ours; else who has it now. Asked before every seal."""
@@ -132,6 +135,7 @@ class Claim:
             try:
                 os.pwrite(self._descriptor, f"{count:020d}\n".encode(), self._beat_at)
                 os.fsync(self._descriptor)
+                self.lost = self.ousted()
             except OSError as error:
                 log.warning("the claim on %s could not be renewed: %s", self._path.parent, error)
 
@@ -187,14 +191,28 @@ def _read_patiently(claim: Path) -> tuple[Holder | None, bytes]:
     return _read(claim)
 
 
-def _clear_dead(run_dir: Path, stale_s: float, watch: Callable[[Path, bytes, float], bool] | None = None) -> str:
+def _start(job: str) -> tuple[str, int, int]:
+    """`Slurm job 12, start 3, try 2` (fsdp/env.py) as what can be compared; another text is the only start of its kind."""
+    found = re.fullmatch(r"(Slurm job \d+), start (\d+)(?:, try (\d+))?", job)
+    return (found[1], int(found[2]), int(found[3] or 1)) if found else (job, 0, 0)
+
+
+def _succeeds(job: str, other: str) -> bool:
+    """A later start of the same job: the scheduler has ended the other, even if its processes live on without their slurmd."""
+    ours, theirs = _start(job), _start(other)
+    return ours[0] == theirs[0] and ours[1:] > theirs[1:]
+
+
+def _clear_dead(run_dir: Path, stale_s: float, job: str = "", watch: Callable[[Path, bytes, float], bool] | None = None) -> str:
     """Make way if the holder is dead, and say so; LaunchError if it lives. Empty if it went by itself."""
     claim = run_dir / FILE
     try:
         holder, data = _read(claim)
     except FileNotFoundError:
         return ""
-    if holder is not None and holder.place == _place():
+    if holder is not None and _succeeds(job, holder.job):
+        alive, how = False, f"{holder.job} is over"
+    elif holder is not None and holder.place == _place():
         alive, how = _lives(holder), "it is dead"
     else:
         log.warning("%s is claimed by %s: watching for %.0f s whether it lives", run_dir, holder or "somebody unnamed", stale_s)

@@ -24,7 +24,7 @@ from fsdp.console import Console, set_up_logging
 from fsdp.data import Loader, StepBatch
 from fsdp.data.cursor import stream_key
 from fsdp.env import DistEnv, check_torch, end_time, process_group
-from fsdp.errors import TrainingError
+from fsdp.errors import CheckpointError, TrainingError
 from fsdp.evaluate import Evaluation, evaluate
 from fsdp.gradients import Gradients
 from fsdp.job import Job, describe, meta_model, prepare
@@ -33,6 +33,7 @@ from fsdp.materialize import materialize
 from fsdp.mesh import build_mesh, data_rank
 from fsdp.metrics import NoReporter, Reporter
 from fsdp.optim import apply_hyperparameters, build_optimizer, lr_at, set_lr
+from fsdp.phases import Phases
 from fsdp.recorder import Pending, Recorder
 from fsdp.rundir import RunDir
 from fsdp.scaler import LossScaler
@@ -104,12 +105,13 @@ def _train(config: Config, env: DistEnv, reporter: Reporter, job: Job, run: RunD
         _say_start(run, facts, restored.step if restored else None, restored.notes if restored else ())
     loop = _Loop(
         config=config, env=env, job=job, run=run, sharded=sharded, state=state, loss_function=loss_function,
-        loader=loader, checkpointer=checkpointer, stopper=stopper, recorder=recorder,
+        loader=loader, checkpointer=checkpointer, stopper=stopper, recorder=recorder, phases=Phases(),
+        claim=claim,
     )  # fmt: skip
     try:
         outcome = loop.run_to_end()
     except BaseException as error:
-        if env.is_main:
+        if env.is_main and (claim is None or claim.ousted() is None):
             rundir.record_end(
                 run, step=state.step, why=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             )
@@ -147,6 +149,8 @@ class _Loop:
     checkpointer: Checkpointer
     stopper: Stopper
     recorder: Recorder
+    phases: Phases
+    claim: Claim | None
 
     def __post_init__(self) -> None:
         group = self.sharded.mesh.get_group("dp_shard") if self.job.sizes.strategy != "ddp" else None
@@ -169,6 +173,7 @@ class _Loop:
         wanted = self.config.checkpoint.every_steps or self.config.checkpoint.every_minutes or self.config.checkpoint.export
         if self.last_saved != self.state.step and (wanted or self.stopped):
             self._save(self.stopped or "the end", wait=True)
+        self.phases.enter("end")
         self.checkpointer.close()
         self._hear_sealed()
         return self._leave()
@@ -176,13 +181,17 @@ class _Loop:
     def _one_step(self) -> None:
         began = time.perf_counter()
         step = self.state.step + 1
+        self.phases.enter("data", step)
         torch.manual_seed(stream_key(self.config.run.seed, step, self.env.rank) % 2**63)
         batch = self.loader.step(self.state.step)
         waited = time.perf_counter() - began
+        if self.claim is not None and self.claim.lost is not None:
+            raise CheckpointError(f"step {step}: {self.claim.lost}.", "squeue or ps shows which of the two should live")
         self.stopper.begin(step)
         lr = lr_at(self.config.optim, step, self.job.total_steps)
         result = self.train_step(batch, lr)
         self._count(batch, result)
+        self.phases.enter("record")
         self.recorder.step(
             Pending(
                 step=step, loss=result.loss, grad_norm=result.grad_norm, lr=lr, samples=batch.samples, tokens=result.tokens,
@@ -204,6 +213,7 @@ class _Loop:
     def train_step(self, batch: StepBatch, lr: float) -> StepResult:
         """Forward and backward over the micro-batches, one agreed verdict on the numbers, one update."""
         loss_sum, weight, tokens = self._accumulate(batch)
+        self.phases.enter("reduce")
         norm = self.gradients.norm()
         if self.scaler is not None:
             norm = self.scaler.unscale(self.gradients, norm)
@@ -213,6 +223,7 @@ class _Loop:
             if self.config.train.clip_grad_norm:
                 self.gradients.clip(self.config.train.clip_grad_norm, norm)
             set_lr(self.state.optimizer, lr)
+            self.phases.enter("optimizer")
             self.checkpointer.before_update()
             self.state.optimizer.step()
         self.state.optimizer.zero_grad(set_to_none=True)
@@ -227,6 +238,7 @@ class _Loop:
             last = at == len(batch.micro) - 1
             one = host.to(self.env.device)
             with self.sharded.micro_batch(last):
+                self.phases.enter("forward")
                 parts = self.loss_function(self.sharded.called, one.data, one.valid, one.valid_rows)
                 tokens = counted()
                 weight = float(max(1, tokens if self.loss_function.counts_tokens else batch.samples))
@@ -235,6 +247,7 @@ class _Loop:
                 if last:
                     # Begun here it travels beside the last backward.
                     reduced = agree.Sum(total)
+                self.phases.enter("backward")
                 (parts.loss_sum * (self.sharded.ranks * scale / weight)).backward()
         return reduced, weight, tokens
 
@@ -288,6 +301,7 @@ class _Loop:
         return bool(every) and self.state.step % every == 0 and self.evaluation is not None
 
     def _evaluate(self) -> None:
+        self.phases.enter("evaluate")
         found = evaluate(
             self.sharded, self.loss_function, self.job.data, section=self.config.train, batch=self.job.batch,
             rank=data_rank(self.env), asked_to_stop=lambda: self.stopper.check_now().stop,
@@ -300,6 +314,7 @@ class _Loop:
         self.recorder.evaluation(self.state.step, found.values())
 
     def _save(self, reason: str, *, wait: bool) -> None:
+        self.phases.enter("save")
         self.recorder.flush()
         metrics = {} if self.recorder.last is None else {"loss": self.recorder.last.loss}
         metrics |= self.evaluation.values() if self.evaluation is not None else {}

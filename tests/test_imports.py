@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 LEVELS = {
     0: "errors config",
-    1: "models env optim metrics digest torchvision_import events",
+    1: "models env optim metrics digest torchvision_import events phases",
     2: "mesh stop state memory loss agree claim console gradients scaler rundir recorder",
     3: "shard materialize proof data checkpoint watch evaluate job",
     4: "loop",

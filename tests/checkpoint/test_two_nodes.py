@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import Cluster, Shape, best_mode, eventually, missing
+from tests.processes import eventually
+from tests.slurm.cluster import Cluster, Shape, best_mode, missing
 
 pytestmark = [pytest.mark.slow, pytest.mark.slurm]
 

@@ -14,22 +14,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
+
+from tests.processes import eventually, pids_with
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 FOREIGN = ("SLURM_", "MASTER_", "TORCHELASTIC_", "RAY_")
 NODE_FLAGS = ["--object-store-memory=80000000", "--disable-usage-stats"]
-
-
-def eventually(what: str, condition: Callable[[], object], timeout_s: float, tell: Callable[[], str] = str) -> None:
-    """Poll until condition() is true; the failure says what was waited for, and what `tell` knows."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not within {timeout_s:.0f} s: {what}\n{tell()}")
-        time.sleep(0.1)
 
 
 def clean_environment(**more: str) -> dict[str, str]:
@@ -118,16 +109,6 @@ class Cluster:
 
         eventually("the end of Ray's processes", gone, 20)
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def pids_with(variable: str) -> list[int]:
-    """Processes whose environment holds this NAME=value, but for zombies."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if folder.name.isdigit() and variable.encode() in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
-    return found
 
 
 def _is_under(pid: int, ancestor: int) -> bool:

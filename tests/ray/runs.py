@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.ray.cluster import REPOSITORY, Cluster, clean_environment, eventually
+from tests.processes import eventually
+from tests.ray.cluster import REPOSITORY, Cluster, clean_environment
 
 STEPS = 24
 FLAGS = (

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ray.cluster import Cluster, eventually, pids_with
+from tests.processes import eventually, pids_with
+from tests.ray.cluster import Cluster
 from tests.ray.runs import SLOWLY, STEPS, Driver, Run, rank_pid, torchrun
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

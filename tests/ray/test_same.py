@@ -8,7 +8,8 @@ import pytest
 
 from fsdp.checkpoint import inspect
 from fsdp.checkpoint.store import open_store
-from tests.ray.cluster import Cluster, eventually, pids_with
+from tests.processes import eventually, pids_with
+from tests.ray.cluster import Cluster
 from tests.ray.runs import HSDP, STEPS, Driver, Run, torchrun
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

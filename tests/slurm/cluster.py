@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tests.slurm.host import NAMESPACES, Host, children, dies_with_us, eventually, pids_with, process_space, program
+from tests.processes import children, dies_with_us, eventually, pids_with, process_space, program
+from tests.slurm.host import NAMESPACES, Host
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.slurm.cluster import FOREIGN, REPOSITORY, Cluster, eventually
+from tests.processes import eventually
+from tests.slurm.cluster import FOREIGN, REPOSITORY, Cluster
 
 STEPS = 40
 EVERY = 10

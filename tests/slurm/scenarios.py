@@ -167,7 +167,7 @@ def first_node_lost(folder: Path) -> Left:
 def orphans(folder: Path) -> Left:
     """slurmd dies and its two ranks train on, while Slurm gives the job to another node."""
     with Cluster(folder / "slurm", Shape(kill_wait_s=3, slurmd_timeout_s=6)) as cluster:
-        job = sbatch(cluster, folder, "--nodes=1", ranks=2, env={"SLOW_S": "2", "SLOW_FROM": "14", "SLOW_STARTS": "1"})
+        job = sbatch(cluster, folder, "--nodes=1", ranks=2, env={"SLOW_S": "2", "SLOW_FROM": "14"})
         job.until_step(13)
         reached = max(job.run.steps)
         cluster.kill_slurmd("n1")

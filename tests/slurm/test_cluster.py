@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import REPOSITORY, Cluster, Mode, Shape, best_mode, eventually, pids_with
+from tests.processes import eventually, pids_with
+from tests.slurm.cluster import REPOSITORY, Cluster, Mode, Shape, best_mode
 from tests.slurm.conftest import need_slurm
 
 pytestmark = pytest.mark.slurm

@@ -172,8 +172,10 @@ def test_the_first_node_too_can_be_lost(outcome: Left, undisturbed: Undisturbed,
 
 @pytest.mark.scenario("orphans")
 def test_orphans_of_a_dead_slurmd_cannot_spoil_the_requeued_run(outcome: Left, undisturbed: Undisturbed, netns: None) -> None:
-    """Whichever of the two goes on, nobody writes beside it."""
+    """The later start of the job takes over; the orphans train on for a while, and may not save."""
     check_finished(outcome, undisturbed.losses(1, 2))
+    assert [start["nodes"] for start in outcome.run.starts] == [["n1"], ["n2"]]
+    assert "took over from" in outcome.log
 
 
 # ---------------------------------------------------------------- names and networks

@@ -15,6 +15,7 @@ import pytest
 from fsdp import claim
 from fsdp.claim import FILE, Claim
 from fsdp.errors import LaunchError
+from tests.processes import eventually
 
 ROOT = Path(__file__).parents[2]
 
@@ -147,3 +148,14 @@ def test_a_folder_without_hard_links_works_too(tmp_path: Path, monkeypatch: pyte
         Claim.acquire(tmp_path, "srun")
     held.release()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_holder_hears_within_a_beat_that_it_was_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claim, "BEAT_S", 0.01)
+    held = Claim.acquire(tmp_path, "native srun", "Slurm job 7, start 1")
+    later = Claim.acquire(tmp_path, "native srun", "Slurm job 7, start 2", stale_s=1e9)
+    assert "Slurm job 7, start 1 is over" in later.took_over
+    eventually("the first start hears of the second", lambda: held.lost, 10)
+    assert "Slurm job 7, start 2" in (held.lost or "")
+    held.release()
+    later.release()

@@ -1,0 +1,45 @@
+"""What tests ask of processes that are not their own children: has it come about, who runs where. Linux only."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+
+def eventually(what: str, condition: Callable[[], object], timeout_s: float, tell: Callable[[], str] = str) -> None:
+    """Poll until condition() is true; the failure says what was waited for, and what `tell` knows."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout_s:.0f} s: {what}\n{tell()}")
+        time.sleep(0.1)
+
+
+def dies_with_us() -> list[str]:
+    return ["setpriv", "--pdeathsig", "KILL"]
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def process_space(pid: int) -> Path | None:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/ns/pid").readlink()
+    return None
+
+
+def program(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()
+
+
+def pids_with(*environ: str) -> list[int]:
+    wanted, found = {text.encode() for text in environ}, []
+    for folder in Path("/proc").iterdir():
+        # a process may end while it is looked at, or belong to somebody else
+        with contextlib.suppress(OSError):
+            if folder.name.isdigit() and wanted <= set((folder / "environ").read_bytes().split(b"\0")):
+                found.append(int(folder.name))
+    return found
