@@ -29,8 +29,9 @@ CRASHES_AT_ONE_STEP = 2
 CRASHES_IN_ONE_ALLOCATION = 3
 STOPS_WITHOUT_A_STEP = 5
 MEETINGS_MISSED = 3
-SCHEDULERS_REASONS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "the deadline")
-"""Of fsdp/stop.py's reasons those that mean: go on later. Ctrl-C and the stop file are a person's."""
+SCHEDULERS_REASONS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "the deadline", "the launcher")
+"""Of fsdp/stop.py's reasons those that mean: go on later; Ray's launcher hears of nodes that go. Ctrl-C and the stop file are a
+person's."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ Also what a cluster has, against what the workers ask for. Nothing here knows wh
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import os
 import shutil
@@ -37,6 +39,7 @@ STORE_BYTES = 128 << 20
 """Nothing of ours goes through Ray's object store: far below its default of a third of the memory."""
 KNOCK_S = 5.0
 NODES, NODES_S, LOOK_S = "SHARDRUN_RAY_NODES", 120.0, 0.2
+HELD = "shardrun-driver"
 LONGEST_TMP = 40
 """A Unix socket's path has at most 107 characters, and Ray puts 65 behind this folder."""
 
@@ -62,16 +65,15 @@ def connected(section: RaySection, runtime_env: Mapping[str, Any]) -> Iterator[s
             ray.shutdown()
         return
     os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # nobody takes this machine's nodes away
-    folder = tempfile.mkdtemp(prefix="ray-", dir=_short_tmp())
-    try:
-        ray.init(
-            address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR, _temp_dir=folder,
-            _node_ip_address="127.0.0.1", object_store_memory=STORE_BYTES, _system_config=LEAN,
-        )  # fmt: skip
-        yield f"Ray {ray.__version__}, started here"
-    finally:
-        ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
+    with _own_folder(Path(_short_tmp())) as folder:
+        try:
+            ray.init(
+                address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
+                _temp_dir=str(folder), _node_ip_address="127.0.0.1", object_store_memory=STORE_BYTES, _system_config=LEAN,
+            )  # fmt: skip
+            yield f"Ray {ray.__version__}, started here"
+        finally:
+            ray.shutdown()
 
 
 def _join(address: str, runtime_env: Mapping[str, Any]) -> None:
@@ -110,6 +112,23 @@ def _await_nodes() -> None:
                 f"{there} of {wanted} Ray nodes are up after {NODES_S:.0f} s.", "see what `ray start` said on the others"
             )
         time.sleep(LOOK_S)
+
+
+@contextmanager
+def _own_folder(tmp: Path) -> Iterator[Path]:
+    """For Ray's sockets and logs. A lock says that its driver lives: the folders of those that were killed are removed."""
+    for other in tmp.glob(f"ray-*/{HELD}"):
+        with contextlib.suppress(OSError), other.open() as lock:  # gone meanwhile, held, or somebody else's
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(other.parent)
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir=tmp))
+    try:
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            (folder / "lock").rename(folder / HELD)  # only now, held, has it the name that others look for
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # Ray's last processes may still be writing
 
 
 def _short_tmp() -> str:

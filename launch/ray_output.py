@@ -34,6 +34,7 @@ class Follower:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._read = folder, dict[Path, int]()
+        self._live = False
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="output", daemon=True)
         self._thread.start()
@@ -43,6 +44,8 @@ class Follower:
         self._over.set()
         self._thread.join()
         self._look(to_the_end=True)
+        if self._live:
+            print(flush=True)
 
     def _follow(self) -> None:
         while not self._over.wait(LOOK_S):
@@ -54,8 +57,20 @@ class Follower:
             for path in sorted(self._folder.glob(f"*{ending}")):
                 text = self._new_text(path, to_the_end)
                 if text:
-                    stream.write(text)
-                    stream.flush()
+                    self._show(text, stream)
+
+    def _show(self, text: str, stream: TextIO) -> None:
+        """On a terminal the newest progress line stands in the place of the one before it, as under any launcher."""
+        if not sys.stdout.isatty():
+            stream.write(text)
+            stream.flush()
+            return
+        for line in text.splitlines():
+            live = line.startswith("step ")
+            start = "\r\x1b[2K" if live else "\n" * self._live
+            stream.write(start + line + "\n" * (not live))
+            self._live = live
+        stream.flush()
 
     def _new_text(self, path: Path, to_the_end: bool) -> str:
         with path.open("rb") as file:

@@ -9,7 +9,6 @@ export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
 if [ "$SHARDRUN_IS_HEAD" = 1 ]; then
     # sockets lie in it, and their paths have at most 107 characters
     folder=$(mktemp -d "/tmp/ray-${SLURM_JOB_ID}-XXXX")
-    trap 'rm -rf "$folder"' EXIT
     place=(--head --port="$MASTER_PORT" --temp-dir="$folder" --include-dashboard=false)
 else
     place=(--address="$MASTER_ADDR:$MASTER_PORT")
@@ -19,4 +18,19 @@ else
     done
 fi
 # as many CPUs as ranks, so that each node gets its share of them whatever else it has
-ray start --block --node-ip-address="$address" --num-cpus="$SHARDRUN_RANKS_PER_NODE" --disable-usage-stats "${place[@]}" >/dev/null
+ray start --block --node-ip-address="$address" --num-cpus="$SHARDRUN_RANKS_PER_NODE" --disable-usage-stats "${place[@]}" \
+    >/dev/null &
+ray=$!
+
+# slurm/ray.sbatch has no more use for this node: what `ray start` started is ended, and what it wrote goes.
+end_of_job() {
+    local children
+    read -ra children <"/proc/$ray/task/$ray/children" || :
+    kill -KILL "${children[@]}" "$ray" 2>/dev/null || :
+}
+trap end_of_job USR2
+trap 'kill -TERM $ray 2>/dev/null || :' TERM
+while kill -0 "$ray" 2>/dev/null; do
+    wait "$ray" || :
+done
+[ -z "${folder:-}" ] || rm -rf "$folder"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ray.runs import FLAGS, HSDP, SLOWLY, STEPS, torchrun
+from tests.ray.runs import FLAGS, HSDP, SLOWLY, STEPS, Driver, Run, torchrun
 from tests.slurm.cluster import REPOSITORY, Cluster
 from tests.slurm.conftest import need_slurm
 from tests.slurm.job import sbatch
@@ -26,11 +26,28 @@ def test_stopped_by_the_scheduler_it_is_requeued_and_ends_with_torchruns_losses(
         assert job.wait(400) == "COMPLETED", job.log()
         assert cluster.job(job.id)["Restarts"] == "1"
         log = job.log()
+    assert not list(Path("/tmp").glob(f"ray-{job.id}-*")), "what Ray wrote on the head is gone"
     assert "stopped: SIGUSR1. To be requeued." in log
     assert [sorted(start["nodes"]) for start in job.run.starts] == [["n1", "n2"], ["n1", "n2"]]
     assert job.run.starts[1]["from_step"] >= 5
     assert job.run.steps == list(range(1, STEPS + 1))
     assert job.run.losses == torchrun(tmp_path / "torchrun", 4, *HSDP).losses
+
+
+def test_begun_under_torchrun_gone_on_under_ray_ended_under_sbatch(tmp_path: Path, undisturbed: Run) -> None:
+    """One run directory, one curve: two ranks each time, so the same bits."""
+    need_slurm()
+    place = tmp_path / "run"
+    torchrun(place, 2, "--train.stop_after", "7")
+    Driver(place, "--train.stop_after", "15").finish()
+    with Cluster(tmp_path / "slurm") as cluster:
+        job = sbatch(cluster, tmp_path / "job", "--nodes=1", ranks=2, flags=[*FLAGS, "--run.dir", str(place)])
+        assert job.wait(240) == "COMPLETED", job.log()
+    run = Run(place)
+    assert run.losses == undisturbed.losses
+    assert run.steps == list(range(1, STEPS + 1))
+    assert [start["launcher"] for start in run.starts] == ["torchrun", "ray", "torchrun under Slurm"]
+    assert [start["from_step"] for start in run.starts] == [0, 7, 15]
 
 
 def test_shellcheck_finds_nothing() -> None:
