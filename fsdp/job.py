@@ -41,6 +41,12 @@ class Job:
     dtypes: Dtypes
 
     @property
+    def data_identity(self) -> dict[str, int | str]:
+        """What must stay for a step to mean the same samples: their number, and what they are where the data say it."""
+        own = self.data.info.facts.get("fingerprint")
+        return {"samples": len(self.data.train)} | ({"fingerprint": own} if own else {})
+
+    @property
     def unit(self) -> str:
         """What a person counts: tokens where there are some, else images or samples."""
         return "tok" if self.data.info.tokens_per_sample else "img" if self.data.info.kind == "images" else "sample"

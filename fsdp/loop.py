@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +99,7 @@ def _train(config: Config, env: DistEnv, reporter: Reporter, job: Job, run: RunD
         config.stop, env, run.path, reporter.should_stop, end_time=end_time(),
         every_minutes=config.checkpoint.every_minutes, save_seconds=lambda: checkpointer.save_seconds,
     )  # fmt: skip
-    _begin_records(config, env, run, state.step)
+    _begin_records(config, env, run, state.step, job.data_identity)
     recorder = Recorder(run, env, reporter, _console(config, env, job), from_step=state.step)
     if env.is_main:
         _say_start(run, facts, restored.step if restored else None, restored.notes if restored else ())
@@ -371,14 +371,14 @@ def _claimed_run(config: Config, env: DistEnv) -> Iterator[tuple[RunDir, Claim |
             claim.release()
 
 
-def _begin_records(config: Config, env: DistEnv, run: RunDir, step: int) -> None:
+def _begin_records(config: Config, env: DistEnv, run: RunDir, step: int, data: Mapping[str, object]) -> None:
     nodes = list(dict.fromkeys(agree.everyones(rundir.host())))
     if env.is_main:
         rundir.truncate_metrics(run, step)
-        changed = rundir.write_config(run, config)
-        rundir.record_start(run, env, from_step=step, changed=changed, nodes=nodes)
+        changed = rundir.write_config(run, config) + rundir.other_data(run, data)
+        rundir.record_start(run, env, from_step=step, changed=changed, nodes=nodes, data=data)
         for line in changed:
-            log.info("changed since the last start: %s", line)
+            log.warning("changed since the last start: %s", line)
 
 
 def _console(config: Config, env: DistEnv, job: Job) -> Console:

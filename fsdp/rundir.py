@@ -125,7 +125,24 @@ def truncate_metrics(run: RunDir, step: int) -> None:
     write_atomically(run.metrics, "".join(line + "\n" for line in kept))
 
 
-def record_start(run: RunDir, env: DistEnv, *, from_step: int, changed: list[str], nodes: list[str]) -> None:
+def other_data(run: RunDir, data: Mapping[str, Any]) -> list[str]:
+    """A line where the last start trained on other data than this one: step n would no longer mean the same samples."""
+    starts = [event for event in read_records(run.history) if event["event"] == "start"]
+    before = starts[-1].get("data", data) if starts else data
+    return (
+        []
+        if before == data
+        else [f"the data: {_said(before)} → {_said(data)}; a step's samples are not what they would have been"]
+    )
+
+
+def _said(data: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in data.items())
+
+
+def record_start(
+    run: RunDir, env: DistEnv, *, from_step: int, changed: list[str], nodes: list[str], data: Mapping[str, Any]
+) -> None:
     for marker in (run.stopped, run.done):
         marker.unlink(missing_ok=True)
     append(
@@ -139,6 +156,7 @@ def record_start(run: RunDir, env: DistEnv, *, from_step: int, changed: list[str
             "from_step": from_step,
             "pid": os.getpid(),
             "changed": changed,
+            "data": dict(data),
         },
     )
 
