@@ -40,10 +40,15 @@ def draw(said: Sequence[Said], classes: Sequence[str], preprocess: Mapping[str, 
 def _tile(inputs: np.ndarray, preprocess: Mapping[str, Any]) -> Image:
     from PIL import Image
 
-    pixels = to_picture(inputs, preprocess) if "mean" in preprocess else _stretched(inputs)
+    pixels = pixels_of(inputs, preprocess)
     if pixels.shape[-1] != 3:
         pixels = np.repeat(pixels[..., :1], 3, axis=-1)
     return Image.fromarray(pixels).resize((TILE, TILE), Image.Resampling.NEAREST)
+
+
+def pixels_of(inputs: np.ndarray, preprocess: Mapping[str, Any]) -> np.ndarray:
+    """height × width × channels, 0 to 255, of what a model was given."""
+    return to_picture(inputs, preprocess) if "mean" in preprocess else _stretched(inputs)
 
 
 def _stretched(inputs: np.ndarray) -> np.ndarray:

@@ -1,4 +1,10 @@
-"""python -m fsdp.report RUN [RUN] [--out FILE]: one HTML file that opens anywhere, offline; two runs stand side by side."""
+"""One HTML file that opens anywhere, offline:
+
+    python -m fsdp.report RUN                 into RUN/report.html
+    python -m fsdp.report A B --out both.html two runs over each other, and what differs
+
+--out FILE puts it elsewhere; --no-samples leaves the trained model unasked.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +14,9 @@ from pathlib import Path
 from fsdp.errors import ConfigError, ShardrunError
 from fsdp.report.page import page
 from fsdp.report.read import read_run
+from fsdp.report.samples import Samples, read_samples
 
-USAGE = "python -m fsdp.report RUN [RUN] [--out FILE]"
+USAGE = "python -m fsdp.report RUN [RUN] [--out FILE] [--no-samples]"
 
 
 def main(argv: list[str]) -> int:
@@ -25,14 +32,17 @@ def main(argv: list[str]) -> int:
                 raise ConfigError("--out has no value.", "--out report.html")
             out = words.pop(at + 1)
             words.pop(at)
+        asks = "--no-samples" not in words
+        words = [word for word in words if word != "--no-samples"]
         wrong = [word for word in words if word.startswith("--")]
         if wrong or not 1 <= len(words) <= 2:
             raise ConfigError(
                 f"{wrong[0]} is not a flag." if wrong else f"{len(words)} runs were named, not one or two.", USAGE
             )
         stories = [read_run(Path(word)) for word in words]
+        samples = [read_samples(story.path) if asks else Samples() for story in stories]
         place = Path(out) if out else Path(words[0], "report.html")
-        place.write_text(page(stories), encoding="utf-8")
+        place.write_text(page(stories, samples), encoding="utf-8")
     except OSError as error:
         print(f"fsdp.report: {error.filename} cannot be written ({error.strerror}). HINT: --out FILE", file=sys.stderr)
         return 2

@@ -1,19 +1,53 @@
-"""What a report shows, gathered from a run directory's own files."""
+"""What a report shows, gathered from a run directory's own files. Missing, cut off or garbled leaves a note, not an error.
+
+Here: what ran, when, and what is left of it. Not here: numbers over steps (series.py), what the model says (samples.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fsdp.checkpoint.inspect import Found, scan
 from fsdp.checkpoint.store import open_store
 from fsdp.config import FIELDS, read_recipe
-from fsdp.errors import ConfigError
-from fsdp.rundir import RunDir, read_records
+from fsdp.errors import ConfigError, ShardrunError
+from fsdp.report.series import Series, read_lines, read_numbers
+from fsdp.rundir import RunDir
 
-Points = list[tuple[float, float]]
+Outcome = Literal["finished", "stopped", "failed", "killed", "running"]
+LIVE_S = 30.0
+"""A claim whose count was raised this lately belongs to a live run."""
+FAILURE = re.compile(r"^[A-Za-z_.]*(Error|Exception|Interrupt|Exit|Elsewhere|Refused|Timeout)\b")
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of the run, and its end as far as somebody wrote it down."""
+
+    number: int
+    time: str
+    launcher: str
+    ranks: int
+    nodes: tuple[str, ...]
+    from_step: int
+    changed: tuple[str, ...]
+    to_step: int | None = None
+    ended: str = ""
+    why: str = "no end was written: killed, or its node lost"
+    outcome: Outcome = "killed"
+
+
+@dataclass(frozen=True)
+class Save:
+    """What a sealed checkpoint cost: what it held the steps up, and what it took behind them."""
+
+    stall_s: float
+    write_s: float
 
 
 @dataclass(frozen=True)
@@ -21,42 +55,134 @@ class RunStory:
     """A run as its files tell it."""
 
     name: str
+    path: Path
     config: Mapping[str, Any]
-    changed: Mapping[str, Any]
-    series: Mapping[str, Points]
-    history: list[dict[str, Any]]
-    checkpoints: list[Found]
+    series: Mapping[str, Series]
+    starts: tuple[Start, ...]
+    checkpoints: tuple[Found, ...]
+    saves: Mapping[int, Save]
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """The configuration, where it is not the default."""
+        return {name: value for name, value in self.config.items() if name in FIELDS and value != FIELDS[name].default}
 
     @property
     def last_step(self) -> int:
-        return int(max((points[-1][0] for points in self.series.values() if points), default=0))
+        return int(max((float(s.steps[-1]) for s in self.series.values() if len(s)), default=0))
+
+    @property
+    def outcome(self) -> Outcome:
+        return self.starts[-1].outcome if self.starts else "killed"
 
 
 def read_run(path: Path) -> RunStory:
-    run = RunDir(path)
-    if not run.config.exists():
+    run, notes = RunDir(path), list[str]()
+    if not any(file.exists() for file in (run.config, run.metrics, run.history)):
         raise ConfigError(f"{path} is no run directory: it has no config.toml.", "ls -d runs/*")
-    config = read_recipe(str(run.config))
-    return RunStory(
-        name=path.name,
+    config = _config(run, notes)
+    numbers = read_numbers(run.metrics)
+    if numbers.unreadable:
+        notes.append(f"{numbers.unreadable} lines of metrics.jsonl could not be read and are left out")
+    story = RunStory(
+        name=path.resolve().name,
+        path=path,
         config=config,
-        changed={name: value for name, value in config.items() if name in FIELDS and value != FIELDS[name].default},
-        series=_series(run),
-        history=list(read_records(run.history)),
-        checkpoints=_checkpoints(str(config.get("checkpoint.dir") or path / "checkpoints")),
+        series=numbers.series,
+        starts=tuple(_starts(run)),
+        checkpoints=tuple(_checkpoints(str(config.get("checkpoint.dir") or path / "checkpoints"), notes)),
+        saves=_saves(path / "saves.jsonl"),
+    )
+    return replace(story, starts=_last_word(run, story), notes=tuple(notes))
+
+
+def _config(run: RunDir, notes: list[str]) -> dict[str, Any]:
+    if not run.config.exists():
+        notes.append("config.toml is missing")
+        return {}
+    try:
+        return read_recipe(str(run.config))
+    except ConfigError as error:
+        notes.append(str(error).partition(" HINT:")[0])
+        return {}
+
+
+def _starts(run: RunDir) -> Iterator[Start]:
+    """Each start with the first end, crash or loss that stands behind it."""
+    open_start: Start | None = None
+    count = 0
+    for event in read_lines(run.history):
+        kind = event.get("event") if event else None
+        if event is None or kind is None:
+            continue
+        if kind == "start":
+            if open_start is not None:
+                yield open_start
+            count += 1
+            open_start = _start(event, count)
+        elif open_start is not None and not open_start.ended:
+            open_start = _ended(open_start, event)
+    if open_start is not None:
+        yield open_start
+
+
+def _start(event: Mapping[str, Any], number: int) -> Start:
+    return Start(
+        number=number,
+        time=str(event.get("time", "")),
+        launcher=str(event.get("launcher", "")),
+        ranks=_whole(event.get("ranks")) or 0,
+        nodes=tuple(str(node) for node in event.get("nodes") or ()),
+        from_step=_whole(event.get("from_step")) or 0,
+        changed=tuple(str(line) for line in event.get("changed") or ()),
     )
 
 
-def _series(run: RunDir) -> dict[str, Points]:
-    series: dict[str, Points] = {}
-    for record in read_records(run.metrics):
-        step = float(record["step"])
-        for name, value in record.items():
-            if name != "step" and isinstance(value, (int, float)):
-                series.setdefault(name, []).append((step, float(value)))
-    return series
+def _ended(start: Start, event: Mapping[str, Any]) -> Start:
+    kind, why = event["event"], str(event.get("why") or "")
+    outcome: Outcome = "killed"
+    if kind == "crash":
+        why, outcome = f"its ranks ended with code {event.get('code', '?')}", "failed"
+    elif kind == "unmet":
+        why, outcome = "the nodes did not meet", "failed"
+    elif kind == "end":
+        outcome = "finished" if why == "the last step" else "failed" if FAILURE.match(why) else "stopped"
+    return replace(
+        start, to_step=_whole(event.get("step")), ended=str(event.get("time", "")) or "?", why=why or start.why, outcome=outcome
+    )
 
 
-def _checkpoints(place: str) -> list[Found]:
+def _whole(value: object) -> int | None:
+    return int(value) if isinstance(value, (int, float)) and value == value and abs(value) < 1e15 else None
+
+
+def _last_word(run: RunDir, story: RunStory) -> tuple[Start, ...]:
+    """The last start without an end may be going on right now: its claim is then alive."""
+    if not story.starts or story.starts[-1].ended:
+        return story.starts
+    last = replace(story.starts[-1], to_step=story.last_step or None)
+    claim = run.path / "CLAIM"
+    try:
+        if time.time() - claim.stat().st_mtime < LIVE_S:
+            last = replace(last, outcome="running", why="goes on")
+    except OSError:
+        pass  # no claim, so nobody runs
+    return (*story.starts[:-1], last)
+
+
+def _checkpoints(place: str, notes: list[str]) -> list[Found]:
     """The whole ones and those that are not, newest first."""
-    return scan(open_store(place))
+    try:
+        return scan(open_store(place))
+    except (ShardrunError, OSError, ImportError) as error:
+        notes.append(f"checkpoints in {place} could not be looked at: {str(error).partition(' HINT:')[0]}")
+        return []
+
+
+def _saves(path: Path) -> dict[int, Save]:
+    saves: dict[int, Save] = {}
+    for record in read_lines(path):
+        if record is not None and isinstance(record.get("step"), int):
+            saves[record["step"]] = Save(float(record.get("stall_s", 0.0)), float(record.get("write_s", 0.0)))
+    return saves

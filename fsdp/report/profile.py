@@ -1,0 +1,78 @@
+"""Where a profiled run's memory went: fsdp/memory/profile.py's accounts under RUN/profile, by kind, phase and rank."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fsdp.phases import PHASES
+from fsdp.report.tables import size, table
+
+SHOWN = 16
+"""Ranks that get a row: the first ones and the fullest."""
+
+
+def read_accounts(folder: Path) -> dict[int, Mapping[str, Any]]:
+    """Rank → its account; a file that cannot be read or is of another format is left out."""
+    found: dict[int, Mapping[str, Any]] = {}
+    for file in sorted(folder.glob("rank*_memory.json")):
+        name = re.fullmatch(r"rank(\d+)_memory\.json", file.name)
+        try:
+            account = json.loads(file.read_text(encoding="utf-8"))
+            if name and account["format"] == 1 and account["peak"]["bytes"] >= 0:
+                found[int(name[1])] = account
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return dict(sorted(found.items()))
+
+
+def memory_by_rank(accounts: Mapping[int, Mapping[str, Any]]) -> str:
+    """A bar a rank, its peak by kind; then each phase's highest moment."""
+    if not accounts:
+        return ""
+    ranks = _chosen(accounts)
+    kinds = _kinds([accounts[rank]["peak"] for rank in ranks])
+    most = max(accounts[rank]["peak"]["bytes"] for rank in ranks) or 1
+    key = "".join(f'<span><i class="c{nth % 6}"></i>{html.escape(kind)}</span>' for nth, kind in enumerate(kinds))
+    rows = "".join(_bar(f"rank {rank}", accounts[rank]["peak"], kinds, most) for rank in ranks)
+    return f'<div class="key">{key}</div><div class="bars">{rows}</div>{_phases(accounts, ranks)}'
+
+
+def _chosen(accounts: Mapping[int, Mapping[str, Any]]) -> list[int]:
+    fullest = sorted(accounts, key=lambda rank: -accounts[rank]["peak"]["bytes"])
+    return sorted({*list(accounts)[: SHOWN // 2], *fullest[: SHOWN // 2]})
+
+
+def _kinds(peaks: Sequence[Mapping[str, Any]]) -> list[str]:
+    totals: dict[str, float] = {}
+    for peak in peaks:
+        for kind, count in peak["kinds"].items():
+            totals[kind] = totals.get(kind, 0) + count
+    return sorted((kind for kind in totals if totals[kind] > 0), key=lambda kind: -totals[kind])
+
+
+def _bar(name: str, peak: Mapping[str, Any], kinds: Sequence[str], most: float) -> str:
+    parts = "".join(
+        f'<i class="c{nth % 6}" style="width:{peak["kinds"].get(kind, 0) / most * 100:.2f}%" '
+        f'title="{html.escape(kind)} {size(peak["kinds"].get(kind, 0))}"></i>'
+        for nth, kind in enumerate(kinds)
+    )
+    return f'<div class="row"><span>{name}</span><span class="bar">{parts}</span><span>{size(peak["bytes"])}</span></div>'
+
+
+def _phases(accounts: Mapping[int, Mapping[str, Any]], ranks: Sequence[int]) -> str:
+    """Phase by phase, what the fullest rank held and of which kinds."""
+    rows = []
+    for phase in PHASES:
+        peaks = {rank: accounts[rank]["phases"][phase] for rank in ranks if phase in accounts[rank].get("phases", {})}
+        if not peaks:
+            continue
+        rank, fullest = max(peaks.items(), key=lambda pair: pair[1]["bytes"])
+        parts = sorted(fullest["kinds"].items(), key=lambda pair: -pair[1])[:4]
+        words = ", ".join(f"{kind} {size(count)}" for kind, count in parts if count > 0)
+        rows.append([phase, size(fullest["bytes"]), rank, words])
+    return table(("phase", "highest", "rank", "of it"), rows, numeric=("highest", "rank")) if rows else ""

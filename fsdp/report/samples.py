@@ -1,0 +1,119 @@
+"""What the trained model says: held-out pictures with its answers, or text that it goes on with.
+
+The run's export is loaded in this process. Answering is fsdp/predict's; here it is asked for a little, within bounds, and
+whatever stands in the way becomes a sentence.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fsdp.errors import ShardrunError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from fsdp.predict.trained import Trained
+
+PICTURES, TOKENS = 24, 240
+LARGEST_EXPORT = 2 << 30
+"""An export above this is not loaded for a page; the person is told what to type."""
+SMALL, SIDE = 64, 96
+
+
+@dataclass(frozen=True)
+class Samples:
+    """HTML, or why there is none."""
+
+    body: str = ""
+    why_not: str = ""
+
+
+def read_samples(run: Path) -> Samples:
+    export = run / "full_model"
+    files = [file for file in export.iterdir() if file.is_file()] if export.is_dir() else []
+    if not files:
+        return Samples(why_not="no export in full_model/ yet: it is written at the end of a run")
+    total = sum(file.stat().st_size for file in files)
+    if total > LARGEST_EXPORT:
+        return Samples(why_not=f"the export has {total / 2**30:.1f} GiB; python -m fsdp.predict RUN asks it")
+    from fsdp.predict.trained import open_run
+
+    try:
+        trained = open_run(run)
+        if trained.data.info.kind == "text":
+            return Samples(body=_text(trained))
+        return Samples(body=_pictures(trained))
+    except (ShardrunError, OSError, ImportError, RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
+        # A model or data set of a person's own can fail in any of these ways, and the rest of the page is worth having.
+        first = (str(error).splitlines() or [""])[0].partition(" HINT:")[0]
+        return Samples(why_not=f"the model could not be asked ({type(error).__name__}: {first[:200]})")
+
+
+# ---------------------------------------------------------------- pictures
+
+
+def _pictures(trained: Trained) -> str:
+    from fsdp.predict import images
+
+    samples = trained.data.heldout or trained.data.train
+    said = images.of_samples(trained, samples, PICTURES)
+    names = images.classes_of(trained)
+    tiles = []
+    for one in said:
+        if one.inputs.ndim != 3:
+            return ""
+        best, truth = _class(names, one.best), "" if one.truth is None else _class(names, one.truth)
+        right = one.truth in (None, one.best)
+        verdict = f"{float(one.probabilities.max()):.0%}" if right else f"is {html.escape(truth)}"
+        alt = html.escape(f"{one.name}: said {best}, is {truth}")
+        tiles.append(
+            f'<figure class="{"right" if right else "wrong"}"><img alt="{alt}" src="{_png(trained, one.inputs)}">'
+            f"<figcaption><b>{html.escape(best)}</b> <span>{verdict}</span></figcaption></figure>"
+        )
+    which = "held-out" if trained.data.heldout is not None else "training"
+    wrong = sum(one.truth not in (None, one.best) for one in said)
+    words = f"{len(said)} {which} samples, evenly spread over all of them; {wrong} of these wrong, marked by a red edge."
+    return f'<p class="about">{words}</p><div class="samples">{"".join(tiles)}</div>'
+
+
+def _class(names: tuple[str, ...], number: int) -> str:
+    return names[number] if number < len(names) else f"class {number}"
+
+
+def _png(trained: Trained, inputs: np.ndarray) -> str:
+    import numpy as np
+    from PIL import Image
+
+    from fsdp.predict.picture import pixels_of
+
+    pixels = pixels_of(inputs, trained.data.info.preprocess)
+    image = Image.fromarray(pixels[..., 0] if pixels.shape[-1] != 3 else np.ascontiguousarray(pixels))
+    if max(image.size) > SMALL:
+        image.thumbnail((SIDE, SIDE))
+    out = io.BytesIO()
+    image.save(out, "PNG", optimize=True)
+    return f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"
+
+
+# ---------------------------------------------------------------- text
+
+
+def _text(trained: Trained) -> str:
+    from fsdp.predict import language
+
+    prompt = language.default_prompt(trained)
+    blocks = []
+    for temperature, words in ((0.0, "the likeliest each time"), (0.8, "drawn at temperature 0.8")):
+        sampling = language.Sampling(tokens=TOKENS, temperature=temperature, top_k=40, seed=0)
+        tokens = language.encode(trained, prompt)
+        text = language.decode(trained, language.go_on(trained, tokens, sampling))
+        head, rest = text[: len(prompt)], text[len(prompt) :]
+        said = f"<pre><b>{html.escape(head)}</b>{html.escape(rest)}</pre>"
+        blocks.append(f'<figure class="text"><figcaption>{words}</figcaption>{said}</figure>')
+    return f'<p class="about">The prompt is bold; {TOKENS} tokens follow it.</p><div class="texts">{"".join(blocks)}</div>'
