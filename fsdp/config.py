@@ -181,6 +181,13 @@ class SpeedSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProfileSection:
+    memory: bool = knob(False, "on the chosen steps, each rank's memory by kind over time, as a page under RUN/profile")
+    trace: bool = knob(False, "on the chosen steps, each rank's trace for Perfetto, and a table of where the time goes")
+    steps: str = knob("3:5", "the steps that are profiled, first:last; one number is one step", "steps")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RaySection:
     address: str = knob("", "a Ray cluster to join (auto, host:port, ray://…); empty starts one here and ends it")
     num_workers: str = knob("2", "ranks; a range 2:8 is elastic", "workers")
@@ -203,6 +210,7 @@ class Config:
     stop: StopSection = StopSection()
     memory: MemorySection = MemorySection()
     speed: SpeedSection = SpeedSection()
+    profile: ProfileSection = ProfileSection()
     ray: RaySection = RaySection()
 
 
@@ -419,6 +427,7 @@ def replace(config: Config, **changes: Any) -> Config:
 
 def check(config: Config) -> None:
     """Every contradiction between two fields that can be seen without knowing the number of ranks."""
+    _check_profile(config)
     for one in (_check_train, _check_mesh, _check_precision, _check_checkpoint, _check_ray, _check_memory):
         one(config)
 
@@ -540,6 +549,26 @@ def worker_range(text: str) -> tuple[int, int]:
     return int(low), int(high or low)
 
 
+def profile_steps(text: str) -> tuple[int, int]:
+    """--profile.steps: `3:5` is (3, 5), `4` is (4, 4)."""
+    first, colon, last = text.partition(":")
+    if not first.isdigit() or (colon and not last.isdigit()) or not 1 <= int(first) <= int(last or first):
+        raise ConfigError(f"--profile.steps {text} is not first:last, counted from 1.", "--profile.steps 3:5")
+    return int(first), int(last or first)
+
+
+def _check_profile(config: Config) -> None:
+    profile, steps = config.profile, config.train.stop_after or config.train.steps
+    first, last = profile_steps(profile.steps)
+    if profile.memory or profile.trace:
+        if steps and first > steps:
+            raise ConfigError(
+                f"--profile.steps {profile.steps} begins after the last step, {steps}.", f"--profile.steps {max(1, steps - 1)}"
+            )
+    elif profile.steps != ProfileSection().steps:
+        raise ConfigError(f"--profile.steps {profile.steps} says nothing alone.", "--profile.memory true, or --profile.trace true")
+
+
 def _check_memory(config: Config) -> None:
     if config.memory.cpu_offload and config.mesh.strategy == "ddp":
         raise ConfigError("--memory.cpu_offload moves shards, and --mesh.strategy ddp has none.", "--mesh.strategy fsdp")
@@ -602,7 +631,7 @@ def config_hash(config: Config) -> str:
         "data.workers",
         "data.prefetch",
     )
-    prefixes = ("mesh.", "ray.", "checkpoint.", "stop.", "memory.", "speed.")
+    prefixes = ("mesh.", "ray.", "checkpoint.", "stop.", "memory.", "speed.", "profile.")
     kept = {k: v for k, v in flatten(config).items() if k not in elsewhere and not k.startswith(prefixes)}
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
 

@@ -30,6 +30,7 @@ from fsdp.gradients import Gradients
 from fsdp.job import Job, describe, meta_model, prepare
 from fsdp.loss import LossFunction, count_tokens
 from fsdp.materialize import materialize
+from fsdp.memory import profile as memory_profile
 from fsdp.mesh import build_mesh, data_rank
 from fsdp.metrics import NoReporter, Reporter
 from fsdp.optim import apply_hyperparameters, build_optimizer, lr_at, set_lr
@@ -108,8 +109,11 @@ def _train(config: Config, env: DistEnv, reporter: Reporter, job: Job, run: RunD
         loader=loader, checkpointer=checkpointer, stopper=stopper, recorder=recorder, phases=Phases(),
         claim=claim,
     )  # fmt: skip
+    profile = memory_profile.start(config.profile, run.path, env, sharded.root, optimizer, loop.phases)
     try:
         outcome = loop.run_to_end()
+        if profile is not None:
+            profile.finish()
     except BaseException as error:
         if env.is_main and (claim is None or claim.ousted() is None):
             rundir.record_end(
@@ -117,6 +121,8 @@ def _train(config: Config, env: DistEnv, reporter: Reporter, job: Job, run: RunD
             )
         raise
     finally:
+        if profile is not None:
+            profile.close()
         loader.close()
         recorder.close()
         stopper.close()
@@ -179,9 +185,9 @@ class _Loop:
         return self._leave()
 
     def _one_step(self) -> None:
-        began = time.perf_counter()
         step = self.state.step + 1
         self.phases.enter("data", step)
+        began = time.perf_counter()
         torch.manual_seed(stream_key(self.config.run.seed, step, self.env.rank) % 2**63)
         batch = self.loader.step(self.state.step)
         waited = time.perf_counter() - began

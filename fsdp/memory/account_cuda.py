@@ -1,0 +1,142 @@
+"""Follows every block of CUDA's caching allocator, compiled code's too, from the allocator's own history.
+
+The history says address, bytes and time of each allocation and release; which kind a block was is known from the objects that
+own its address at a phase's beginning, and from the moments in which FSDP was communicating. Nothing is waited for in a step;
+the history is read once, after the last of the chosen steps.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+from fsdp.memory.account import KINDS, standing
+from fsdp.memory.account_storages import ACTIVATIONS, COMMUNICATION
+from fsdp.memory.account_timeline import Mark, Timeline
+
+HISTORY = 1_000_000
+"""Events kept; older ones are dropped by torch. A step of a 1B model makes some tens of thousands."""
+
+Sighting = tuple[float, int, str]
+"""(when, address, kind): an object of this kind owned this address then."""
+
+
+class AllocatorTracker:
+    """Enter it for the steps to be followed; say each phase with `phase`; `timeline` is there after leaving."""
+
+    def __init__(self, root: nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device, dump: Path) -> None:
+        self.timeline = Timeline(KINDS)
+        self._root, self._optimizer, self._device, self._dump = root, optimizer, device, dump
+        self._marks: list[Mark] = []
+        self._windows: list[tuple[float, float]] = []
+        self._sightings: list[Sighting] = []
+        self._resting: list[tuple[int, int]] = []
+        self._undo: list[Callable[[], None]] = []
+
+    def __enter__(self) -> AllocatorTracker:
+        torch.cuda.synchronize(self._device)
+        self._resting = live_blocks(torch.cuda.memory._snapshot(), self._device.index or 0)
+        torch.cuda.memory._record_memory_history(max_entries=HISTORY, stacks="python")
+        for name in COMMUNICATION:
+            if hasattr(_fsdp_param_group, name):
+                real = getattr(_fsdp_param_group, name)
+                setattr(_fsdp_param_group, name, self._timed(real))
+                self._undo.append(lambda name=name, real=real: setattr(_fsdp_param_group, name, real))  # type: ignore[misc]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        while self._undo:
+            self._undo.pop()()
+        try:
+            self.identify()
+            torch.cuda.synchronize(self._device)
+            torch.cuda.memory._dump_snapshot(str(self._dump))  # for https://pytorch.org/memory_viz
+            history = torch.cuda.memory._snapshot()["device_traces"][self._device.index or 0]
+        finally:
+            torch.cuda.memory._record_memory_history(enabled=None)
+        fill(self.timeline, self._resting, history, self._marks, self._sightings, self._windows)
+
+    def forget(self) -> None:
+        self._sightings.clear()
+
+    def phase(self, mark: Mark) -> None:
+        self.identify()
+        self._marks.append(Mark(time.time(), mark.phase, mark.step))
+
+    def identify(self) -> None:
+        now = time.time()
+        for kind, storage in standing(self._root, self._optimizer).values():
+            if storage.device.type == "cuda" and storage.nbytes():
+                self._sightings.append((now, storage.data_ptr(), kind))
+
+    def _timed(self, real: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            began = time.time()
+            if real.__name__ == "foreach_reduce":
+                self._sightings += [(began, g.untyped_storage().data_ptr(), "gradients") for g in args[1]]
+            try:
+                return real(*args, **kwargs)
+            finally:
+                self._windows.append((began, time.time()))
+
+        call.__name__ = real.__name__
+        return call
+
+
+def live_blocks(snapshot: Mapping[str, Any], device: int) -> list[tuple[int, int]]:
+    """(address, bytes) of what is allocated now, from a snapshot's segments."""
+    return [
+        (block["address"], block["size"])
+        for segment in snapshot["segments"]
+        if segment["device"] == device
+        for block in segment["blocks"]
+        if block["state"] == "active_allocated"
+    ]
+
+
+def fill(
+    timeline: Timeline,
+    resting: Iterable[tuple[int, int]],
+    history: Iterable[Mapping[str, Any]],
+    marks: Sequence[Mark],
+    sightings: Sequence[Sighting],
+    windows: Sequence[tuple[float, float]],
+) -> None:
+    """Blocks, marks and sightings in the order of time; a block's last sighting says its kind."""
+    first = marks[0].time_s if marks else 0.0
+    moments: list[tuple[float, int, Any]] = [(first, 0, ("alloc", address, size)) for address, size in resting]
+    for event in history:
+        # free_requested is when the tensor went; free_completed may wait for another stream.
+        if event["action"] in ("alloc", "free_requested"):
+            moments.append((event["time_us"] / 1e6, 2, (event["action"], event["addr"], event["size"])))
+    moments += [(mark.time_s, 1, mark) for mark in marks]
+    moments += [(sighting[0], 3, sighting) for sighting in sightings]
+    live: dict[int, tuple[int, int]] = {}
+    kind_now = "other"
+    for at, _, what in sorted(moments, key=lambda moment: moment[:2]):
+        if isinstance(what, Mark):
+            timeline.mark(what)
+            kind_now = "activations" if what.phase in ACTIVATIONS else "other"
+        elif what[0] == "alloc":
+            block = timeline.block("communication" if _within(windows, at) else kind_now)
+            live[what[1]] = (block, what[2])
+            timeline.change(at, block, what[2])
+        elif what[0] == "free_requested":
+            if what[1] in live:
+                block, size = live.pop(what[1])
+                timeline.change(at, block, -size)
+        elif what[1] in live:
+            timeline.kind_of[live[what[1]][0]] = what[2]
+
+
+def _within(windows: Sequence[tuple[float, float]], at: float) -> bool:
+    """Windows come in the order in which they ended, and FSDP's do not nest."""
+    place = bisect_right(windows, at, key=lambda window: window[0]) - 1
+    return place >= 0 and at <= windows[place][1]

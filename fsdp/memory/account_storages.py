@@ -1,0 +1,146 @@
+"""Follows every storage that operations make and drop, on a device with no book of its own: the CPU.
+
+A dispatch mode sees what each operation returns, a weak reference when it goes, and a wrapped `resize_` what FSDP gathers into
+and empties. Only while it is entered, on the thread that entered it (autograd runs CPU backward there). What compiled code
+allocates inside is not seen: it counts as `beyond`. Costs 5–20 µs an operation.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp.memory.account import KINDS, standing, storages_of
+from fsdp.memory.account_timeline import Mark, Timeline
+
+COMMUNICATION = ("foreach_all_gather", "foreach_all_gather_copy_out", "foreach_reduce")
+"""Functions of FSDP in which a new tensor is a buffer of a collective."""
+
+ACTIVATIONS = ("forward", "backward", "evaluate")
+
+
+class StorageTracker(TorchDispatchMode):
+    """Enter it for the steps to be followed; say each phase with `phase`."""
+
+    def __init__(self, root: nn.Module, optimizer: torch.optim.Optimizer | None, device: str = "cpu") -> None:
+        super().__init__()
+        self.timeline = Timeline(KINDS)
+        self._root, self._optimizer, self._device = root, optimizer, device
+        self._live: dict[int, tuple[int, int, weakref.ref[torch.UntypedStorage]]] = {}  # object → block, bytes, itself
+        self._kind = "other"
+        self._undo: list[Callable[[], None]] = []
+
+    # ------------------------------------------------------------ what happens
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(one, DTensor) for one in types):
+            return NotImplemented  # it turns into operations on shards, which come here
+        for tensor in _tensors(args):
+            self._meet(tensor, "other")
+        out = func(*args, **(kwargs or {}))
+        for tensor in _tensors((out,)):
+            self._meet(tensor, self._kind)
+        return out
+
+    def phase(self, mark: Mark) -> None:
+        """A phase begins: what model and optimizer hold by now is known by its kind, whatever it was taken for."""
+        self.identify()
+        self.timeline.mark(mark)
+        self._kind = "activations" if mark.phase in ACTIVATIONS else "other"
+
+    def identify(self) -> None:
+        for kind, storage in standing(self._root, self._optimizer).values():
+            self._name(storage, kind)
+
+    def _name(self, storage: torch.UntypedStorage, kind: str) -> None:
+        if storage.device.type == self._device:
+            self._see(storage, kind)
+            self.timeline.kind_of[self._live[storage._cdata][0]] = kind
+
+    def _meet(self, tensor: Tensor, kind: str) -> None:
+        for storage in storages_of(tensor):
+            if storage.device.type == self._device:
+                self._see(storage, kind)
+
+    def _see(self, storage: torch.UntypedStorage, kind: str) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._live:
+            block = self.timeline.block(kind)
+            self._live[key] = (block, size, weakref.ref(storage, lambda _: self._gone(key)))
+            self.timeline.change(time.perf_counter(), block, size)
+            return
+        block, known, itself = self._live[key]
+        if size != known:
+            self._live[key] = (block, size, itself)
+            self.timeline.change(time.perf_counter(), block, size - known)
+
+    def _gone(self, key: int) -> None:
+        block, size, _ = self._live.pop(key)
+        self.timeline.change(time.perf_counter(), block, -size)
+
+    # ------------------------------------------------------------ in and out
+
+    def __enter__(self) -> StorageTracker:
+        self._wrap(torch.UntypedStorage, "resize_", self._resizing)
+        for name in COMMUNICATION:
+            if hasattr(_fsdp_param_group, name):
+                self._wrap(_fsdp_param_group, name, self._communicating)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        while self._undo:
+            self._undo.pop()()
+
+    def forget(self) -> None:
+        """After the last step: no weak reference stays."""
+        self._live.clear()
+
+    def _wrap(self, owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
+        real = getattr(owner, name)
+        own = name in vars(owner)
+        setattr(owner, name, wrapper(real))
+        self._undo.append(lambda: setattr(owner, name, real) if own else delattr(owner, name))
+
+    def _resizing(self, real: Any) -> Any:
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            out = real(storage, size)
+            if storage.device.type == self._device:
+                self._see(storage, "gathered")
+            return out
+
+        return resize_
+
+    def _communicating(self, real: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            # The gradients that come in are the unsharded ones: named here, since none is left when the phase ends.
+            for tensor in _tensors(args[1:2]) if real.__name__ == "foreach_reduce" else ():
+                for storage in storages_of(tensor):
+                    self._name(storage, "gradients")
+            before, self._kind = self._kind, "communication"
+            try:
+                return real(*args, **kwargs)
+            finally:
+                self._kind = before
+
+        call.__name__ = real.__name__
+        return call
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)

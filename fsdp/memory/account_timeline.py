@@ -1,0 +1,126 @@
+"""Memory over time: blocks that came and went, by kind; peaks by phase, and a line thin enough to draw.
+
+A block's kind may be known only after it has gone (a reduce-scatter's output becomes gradients), so events are kept and read
+at the end. Filled by account_storages.py and account_cuda.py, which know where events come from; nothing here knows torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+POINTS = 1500
+"""A drawn timeline's largest number of points: each keeps the highest moment of its stretch."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A phase begins."""
+
+    time_s: float
+    phase: str
+    step: int
+
+
+@dataclass
+class Peak:
+    """The highest moment of a stretch."""
+
+    bytes: int = 0
+    step: int = 0
+    phase: str = ""
+    kinds: Mapping[str, int] = field(default_factory=dict)
+
+    def as_record(self) -> dict[str, Any]:
+        return {"bytes": self.bytes, "step": self.step, "phase": self.phase, "kinds": dict(self.kinds)}
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What stood right after an event, or, with a mark, when a phase began."""
+
+    time_s: float
+    total: int
+    kinds: dict[str, int]  # one dict, changed from moment to moment: copy what is kept
+    mark: Mark | None = None
+
+
+class Timeline:
+    """Events in their order: a block grows or shrinks, or a phase begins."""
+
+    def __init__(self, kinds: Sequence[str]) -> None:
+        self.kinds = tuple(kinds)
+        self.kind_of: list[str] = []
+        self._events: list[tuple[float, int, int] | Mark] = []  # (time, block, by how many bytes)
+
+    def block(self, kind: str) -> int:
+        """A new block's number; its kind may be told better later."""
+        self.kind_of.append(kind)
+        return len(self.kind_of) - 1
+
+    def change(self, time_s: float, block: int, by: int) -> None:
+        if by:
+            self._events.append((time_s, block, by))
+
+    def mark(self, mark: Mark) -> None:
+        self._events.append(mark)
+
+    def moments(self) -> Iterator[Moment]:
+        kinds, total = dict.fromkeys(self.kinds, 0), 0
+        for event in self._events:
+            if isinstance(event, Mark):
+                yield Moment(event.time_s, total, kinds, event)
+                continue
+            time_s, block, by = event
+            kinds[self.kind_of[block]] += by
+            total += by
+            yield Moment(time_s, total, kinds)
+
+
+def peaks_by_phase(timeline: Timeline) -> dict[str, Peak]:
+    """The highest moment of each phase over all its times; what stood when it began counts."""
+    peaks: dict[str, Peak] = {}
+    phase, step = "", 0
+    for moment in timeline.moments():
+        if moment.mark is not None:
+            phase, step = moment.mark.phase, moment.mark.step
+        if phase and (phase not in peaks or moment.total > peaks[phase].bytes):
+            peaks[phase] = Peak(moment.total, step, phase, dict(moment.kinds))
+    return peaks
+
+
+def ends_of_phases(timeline: Timeline) -> list[dict[str, Any]]:
+    """What stood when each phase ended, that is when the next began."""
+    ends: list[dict[str, Any]] = []
+    before: Mark | None = None
+    for moment in timeline.moments():
+        if moment.mark is None:
+            continue
+        if before is not None:
+            ends.append({"step": before.step, "phase": before.phase, "kinds": dict(moment.kinds), "time_s": moment.time_s})
+        before = moment.mark
+    return ends
+
+
+def curve(timeline: Timeline, points: int = POINTS) -> dict[str, Any]:
+    """Times, bytes by kind, and marks: of each stretch of time its highest moment, so that no peak is lost."""
+    times = [moment.time_s for moment in timeline.moments()]
+    if not times:
+        return {"t_s": [], "kinds": {}, "marks": []}
+    first, span = times[0], max(times[-1] - times[0], 1e-9)
+    chosen: dict[int, tuple[int, float, dict[str, int]]] = {}
+    marks = []
+    for moment in timeline.moments():
+        if moment.mark is not None:
+            marks.append([round(moment.time_s - first, 6), moment.mark.phase, moment.mark.step])
+        bucket = min(points - 1, int((moment.time_s - first) / span * points))
+        if bucket not in chosen or moment.total > chosen[bucket][0]:
+            chosen[bucket] = (moment.total, moment.time_s - first, dict(moment.kinds))
+    rows = [chosen[bucket] for bucket in sorted(chosen)]
+    present = [kind for kind in timeline.kinds if any(row[2][kind] for row in rows)]
+    return {
+        "t_s": [round(row[1], 6) for row in rows],
+        "kinds": {kind: [row[2][kind] for row in rows] for kind in present},
+        "marks": marks,
+    }

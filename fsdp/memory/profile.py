@@ -1,0 +1,213 @@
+"""--profile.*: where memory and time go on chosen steps, each rank for itself, as files under RUN/profile.
+
+    rankN_memory.json              the account (below)            rankN_memory_profile.html   the same, to be looked at
+    rankN_memory_snapshot.pickle   on CUDA, for torch's viewer    rankN_trace.json.gz         for Perfetto or chrome://tracing
+    rankN_steps.json               the trace as a table           summary.json                every rank's peak, from rank 0
+
+rankN_memory.json, bytes and seconds:
+
+    format 1, rank, ranks, device, source (`storages` on the CPU, `allocator` on CUDA), steps [first, last], model parameters
+    peak      {bytes, step, phase, kinds {kind: bytes}}: the highest moment of all
+    phases    {phase: such a peak}: the highest moment of each phase
+    ends      [{step, phase, kinds, beyond, process {…}, allocator {…}}]: what stood when each phase ended. beyond is what
+              the process (CPU, resident and anonymous) or the allocator (CUDA, reserved) holds over all kinds
+    timeline  {t_s [], kinds {kind: []}, marks [[t_s, phase, step]]}: at most 1500 points, each the highest of its stretch
+
+Kinds are fsdp/memory/account.py's. Here is when profiling begins and ends and what is written; who follows memory is
+account_*.py's, time profile_trace.py's, the page profile_page.py's.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp import agree
+from fsdp.config import ProfileSection, profile_steps
+from fsdp.env import DistEnv
+from fsdp.memory.account import by_size, device_bytes, human, process_bytes
+from fsdp.memory.account_cuda import AllocatorTracker
+from fsdp.memory.account_storages import StorageTracker
+from fsdp.memory.account_timeline import Mark, curve, ends_of_phases, peaks_by_phase
+from fsdp.memory.profile_page import page
+from fsdp.memory.profile_trace import Tracer
+from fsdp.phases import Phases
+
+log = logging.getLogger(__name__)
+
+
+class Profile:
+    """Hears the phases; between the first and the last chosen step it follows, after that it writes and is gone."""
+
+    def __init__(
+        self, section: ProfileSection, folder: Path, env: DistEnv, root: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self.folder, self._env = folder, env
+        self.first, self.last = profile_steps(section.steps)
+        self._root, self._optimizer = root, optimizer
+        self._wants_memory, self._wants_trace = section.memory, section.trace
+        self.memory: StorageTracker | AllocatorTracker | None = None
+        self._trace: Tracer | None = None
+        self._processes: list[dict[str, Any]] = []
+        self._on, self._over = False, False
+        self.peak: dict[str, Any] | None = None
+        self.table: dict[str, Any] | None = None
+
+    def heard(self, phase: str, step: int) -> None:
+        if self._over or (phase == "start" and not self._on):
+            return
+        if not self._on and phase == "data" and self.first <= step <= self.last:
+            self._begin()
+        elif self._on and (phase == "end" or step > self.last):
+            self.close()
+        elif not self._on and step > self.last:
+            self._too_late(step)
+        if self._on:
+            self._processes.append({"process": process_bytes(), "allocator": device_bytes(self._env.device)})
+            mark = Mark(time.perf_counter(), phase, step)
+            if self._trace is not None:
+                self._trace.phase(mark)
+            if self.memory is not None:
+                self.memory.phase(mark)
+
+    def close(self) -> None:
+        """Ends profiling and writes what there is; also on the way out of a failure."""
+        if not self._on or self._over:
+            self._over = True
+            return
+        self._over, self._on = True, False
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.memory is not None:
+            self._end_memory(self.memory)
+        if self._trace is not None:
+            self.table = self._trace.close(self._path("trace.json.gz"))
+            self._path("steps.json").write_text(json.dumps(self.table, indent=1) + "\n", encoding="utf-8")
+
+    def finish(self) -> None:
+        """After the last step, on every rank: rank 0 says what each found. Collective."""
+        self.close()
+        if self.peak is None and self.table is None:
+            log.warning("--profile.steps %d:%d: the run had no such step, nothing was profiled", self.first, self.last)
+        everyones = agree.everyones({"peak": self.peak, "table": self.table})
+        if not self._env.is_main or (self.peak is None and self.table is None):
+            return
+        summary = [{"rank": rank, **told} for rank, told in enumerate(everyones)]
+        (self.folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        for line in summary_lines(summary):
+            log.info("%s", line)
+        log.info("profile: %s", self.folder)
+
+    # ------------------------------------------------------------ begin and end
+
+    def _begin(self) -> None:
+        device = self._env.device
+        if self._wants_memory:
+            tracker: StorageTracker | AllocatorTracker = (
+                AllocatorTracker(self._root, self._optimizer, device, self._path("memory_snapshot.pickle"))
+                if device.type == "cuda"
+                else StorageTracker(self._root, self._optimizer, device.type)
+            )
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.memory = tracker.__enter__()
+        if self._wants_trace:
+            self._trace = Tracer(device, with_account=self._wants_memory and device.type == "cpu")
+            self._trace.begin()
+        self._on = True
+
+    def _end_memory(self, tracker: StorageTracker | AllocatorTracker) -> None:
+        tracker.phase(Mark(time.perf_counter(), "end", self.last))
+        self._processes.append({"process": process_bytes(), "allocator": device_bytes(self._env.device)})
+        tracker.__exit__(None, None, None)
+        record = self.record(tracker)
+        tracker.forget()
+        self.peak = record["peak"]
+        self._path("memory.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
+        self._path("memory_profile.html").write_text(page(record), encoding="utf-8")
+        self.memory = None
+
+    def record(self, tracker: StorageTracker | AllocatorTracker) -> dict[str, Any]:
+        """The account as rankN_memory.json holds it."""
+        phases = peaks_by_phase(tracker.timeline)
+        phases.pop("end", None)
+        highest = max(phases.values(), key=lambda peak: peak.bytes)
+        ends = ends_of_phases(tracker.timeline)
+        for end, process in zip(ends, self._processes[1:], strict=False):
+            end.update(process, beyond=_beyond(end["kinds"], process))
+            del end["time_s"]
+        return {
+            "format": 1,
+            "rank": self._env.rank,
+            "ranks": self._env.world_size,
+            "device": _device_name(self._env.device),
+            "source": "allocator" if isinstance(tracker, AllocatorTracker) else "storages",
+            "steps": [self.first, self.last],
+            "parameters": sum(parameter.numel() for parameter in self._root.parameters()),
+            "peak": highest.as_record(),
+            "phases": {phase: peak.as_record() for phase, peak in phases.items()},
+            "ends": ends,
+            "timeline": curve(tracker.timeline),
+        }
+
+    def _too_late(self, step: int) -> None:
+        self._over = True
+        if self._env.is_main:
+            log.warning(
+                "--profile.steps %d:%d lies behind step %d, where this start begins. HINT: --profile.steps %d:%d",
+                self.first, self.last, step, step + 2, step + 4,
+            )  # fmt: skip
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"rank{self._env.rank}_{name}"
+
+
+def start(
+    section: ProfileSection,
+    run_dir: Path,
+    env: DistEnv,
+    root: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    phases: Phases,
+) -> Profile | None:
+    """None, and nothing listens, where no profile is asked for."""
+    if not (section.memory or section.trace):
+        return None
+    profile = Profile(section, run_dir / "profile", env, root, optimizer)
+    phases.listen(profile.heard)
+    return profile
+
+
+def read(run_dir: Path) -> list[dict[str, Any]]:
+    """Each rank's account that a run left, in the order of ranks; empty where none was made."""
+    files = sorted((run_dir / "profile").glob("rank*_memory.json"), key=lambda path: int(path.name[4:].split("_")[0]))
+    return [json.loads(path.read_text(encoding="utf-8")) for path in files]
+
+
+def summary_lines(summary: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    for one in summary:
+        if one["peak"] is not None:
+            peak = one["peak"]
+            lines.append(
+                f"rank {one['rank']} peak {human(peak['bytes'])} in {peak['phase']} of step {peak['step']}: "
+                f"{by_size(peak['kinds'])}"
+            )
+        if one["table"] is not None:
+            parts = one["table"]["mean"]
+            shares = ", ".join(f"{name} {parts[name] / parts['step']:.0%}" for name in parts if name != "step")
+            lines.append(f"rank {one['rank']} step {parts['step'] * 1e3:.1f} ms: {shares}")
+    return lines
+
+
+def _beyond(kinds: dict[str, int], process: dict[str, Any]) -> int | None:
+    held = process["allocator"].get("reserved") if process["allocator"] else process["process"].get("rss_anon")
+    return None if held is None else held - sum(kinds.values())
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -1,0 +1,184 @@
+"""Where a step's time goes: torch's profiler over the chosen steps, and its trace as a table whose parts add up to the step.
+
+Every moment of a step on this rank is one of
+
+    compute        operations run: kernels on CUDA, operators on the training thread on the CPU
+    communication  a collective is under way and nothing is computed: exposed; `hidden` beside it is the rest of it
+    data           the loop waits for a batch
+    host           none of these: Python, launches, waiting for the device to be told
+
+The trace is read back from the file that a person opens (Perfetto, chrome://tracing), so both show the same.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd.profiler import record_function
+
+from fsdp.memory.account_timeline import Mark
+
+PREFIX = "shardrun::"
+PARTS = ("compute", "communication", "data", "host")
+OPERATORS = ("aten::", "fsdp::", "inductor", "torchao", "Torch-Compiled", "## Call Compiled")
+"""On the CPU: names that compute. autograd's own ranges are none, FSDP's hooks run and wait inside them."""
+COLLECTIVES = ("gloo:", "nccl:", "c10d::", "ncclKernel", "ncclDevKernel")
+
+Span = tuple[float, float]
+
+
+class Tracer:
+    """begin, then `phase` at every phase, then close."""
+
+    def __init__(self, device: torch.device, *, with_account: bool) -> None:
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        if device.type == "cuda":
+            kinds.append(torch.profiler.ProfilerActivity.CUDA)
+        self._device, self._with_account = device, with_account
+        self._profiler = torch.profiler.profile(activities=kinds)
+        self._ranges: list[Any] = []
+        self._step = -1
+
+    def begin(self) -> None:
+        self._profiler.start()
+
+    def phase(self, mark: Mark) -> None:
+        """The range of the phase before ends, this one's begins; a step's own range is around them."""
+        if self._ranges:
+            self._ranges.pop().__exit__(None, None, None)
+        if mark.step != self._step:
+            self._end_ranges()
+            self._step = mark.step
+            self._open(f"step {mark.step}")
+        self._open(mark.phase)
+
+    def close(self, path: Path) -> dict[str, Any]:
+        self._end_ranges()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._profiler.stop()
+        self._profiler.export_chrome_trace(str(path))
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            found = table(json.load(file)["traceEvents"])
+        return {**found, "with_account": self._with_account}
+
+    def _open(self, name: str) -> None:
+        one = record_function(PREFIX + name)
+        one.__enter__()
+        self._ranges.append(one)
+
+    def _end_ranges(self) -> None:
+        while self._ranges:
+            self._ranges.pop().__exit__(None, None, None)
+
+
+# ---------------------------------------------------------------- from a trace to a table
+
+
+def table(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """{"steps": [{step, seconds by part, hidden, phases}], "mean": {step, parts}} in seconds."""
+    whole = [event for event in events if event.get("ph") == "X" and "dur" in event]
+    own = [event for event in whole if event["name"].startswith(PREFIX) and event.get("cat") == "user_annotation"]
+    on_device = any(event.get("cat") == "kernel" for event in whole)
+    threads = {event["tid"] for event in own}
+    computing, talking = [], []
+    for event in whole:
+        if _talks(event):
+            talking.append(_span(event))
+        elif _computes(event, on_device, threads):
+            computing.append(_span(event))
+    computing, talking = union(computing), union(talking)
+    steps = [_step(event, own, computing, talking) for event in own if event["name"].startswith(PREFIX + "step ")]
+    count = max(1, len(steps))
+    mean = {name: sum(step["seconds"][name] for step in steps) / count for name in ("step", *PARTS)}
+    return {"steps": steps, "mean": mean}
+
+
+def _talks(event: Mapping[str, Any]) -> bool:
+    return event["name"].startswith(COLLECTIVES) and event.get("cat") in ("kernel", "cpu_op", "user_annotation")
+
+
+def _computes(event: Mapping[str, Any], on_device: bool, threads: set[Any]) -> bool:
+    if on_device:
+        return event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+    return event.get("cat") in ("cpu_op", "user_annotation") and event["tid"] in threads and event["name"].startswith(OPERATORS)
+
+
+def _span(event: Mapping[str, Any]) -> Span:
+    return event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+
+
+def _step(
+    event: Mapping[str, Any], own: Sequence[Mapping[str, Any]], computing: Sequence[Span], talking: Sequence[Span]
+) -> dict[str, Any]:
+    inside = [_span(event)]
+    compute = intersect(computing, inside)
+    exposed = without(intersect(talking, inside), compute)
+    begin, end = inside[0]
+    phases = [
+        (one["name"].removeprefix(PREFIX), _span(one))
+        for one in own
+        if begin <= _span(one)[0] < end and not one["name"].startswith(PREFIX + "step ")
+    ]
+    data = union(span for name, span in phases if name == "data")
+    data = without(without(intersect(data, inside), compute), exposed)
+    seconds = {"step": end - begin, "compute": length(compute), "communication": length(exposed), "data": length(data)}
+    seconds["host"] = seconds["step"] - sum(seconds[name] for name in PARTS[:3])
+    spent: dict[str, float] = {}
+    for name, span in phases:
+        spent[name] = spent.get(name, 0.0) + span[1] - span[0]
+    hidden = length(intersect(talking, inside)) - seconds["communication"]
+    return {"step": int(event["name"].rpartition(" ")[2]), "seconds": seconds, "hidden": hidden, "phases": spent}
+
+
+# ---------------------------------------------------------------- sets of time
+
+
+def union(spans: Iterable[Span]) -> list[Span]:
+    """Sorted, and none overlaps another."""
+    merged: list[Span] = []
+    for begin, end in sorted(spans):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def intersect(a: Sequence[Span], b: Sequence[Span]) -> list[Span]:
+    """Both are unions."""
+    out: list[Span] = []
+    i = j = 0
+    while i < len(a) and j < len(b):
+        begin, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if begin < end:
+            out.append((begin, end))
+        i, j = (i + 1, j) if a[i][1] <= b[j][1] else (i, j + 1)
+    return out
+
+
+def without(a: Sequence[Span], b: Sequence[Span]) -> list[Span]:
+    """What of a is not in b; both are unions."""
+    out: list[Span] = []
+    at = 0
+    for begin, end in a:
+        while at < len(b) and b[at][1] <= begin:
+            at += 1
+        ahead = at
+        while ahead < len(b) and b[ahead][0] < end:
+            if begin < b[ahead][0]:
+                out.append((begin, b[ahead][0]))
+            begin = max(begin, b[ahead][1])
+            ahead += 1
+        if begin < end:
+            out.append((begin, end))
+    return out
+
+
+def length(spans: Iterable[Span]) -> float:
+    return sum(end - begin for begin, end in spans)
