@@ -9,6 +9,9 @@ from typing import Any
 from fsdp.report.read import RunStory
 from fsdp.report.tables import Raw, seconds
 
+NOISE = 0.02
+"""A smaller share is no verdict between two runs of the same thing."""
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -69,7 +72,7 @@ def _difference(figure: Figure, a: float | None, b: float | None) -> object:
     if a is None or b is None or not (a == a and b == b) or a == b:
         return "" if a is None or b is None else "the same"
     text = f"{(b - a) / abs(a):+.1%}" if a else f"{b - a:+.4g}"
-    good = figure.better * (b - a)
+    good = figure.better * (b - a) if abs(b - a) > NOISE * abs(a) else 0
     kind = "better" if good > 0 else "worse" if good < 0 else ""
     return Raw(f'<span class="{kind}">{text}{" " + kind if kind else ""}</span>')
 

@@ -99,18 +99,18 @@ def _curve(band: Band, frame: Frame, nth: int, smooth: bool) -> str:
     if band.each > 1:
         outline = _points(np.append(x, x[::-1]), np.append(frame.y(band.high), frame.y(band.low)[::-1]))
         text = f'<polygon points="{outline}" class="band {colour}"/>'
+        mean = frame.y(running_median(band.mean, 4)) if smooth else mean
     elif smooth and len(x) >= SMOOTH_FROM:
         text = f'<polyline points="{_points(x, mean)}" class="raw {colour}"/>'
-        mean = frame.y(running_mean(band.mean, max(3, len(x) // 40)))
+        mean = frame.y(running_median(band.mean, max(3, len(x) // 40)))
     return f'{text}<polyline points="{_points(x, mean)}" class="line {colour}"/>'
 
 
-def running_mean(values: np.ndarray, around: int) -> np.ndarray:
-    """The mean of up to `around` values on each side; fewer at the ends, as many on one as on the other."""
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    at = np.arange(len(values))
-    reach = np.minimum(around, np.minimum(at, len(values) - 1 - at))
-    return (sums[at + reach + 1] - sums[at - reach]) / (2 * reach + 1)
+def running_median(values: np.ndarray, around: int) -> np.ndarray:
+    """The median of up to `around` values on each side: it follows the course and no single spike. Fewer at the ends."""
+    last = len(values) - 1
+    reaches = [min(around, at, last - at) for at in range(len(values))]
+    return np.array([np.median(values[at - reach : at + reach + 1]) for at, reach in enumerate(reaches)])
 
 
 def _restart(frame: Frame, step: int) -> str:
@@ -187,7 +187,7 @@ def _y_labels(frame: Frame) -> str:
 
 
 def _x_labels(frame: Frame) -> str:
-    values = [value for value in ticks(frame.first, frame.last) if value == int(value)]
+    values = [value for value in ticks(frame.first, frame.last, 6) if value == int(value)]
     return "".join(f'<span style="left:{float(frame.x(np.array(value))) / 10:.1f}%">{label(value)}</span>' for value in values)
 
 

@@ -181,6 +181,8 @@ def _differences(stories: Sequence[RunStory]) -> str:
 
 
 def _samples(of: str, said: Samples) -> str:
+    if said.why_not and of:
+        return ""
     if said.why_not:
         return section(f"Samples{of}", f'<p class="none">{html.escape(said.why_not)}</p>')
     return section(f"Samples{of}", said.body)

@@ -13,7 +13,7 @@ import pytest
 
 from fsdp.config import load, to_toml
 from fsdp.report.__main__ import main
-from fsdp.report.curves import label, running_mean, ticks
+from fsdp.report.curves import label, running_median, ticks
 from fsdp.report.read import read_run
 from fsdp.report.series import Series, read_numbers, thin
 
@@ -224,9 +224,11 @@ def test_labels_are_short(value: float, text: str) -> None:
     assert label(value) == text
 
 
-def test_a_running_mean_leans_to_neither_side() -> None:
+def test_a_running_median_leans_to_neither_side_and_knows_no_spike() -> None:
     values = np.arange(50.0)
-    assert np.allclose(running_mean(values, 5), values)
+    assert np.allclose(running_median(values, 5), values)
+    values[25] = 1e9
+    assert running_median(values, 5).max() <= 49
 
 
 # ---------------------------------------------------------------- memory
