@@ -29,12 +29,23 @@ def main(argv: list[str]) -> int:
         if "--dry-run" in argv:
             return dry_run(config)
         if config.backend == "ray":
-            from launch.ray_trainer import run_on_ray
-
-            return run_on_ray(config)
+            return under_ray(config)
         return run_here(config)
     except ShardrunError as error:
         return _refuse(error)
+
+
+def under_ray(config: Config) -> int:
+    """This process is the driver. Its own Ray comes up while it imports torch."""
+    from launch.ray_cluster import own_ray
+
+    with own_ray(config.ray) as own:
+        try:
+            from launch.ray_trainer import run_on_ray
+
+            return run_on_ray(config, own)
+        except ShardrunError as error:
+            return _refuse(error)  # said before Ray is taken down again, which takes a while
 
 
 def run_here(config: Config) -> int:

@@ -12,6 +12,7 @@ import os
 import shutil
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -49,31 +50,84 @@ def quiet() -> None:
         os.environ.setdefault(name, value)
 
 
-@contextmanager
-def connected(section: RaySection, runtime_env: Mapping[str, Any]) -> Iterator[str]:
-    """Ray, until the end of the block. Yields what to call it."""
-    quiet()
-    import ray
+class OwnRay:
+    """This machine's own Ray, coming up on a thread while the driver imports torch and checks flags: both take seconds."""
 
-    for name in ("ray", "ray.train"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    if section.address:
-        _join(section.address, runtime_env)
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._error: BaseException | None = None
+        self._up, self._over = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._come_up, name="ray-init", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> str:
+        """Until it is up; what to call it."""
+        self._up.wait()
+        if self._error is not None:
+            raise self._error
+        import ray
+
+        return f"Ray {ray.__version__}, started here"
+
+    def end(self) -> None:
+        self._up.wait()
+        import ray
+
+        ray.shutdown()
+        self._over.set()
+        self._thread.join()
+
+    def _come_up(self) -> None:
         try:
-            yield f"Ray {ray.__version__} at {section.address}"
-        finally:
-            ray.shutdown()
+            import ray
+
+            _hush()
+            ray.init(
+                address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
+                _temp_dir=str(self._folder), _node_ip_address="127.0.0.1", object_store_memory=STORE_BYTES,
+                _system_config=LEAN,
+            )  # fmt: skip
+        except BaseException as error:
+            self._error = error
+        self._up.set()
+        self._over.wait()  # Ray's processes are told to end with the thread that started them
+
+
+@contextmanager
+def own_ray(section: RaySection) -> Iterator[OwnRay | None]:
+    """Begins a Ray here unless one is to be joined; gone at the end of the block."""
+    quiet()
+    if section.address:
+        yield None
         return
     os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # nobody takes this machine's nodes away
     with _own_folder(Path(_short_tmp())) as folder:
+        own = OwnRay(folder)
         try:
-            ray.init(
-                address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
-                _temp_dir=str(folder), _node_ip_address="127.0.0.1", object_store_memory=STORE_BYTES, _system_config=LEAN,
-            )  # fmt: skip
-            yield f"Ray {ray.__version__}, started here"
+            yield own
         finally:
-            ray.shutdown()
+            own.end()
+
+
+@contextmanager
+def connected(own: OwnRay | None, section: RaySection, runtime_env: Mapping[str, Any]) -> Iterator[str]:
+    """Ray, until the end of the block: the one that was begun here, or the one at --ray.address. Yields what to call it."""
+    if own is not None:
+        yield own.wait()
+        return
+    import ray
+
+    _hush()
+    _join(section.address, runtime_env)
+    try:
+        yield f"Ray {ray.__version__} at {section.address}"
+    finally:
+        ray.shutdown()
+
+
+def _hush() -> None:
+    for name in ("ray", "ray.train"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _join(address: str, runtime_env: Mapping[str, Any]) -> None:

@@ -33,7 +33,7 @@ from fsdp.loop import Outcome
 from fsdp.mesh import plan_batch, resolve
 from fsdp.summary import summary
 from launch import ray_cluster
-from launch.ray_cluster import Workers
+from launch.ray_cluster import OwnRay, Workers
 from launch.ray_output import Follower
 from launch.ray_verdict import Referee, story_of
 from launch.ray_worker import Order, work
@@ -53,8 +53,8 @@ class WorkersFailed(ShardrunError):
         self.exit_code = exit_code
 
 
-def run_on_ray(config: Config) -> int:
-    """The exit code of train.py."""
+def run_on_ray(config: Config, own: OwnRay | None) -> int:
+    """The exit code of train.py. `own` is the Ray that is coming up meanwhile, where none is to be joined."""
     _check(config)
     run = rundir.create(rundir.choose(config))
     config = configuration.replace(config, run__dir=str(run.path))
@@ -62,7 +62,7 @@ def run_on_ray(config: Config) -> int:
     with Stopping(Path(config.stop.file) if config.stop.file else run.path / "STOP") as stopping:
         follower = Follower(logs)
         try:
-            with _code(config) as code, ray_cluster.connected(config.ray, code) as name:
+            with _code(config) as code, ray_cluster.connected(own, config.ray, code) as name:
                 workers = ray_cluster.workers_for(config.ray)
                 print(f"{name}: {workers}", file=sys.stderr, flush=True)
                 outcome = _train_to_the_end(Order(config, run.path, logs, Path.cwd()), workers, stopping)
