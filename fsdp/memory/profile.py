@@ -55,7 +55,7 @@ class Profile:
         self.memory: StorageTracker | AllocatorTracker | None = None
         self._trace: Tracer | None = None
         self._processes: list[dict[str, Any]] = []
-        self._on, self._over = False, False
+        self._on, self._over, self._said = False, False, False
         self.peak: dict[str, Any] | None = None
         self.table: dict[str, Any] | None = None
 
@@ -92,7 +92,7 @@ class Profile:
     def finish(self) -> None:
         """After the last step, on every rank: rank 0 says what each found. Collective."""
         self.close()
-        if self.peak is None and self.table is None:
+        if self._env.is_main and not self._said and self.peak is None and self.table is None:
             log.warning("--profile.steps %d:%d: the run had no such step, nothing was profiled", self.first, self.last)
         everyones = agree.everyones({"peak": self.peak, "table": self.table})
         if not self._env.is_main or (self.peak is None and self.table is None):
@@ -155,7 +155,7 @@ class Profile:
         }
 
     def _too_late(self, step: int) -> None:
-        self._over = True
+        self._over = self._said = True
         if self._env.is_main:
             log.warning(
                 "--profile.steps %d:%d lies behind step %d, where this start begins. HINT: --profile.steps %d:%d",

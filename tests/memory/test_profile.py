@@ -1,0 +1,142 @@
+"""What --profile writes: a page that stands alone, a trace with FSDP's ranges in it, a table whose parts are the step."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp import config as configuration
+from fsdp.config import ProfileSection, profile_steps
+from fsdp.env import DistEnv
+from fsdp.errors import ConfigError
+from fsdp.memory import profile
+from fsdp.memory.profile_page import page
+from fsdp.memory.profile_trace import PARTS, intersect, length, table, union, without
+from tests.core import runs
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("profiled")
+    words = "--profile.trace true --profile.memory true --profile.steps 2:3 --train.steps 5 --checkpoint.every_steps 3"
+    said = runs.failures(2, folder, words, "--train.micro_batch 3")
+    assert said == [None, None], said
+    return folder / "profile"
+
+
+def test_the_page_opens_offline(profiled: Path) -> None:
+    text = (profiled / "rank1_memory_profile.html").read_text()
+    assert not re.search(r"https?://|src=|<link|@import", text)
+    assert len(text) < 500_000
+    assert "Memory of rank 1 of 2" in text
+    assert "prefers-color-scheme: dark" in text
+    assert 'name="viewport"' in text
+    for kind in ("parameters", "gathered", "gradients", "optimizer", "activations", "communication"):
+        assert f"fill:var(--{kind})" in text
+    for phase in ("forward", "backward", "reduce", "optimizer", "save"):
+        assert f"<td>{phase}</td>" in text
+
+
+def test_the_trace_has_the_chosen_steps_and_fsdp_in_them(profiled: Path) -> None:
+    for rank in range(2):
+        with gzip.open(profiled / f"rank{rank}_trace.json.gz", "rt") as file:
+            names = {event["name"] for event in json.load(file)["traceEvents"] if "name" in event}
+        assert {"shardrun::step 2", "shardrun::step 3", "shardrun::forward", "shardrun::optimizer"} <= names
+        assert not {"shardrun::step 1", "shardrun::step 4"} & names
+        assert any(name.startswith("FSDP::all_gather (blocks.0") for name in names)
+        assert "FSDP::post_backward_reduce (blocks.2)" in names
+
+
+def test_the_parts_are_the_step(profiled: Path) -> None:
+    for rank in range(2):
+        steps = json.loads((profiled / f"rank{rank}_steps.json").read_text())["steps"]
+        assert [step["step"] for step in steps] == [2, 3]
+        for step in steps:
+            seconds = step["seconds"]
+            assert sum(seconds[part] for part in PARTS) == pytest.approx(seconds["step"], rel=1e-9)
+            assert all(seconds[part] >= 0 for part in PARTS)
+            assert seconds["compute"] > 0
+            assert seconds["communication"] > 0
+            assert sum(step["phases"].values()) <= seconds["step"] * 1.001
+            assert {"data", "forward", "backward", "reduce", "optimizer"} <= step["phases"].keys()
+
+
+def test_rank_0_keeps_every_rank_s_peak(profiled: Path) -> None:
+    summary = json.loads((profiled / "summary.json").read_text())
+    assert [one["rank"] for one in summary] == [0, 1]
+    assert [one["peak"] for one in summary] == [account["peak"] for account in profile.read(profiled.parent)]
+    lines = profile.summary_lines(summary)
+    assert re.match(r"rank 0 peak .* in \w+ of step [23]: .*(activations|parameters|optimizer) ", lines[0])
+    assert re.match(r"rank 1 step .* ms: compute \d+%, communication \d+%, data \d+%, host \d+%", lines[3])
+
+
+def test_kernels_and_nccl_of_a_device() -> None:
+    """compute 10–60 without 40–50, nccl 30–80: 20 ms of it exposed; the batch is waited for from 0 to 5."""
+    rows = [
+        ("user_annotation", "shardrun::step 4", 0, 100, 1), ("user_annotation", "shardrun::data", 0, 5, 1),
+        ("user_annotation", "shardrun::forward", 5, 95, 1), ("cpu_op", "aten::mm", 5, 3, 1),
+        ("kernel", "ampere_gemm", 10, 30, 7), ("kernel", "ampere_gemm", 50, 10, 7),
+        ("kernel", "ncclDevKernel_AllGather_RING_LL", 30, 50, 20),
+    ]  # fmt: skip
+    events = [{"ph": "X", "cat": c, "name": n, "ts": t * 1e3, "dur": d * 1e3, "tid": tid} for c, n, t, d, tid in rows]
+    (step,) = table(events)["steps"]
+    seconds = {part: round(step["seconds"][part] * 1e3, 6) for part in PARTS}
+    assert seconds == {"compute": 40, "communication": 30, "data": 5, "host": 25}
+    assert round(step["hidden"] * 1e3, 6) == 20
+
+
+def test_sets_of_time() -> None:
+    a, b = union([(5, 7), (0, 2), (1, 3)]), union([(2, 6)])
+    assert a == [(0, 3), (5, 7)]
+    assert intersect(a, b) == [(2, 3), (5, 6)]
+    assert without(a, b) == [(0, 2), (6, 7)]
+    assert without([(0, 10)], [(1, 2), (3, 4), (9, 12)]) == [(0, 1), (2, 3), (4, 9)]
+    assert without([(0, 1), (1.5, 4)], [(0.5, 2)]) == [(0, 0.5), (2, 4)]
+    assert length(a) == 5
+
+
+@pytest.mark.parametrize("text", ["0:3", "5:3", "a", "3:", "-1", ":4"])
+def test_steps_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--profile.steps .* is not first:last.*HINT: --profile.steps 3:5"):
+        profile_steps(text)
+
+
+def test_profile_flags_that_say_nothing() -> None:
+    with pytest.raises(ConfigError, match=r"--profile.steps 4:5 says nothing alone"):
+        configuration.load(["--profile.steps", "4:5"])
+    with pytest.raises(ConfigError, match=r"--profile.steps 30 begins after the last step, 10"):
+        configuration.load(["--profile.steps", "30", "--profile.memory", "--train.steps", "10"])
+    assert profile_steps("4") == (4, 4)
+
+
+def test_a_run_that_starts_behind_the_steps_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(profile.log, "warning", lambda text, *args: said.append(text % args))
+    alone = DistEnv(
+        rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, num_nodes=1,
+        device=torch.device("cpu"), launcher="tests",
+    )  # fmt: skip
+    model = torch.nn.Linear(2, 2)
+    late = profile.Profile(
+        ProfileSection(memory=True, steps="2:3"), tmp_path, alone, model, torch.optim.AdamW(model.parameters())
+    )
+    for phase in ("data", "forward", "data", "end"):
+        late.heard(phase, 7)
+    late.close()
+    assert said == ["--profile.steps 2:3 lies behind step 7, where this start begins. HINT: --profile.steps 9:11"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_empty_account_is_still_a_page() -> None:
+    record: dict[str, Any] = {
+        "rank": 0, "ranks": 1, "device": "cpu", "source": "storages", "steps": [1, 1], "parameters": 0, "ends": [],
+        "peak": {"bytes": 0, "step": 1, "phase": "data", "kinds": {}},
+        "phases": {"data": {"bytes": 0, "step": 1, "kinds": {}}}, "timeline": {"t_s": [], "kinds": {}, "marks": []},
+    }  # fmt: skip
+    assert "nothing was recorded" in page(record)
