@@ -2,6 +2,7 @@
 
     python -m bench.save            124M parameters, Adam, 2 ranks; about half an hour
     python -m bench.save --short    6M parameters, some minutes: the same table, for a look
+    python -m bench.save --ways none,ours --rounds 20 --saves 1     only what a save adds to the mean step, with its interval
 
 Each round runs every way of saving for ten steps with one save, in an order that turns from round to round, so that what else
 the machine does falls on all alike. A stall is the time that the training thread spends in a save or waiting for one. Results
@@ -15,6 +16,7 @@ import gc
 import json
 import os
 import platform
+import random
 import shutil
 import statistics
 import subprocess
@@ -250,11 +252,11 @@ def rank_main(options: argparse.Namespace) -> None:
     dist.init_process_group("cpu:gloo", store=store, rank=env.rank, world_size=env.world_size)
     size = SIZES["short" if options.short else "full"]
     bench = Bench(env, size, Path(options.place))
-    tallies = {way: Tally() for way in WAYS}
-    for way in ("none", *WAYS[1:]):  # once through, uncounted: plans, buffers, processes, compiled kernels
+    tallies = {way: Tally() for way in options.ways}
+    for way in options.ways:  # once through, uncounted: plans, buffers, processes, compiled kernels
         bench.round(way, Tally())
     for nth in range(options.rounds):
-        for way in _turned(WAYS, nth):
+        for way in _turned(options.ways, nth):
             bench.round(way, tallies[way])
     result = {
         "rank": env.rank,
@@ -283,10 +285,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--short", action="store_true", help="a small model, few rounds")
     parser.add_argument("--rounds", type=int, default=0, help="rounds of every way; 0 is 10, or 3 with --short")
     parser.add_argument("--saves", type=int, default=0, help="saves under the eye of the memory meter; 0 is 50, or 5")
+    parser.add_argument("--ways", default=",".join(WAYS), help="which ways, none among them; others write save-part.*")
     parser.add_argument("--threads", type=int, default=0, help="threads a rank; 0 shares the cores out")
     parser.add_argument("--place", default="", help="folder for checkpoints; empty makes one and removes it")
     parser.add_argument("--out", default=str(ROOT / "bench" / "results"))
     options = parser.parse_args(argv)
+    options.ways = options.ways.split(",")
+    if unknown := {"none", *options.ways} - {*WAYS} or {"none"} - {*options.ways}:
+        parser.error(f"--ways: {unknown.pop()} HINT: {','.join(WAYS)}; none is what the others are compared with")
     options.rounds = options.rounds or (3 if options.short else 10)
     options.saves = options.saves or (5 if options.short else 50)
     options.threads = options.threads or max(1, len(os.sched_getaffinity(0)) // RANKS)
@@ -300,7 +306,7 @@ def main(argv: Sequence[str]) -> int:
     print(table)
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
-    stem = "save-short" if options.short else "save"
+    stem = "save-short" if options.short else "save" if options.ways == [*WAYS] else "save-part"
     (out / f"{stem}.json").write_text(json.dumps(report, indent=1) + "\n")
     (out / f"{stem}.md").write_text(table)
     return 0
@@ -308,6 +314,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _run_ranks(options: argparse.Namespace) -> list[dict[str, Any]]:
     words = ["--place", options.place, "--rounds", options.rounds, "--saves", options.saves, "--threads", options.threads]
+    words += ["--ways", ",".join(options.ways)]
     words += ["--short"] if options.short else []
     command = [sys.executable, "-m", "bench.save", *map(str, words)]
     common = {**os.environ, "OMP_NUM_THREADS": str(options.threads), "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
@@ -329,7 +336,9 @@ def _run_ranks(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def summarise(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
     """A step is as slow as its slowest rank, and so is a stall."""
-    rows = {way: _row([result["ways"][way] for result in results], [r["ways"]["none"] for r in results]) for way in WAYS}
+    rows = {
+        way: _row([result["ways"][way] for result in results], [r["ways"]["none"] for r in results]) for way in options.ways
+    }
     memory = [max(values) for values in zip(*(result["memory_mib"] for result in results), strict=True)]
     load = {key: max(result["load"][key] for result in results) for key in ("ours_s", "dcp_s", "unique_bytes", "state_mib")}
     load |= {key: sum(result["load"][key] for result in results) for key in ("ours_bytes", "dcp_bytes")}
@@ -354,8 +363,24 @@ def _row(ranks: Sequence[dict[str, Any]], none: Sequence[dict[str, Any]]) -> dic
         "p99_s": cuts[98],
         "mean_s": statistics.fmean(steps),
         "inflation": against_none("rounds_s", lambda a, b: a / b - 1),
+        **_interval(ranks, none),
         "cpu_s": against_none("cpu_s", lambda a, b: a - b),
     }
+
+
+def _interval(ranks: Sequence[dict[str, Any]], none: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """The mean step over that of the rounds that saved nothing, less one: 95% of resampled rounds lie between low and high."""
+
+    def slowest(of: Sequence[dict[str, Any]]) -> list[float]:
+        return [max(times) for times in zip(*(rank["rounds_s"] for rank in of), strict=True)]
+
+    ours, base, dice = slowest(ranks), slowest(none), random.Random(0)
+    ratios = []
+    for _ in range(2000):
+        drawn = dice.choices(range(len(ours)), k=len(ours))
+        ratios.append(sum(ours[i] for i in drawn) / sum(base[i] for i in drawn) - 1)
+    cuts = statistics.quantiles(ratios, n=40)
+    return {"low": cuts[0], "high": cuts[-1]}
 
 
 def machine() -> dict[str, Any]:
@@ -371,7 +396,7 @@ def machine() -> dict[str, Any]:
 
 def markdown(report: dict[str, Any]) -> str:
     about, rows, load = report["machine"], report["ways"], report["load"]
-    reference = rows["dcp.save"]["stall_s"]
+    reference = rows["dcp.save"]["stall_s"] if "dcp.save" in rows else 0.0
     lines = [
         f"# Saving and loading {report['parameters'] / 1e6:.0f}M parameters with Adam on {report['ranks']} ranks",
         "",
@@ -380,14 +405,14 @@ def markdown(report: dict[str, Any]) -> str:
         f"a save every {report['save_every']} steps.",
         "",
         "| way | step held up, s a save | of dcp.save's | step p50, s | p99, s | mean, s | inflation, median of rounds | "
-        "processor, s a save and rank |",
-        "|---|---|---|---|---|---|---|---|",
+        "of the mean, 95% | processor, s a save and rank |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for way, row in rows.items():
         share = f"1/{reference / row['stall_s']:.0f}" if way != "none" and 0 < row["stall_s"] < reference else "—"
         lines.append(
             f"| {way} | {row['stall_s']:.4f} | {share} | {row['p50_s']:.3f} | {row['p99_s']:.3f} | {row['mean_s']:.3f} | "
-            f"{row['inflation']:+.1%} | {row['cpu_s']:+.2f} |"
+            f"{row['inflation']:+.1%} | {row['low']:+.1%} to {row['high']:+.1%} | {row['cpu_s']:+.2f} |"
         )
     memory = report["memory_mib"]
     lines += [
