@@ -169,8 +169,15 @@ class MemorySection:
     activation_checkpointing: Literal["none", "full", "ops"] = knob(
         "none", "recompute in backward: nothing, whole units, or all but matrix products and attention"
     )
-    activation_checkpointing_every: int = knob(1, "with full: each n-th unit", low=1)
+    activation_checkpointing_every: int = knob(1, "recompute in each n-th unit alone", "units", low=1)
+    activation_budget: float = knob(
+        1.0, "share of their activations that units keep; what is cheapest to make again is recomputed", low=0, high=1
+    )
     cpu_offload: bool = knob(False, "parameters, gradients and optimizer rest in host memory")
+    nvme: Literal["off", "optimizer", "all"] = knob(
+        "off", "what rests in files under nvme_dir: the optimizer's states, or sharded parameters and gradients too"
+    )
+    nvme_dir: str = knob("", "a folder on a local disk, for --memory.nvme; no run leaves anything in it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -566,12 +573,44 @@ def _check_profile(config: Config) -> None:
                 f"--profile.steps {profile.steps} begins after the last step, {steps}.", f"--profile.steps {max(1, steps - 1)}"
             )
     elif profile.steps != ProfileSection().steps:
-        raise ConfigError(f"--profile.steps {profile.steps} says nothing alone.", "--profile.memory true, or --profile.trace true")
+        raise ConfigError(
+            f"--profile.steps {profile.steps} says nothing alone.", "--profile.memory true, or --profile.trace true"
+        )
 
 
 def _check_memory(config: Config) -> None:
     if config.memory.cpu_offload and config.mesh.strategy == "ddp":
         raise ConfigError("--memory.cpu_offload moves shards, and --mesh.strategy ddp has none.", "--mesh.strategy fsdp")
+    _check_activations(config)
+    _check_nvme(config)
+
+
+def _check_activations(config: Config) -> None:
+    memory = config.memory
+    if memory.activation_budget < 1 and memory.activation_checkpointing != "none":
+        raise ConfigError(
+            f"--memory.activation_budget {memory.activation_budget:g} and --memory.activation_checkpointing "
+            f"{memory.activation_checkpointing} both say what is kept.",
+            "--memory.activation_checkpointing none",
+        )
+    if memory.activation_checkpointing_every > 1 and memory.activation_checkpointing == "none":
+        raise ConfigError(
+            f"--memory.activation_checkpointing_every {memory.activation_checkpointing_every} says nothing where nothing "
+            "is recomputed.",
+            "--memory.activation_checkpointing full",
+        )
+
+
+def _check_nvme(config: Config) -> None:
+    memory = config.memory
+    if memory.nvme == "off" and memory.nvme_dir:
+        raise ConfigError(f"--memory.nvme_dir {memory.nvme_dir} alone says nothing.", "--memory.nvme optimizer")
+    if memory.nvme != "off" and not memory.nvme_dir:
+        raise ConfigError(f"--memory.nvme {memory.nvme} has no folder to put files in.", "--memory.nvme_dir /tmp/nvme")
+    if memory.nvme == "all" and config.mesh.strategy == "ddp":
+        raise ConfigError("--memory.nvme all moves shards, and --mesh.strategy ddp has none.", "--memory.nvme optimizer")
+    if memory.nvme == "optimizer" and config.optim.name == "sgd" and not config.optim.momentum:
+        raise ConfigError("--memory.nvme optimizer: --optim.name sgd has no states without momentum.", "--memory.nvme off")
 
 
 # ---------------------------------------------------------------- writing

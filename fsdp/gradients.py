@@ -7,40 +7,45 @@ takes one mesh at a time, never DTensors beside plain tensors, and pays a DTenso
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+InTurn = Callable[[list[Tensor]], Iterable[list[Tensor]]]
+
 
 class Gradients:
     """The trained parameters of one sharded model, looked through once."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], shard_group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], shard_group: dist.ProcessGroup | None, in_turn: InTurn | None = None
+    ) -> None:
+        """`in_turn` gives tensors a few at a time, where not all of them should be in memory at once."""
         trained = [p for p in parameters if p.requires_grad]
         self._sharded: list[nn.Parameter] = [p for p in trained if isinstance(p, DTensor)]
         self._plain = [p for p in trained if not isinstance(p, DTensor)]
-        self._group = shard_group
+        self._group, self._in_turn = shard_group, in_turn or (lambda all_of_them: [all_of_them])
 
     @torch.no_grad()
     def norm(self) -> Tensor:
         """The global 2-norm, the same on every rank. Collective."""
         sharded, plain = self._locals(self._sharded), self._locals(self._plain)
-        square = _square_sum(sharded)
+        square = self._square_sum(sharded)
         if self._group is not None and self._group.size() > 1:
             if square is None:
                 square = torch.zeros((), dtype=self._sharded[0].dtype, device=self._sharded[0].device)
             dist.all_reduce(square, group=self._group)
-        whole = [part for part in (square, _square_sum(plain)) if part is not None]
+        whole = [part for part in (square, self._square_sum(plain)) if part is not None]
         return torch.stack(whole).sum().sqrt() if whole else torch.zeros(())
 
     @torch.no_grad()
     def scale(self, factor: Tensor | float) -> None:
-        grads = self._locals(self._sharded) + self._locals(self._plain)
-        if grads:
-            torch._foreach_mul_(grads, factor)
+        for some in self._in_turn(self._locals(self._sharded) + self._locals(self._plain)):
+            if some:
+                torch._foreach_mul_(some, factor)
 
     def clip(self, max_norm: float, norm: Tensor) -> None:
         """Always a product, never a branch: a branch would wait for the device."""
@@ -62,8 +67,8 @@ class Gradients:
         grads = [p.grad for p in parameters if p.grad is not None]
         return [g.to_local() if isinstance(g, DTensor) else g for g in grads]
 
-
-def _square_sum(grads: list[Tensor]) -> Tensor | None:
-    if not grads:
-        return None
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads))).square()
+    def _square_sum(self, grads: list[Tensor]) -> Tensor | None:
+        if not grads:
+            return None
+        norms = [norm for some in self._in_turn(grads) for norm in torch._foreach_norm(some)]
+        return torch.linalg.vector_norm(torch.stack(norms)).square()

@@ -17,6 +17,7 @@ from fsdp.config import Config
 from fsdp.data import Cursor, DataSet, build_dataset
 from fsdp.env import DistEnv
 from fsdp.errors import ConfigError
+from fsdp.memory.check import check_device
 from fsdp.mesh import BatchPlan, MeshSizes, plan_batch, resolve
 from fsdp.models import ModelSpec
 from fsdp.models import resolve as resolve_model
@@ -55,6 +56,7 @@ class Job:
 def prepare(config: Config, *, world_size: int, num_nodes: int, device: torch.device) -> Job:
     """Raises ConfigError, on every rank the same."""
     sizes = resolve(config.mesh, world_size, num_nodes)
+    check_device(config.memory, device)
     batch = plan_batch(config.train, world_size)
     data = _data_of_this_node(config)
     cursor = Cursor(seed=config.run.seed, samples=len(data.train), global_batch=config.train.global_batch)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,11 +26,13 @@ from fsdp.data.cursor import stream_key
 from fsdp.env import DistEnv, check_torch, end_time, process_group
 from fsdp.errors import CheckpointError, TrainingError
 from fsdp.evaluate import Evaluation, evaluate
-from fsdp.gradients import Gradients
+from fsdp.gradients import Gradients, InTurn
 from fsdp.job import Job, describe, meta_model, prepare
 from fsdp.loss import LossFunction, count_tokens
 from fsdp.materialize import materialize
 from fsdp.memory import profile as memory_profile
+from fsdp.memory.nvme import maybe_shelf
+from fsdp.memory.update import Update, build_update
 from fsdp.mesh import build_mesh, data_rank
 from fsdp.metrics import NoReporter, Reporter
 from fsdp.optim import apply_hyperparameters, build_optimizer, lr_at, set_lr
@@ -79,18 +81,23 @@ def _train(config: Config, env: DistEnv, reporter: Reporter, job: Job, run: RunD
         precision=config.precision, memory=config.memory, speed=config.speed,
     )  # fmt: skip
     weights = config.model.weights
+    shelf = maybe_shelf(config.memory, config.optim, sharded.root, sharded.units, sharded.dtypes.master)
     materialize(
         sharded, spec=job.spec, seed=config.run.seed, init=config.model.init, rank=env.rank,
         weights=(lambda: open_full_state(weights)) if weights else None,
         rest_device=torch.device("cpu") if config.memory.cpu_offload else None,
+        shelf=shelf,
     )  # fmt: skip
+    if shelf is not None:
+        shelf.watch()
     replicate(sharded)
     optimizer = build_optimizer(config.optim, sharded.root)
     state = TrainState(model=sharded.root, optimizer=optimizer, loss_scale=config.precision.loss_scale)
     checkpointer = Checkpointer(
-        config.checkpoint, run.path, env, job.sizes, config_hash=config_hash(config), claim=claim
+        config.checkpoint, run.path, env, job.sizes, config_hash=config_hash(config), claim=claim, room=shelf,
     )  # fmt: skip
-    restored = checkpointer.restore(state)
+    with shelf.offered(optimizer) if shelf is not None else nullcontext():
+        restored = checkpointer.restore(state)
     apply_hyperparameters(config.optim, optimizer)
     loader = Loader(
         job.data.train, job.cursor, micro_batch=job.batch.micro_batch, accumulation=job.batch.accumulation,
@@ -107,6 +114,7 @@ def _train(config: Config, env: DistEnv, reporter: Reporter, job: Job, run: RunD
     loop = _Loop(
         config=config, env=env, job=job, run=run, sharded=sharded, state=state, loss_function=loss_function,
         loader=loader, checkpointer=checkpointer, stopper=stopper, recorder=recorder, phases=Phases(),
+        update=build_update(optimizer, shelf), in_turn=None if shelf is None else shelf.in_turn,
         claim=claim,
     )  # fmt: skip
     profile = memory_profile.start(config.profile, run.path, env, sharded.root, optimizer, loop.phases)
@@ -157,10 +165,12 @@ class _Loop:
     recorder: Recorder
     phases: Phases
     claim: Claim | None
+    update: Update
+    in_turn: InTurn | None
 
     def __post_init__(self) -> None:
         group = self.sharded.mesh.get_group("dp_shard") if self.job.sizes.strategy != "ddp" else None
-        self.gradients = Gradients(self.sharded.root.parameters(), group)
+        self.gradients = Gradients(self.sharded.root.parameters(), group, self.in_turn)
         self.scaler = LossScaler(self.state) if self.job.dtypes.needs_loss_scale else None
         self.skipped = 0
         self.stopped: str | None = None
@@ -231,7 +241,7 @@ class _Loop:
             set_lr(self.state.optimizer, lr)
             self.phases.enter("optimizer")
             self.checkpointer.before_update()
-            self.state.optimizer.step()
+            self.update.step()
         self.state.optimizer.zero_grad(set_to_none=True)
         return StepResult(loss, norm, tokens, applied)
 

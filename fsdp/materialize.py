@@ -9,6 +9,7 @@ Memory is poisoned before it is filled, so that what nobody filled is found by n
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp.agree import on_main
 from fsdp.errors import ConfigError
+from fsdp.memory.nvme import Shelf
 from fsdp.models import ModelSpec, to_empty
 from fsdp.models.init import Init, draw, draw_into
 from fsdp.models.real import seeded
@@ -78,15 +80,19 @@ def materialize(
     rank: int,
     weights: Callable[[], Mapping[str, Tensor]] | None = None,
     rest_device: torch.device | None = None,
+    shelf: Shelf | None = None,
 ) -> None:
     """Give every parameter and buffer of a meta model its value, then prove it. Collective.
 
-    `rest_device` is where parameters lie between steps: the host, where they are offloaded.
+    `rest_device` is where parameters lie between steps: the host, where they are offloaded; a `shelf` may lay them in files.
     """
     root = sharded.root
     methods: Any = root
     inits: Mapping[str, Init] = methods.param_inits() if hasattr(root, "param_inits") else {}
-    to_empty(root, rest_device or sharded.device)
+    device = rest_device or sharded.device
+    to_empty(root, device, None if shelf is None else functools.partial(shelf.empty, device=device))
+    if shelf is not None:
+        shelf.settle()
     poison(root)
     if rest_device is not None:
         _buffers_to(root, sharded.device)

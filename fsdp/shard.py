@@ -10,7 +10,6 @@ import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,10 +17,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fsdp.config import MemorySection, MeshSection, PrecisionSection, SpeedSection, reshard_policy
-from fsdp.errors import ConfigError
+from fsdp.memory.activations import apply_activation_checkpointing
 from fsdp.mesh import MeshSizes
 from fsdp.models.blocks import blocks_of, find_units
 
@@ -150,7 +148,7 @@ def shard_model(
         # Not model.to(dtype): it would take the imaginary part from complex buffers.
         model._apply(lambda tensor: tensor.to(dtypes.master) if tensor.is_floating_point() else tensor)
     units = find_units(model, section.wrap)
-    apply_activation_checkpointing(units, memory)
+    apply_activation_checkpointing(units, memory, compiled=compiles(speed, device))
     apply_compile(units, model, speed, device)
     policy = reshard_policy(section.reshard_after_forward)
     sharded = Sharded(
@@ -175,7 +173,10 @@ def _apply_fully_shard(sharded: Sharded, policy: bool | int | str, memory: Memor
     # HSDP is told by a 2-D mesh; with one replica its all-reduce over one rank would be paid for nothing.
     mesh = sharded.mesh if sharded.sizes.replicate > 1 else sharded.mesh["dp_shard"]
     offload: OffloadPolicy = (
-        CPUOffloadPolicy(pin_memory=sharded.device.type == "cuda") if memory.cpu_offload else OffloadPolicy()
+        # What rests in files cannot be pinned: that would hold it in memory.
+        CPUOffloadPolicy(pin_memory=sharded.device.type == "cuda" and memory.nvme != "all")
+        if memory.cpu_offload
+        else OffloadPolicy()
     )
     reshard = policy if isinstance(policy, (bool, int)) else False
     if isinstance(reshard, int) and not isinstance(reshard, bool) and reshard in (1, sharded.sizes.shard):
@@ -198,44 +199,15 @@ def _apply_prefetch(units: Sequence[list[nn.Module]], speed: SpeedSection) -> No
             unit.set_modules_to_backward_prefetch(heads[max(0, at - speed.prefetch_backward) : at][::-1])
 
 
-def apply_activation_checkpointing(units: Sequence[list[nn.Module]], memory: MemorySection) -> None:
-    """Each n-th unit's forward is replaced on the instance: no wrapper, so no name changes."""
-    if memory.activation_checkpointing == "none":
-        return
-    blocks = blocks_of(units)
-    if not blocks:
-        raise ConfigError(
-            f"--memory.activation_checkpointing {memory.activation_checkpointing} works on units, and this model has none.",
-            "--mesh.wrap class:NAME says which modules are units",
-        )
-    per_op = memory.activation_checkpointing == "ops"
-    context = functools.partial(create_selective_checkpoint_contexts, _keep_products) if per_op else None
-    arguments: dict[str, Any] = {"use_reentrant": False, **({"context_fn": context} if context else {})}
-    for block in blocks[:: memory.activation_checkpointing_every]:
-        block.forward = functools.partial(checkpoint, block.forward, **arguments)  # type: ignore[method-assign]
-
-
-_PRODUCTS = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.bmm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-}
-
-
-def _keep_products(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 def apply_compile(units: Sequence[list[nn.Module]], root: nn.Module, speed: SpeedSection, device: torch.device) -> None:
     """In place, so names stay; per unit, since equal blocks are compiled once and the graph has no gather in it."""
-    if speed.compile == "false" or (speed.compile == "auto" and device.type != "cuda"):
-        return
-    for module in blocks_of(units) or [root]:
-        module.compile()
+    if compiles(speed, device):
+        for module in blocks_of(units) or [root]:
+            module.compile()
+
+
+def compiles(speed: SpeedSection, device: torch.device) -> bool:
+    return speed.compile == "true" or (speed.compile == "auto" and device.type == "cuda")
 
 
 def replicate(sharded: Sharded) -> None:

@@ -22,6 +22,7 @@ from fsdp.checkpoint.foreign import prefixes
 from fsdp.checkpoint.inspect import Found
 from fsdp.checkpoint.manifest import Broken, Manifest
 from fsdp.checkpoint.saver import Job, Saver, repeated
+from fsdp.checkpoint.staging import Room
 from fsdp.checkpoint.store import Store, open_store
 from fsdp.checkpoint.talk import Talk
 from fsdp.checkpoint.wants import Filling, Prefixes, Want, of_model, of_optimizer
@@ -71,6 +72,7 @@ class Checkpointer:
         *,
         config_hash: str,
         claim: Claim | None = None,
+        room: Room | None = None,
     ) -> None:
         self._section, self._run_dir, self._env, self._sizes, self._config = section, run_dir, env, sizes, config_hash
         self._talk = Talk()
@@ -78,7 +80,7 @@ class Checkpointer:
         self._store: Store = open_store(section.dir or str(run_dir / "checkpoints"))
         self._claims = [claim] if claim is not None else []
         self._own_claim: Claim | None = None
-        self._saver = Saver(self._store, self._talk, env.device, self._attempt, self._ousted, self._prune)
+        self._saver = Saver(self._store, self._talk, env.device, self._attempt, self._ousted, self._prune, room)
         self._flight: Job | None = None
         self._ended: list[Sealed] = []
         self._failed_before = False

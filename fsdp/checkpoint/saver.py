@@ -23,7 +23,7 @@ from fsdp.checkpoint.crc import crc32
 from fsdp.checkpoint.manifest import Manifest
 from fsdp.checkpoint.plan import Plan, agree, metadata_bytes, pack_values
 from fsdp.checkpoint.snapshot import KeyPath, Snapshot
-from fsdp.checkpoint.staging import Image, Staging
+from fsdp.checkpoint.staging import Image, Room, Staging
 from fsdp.checkpoint.store import Store
 from fsdp.checkpoint.talk import Talk
 from fsdp.checkpoint.write import Written, write_file
@@ -76,10 +76,11 @@ class Saver:
         attempt: str,
         ours: Callable[[], str | None],
         after: Callable[[], None],
+        room: Room | None = None,
     ) -> None:
         self._store, self._talk, self._attempt = store, talk, attempt
         self._ours, self._after = ours, after
-        self._staging = Staging(device)
+        self._staging = Staging(device, room)
         self._compared = False
         self._plan: Plan | None = None
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -146,6 +147,7 @@ class Saver:
         try:
             job.values = pack_values(job.snapshot) if self._talk.rank == 0 else []
             written = write_file(self._store, folder, self._talk.rank, image, [data for _, _, data in job.values])
+            self._staging.forget(*(one.tensor for one in image.staged))
             if not self._compared:
                 written.buffers = {p.key: boxes.digest(p.local, p.offsets, p.size) for p in job.snapshot.pieces if p.buffer}
             return written

@@ -7,8 +7,9 @@ each tensor at its place in the file, with room before and behind it for its fra
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -35,10 +36,19 @@ class Image:
 
     data: memoryview
     staged: list[Staged]
+    forget: Callable[[torch.Tensor], None]
+
+
+class Room(Protocol):
+    """Memory for the copies that is not the process's own: a file, where the state itself does not fit into memory."""
+
+    def take(self, size: int) -> torch.Tensor: ...
+    def forget(self, tensors: Iterable[torch.Tensor]) -> None: ...
 
 
 class Staging:
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, room: Room | None = None) -> None:
+        self._room = room
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -57,12 +67,18 @@ class Staging:
             tensor = flat.view(source.dtype).view(source.shape)
             staged.append(Staged(pieces[part.index], part, tensor, places[nth], places[nth + 1]))
         self._run(sources, [one.tensor for one in staged], ready)
-        return Image(as_bytes(self._buffer)[: places[-1]], staged)
+        return Image(as_bytes(self._buffer)[: places[-1]], staged, self.forget)
+
+    def forget(self, *tensors: torch.Tensor) -> None:
+        """They are not needed for now: where they are a file's, their pages leave this process."""
+        if self._room is not None:
+            self._room.forget(tensors)
 
     def _run(self, sources: list[torch.Tensor], targets: list[torch.Tensor], ready: torch.cuda.Event | None) -> None:
         if self._stream is None:
             for source, target in zip(sources, targets, strict=True):
                 copy_quietly(source, target)
+                self.forget(source, target)
             return
         with torch.cuda.stream(self._stream):
             if ready is not None:
@@ -76,6 +92,9 @@ class Staging:
 
     def _reserve(self, size: int) -> None:
         if self._buffer.numel() >= size:
+            return
+        if self._room is not None:
+            self._buffer = self._room.take(size)
             return
         if self._stream is not None and self._buffer.numel():
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr())))

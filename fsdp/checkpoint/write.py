@@ -35,6 +35,7 @@ def write_file(store: Store, folder: str, rank: int, image: Image, values: list[
     for one in image.staged:
         _frame(image, one, written)
         _add_share(written, one)
+        image.forget(one.tensor)
     for value in values:
         written.crc = crc32(value, written.crc)
     written.size = len(image.data) + sum(map(len, values))

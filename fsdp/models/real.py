@@ -6,13 +6,13 @@ For prediction, for comparison with a sharded run, and as what rank 0 sends. Not
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp.models.init import draw_into
 from fsdp.models.registry import ModelSpec
@@ -31,10 +31,13 @@ def build_real(spec: ModelSpec, seed: int, device: str | torch.device = "cpu") -
     return model
 
 
-def to_empty(model: nn.Module, device: str | torch.device) -> None:
-    """nn.Module.to_empty, but tied parameters and buffers stay tied: leaving meta, it makes each use a tensor of its own."""
+def to_empty(model: nn.Module, device: str | torch.device, empty: Callable[[Tensor], Tensor] | None = None) -> None:
+    """nn.Module.to_empty, but tied parameters and buffers stay tied: leaving meta, it makes each use a tensor of its own.
+
+    `empty` makes each tensor's memory where it is to lie elsewhere than torch would put it.
+    """
     tied = [names for names in _names_by_tensor(model).values() if len(names) > 1]
-    model.to_empty(device=device)
+    model._apply(empty or (lambda tensor: torch.empty_like(tensor, device=device)))
     for first, *others in tied:
         owner, _, key = first.rpartition(".")
         tensor = getattr(model.get_submodule(owner), key)

@@ -10,9 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp.config import MemorySection, MeshSection, PrecisionSection, SpeedSection
 from fsdp.env import DistEnv
-from fsdp.errors import ConfigError
 from fsdp.mesh import build_mesh, resolve
-from fsdp.shard import Sharded, apply_activation_checkpointing, replicate, resolve_dtypes, shard_model
+from fsdp.shard import Sharded, replicate, resolve_dtypes, shard_model
 from tests.core import own
 from tests.core.test_materialize import made
 from tests.world import run_world
@@ -114,10 +113,3 @@ def test_the_dtypes_that_a_device_gets() -> None:
     assert (auto.master, auto.param, auto.reduce) == (torch.float32, torch.bfloat16, torch.float32)
     assert resolve_dtypes(PrecisionSection(master="fp64"), CUDA).param == torch.float64
     assert resolve_dtypes(PrecisionSection(param="fp16"), CPU).needs_loss_scale
-
-
-def test_recomputing_without_units_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"--memory.activation_checkpointing full works on units.*HINT: --mesh.wrap class:NAME"
-    ):
-        apply_activation_checkpointing([], MemorySection(activation_checkpointing="full"))

@@ -1,0 +1,23 @@
+"""What of `--memory.*` a device cannot do, said by name before anything is built. What needs no device is fsdp/config.py's."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from fsdp.config import MemorySection
+from fsdp.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+def check_device(memory: MemorySection, device: torch.device) -> None:
+    """Raises ConfigError, on every rank the same."""
+    if memory.nvme != "off" and device.type != "cpu" and not memory.cpu_offload:
+        raise ConfigError(
+            f"--memory.nvme {memory.nvme} keeps the optimizer on the host, and parameters are on {device.type}.",
+            "--memory.cpu_offload true",
+        )
+    if memory.cpu_offload and device.type == "cpu":
+        log.warning("--memory.cpu_offload true changes nothing on a CPU: parameters are in host memory already")

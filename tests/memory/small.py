@@ -1,0 +1,107 @@
+"""A sharded model with its optimizer and its files, and what of them is resident; runs that are cut off."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp import config as configuration
+from fsdp.config import MemorySection, MeshSection, OptimSection, PrecisionSection, SpeedSection
+from fsdp.env import DistEnv
+from fsdp.materialize import materialize
+from fsdp.memory import nvme
+from fsdp.memory.nvme import Shelf, maybe_shelf
+from fsdp.mesh import build_mesh, resolve
+from fsdp.models import resolve as resolve_model
+from fsdp.optim import build_optimizer
+from fsdp.shard import Sharded, shard_model
+from tests.core.runs import flags, on_a_rank
+from tests.world import run_world
+
+
+@dataclass
+class Trained:
+    sharded: Sharded
+    optimizer: torch.optim.Optimizer
+    shelf: Shelf
+
+
+class Wide(nn.Module):
+    """Sixteen equal matrices, 64 MiB of parameters in all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(1024, 1024, bias=False)) for _ in range(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def made(env: DistEnv, name: str, folder: Path, everything: bool) -> Trained:
+    """Sharded and real, with files, as fsdp/loop.py does it."""
+    memory = MemorySection(nvme="all" if everything else "optimizer", nvme_dir=str(folder))
+    sizes = resolve(MeshSection(), env.world_size)
+    spec = resolve_model(configuration.load(["--model.name", name]).model, {})
+    with torch.device("meta"):
+        model = spec.build()
+    sharded = shard_model(
+        model, sizes=sizes, mesh=build_mesh(sizes, env.device), device=env.device, section=MeshSection(),
+        precision=PrecisionSection(), memory=memory, speed=SpeedSection(),
+    )  # fmt: skip
+    shelf = maybe_shelf(memory, OptimSection(), sharded.root, sharded.units, torch.float32)
+    assert shelf is not None
+    materialize(sharded, spec=spec, seed=0, init="shard", rank=env.rank, shelf=shelf)
+    shelf.watch()
+    return Trained(sharded, build_optimizer(OptimSection(), sharded.root), shelf)
+
+
+def trained(env: DistEnv, folder: Path, everything: bool) -> Trained:
+    """After two steps, with the second one's gradients still there."""
+    one = made(env, "tests.core.own:Uneven", folder, everything)
+    for _ in range(2):
+        one.optimizer.zero_grad()
+        one.sharded.root(torch.randn(3, 12)).square().sum().backward()
+        one.shelf.step(one.optimizer)
+    return one
+
+
+def resident() -> int:
+    """Bytes of files without a name that this process has in memory now."""
+    text = Path("/proc/self/smaps").read_text()
+    blocks = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", text)
+    ours = [block for block in blocks if "/.shardrun-" in block.partition("\n")[0]]
+    return sum(int(kib) for block in ours for kib in re.findall(r"\nRss:\s+(\d+) kB", block)) << 10
+
+
+def most_resident(env: DistEnv, folder: str) -> dict[str, int]:
+    """While a second update is made, and after it."""
+    nvme.PART_BYTES = 8 << 20
+    one = made(env, "tests.memory.small:Wide", Path(folder), everything=False)
+    seen: list[int] = []
+    one.optimizer.register_step_post_hook(lambda *_: seen.append(resident()))
+    for _ in range(2):
+        one.sharded.root(torch.randn(2, 1024)).square().mean().backward()
+        one.shelf.step(one.optimizer)
+    files = one.shelf._files["states"]
+    return {"whole": files.size, "part": nvme.PART_BYTES, "update": max(seen), "rests": resident()}
+
+
+def begin(ranks: int, folder: Path, cut: str, what: str, disk: Path) -> None:
+    """A start that leaves before its last step."""
+    where = f"--memory.nvme {what}" + (f" --memory.nvme_dir {disk}" if what != "off" else "")
+    said = run_world(ranks, on_a_rank, ["--run.dir", str(folder), *flags(cut, where)])
+    assert said == [None] * ranks, said
+
+
+def digests(run: Path) -> dict[str, Any]:
+    """What the newest checkpoint says of every tensor, parameters and optimizer alike."""
+    newest = max((run / "checkpoints").glob("step-*/manifest.json"))
+    return json.loads(newest.read_text())["manifest"]["digests"]
