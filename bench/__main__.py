@@ -10,7 +10,10 @@ import sys
 import time
 
 SHORT = {
-    "start": ["--rounds", "2"],
+    "train": ["--short"],
+    "start": ["--short"],
+    "restart": ["--short"],
+    "goodput": ["--short"],
     "start_memory": [],
     "save": ["--short"],
     "ray_tutorial": ["--short"],

@@ -1,138 +1,164 @@
-"""Start-up side by side: from the process's start to its first optimizer step, ours against a bare script.
+"""Start-up side by side: from the command to the first optimizer step, ours against a bare script and every framework's.
 
-The bare script imports the same torch and torchvision, builds the same vision transformer, shards it with fully_shard and
-takes one step on random digits. Interleaved rounds; wall and processor seconds, medians, and the ratio.
+    python -m bench.start [--rounds 5] [--ranks 2] [--cold]
 
-    python -m bench.start [--rounds 5] [--ranks 2]
+Each contender is a script that imports what it needs and no more, builds the same vision transformer, shards it and takes
+one step (bench/peers/alone.py); ours is train.py, and python -m launch.local, with all that they write. Rounds are
+interleaved; what counts is the extra over the bare script. --cold puts the files of all packages out of the page cache before each start.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
-import resource
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = Path(__file__).with_name("results")
+from bench import tables
+from bench.launched import STEP, alone, ours
+from bench.peers import setup
+from bench.peers.roster import ROSTER, absent, ready
+from bench.peers.team import free_port
 
-BARE = """
-import os, time
-import torch, torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from fsdp.torchvision_import import import_torchvision
-import_torchvision()
-from torchvision.models.vision_transformer import VisionTransformer
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-model = VisionTransformer(image_size=28, patch_size=7, num_layers=10, num_heads=2, hidden_dim=128, mlp_dim=128, num_classes=10)
-model.conv_proj = torch.nn.Conv2d(1, 128, 7, 7)
-mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-for block in model.encoder.layers:
-    fully_shard(block, mesh=mesh)
-fully_shard(model, mesh=mesh)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-x, y = torch.randn(32, 1, 28, 28), torch.randint(10, (32,))
-torch.nn.functional.cross_entropy(model(x), y).backward()
-torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-optimizer.step()
-print("FIRST", time.time(), flush=True)
-dist.destroy_process_group()
-"""
+LABELS = {
+    "bare": "bare fully_shard script", "ours": "shardrun, train.py", "local": "shardrun, python -m launch.local",
+    "tutorial": "PyTorch's FSDP2 tutorial", "accelerate": "Accelerate, FSDP2", "fabric": "Lightning Fabric, ModelParallel",
+    "zero3": "DeepSpeed ZeRO-3", "ddp": "DDP",
+}  # fmt: skip
+FRAMEWORKS = ("accelerate", "fabric", "zero3")
+SHORT = ("bare", "ours", "local", "accelerate", "fabric")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@dataclass(frozen=True)
+class Started:
+    """One start: seconds to the first step, processor seconds of all ranks to their end, the largest rank's peak."""
+
+    wall_s: float
+    cpu_s: float
+    peak_mib: float
 
 
-def run_once(command: list[str], ranks: int) -> tuple[float, float]:
-    """Wall seconds from start to the first step, and processor seconds of all ranks to their end."""
-    port, before = free_port(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    began = time.time()
-    processes = []
-    for rank in range(ranks):
-        env = {
-            **os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
-            "PYTHONUNBUFFERED": "1",
-        }  # fmt: skip
-        processes.append(
-            subprocess.Popen(command, env=env, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+def run_once(name: str, ranks: int, folder: Path) -> Started:
+    if name == "local":
+        command = [sys.executable, "-m", "launch.local", "--ranks", str(ranks), *ours(folder, 1, 0)]
+        return _watch([command], [{}])
+    words = ["train.py", *ours(folder, 1, 0)] if name == "ours" else alone(name, folder, 1, 0)
+    meet = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    places = [{**meet, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    return _watch([[str(ROSTER[name].python), *words]] * ranks, places)
+
+
+def _watch(commands: Sequence[Sequence[str]], places: Sequence[dict[str, str]]) -> Started:
+    common = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(setup.ROOT), "PYTHONUNBUFFERED": "1"}
+    began, first = time.monotonic(), 0.0
+    processes = [
+        subprocess.Popen(
+            command, env={**common, **place}, cwd=setup.ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
-    first = 0.0
+        for command, place in zip(commands, places, strict=True)
+    ]
     assert processes[0].stdout is not None
     for line in processes[0].stdout:
-        if not first and line.startswith(("FIRST", "step 1/1")):
-            first = time.time() - began
-    codes = [process.wait() for process in processes]
-    if any(codes) or not first:
-        raise SystemExit(f"{command[:3]} ended with {codes}")
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return first, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        if not first and STEP.search(line):
+            first = time.monotonic() - began
+    ended = [os.wait4(process.pid, 0) for process in processes]
+    if any(status for _, status, _ in ended) or not first:
+        raise SystemExit(f"{' '.join(commands[0])} ended with {[status for _, status, _ in ended]}")
+    usage = [one for _, _, one in ended]
+    return Started(first, sum(u.ru_utime + u.ru_stime for u in usage), max(u.ru_maxrss for u in usage) / 1024)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--ranks", type=int, default=2)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        bare = Path(folder, "bare.py")
-        bare.write_text(BARE)
-        ours = [
-            sys.executable,
-            "train.py",
-            "--train.steps",
-            "1",
-            "--checkpoint.every_steps",
-            "0",
-            "--checkpoint.export",
-            "false",
-        ]
-        contenders = {"bare fully_shard script": [sys.executable, str(bare)], "train.py": ours}
-        seen: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
-        for number in range(options.rounds + 1):
-            for name, command in contenders.items():
-                place = ["--run.dir", str(Path(folder, f"run{number}"))] if name == "train.py" else []
-                took = run_once([*command, *place], options.ranks)
-                if number:  # the first round warms the page cache
-                    seen[name].append(took)
-    print_table(seen, options.ranks)
+def forget(*places: Path) -> None:
+    """Put a tree's files out of the page cache; what a running process has mapped stays."""
+    for folder in places:
+        for file in folder.rglob("*"):
+            if file.is_file() and not file.is_symlink():
+                descriptor = os.open(file, os.O_RDONLY)
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.close(descriptor)
 
 
-def print_table(seen: dict[str, list[tuple[float, float]]], ranks: int) -> None:
-    machine = f"{os.cpu_count()} cores, {platform.machine()}, {ranks} ranks, gloo"
-    lines = [
-        f"Start to first step, {machine}, {len(seen['train.py'])} rounds",
-        "",
-        "| | wall s, median | spread | processor s |",
-        "|---|---|---|---|",
+def packages() -> list[Path]:
+    import sysconfig
+
+    return [Path(sysconfig.get_path("purelib")), setup.HOME]
+
+
+def measure(names: Sequence[str], rounds: int, ranks: int, cold: bool) -> dict[str, list[Started]]:
+    seen: dict[str, list[Started]] = {name: [] for name in names}
+    for nth in range(rounds + (not cold)):
+        for name in tables.turned(list(names), nth):
+            if cold:
+                forget(*packages())
+            with tempfile.TemporaryDirectory(prefix="bench-start-") as place:
+                took = run_once(name, ranks, Path(place, "run"))
+            if cold or nth:  # the first round of a warm one fills the page cache
+                seen[name].append(took)
+    return seen
+
+
+def shown(seen: dict[str, list[Started]]) -> tuple[str, list[str]]:
+    bare = [one.wall_s for one in seen["bare"]]
+    rows, extras = [], {}
+    for name, starts in seen.items():
+        walls = [one.wall_s for one in starts]
+        extras[name] = tables.difference(walls, bare)
+        over = "" if name == "bare" else f"{extras[name].value:+.2f} [{extras[name].low:+.2f}, {extras[name].high:+.2f}]"
+        cpu, peak = (statistics.median(getattr(one, what) for one in starts) for what in ("cpu_s", "peak_mib"))
+        rows.append([LABELS[name], tables.spread(walls), over, f"{cpu:.1f}", f"{peak:.0f}"])
+    columns = ["", "command to first step, s", "extra over bare, s [95%]", "processor s", "peak of a rank, MiB"]
+    return tables.table(columns, rows), _verdict(extras)
+
+
+def _verdict(extras: dict[str, tables.Interval]) -> list[str]:
+    frameworks = {name: extras[name].value for name in FRAMEWORKS if name in extras}
+    if not frameworks:
+        return []
+    fastest = min(frameworks, key=lambda name: frameworks[name])
+    said = [
+        f"The fastest framework, {LABELS[fastest]}, takes {frameworks[fastest]:+.2f} s over the bare script; the bar is half."
     ]
-    medians = {}
-    for name, rows in seen.items():
-        walls = [wall for wall, _ in rows]
-        medians[name] = statistics.median(walls)
-        cpu = statistics.median(cpu for _, cpu in rows)
-        lines.append(f"| {name} | {medians[name]:.2f} | {min(walls):.2f}–{max(walls):.2f} | {cpu:.2f} |")
-    bare, ours = medians["bare fully_shard script"], medians["train.py"]
-    lines.append(f"\ntrain.py is {ours - bare:+.2f} s, ratio {ours / bare:.2f}")
-    text = "\n".join(lines)
-    print(text)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "start.md").write_text(text + "\n")
-    (RESULTS / "start.json").write_text(json.dumps({"machine": machine, "rounds": seen}, indent=1) + "\n")
+    for name in ("ours", "local"):
+        if name in extras:
+            word = "within" if extras[name].value <= max(0.0, frameworks[fastest] / 2) else "not within"
+            said.append(f"{LABELS[name]}: {extras[name].value:+.2f} s, {word} it.")
+    return said
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=0, help="0 is 5, or 2 with --short")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--only", default="", help="these contenders: bare,ours,fabric")
+    parser.add_argument("--short", action="store_true")
+    options = parser.parse_args(argv)
+    wanted = options.only.split(",") if options.only else list(SHORT if options.short else LABELS)
+    names = [name for name in wanted if name == "local" or ready([name])]
+    rounds, about = options.rounds or (2 if options.short else 5), tables.machine()
+    seen = measure(names, rounds, options.ranks, options.cold)
+    text, said = shown(seen)
+    temperature = "cold" if options.cold else "warm"
+    command = f"python -m bench.start --ranks {options.ranks} --rounds {rounds}{' --cold' if options.cold else ''}"
+    print(f"{about}\n\n{text}\n\n" + "\n".join(said))
+    tables.write_piece(
+        "start", f"{temperature}@{options.ranks}", short=options.short, title="Start to first step",
+        piece_title=f"{temperature}, {options.ranks} ranks, {rounds} rounds", command=command, about=about,
+        text="\n\n".join([text, *said]), notes="\n".join(f"- {one}" for one in absent(list(ROSTER))), numbers={"rounds": seen},
+    )  # fmt: skip
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -21,6 +21,7 @@ from fsdp.errors import LaunchError
 # torch is imported in the functions that need it: what a person got wrong is said without waiting for it.
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
 log = logging.getLogger(__name__)
 
@@ -213,8 +214,9 @@ def end_time(environ: Mapping[str, str] = os.environ) -> float | None:
 
 
 @contextmanager
-def process_group(env: DistEnv, timeout_s: float) -> Iterator[None]:
-    """The default group; one that somebody else made (Ray) is used as it is and left alone."""
+def process_group(env: DistEnv, timeout_s: float, store: dist.Store | None = None) -> Iterator[None]:
+    """The default group; one that somebody else made (Ray) is used as it is and left alone. Without a `store` its ranks meet
+    as the launcher's variables say."""
     import torch
     import torch.distributed as dist
 
@@ -224,7 +226,7 @@ def process_group(env: DistEnv, timeout_s: float) -> Iterator[None]:
         return
     if env.device.type == "cuda":
         torch.cuda.set_device(env.device)
-    dist.init_process_group(**_group_arguments(env, timedelta(seconds=timeout_s)))
+    dist.init_process_group(**_group_arguments(env, timedelta(seconds=timeout_s), store))
     try:
         yield
     finally:
@@ -242,7 +244,7 @@ def _check_same_size(env: DistEnv) -> None:
         )
 
 
-def _group_arguments(env: DistEnv, timeout: timedelta) -> dict[str, Any]:
+def _group_arguments(env: DistEnv, timeout: timedelta, store: dist.Store | None) -> dict[str, Any]:
     import torch.distributed as dist
 
     cuda = env.device.type == "cuda"
@@ -254,7 +256,9 @@ def _group_arguments(env: DistEnv, timeout: timedelta) -> dict[str, Any]:
         "timeout": timeout,
         "device_id": env.device if cuda else None,
     }
-    if env.world_size == 1:
+    if store is not None:
+        arguments["store"] = store
+    elif env.world_size == 1:
         arguments["store"] = dist.HashStore()  # no port, so nothing to collide with
     elif "MASTER_ADDR" not in os.environ:
         if env.launcher != "srun":

@@ -1,0 +1,126 @@
+"""An hour of faults in minutes: ranks are killed at random on 4 ranks, and what counts is how many new steps come of the time.
+
+    python -m bench.goodput                      90 s of faults for each contender that can resume, a kill each 15 s on average
+    python -m bench.goodput --seconds 60 --only local,ours,bare
+
+The same kills, by the seed, for all: the moments are drawn once, the rank each time. First an undisturbed stretch says how fast
+the contender is left alone. Useful over all: steps that were new over all that were done. Goodput: new steps over those that
+the undisturbed rate would have made in the same time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench import tables
+from bench.launched import Launched, with_restarts
+from bench.peers.roster import ready
+from bench.restart import LABELS, command
+
+QUIET = (5, 25)
+"""Steps between which the undisturbed rate is taken."""
+SHORT = ("local", "bare")
+
+
+@dataclass(frozen=True)
+class Ran:
+    kills: int
+    new: int
+    done: int
+    seconds: float
+    quiet_per_s: float
+
+    @property
+    def useful(self) -> float:
+        return self.new / max(1, self.done)
+
+    @property
+    def goodput(self) -> float:
+        return self.new / self.seconds / self.quiet_per_s
+
+
+def moments(seconds: float, mean_s: float, seed: int) -> list[float]:
+    """When ranks die, as a Poisson process draws it."""
+    draw, at, found = random.Random(seed), 0.0, []
+    while (at := at + draw.expovariate(1 / mean_s)) < seconds:
+        found.append(at)
+    return found
+
+
+def storm(name: str, options: argparse.Namespace) -> Ran:
+    with tempfile.TemporaryDirectory(prefix="bench-goodput-") as place:
+        words = command(name, Path(place, "run"), options.ranks, options.every, 1000)
+        run = Launched(words, Path(place, "log"), with_restarts())
+        try:
+            first, last = (run.wait_for(step, 120) for step in QUIET)
+            quiet = (QUIET[1] - QUIET[0]) / (last - first)
+            begin, before, said = run.now(), run.newest, len(run.steps)
+            killed, draw = 0, random.Random(options.seed)
+            for when in moments(options.seconds, options.mean, options.seed):
+                time.sleep(max(0.0, begin + when - run.now()))
+                # while all of them are being started again there may be nobody to kill
+                if run.ranks():
+                    run.kill_one(draw)
+                    killed += 1
+            time.sleep(max(0.0, begin + options.seconds - run.now()))
+            return Ran(killed, run.newest - before, len(run.steps) - said, options.seconds, quiet)
+        finally:
+            run.end()
+
+
+def shown(seen: dict[str, Ran]) -> str:
+    rows = [
+        [
+            LABELS[name], ran.kills, f"{ran.new} of {ran.done}", f"{ran.useful:.2f}", f"{ran.quiet_per_s:.1f}",
+            f"{ran.new / ran.seconds:.1f}", f"{ran.goodput:.2f}",
+        ]
+        for name, ran in seen.items()
+    ]  # fmt: skip
+    columns = [
+        "",
+        "kills",
+        "steps that were new",
+        "useful over all",
+        "steps/s undisturbed",
+        "new steps/s under faults",
+        "goodput",
+    ]
+    return tables.table(columns, rows)
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=0, help="of faults, each contender; 0 is 90, or 45 with --short")
+    parser.add_argument("--mean", type=float, default=15.0, help="seconds from one kill to the next, on average")
+    parser.add_argument("--every", type=int, default=10, help="steps from one checkpoint to the next")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=9)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--short", action="store_true")
+    options = parser.parse_args(argv)
+    options.seconds = options.seconds or (45.0 if options.short else 90.0)
+    wanted = options.only.split(",") if options.only else list(SHORT if options.short else LABELS)
+    about, seen = tables.machine(), {}
+    for name in [name for name in wanted if name == "local" or ready([name])]:
+        seen[name] = storm(name, options)
+        print(f"{name}: {seen[name]}, goodput {seen[name].goodput:.2f}", flush=True)
+    text = shown(seen)
+    print(tables.write(
+        "goodput", title="Goodput under random kills", short=options.short,
+        command=f"python -m bench.goodput {' '.join(argv)}".strip(),
+        about=f"{about}; {options.ranks} ranks, {options.seconds:.0f} s of faults each, a kill each {options.mean:.0f} s on "
+        f"average (seed {options.seed}), a checkpoint each {options.every} steps",
+        text=text, numbers={"ran": seen},
+    ))  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

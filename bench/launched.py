@@ -1,0 +1,128 @@
+"""A command that trains, watched from outside: when each step was said, which processes are its ranks, how much they held.
+
+Every contender says `step N/M` when a step is done. Ranks are the direct children of what was started (torchrun's workers, the
+launcher's forks), or the processes themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from bench.peers import setup
+
+STEP = re.compile(r"step +(\d+)/")
+
+
+class Launched:
+    """`steps` grows as lines come in: (seconds since the start, step)."""
+
+    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
+        common = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(setup.ROOT)}
+        self.log, self.steps = log, list[tuple[float, int]]()
+        self._changed = threading.Condition()
+        self.began = time.monotonic()
+        self.process = subprocess.Popen(
+            command, cwd=setup.ROOT, env={**common, **(environment or {})}, text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.log.open("a") as log:
+            for line in self.process.stdout:
+                log.write(line)
+                if found := STEP.search(line):
+                    with self._changed:
+                        self.steps.append((self.now(), int(found[1])))
+                        self._changed.notify_all()
+        with self._changed:
+            self._changed.notify_all()
+
+    def now(self) -> float:
+        return time.monotonic() - self.began
+
+    @property
+    def newest(self) -> int:
+        """The highest step that was ever done."""
+        return max((step for _, step in self.steps), default=0)
+
+    def wait_for(self, step: int, timeout_s: float) -> float:
+        """When a step this high was first said; SystemExit with the log's end where it never is."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.newest >= step or not self._reader.is_alive(), timeout_s)
+            for when, done in self.steps:
+                if done >= step:
+                    return when
+        self.end()
+        raise SystemExit(f"step {step} never came:\n{self.log.read_text()[-2500:]}")
+
+    def ranks(self) -> list[int]:
+        return sorted(children(self.process.pid))
+
+    def kill_one(self, draw: random.Random) -> float:
+        """SIGKILL to a rank that is drawn; when."""
+        victim = draw.choice(self.ranks())
+        os.kill(victim, signal.SIGKILL)
+        return self.now()
+
+    def end(self) -> None:
+        """Every process that the command started."""
+        pids = [self.process.pid, *_below(self.process.pid)]
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        self._reader.join(10)
+
+
+def children(pid: int) -> set[int]:
+    with contextlib.suppress(OSError):
+        return {int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+    return set()
+
+
+def _below(pid: int) -> set[int]:
+    direct = children(pid)
+    return direct.union(*(_below(one) for one in direct))
+
+
+def torchrun(ranks: int, words: Sequence[str], *, restarts: int = 0, python: str = "") -> list[str]:
+    """A rendezvous on a free port of its own: nothing to collide with."""
+    import sys
+
+    head = [python or sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
+    return [*head, "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", *words]
+
+
+def with_restarts() -> dict[str, str]:
+    """On torch 2.13 with gloo a restarted group reads the addresses of the dead one from the shared store without this."""
+    return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+def ours(folder: Path, steps: int, every: int) -> list[str]:
+    """The flags of train.py for the work of bench/peers/alone.py."""
+    return [
+        "--run.dir", str(folder), "--data.name", "synthetic", "--data.args.heldout", "0", "--train.steps", str(steps),
+        "--checkpoint.every_steps", str(every), "--checkpoint.export", "false", "--run.log_every_steps", "1",
+    ]  # fmt: skip
+
+
+def alone(name: str, folder: Path, steps: int, every: int) -> list[str]:
+    return [
+        "bench/peers/alone.py",
+        name,
+        "--steps",
+        str(steps),
+        *(["--every", str(every), "--folder", str(folder)] if every else []),
+    ]

@@ -1,0 +1,46 @@
+"""The floor: what a person writes who has read fully_shard's page: shard, clip, step. DCP, blocking, for checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+
+from bench.peers.base import CLIP, Given, cross_entropy, kept, make_optimizer, mesh_of, prune, same_everywhere
+
+
+class Bare:
+    settings = "fully_shard on each block and the root, clip_grad_norm_, AdamW fused; dcp.save, blocking"
+
+    def __init__(self, given: Given) -> None:
+        mesh = mesh_of(given)
+        self.model = given.model
+        for unit in given.units:
+            fully_shard(unit, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        self.optimizer = make_optimizer(self.model)
+
+    def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        loss = cross_entropy(self.model(inputs), targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def save(self, folder: Path, step: int) -> None:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        dcp.save({"model": model, "optim": optimizer}, checkpoint_id=str(folder / f"step-{step}"))
+        prune(folder, ".metadata")
+
+    def load(self, folder: Path) -> int:
+        step = same_everywhere(max((step for step, _ in kept(folder, ".metadata")), default=0))
+        if step:
+            model, optimizer = get_state_dict(self.model, self.optimizer)
+            dcp.load({"model": model, "optim": optimizer}, checkpoint_id=str(folder / f"step-{step}"))
+            set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+        return step

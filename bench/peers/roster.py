@@ -1,0 +1,79 @@
+"""Who takes part: each contender by name, with its module and the environment that it runs in. Ours are fsdp.loop.train."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.peers import setup
+
+
+@dataclass(frozen=True)
+class Entry:
+    label: str
+    module: str = ""
+    """module:class; empty is ours."""
+    peer: str = ""
+    """Its environment in bench/peers/setup.py; empty is the interpreter's own."""
+    flags: tuple[str, ...] = ()
+    """Ours alone: what is added to the flags of the work."""
+    shards: bool = True
+
+    @property
+    def python(self) -> Path:
+        return setup.python_of(self.peer) if self.peer else Path(sys.executable)
+
+    @property
+    def missing(self) -> str:
+        return setup.missing(self.peer) if self.peer else ""
+
+    def load(self) -> Any:
+        module, _, name = self.module.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+
+ROSTER = {
+    "bare": Entry("bare fully_shard loop", "bench.peers.bare:Bare"),
+    "ours": Entry("shardrun"),
+    "tutorial": Entry("PyTorch's FSDP2 tutorial", "bench.peers.tutorial:Tutorial"),
+    "accelerate": Entry("Accelerate, FSDP2", "bench.peers.hf_accelerate:Accelerate", "accelerate"),
+    "fabric": Entry("Lightning Fabric, ModelParallel", "bench.peers.fabric:Fabric", "lightning"),
+    "zero3": Entry("DeepSpeed ZeRO-3", "bench.peers.zero3:Zero3", "deepspeed"),
+    "ddp": Entry("DDP", "bench.peers.ddp:Ddp", shards=False),
+    "ours-ddp": Entry("shardrun --mesh.strategy ddp", flags=("--mesh.strategy", "ddp"), shards=False),
+    "torchtitan": Entry("torchtitan", peer="torchtitan"),
+}
+"""FSDP2's frameworks, then those that keep a whole copy on each rank and are held against their like."""
+
+
+def ready(names: list[str]) -> list[str]:
+    """Those of `names` that can be run here; peers that are not set up yet are, first."""
+    for name in names:
+        if ROSTER[name].peer:
+            setup.set_up(ROSTER[name].peer)
+    return [name for name in names if not ROSTER[name].missing]
+
+
+def absent(names: list[str]) -> list[str]:
+    """A line for each that cannot be run, with the reason."""
+    return [f"{ROSTER[name].label}: not run, {ROSTER[name].missing}" for name in names if ROSTER[name].missing]
+
+
+def settings(names: list[str]) -> list[str]:
+    """What each was set to, for under a table; read from the source, since a peer's own packages are not ours to import."""
+    said = []
+    for name in names:
+        entry = ROSTER[name]
+        if entry.missing:
+            continue
+        source = Path(setup.ROOT, *entry.module.partition(":")[0].split(".")).with_suffix(".py") if entry.module else None
+        if source is None:
+            said.append(f"{entry.label}: defaults" + (f", {' '.join(entry.flags)}" if entry.flags else ""))
+        else:
+            line = next(line for line in source.read_text().splitlines() if line.strip().startswith("settings = "))
+            packages = f" ({' '.join(setup.PEERS[entry.peer].packages)})" if entry.peer else ""
+            said.append(f"{entry.label}{packages}: " + line.partition("=")[2].strip().lstrip("f").strip('"'))
+    return said

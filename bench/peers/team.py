@@ -1,0 +1,123 @@
+"""The ranks of one contender as seen from the bench: started once, they sleep between their turns.
+
+Several teams live side by side, so that rounds can be short and what else the machine does falls on all alike.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from bench.peers import setup
+from bench.peers.roster import ROSTER
+
+HONEST = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
+"""glibc keeps freed blocks; told so, it gives them back and a process's size says something. It costs page faults."""
+WAIT_S = 240.0
+
+
+class TeamError(RuntimeError):
+    """A rank did not answer: with the end of what it printed."""
+
+
+@dataclass
+class _Rank:
+    process: subprocess.Popen[str]
+    answers: TextIO
+    log: Path
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Team:
+    def __init__(self, name: str, work: str, ranks: int, *, threads: int = 1, honest_memory: bool = False) -> None:
+        self.name, self.ranks = name, ranks
+        self._folder = tempfile.TemporaryDirectory(prefix=f"bench-{name}-")
+        common = {
+            **os.environ, **setup.environment_of(ROSTER[name].peer), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": str(threads),
+            "PYTHONPATH": str(setup.ROOT), **(HONEST if honest_memory else {}),
+        }  # fmt: skip
+        common["BENCH_RUN"] = str(Path(self._folder.name, "run"))
+        self._members = [self._start(rank, work, common) for rank in range(ranks)]
+        self._hear()
+
+    def _start(self, rank: int, work: str, common: dict[str, str]) -> _Rank:
+        ear, mouth = os.pipe()
+        log = Path(self._folder.name, f"{rank}.log")
+        environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "BENCH_ANSWERS": str(mouth)}
+        with log.open("w") as out:
+            process = subprocess.Popen(
+                [str(ROSTER[self.name].python), "-m", "bench.peers.worker", self.name, work], cwd=self._folder.name,
+                env=environment, stdin=subprocess.PIPE, stdout=out, stderr=out, text=True, pass_fds=(mouth,),
+            )  # fmt: skip
+        os.close(mouth)
+        return _Rank(process, os.fdopen(ear), log)
+
+    def steps(self, count: int) -> dict[str, Any]:
+        """A turn: seconds a step, of the slowest rank; processor seconds a step, the mean over ranks; the mean losses."""
+        answers = self._ask({"do": "steps", "steps": count})
+        return {
+            "wall_s": max(one["wall_s"] for one in answers) / count,
+            "cpu_s": sum(one["cpu_s"] for one in answers) / count / self.ranks,
+            "losses": [sum(losses) / self.ranks for losses in zip(*(one["losses"] for one in answers), strict=True)],
+        }
+
+    def memory(self, count: int) -> dict[str, float]:
+        """The peak in so many steps and what rests after them, MiB above the idle process, of the worst rank."""
+        answers = self._ask({"do": "memory", "steps": count})
+        return {key: max(one[key] for one in answers) for key in ("peak_mib", "rest_mib")}
+
+    def _ask(self, order: dict[str, Any]) -> list[dict[str, Any]]:
+        for member in self._members:
+            assert member.process.stdin is not None
+            member.process.stdin.write(json.dumps(order) + "\n")
+            member.process.stdin.flush()
+        return self._hear()
+
+    def _hear(self) -> list[dict[str, Any]]:
+        deadline = time.monotonic() + WAIT_S
+        heard = []
+        for rank, member in enumerate(self._members):
+            ready, _, _ = select.select([member.answers], [], [], max(0.0, deadline - time.monotonic()))
+            line = member.answers.readline() if ready else ""
+            if not line:
+                end = member.log.read_text()[-2000:]
+                raise TeamError(f"{self.name}, rank {rank}: {'ended' if ready else f'silent for {WAIT_S:.0f} s'}\n{end}")
+            heard.append(json.loads(line))
+        return heard
+
+    def close(self) -> None:
+        for member in self._members:
+            if member.process.stdin is not None:
+                member.process.stdin.close()
+        for member in self._members:
+            try:
+                member.process.wait(20)
+            except subprocess.TimeoutExpired:
+                member.process.kill()
+                member.process.wait()
+            member.answers.close()
+        self._folder.cleanup()
+
+    def __enter__(self) -> Team:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None:
+            for member in self._members:
+                member.process.kill()
+        self.close()

@@ -1,0 +1,107 @@
+"""The same work for all: one configuration of ours gives the model with its weights, and the samples of each step.
+
+Contenders get the batches made beforehand, so their data cost them nothing; ours reads its own, behind the steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bench.peers import base
+from fsdp import config as configuration
+from fsdp.config import Config
+from fsdp.data import Loader
+from fsdp.job import Job, prepare
+from fsdp.mesh import DataRank
+from fsdp.models.blocks import blocks_of, find_units
+from fsdp.models.real import build_real
+
+COMMON = (
+    "--train.steps", "1000000", "--optim.schedule", "constant", "--optim.warmup_steps", "0", "--optim.lr", str(base.LR),
+    "--train.clip_grad_norm", str(base.CLIP), "--optim.beta1", str(base.BETAS[0]), "--optim.beta2", str(base.BETAS[1]),
+    "--optim.weight_decay", str(base.DECAY), "--checkpoint.every_steps", "0", "--checkpoint.export", "false",
+    "--precision.param", "fp32", "--speed.compile", "false", "--data.name", "synthetic", "--data.args.heldout", "0",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Work:
+    """`flags` say the model, the data and the global batch, as train.py takes them."""
+
+    name: str
+    what: str
+    flags: tuple[str, ...]
+    unit: str
+
+    @property
+    def all_flags(self) -> list[str]:
+        return [*COMMON, *self.flags]
+
+    @property
+    def config(self) -> Config:
+        return configuration.load(self.all_flags)
+
+
+def _decoder(width: int, layers: int, vocab: int, tied: str = "false") -> tuple[str, ...]:
+    sizes = {"width": width, "layers": layers, "heads": max(1, width // 64), "vocab_size": vocab, "tied": tied}
+    words = [word for name, value in sizes.items() for word in (f"--model.args.{name}", str(value))]
+    return ("--model.name", "transformer", "--data.args.kind", "tokens", *words)
+
+
+WORKS = {
+    "tiny": Work(
+        "tiny", "decoder, 0.2M parameters: nearly all of a step is the host's",
+        (*_decoder(64, 4, 256), "--data.seq_len", "8", "--train.global_batch", "8"), "tokens",
+    ),
+    "vit": Work(
+        "vit", "vision transformer, 10 layers of 128, 1×28×28 images, global batch 64",
+        ("--model.name", "vit", "--train.global_batch", "64"), "images",
+    ),
+    "decoder": Work(
+        "decoder", "decoder, 6 layers of 384, 64 tokens × 16",
+        (*_decoder(384, 6, 1024), "--data.seq_len", "64", "--train.global_batch", "16"), "tokens",
+    ),
+    "100m": Work(
+        "100m", "decoder, 100M parameters, 32 tokens × 4",
+        (*_decoder(768, 12, 19_968, "true"), "--data.seq_len", "32", "--train.global_batch", "4"), "tokens",
+    ),
+}  # fmt: skip
+
+
+class Place:
+    """One rank's model, units and batches, from a work."""
+
+    def __init__(self, work: Work, rank: int, ranks: int, flags: tuple[str, ...] = ()) -> None:
+        self.config = configuration.load([*work.all_flags, *flags])
+        self.device = torch.device("cpu")
+        self.job: Job = prepare(self.config, world_size=ranks, num_nodes=1, device=self.device)
+        self.rank, self.ranks = rank, ranks
+
+    def given(self) -> base.Given:
+        model = build_real(self.job.spec, self.config.run.seed)
+        return base.Given(model, units_of(model), self.device)
+
+    def batches(self, made: int = 32) -> Iterator[tuple[Tensor, Tensor]]:
+        """Those of our own steps 1, 2, …; after `made` of them the first ones again."""
+        loader = Loader(
+            self.job.data.train, self.job.cursor, micro_batch=self.job.batch.micro_batch, accumulation=1,
+            rank=DataRank(self.rank, self.ranks), workers=0, prefetch=1, pin=False,
+        )  # fmt: skip
+        ready: list[Any] = [loader.step(step).micro[0].data for step in range(made)]
+        return itertools.cycle([(one["inputs"], one["targets"]) for one in ready])
+
+    @property
+    def samples_a_step(self) -> int:
+        """Images, or tokens where there are some, over all ranks."""
+        return self.config.train.global_batch * max(1, self.job.data.info.tokens_per_sample)
+
+
+def units_of(model: nn.Module) -> list[nn.Module]:
+    """The blocks that ours shards by, so that all cut alike."""
+    return blocks_of(find_units(model, "auto"))

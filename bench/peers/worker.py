@@ -1,0 +1,129 @@
+"""One rank of one contender, doing what it is told: `steps N`, `memory N`, `end`. Started by bench/peers/team.py.
+
+A line of JSON comes in on stdin, a line of answer goes out through the pipe whose number is in BENCH_ANSWERS: frameworks print.
+Ours is the product's own train(); its reporter, which is called after each step on each rank, is where it waits for orders.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bench.peers.roster import ROSTER
+from bench.peers.work import WORKS, Place
+
+
+class Orders:
+    """Turns of so many steps; the clock runs from the order to the end of its last step."""
+
+    def __init__(self) -> None:
+        self._answers = os.fdopen(int(os.environ["BENCH_ANSWERS"]), "w")
+        self._left = 0
+        self._memory = False
+        self.idle_mib = memory_mib("VmRSS")
+        self.losses: list[float] = []
+
+    def after_step(self, loss: float) -> bool:
+        """Whether to go on; waits for the next order where the last is done."""
+        self.losses.append(loss)
+        self._left -= 1
+        if self._left <= 0:
+            self._tell()
+            return self.wait()
+        return True
+
+    def wait(self) -> bool:
+        order = json.loads(sys.stdin.readline() or '{"do": "end"}')
+        if order["do"] == "end":
+            return False
+        self._left, self._memory, self.losses = order["steps"], order["do"] == "memory", []
+        if self._memory:
+            Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+        return True
+
+    def say(self, **facts: Any) -> None:
+        self._answers.write(json.dumps(facts) + "\n")
+        self._answers.flush()
+
+    def _tell(self) -> None:
+        facts: dict[str, Any] = {
+            "wall_s": time.perf_counter() - self._wall, "cpu_s": time.process_time() - self._cpu, "losses": self.losses,
+        }  # fmt: skip
+        if self._memory:
+            facts |= {"peak_mib": memory_mib("VmHWM") - self.idle_mib, "rest_mib": memory_mib("VmRSS") - self.idle_mib}
+        self.say(**facts)
+
+
+def memory_mib(name: str) -> float:
+    text = Path("/proc/self/status").read_text()
+    return int(next(line for line in text.splitlines() if line.startswith(name + ":")).split()[1]) / 1024
+
+
+class Turns:
+    """A Reporter (fsdp/metrics.py) that holds the run between turns."""
+
+    def __init__(self, orders: Orders) -> None:
+        self._orders, self._on = orders, True
+
+    def report(self, metrics: Mapping[str, float], checkpoint: str | None = None) -> None:
+        if "loss" in metrics:
+            self._on = self._on and self._orders.after_step(metrics["loss"])
+
+    def should_stop(self) -> str | None:
+        return None if self._on else "the bench is over"
+
+
+def run_ours(work: str, flags: tuple[str, ...], orders: Orders) -> None:
+    from fsdp import config
+    from fsdp.env import from_environment
+    from fsdp.loop import train
+
+    with tempfile.TemporaryDirectory(prefix="bench-run-") as folder:
+        place = os.environ.get("BENCH_RUN") or folder
+        loaded = config.load([*WORKS[work].all_flags, *flags, "--run.dir", place])
+        orders.wait()
+        train(loaded, from_environment(), Turns(orders))
+
+
+def run_peer(name: str, work: str, orders: Orders) -> None:
+    dist.init_process_group("gloo")
+    place = Place(WORKS[work], dist.get_rank(), dist.get_world_size())
+    batches = place.batches()
+    contender = ROSTER[name].load()(place.given())
+    going = orders.wait()
+    while going:
+        loss = contender.step(*next(batches))
+        going = orders.after_step(float(loss))
+    dist.barrier()
+
+
+def main() -> None:
+    name, work = sys.argv[1:]
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    entry = ROSTER[name]
+    if entry.module:
+        entry.load()  # so that what its packages hold is idle memory and not a step's
+    else:
+        import fsdp.loop  # noqa: F401
+    orders = Orders()
+    orders.say(ready=os.getpid())
+    if entry.module:
+        run_peer(name, work, orders)
+    else:
+        run_ours(work, entry.flags, orders)
+    orders.say(ended=True)
+    os._exit(0)  # several frameworks leave threads that a plain exit would wait for
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""A rank is killed: how long until a step is done that was not done before, and how many steps are done again.
+
+    python -m bench.restart [--rounds 5] [--ranks 4] [--every 10]
+
+The vision transformer on 4 ranks, a checkpoint each 10 steps, SIGKILL to a random rank at a random step. Ours under its own
+launcher and under torchrun; a bare script and the frameworks' under `torchrun --max-restarts`. Contenders take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench import tables
+from bench.launched import Launched, alone, ours, torchrun, with_restarts
+from bench.peers.roster import ROSTER, ready
+
+STEPS = 100_000
+LABELS = {
+    "local": "shardrun, python -m launch.local", "ours": "shardrun, torchrun --max-restarts",
+    "bare": "bare script with dcp.save, torchrun --max-restarts", "accelerate": "Accelerate, torchrun --max-restarts",
+    "fabric": "Lightning Fabric, torchrun --max-restarts", "ddp": "DDP script with torch.save, torchrun --max-restarts",
+}  # fmt: skip
+SHORT = ("local", "ours", "bare")
+
+
+@dataclass(frozen=True)
+class Back:
+    """One kill."""
+
+    first_s: float
+    """To the first step of the new start, an old one or not."""
+    new_s: float
+    """To the first step that was never done before."""
+    lost: int
+
+
+def command(name: str, folder: Path, ranks: int, every: int, restarts: int) -> list[str]:
+    if name == "local":
+        words = ["--ranks", str(ranks), "--restarts", str(restarts), "--", *ours(folder, STEPS, every)]
+        return [sys.executable, "-m", "launch.local", *words]
+    words = ["train.py", *ours(folder, STEPS, every)] if name == "ours" else alone(name, folder, STEPS, every)
+    python = str(ROSTER[name].python)
+    return torchrun(ranks, words, restarts=restarts, python=python)
+
+
+def one_kill(name: str, ranks: int, every: int, at: int, draw: random.Random) -> Back:
+    with tempfile.TemporaryDirectory(prefix="bench-restart-") as place:
+        run = Launched(command(name, Path(place, "run"), ranks, every, 3), Path(place, "log"), with_restarts())
+        try:
+            run.wait_for(at, 120)
+            killed, done, said = run.kill_one(draw), run.newest, len(run.steps)
+            new = run.wait_for(run.newest + 1 if run.newest > done else done + 1, 120)
+            again = [(when, step) for when, step in run.steps[said:] if when > killed]
+            first = next(
+                (pair for pair, before in zip(again, [(0.0, done), *again], strict=False) if pair[1] <= before[1]), again[0]
+            )
+            return Back(first[0] - killed, new - killed, max(0, done + 1 - first[1]))
+        finally:
+            run.end()
+
+
+def measure(names: Sequence[str], rounds: int, ranks: int, every: int) -> dict[str, list[Back]]:
+    seen: dict[str, list[Back]] = {name: [] for name in names}
+    for nth in range(rounds):
+        at = random.Random(nth).randint(every + 2, 3 * every)
+        for name in tables.turned(list(names), nth):
+            seen[name].append(one_kill(name, ranks, every, at, random.Random(nth)))
+            print(f"round {nth + 1}, killed after step {at}, {name}: {seen[name][-1]}", flush=True)
+    return seen
+
+
+def shown(seen: dict[str, list[Back]]) -> str:
+    rows = []
+    for name, backs in seen.items():
+        over = tables.ratio([b.new_s for b in backs], [b.new_s for b in seen["bare"]])
+        rows.append(
+            [
+                LABELS[name], tables.spread([b.new_s for b in backs]), f"{statistics.median(b.first_s for b in backs):.2f}",
+                f"{statistics.median(b.lost for b in backs):.0f}, at most {max(b.lost for b in backs)}", str(over),
+            ]
+        )  # fmt: skip
+    return tables.table(["", "kill to next new step, s", "to the first step again, s", "steps done again", "over bare"], rows)
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=0, help="0 is 5, or 2 with --short")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--every", type=int, default=10, help="steps from one checkpoint to the next")
+    parser.add_argument("--only", default="", help="these contenders: local,ours,bare")
+    parser.add_argument("--short", action="store_true")
+    options = parser.parse_args(argv)
+    wanted = options.only.split(",") if options.only else list(SHORT if options.short else LABELS)
+    names = [name for name in wanted if name == "local" or ready([name])]
+    rounds = options.rounds or (2 if options.short else 5)
+    about = tables.machine()
+    seen = measure(names, rounds, options.ranks, options.every)
+    text = shown(seen)
+    said = " ".join(argv)
+    print(tables.write(
+        "restart", title="A killed rank to its next new step", short=options.short,
+        command=f"python -m bench.restart {said}".strip(),
+        about=f"{about}; {options.ranks} ranks, a checkpoint each {options.every} steps, {rounds} kills each", text=text,
+        numbers={"kills": seen},
+    ))  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

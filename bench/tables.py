@@ -1,0 +1,125 @@
+"""What every bench does with its numbers: medians and spread, ratios with their interval, a table, files under bench/results.
+
+Rounds are interleaved, so a ratio is taken round by round and then its median, with a 95% interval by bootstrap over rounds.
+Two contenders whose interval holds 1 are called equal. Not here: how anything is measured.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).with_name("results")
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate and the 95% interval around it."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+    def verdict(self, more_is_better: bool = True) -> str:
+        """In a word, of the first of two: better, worse, or equal where the rounds cannot tell."""
+        if self.low <= 1 <= self.high:
+            return "equal"
+        return "better" if (self.low > 1) == more_is_better else "worse"
+
+
+def bootstrap(values: Sequence[float], estimate: Callable[[Sequence[float]], float] = statistics.median) -> Interval:
+    """The estimate over rounds, and where it lies in 95 of 100 resamplings of them. The same rounds give the same interval."""
+    draw = random.Random(len(values))
+    estimates = sorted(estimate(draw.choices(values, k=len(values))) for _ in range(RESAMPLES))
+    cut = round(0.025 * RESAMPLES)
+    return Interval(estimate(values), estimates[cut], estimates[-1 - cut])
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
+    """ours over theirs, round by round."""
+    return bootstrap([a / b for a, b in zip(ours, theirs, strict=True)])
+
+
+def difference(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
+    return bootstrap([a - b for a, b in zip(ours, theirs, strict=True)])
+
+
+def spread(values: Sequence[float], digits: int = 3) -> str:
+    """median (smallest to largest)"""
+    if not values:
+        return ""
+    return f"{short(statistics.median(values), digits)} ({short(min(values), digits)} to {short(max(values), digits)})"
+
+
+def short(value: float, digits: int = 3) -> str:
+    """So many digits, without an exponent."""
+    text = f"{value:.{digits}g}"
+    return f"{float(text):,.0f}" if "e+" in text or abs(value) >= 10**digits else text
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    return "\n".join(lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows])
+
+
+def turned(names: Sequence[str], nth: int) -> list[str]:
+    """The order of a round: each contender is first, second … equally often."""
+    return [*names[nth % len(names) :], *names[: nth % len(names)]]
+
+
+def machine() -> str:
+    import torch
+
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    load = ", ".join(f"{part:.1f}" for part in os.getloadavg())
+    today = datetime.datetime.now(datetime.UTC).date()
+    return (
+        f"{today}: {len(os.sched_getaffinity(0))} cores ({_processor()}), {memory:.0f} GiB, {platform.system()}, "
+        f"Python {platform.python_version()}, torch {torch.__version__}; load before {load}"
+    )
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def write(
+    stem: str, *, title: str, command: str, about: str, text: str, numbers: Mapping[str, Any], short: bool = False
+) -> str:
+    """Markdown and JSON of one bench; a short form stands beside the full one and never replaces it."""
+    stem = f"{stem}-short" if short else stem
+    page = f"# {title}\n\n`{command}`\n\n{about}\n\n{text}\n"
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{stem}.md").write_text(page, encoding="utf-8")
+    record = {"command": command, "about": about, **numbers}
+    (RESULTS / f"{stem}.json").write_text(json.dumps(record, indent=1, default=vars) + "\n", encoding="utf-8")
+    return page
+
+
+def write_piece(
+    stem: str, key: str, *, title: str, piece_title: str, command: str, about: str, text: str, notes: str,
+    numbers: Mapping[str, Any], short: bool = False,
+) -> None:  # fmt: skip
+    """One part of a bench that is run in parts: its section is replaced, the others stay as they were measured."""
+    path = RESULTS / f"{stem}{'-short' if short else ''}.json"
+    kept = json.loads(path.read_text())["pieces"] if path.exists() else {}
+    kept[key] = {"title": piece_title, "command": command, "about": about, "text": text, **numbers}
+    kept = dict(sorted(kept.items()))
+    sections = [f"## {one['title']}\n\n`{one['command']}`\n\n{one['about']}\n\n{one['text']}" for one in kept.values()]
+    RESULTS.mkdir(exist_ok=True)
+    path.with_suffix(".md").write_text(f"# {title}\n\n" + "\n\n".join([*sections, notes]) + "\n", encoding="utf-8")
+    path.write_text(json.dumps({"pieces": kept}, indent=1, default=vars) + "\n", encoding="utf-8")

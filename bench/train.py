@@ -1,0 +1,152 @@
+"""Training side by side: throughput, host time a step and peak memory, ours beside every contender that runs here.
+
+    python -m bench.train                            all works at 2 and 4 ranks; about half an hour
+    python -m bench.train --work decoder --ranks 2   one piece: its rows in bench/results/train.* are replaced, the others stay
+    python -m bench.train --short                    two works, few rounds, three contenders
+
+All contenders of a piece are started once and take turns of some steps, in an order that moves on with each round: the same
+weights, samples, global batch, dtype, optimizer and threads. Ours is the product's own loop with all that it writes; the others
+are loops that write nothing, and their batches were made beforehand. A round's ratio is taken within the round. Memory is
+measured in processes of their own, told to give freed blocks back, above what each holds when its packages are imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bench import tables
+from bench.peers.roster import ROSTER, absent, ready, settings
+from bench.peers.team import Team
+from bench.peers.work import WORKS, Place
+
+PIECES = (("tiny", 2), ("tiny", 4), ("vit", 2), ("vit", 4), ("decoder", 2), ("decoder", 4), ("100m", 2))
+TURN = {"tiny": 20, "vit": 4, "decoder": 2, "100m": 1}
+"""Steps of a turn."""
+SHORT = ("bare", "ours", "accelerate", "fabric")
+WARM = 3
+
+
+@dataclass
+class Seen:
+    """One contender's rounds."""
+
+    wall_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    peak_mib: float = 0.0
+
+
+def measure(work: str, ranks: int, names: Sequence[str], rounds: int, memory: bool) -> dict[str, Seen]:
+    threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+    seen = {name: Seen() for name in names}
+    teams: dict[str, Team] = {}
+    try:
+        for name in names:
+            teams[name] = Team(name, work, ranks, threads=threads)
+            seen[name].losses = teams[name].steps(WARM)["losses"]
+        for nth in range(rounds):
+            for name in tables.turned(list(names), nth):
+                turn = teams[name].steps(TURN[work])
+                seen[name].wall_s.append(turn["wall_s"])
+                seen[name].cpu_s.append(turn["cpu_s"])
+    finally:
+        for team in teams.values():
+            team.close()
+    for name in names if memory else ():
+        with Team(name, work, ranks, threads=threads, honest_memory=True) as team:
+            team.steps(WARM)
+            seen[name].peak_mib = team.memory(WARM)["peak_mib"]
+    return seen
+
+
+def check_same(seen: dict[str, Seen]) -> None:
+    """All must have trained the same thing, or no figure means anything."""
+    wanted = seen["bare"].losses
+    for name, one in seen.items():
+        for step, (theirs, losses) in enumerate(zip(wanted, one.losses, strict=True), start=1):
+            if abs(theirs - losses) > 2e-4 * abs(theirs):
+                raise SystemExit(f"{name} has loss {losses} at step {step}, the bare loop {theirs}: not the same work")
+
+
+def rows(seen: dict[str, Seen], samples: int) -> list[dict[str, Any]]:
+    found = []
+    for name, one in seen.items():
+        own = "ours" if ROSTER[name].shards or "ours-ddp" not in seen else "ours-ddp"
+        row: dict[str, Any] = {
+            "name": name, "per_s": [samples / wall for wall in one.wall_s], "step_ms": [1e3 * wall for wall in one.wall_s],
+            "cpu_ms": [1e3 * cpu for cpu in one.cpu_s], "peak_mib": one.peak_mib,
+        }  # fmt: skip
+        if name not in ("ours", "ours-ddp"):
+            row["ours_over_it"] = tables.ratio(one.wall_s, seen[own].wall_s)
+            row["cpu_over_it"] = tables.ratio(seen[own].cpu_s, one.cpu_s)
+        found.append(row)
+    return found
+
+
+def shown(found: list[dict[str, Any]], unit: str) -> str:
+    lines = []
+    for row in found:
+        over, cpu = row.get("ours_over_it"), row.get("cpu_over_it")
+        lines.append(
+            [
+                ROSTER[row["name"]].label, tables.spread(row["per_s"]), f"{statistics.median(row['step_ms']):.1f}",
+                f"{statistics.median(row['cpu_ms']):.1f}", f"{over} {over.verdict()}" if over else "",
+                f"{cpu} {cpu.verdict(False)}" if cpu else "", f"{row['peak_mib']:.0f}" if row["peak_mib"] else "",
+            ]
+        )  # fmt: skip
+    columns = [
+        "",
+        f"{unit}/s",
+        "step ms",
+        "processor ms a rank",
+        "ours/its throughput",
+        "ours/its processor",
+        "peak MiB a rank",
+    ]
+    return tables.table(columns, lines)
+
+
+def piece(work: str, ranks: int, names: list[str], rounds: int, memory: bool, short: bool) -> None:
+    print(f"\n{WORKS[work].what}; {ranks} ranks, {rounds} rounds of {TURN[work]} steps", flush=True)
+    about = tables.machine()
+    seen = measure(work, ranks, names, rounds, memory)
+    check_same(seen)
+    found = rows(seen, Place(WORKS[work], 0, ranks).samples_a_step)
+    text = shown(found, WORKS[work].unit)
+    print(text, flush=True)
+    title = f"{WORKS[work].what}; {ranks} ranks, {max(1, len(os.sched_getaffinity(0)) // ranks)} threads each"
+    tables.write_piece(
+        "train", f"{work}@{ranks}", short=short, title="Training side by side", piece_title=title,
+        command=f"python -m bench.train --work {work} --ranks {ranks} --rounds {rounds}", about=about, text=text,
+        notes="\n".join(f"- {line}" for line in [*settings(names), *absent(list(ROSTER))]), numbers={"rows": found},
+    )  # fmt: skip
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", choices=list(WORKS), help="one work alone, with --ranks")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=0, help="0 is 20, or 5 with --short")
+    parser.add_argument("--only", default="", help="these contenders: bare,ours,fabric")
+    parser.add_argument("--no-memory", action="store_true", help="leave out the second start of each, for memory")
+    parser.add_argument("--short", action="store_true")
+    options = parser.parse_args(argv)
+    wanted = options.only.split(",") if options.only else list(SHORT if options.short else ROSTER)
+    names = ready(wanted)
+    if options.work:
+        pieces = [(options.work, options.ranks)]
+    else:
+        pieces = [("tiny", 2), ("decoder", 2)] if options.short else list(PIECES)
+    for work, ranks in pieces:
+        piece(work, ranks, names, options.rounds or (5 if options.short else 20), not options.no_memory, options.short)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

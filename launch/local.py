@@ -1,0 +1,212 @@
+"""All ranks of one machine without torchrun, and back within a second or two when one of them dies.
+
+    python -m launch.local --ranks 4 --config recipes/text.toml
+    python -m launch.local --ranks 4 --restarts 10 --run.dir runs/mine        flags of train.py stand beside its own two
+
+torch is imported once, the flags checked and the data opened, and each rank is a fork of that: a start costs one import and not
+one a rank, a restart costs none. When a rank dies the others are ended and all are forked again; they go on from the newest
+checkpoint. The same death at the same step twice is not tried a third time, nor is a wrong flag. Not here: several nodes
+(slurm/, torchrun), and what a rank does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from fsdp import config as configuration
+from fsdp import rundir
+from fsdp.config import Config
+from fsdp.env import DistEnv, pick_device, process_group
+from fsdp.errors import ConfigError, ShardrunError
+from launch.progress import last_step
+
+GRACE_S = 0.5
+"""After a rank's death the others mostly end by themselves, on a broken connection; one that waits on a device does not."""
+FINAL = (2, 5)
+"""Exit codes that another try would only repeat: a wrong flag, numbers that are not finite."""
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+_PR_SET_PDEATHSIG = 1
+
+
+def main(argv: Sequence[str]) -> int:
+    if not argv or argv[0] in ("--help", "-h"):
+        print(__doc__)
+        return 0
+    try:
+        ranks, restarts, flags = _own_flags(argv)
+        config = configuration.load(flags)
+        config = configuration.replace(config, run__dir=str(rundir.choose(config)))
+        warm_up(config, ranks)
+    except ShardrunError as error:
+        print(f"launch.local: {error}", file=sys.stderr)
+        return error.exit_code
+    return _Group(config, ranks).run(restarts)
+
+
+def _own_flags(argv: Sequence[str]) -> tuple[int, int, list[str]]:
+    own, rest = {"--ranks": 1, "--restarts": 3}, []
+    words = iter([word for word in argv if word != "--"])
+    for word in words:
+        name, eq, value = word.partition("=")
+        if name not in own:
+            rest.append(word)
+            continue
+        value = value if eq else next(words, "")
+        if not value.isdigit() or (name == "--ranks" and value == "0"):
+            raise ConfigError(f"{name} {value or 'has no value'} is not a number of {name[2:]}.", f"{name} {own[name]}")
+        own[name] = int(value)
+    return own["--ranks"], own["--restarts"], rest
+
+
+def warm_up(config: Config, ranks: int) -> None:
+    """What every rank would do alike: imports, the flags against the data and the number of ranks. No thread may be left, and
+    CUDA must not be touched: neither survives a fork."""
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    import torch
+
+    import fsdp.loop  # noqa: F401
+    from fsdp.job import meta_model, prepare
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    job = prepare(config, world_size=ranks, num_nodes=1, device=torch.device("cpu"))
+    meta_model(job.spec)
+    torch.set_num_threads(threads)
+
+
+class _Group:
+    """The forks of one try after another."""
+
+    def __init__(self, config: Config, ranks: int) -> None:
+        self._config, self._ranks = config, ranks
+        self._pids: dict[int, int] = {}
+        self._asked: signal.Signals | None = None
+
+    def run(self, restarts: int) -> int:
+        """The exit code of the try that was the last."""
+        with self._passing_on():
+            failed_at = -1
+            for tried in range(restarts + 1):
+                code = self._one_try()
+                step = last_step(rundir.RunDir(Path(self._config.run.dir)))
+                again = code != 0 and self._asked is None and code not in FINAL and step != failed_at and tried < restarts
+                if not again:
+                    if code and step == failed_at:
+                        print(f"launch.local: ended twice after step {step}: not again", file=sys.stderr)
+                    return code
+                failed_at = step
+                print(f"launch.local: a rank ended with {_named(code)} after step {step}: all ranks again", file=sys.stderr)
+        return code
+
+    def _one_try(self) -> int:
+        """0 when all ranks ended well; else how the first of those that did not."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with tempfile.TemporaryDirectory(prefix="shardrun-local-") as folder:
+            for rank in range(self._ranks):
+                pid = os.fork()
+                if pid == 0:
+                    _be_rank(self._config, rank, self._ranks, str(Path(folder, "store")))
+                self._pids[pid] = rank
+            return self._wait()
+
+    def _wait(self) -> int:
+        first, deadline = 0, float("inf")
+        while self._pids:
+            pid, status = os.waitpid(-1, os.WNOHANG if first else 0)
+            if pid:
+                self._pids.pop(pid, None)
+                code = os.waitstatus_to_exitcode(status)
+                if code and not first:
+                    first, deadline = code, time.monotonic() + GRACE_S
+            elif time.monotonic() > deadline:
+                self._send(signal.SIGKILL)
+                deadline = float("inf")
+            else:
+                time.sleep(0.01)
+        return first
+
+    def _send(self, number: int) -> None:
+        for pid in self._pids:
+            os.kill(pid, number)
+
+    @contextmanager
+    def _passing_on(self) -> Iterator[None]:
+        """A signal to this process is meant for the ranks, who agree on a step and save."""
+
+        def pass_on(number: int, frame: FrameType | None) -> None:
+            self._asked = signal.Signals(number)
+            self._send(number)
+
+        before = {one: signal.signal(one, pass_on) for one in PASSED_ON}
+        try:
+            yield
+        finally:
+            for one, handler in before.items():
+                signal.signal(one, handler)
+
+
+def _named(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+def _be_rank(config: Config, rank: int, ranks: int, store: str) -> NoReturn:
+    """The child: never returns into the launcher's own stack."""
+    code = 1
+    try:
+        for one in PASSED_ON:
+            signal.signal(one, signal.SIG_DFL)
+        # A rank whose launcher was killed saves and ends, as when it is asked to.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        env = DistEnv(
+            rank=rank, world_size=ranks, local_rank=rank, local_world_size=ranks, node_rank=0, num_nodes=1,
+            device=pick_device(rank), launcher="launch.local",
+        )  # fmt: skip
+        code = _train(config, env, store)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _train(config: Config, env: DistEnv, store: str) -> int:
+    import torch.distributed as dist
+
+    from fsdp.agree import Elsewhere, lost_a_neighbour
+    from fsdp.loop import train
+    from fsdp.summary import summary
+
+    try:
+        with process_group(env, config.run.process_group_timeout_s, dist.FileStore(store, env.world_size)):
+            outcome = train(config, env)
+    except Elsewhere as error:
+        return error.exit_code
+    except ShardrunError as error:
+        if env.is_main or error.scope == "rank":
+            print(f"launch.local{'' if env.is_main else f' (rank {env.rank})'}: {error}", file=sys.stderr)
+        return error.exit_code
+    except Exception as error:
+        if lost_a_neighbour(error):
+            print(f"[rank {env.rank}] ended because another rank did", file=sys.stderr)
+            return 1
+        raise
+    if env.is_main:
+        print(summary(outcome, config))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
