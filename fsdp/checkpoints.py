@@ -18,8 +18,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from fsdp import config
+from fsdp.adapters import base_of
 from fsdp.checkpoint import inspect, keep, load, names
+from fsdp.checkpoint.adapters import Base
 from fsdp.checkpoint.export import export
 from fsdp.checkpoint.inspect import Found
 from fsdp.checkpoint.manifest import Broken
@@ -27,6 +31,7 @@ from fsdp.checkpoint.store import Store, open_store
 from fsdp.claim import Claim
 from fsdp.config import CheckpointSection
 from fsdp.errors import CheckpointError, ConfigError, ShardrunError
+from fsdp.job import prepare
 
 COMMANDS = ("list", "verify", "prune", "export")
 READ_AT_ONCE = 2 << 30
@@ -194,9 +199,29 @@ def _export(store: Store, options: argparse.Namespace) -> int:
         raise ConfigError("an object store needs a local folder to export to.", "--out FOLDER")
     folder = Path(options.out or Path(options.run, "full_model"))
     source = load.open_one(store, found.folder, found.manifest)
-    for file in export(source, folder, options.section.export_format, options.section.export_shard_gib):
+    section, base = options.section, _base(options, found)
+    for file in export(source, folder, section.export_format, section.export_shard_gib, base=base):
         print(f"{file}  {_size(file.stat().st_size)}")
     return 0
+
+
+def _base(options: argparse.Namespace, found: Found) -> Base | None:
+    """What adapters lie over, from the run's own configuration."""
+    assert found.manifest is not None
+    said = found.manifest.base
+    if not said:
+        return None
+    file = Path(options.run, "config.toml")
+    if not file.exists():
+        raise ConfigError(
+            f"{found.folder} holds adapters over {said['origin']}, and {file} is not there.", "give the run directory"
+        )
+    run = config.load(["--config", str(file)], {"checkpoint.resume": "auto"})
+    job = prepare(run, world_size=1, num_nodes=1, device=torch.device("cpu"))
+    return dataclasses.replace(
+        base_of(run, job.spec, job.dtypes.master, said["digest"]),
+        lora=dataclasses.replace(run.lora, rank=said["rank"], alpha=said["alpha"]),
+    )
 
 
 if __name__ == "__main__":

@@ -76,6 +76,19 @@ class ModelSection:
         "shard", "each rank draws its own shard, or rank 0 draws and sends; the bits are the same"
     )
     weights: str = knob("", "a torch or safetensors state dict, file or folder, to start from")
+    frozen: str = knob("", "parameters that are not trained: names or patterns, as in encoder.*,*.bias")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSection:
+    rank: int = knob(0, "width of the adapters that are trained in place of the model; 0 trains the model", low=0)
+    alpha: float = knob(16.0, "an adapter's product is scaled by alpha over rank", above=0)
+    targets: str = knob("", "linear layers with an adapter: names or patterns, as in q_proj,v_proj; empty is all within blocks")
+    dropout: float = knob(0.0, "dropout of what goes into the adapters", low=0, high=0.999)
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / max(1, self.rank)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +99,7 @@ class DataSection:
     args: Args = knob({}, "keyword arguments of the data set: --data.args.NAME VALUE")
     workers: int = knob(1, "threads a rank that read ahead; 0 reads in the step", "threads", low=0)
     prefetch: int = knob(2, "steps read ahead; at least one a worker", "steps", low=1)
+    to_device: bool = knob(True, "on CUDA, what is read ahead is also copied ahead, on a stream of its own")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +125,16 @@ class MeshSection:
         "auto",
         "what becomes a communication unit: auto (the model's own units, else its repeated blocks), "
         "class:NAME[,NAME], size:PARAMETERS, or root",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommSection:
+    all_reduce_hook: str = knob("", "package.module:function(gradient), run after each unit's reduction, in place")
+    all_gather: str = knob("", "package.module:function(output, input, group, async_op) in place of FSDP's own, or a class")
+    reduce_scatter: str = knob("", "package.module:function(output, input, group, op, async_op) in place of FSDP's, or a class")
+    divide_by: float = knob(
+        0.0, "the reduction divides by this and the loss is multiplied by it: 1 only sums; 0 is the number of ranks", low=0
     )
 
 
@@ -209,8 +233,10 @@ class Config:
     run: RunSection = RunSection()
     train: TrainSection = TrainSection()
     model: ModelSection = ModelSection()
+    lora: LoraSection = LoraSection()
     data: DataSection = DataSection()
     mesh: MeshSection = MeshSection()
+    comm: CommSection = CommSection()
     precision: PrecisionSection = PrecisionSection()
     optim: OptimSection = OptimSection()
     checkpoint: CheckpointSection = CheckpointSection()
@@ -435,7 +461,7 @@ def replace(config: Config, **changes: Any) -> Config:
 def check(config: Config) -> None:
     """Every contradiction between two fields that can be seen without knowing the number of ranks."""
     _check_profile(config)
-    for one in (_check_train, _check_mesh, _check_precision, _check_checkpoint, _check_ray, _check_memory):
+    for one in (_check_train, _check_mesh, _check_precision, _check_checkpoint, _check_ray, _check_memory, _check_lora, _check_comm):
         one(config)
 
 
@@ -573,9 +599,7 @@ def _check_profile(config: Config) -> None:
                 f"--profile.steps {profile.steps} begins after the last step, {steps}.", f"--profile.steps {max(1, steps - 1)}"
             )
     elif profile.steps != ProfileSection().steps:
-        raise ConfigError(
-            f"--profile.steps {profile.steps} says nothing alone.", "--profile.memory true, or --profile.trace true"
-        )
+        raise ConfigError(f"--profile.steps {profile.steps} says nothing alone.", "--profile.memory true, or --profile.trace true")
 
 
 def _check_memory(config: Config) -> None:
@@ -611,6 +635,35 @@ def _check_nvme(config: Config) -> None:
         raise ConfigError("--memory.nvme all moves shards, and --mesh.strategy ddp has none.", "--memory.nvme optimizer")
     if memory.nvme == "optimizer" and config.optim.name == "sgd" and not config.optim.momentum:
         raise ConfigError("--memory.nvme optimizer: --optim.name sgd has no states without momentum.", "--memory.nvme off")
+
+
+def _check_comm(config: Config) -> None:
+    if config.optim.name == "sgd" and config.optim.fused == "true" and config.mesh.strategy != "ddp":
+        raise ConfigError(
+            f"--optim.fused true: torch fuses no SGD of sharded parameters, as --mesh.strategy {config.mesh.strategy} makes them.",
+            "--optim.fused auto",
+        )
+    if config.mesh.strategy != "ddp":
+        return
+    for name in ("all_reduce_hook", "all_gather", "reduce_scatter", "divide_by"):
+        if value := getattr(config.comm, name):
+            raise ConfigError(f"--comm.{name} {value} is FSDP's, and --mesh.strategy ddp is not.", "--mesh.strategy fsdp")
+    if config.mesh.accumulate == "shard":
+        raise ConfigError(
+            "--mesh.accumulate shard scatters gradients, and --mesh.strategy ddp has no shards.", "--mesh.accumulate every"
+        )
+
+
+def _check_lora(config: Config) -> None:
+    lora, model = config.lora, config.model
+    if not lora.rank and lora != LoraSection():
+        field = next(f.name for f in dataclasses.fields(lora) if getattr(lora, f.name) != getattr(LoraSection(), f.name))
+        raise ConfigError(f"--lora.{field} {getattr(lora, field)} says nothing without adapters.", "--lora.rank 8")
+    if lora.rank and model.frozen:
+        raise ConfigError(
+            f"--model.frozen {model.frozen} says nothing beside --lora.rank {lora.rank}: adapters freeze the whole model.",
+            "give one of the two",
+        )
 
 
 # ---------------------------------------------------------------- writing
@@ -669,6 +722,8 @@ def config_hash(config: Config) -> str:
         "train.stop_after",
         "data.workers",
         "data.prefetch",
+        "data.to_device",
+        "comm.divide_by",
     )
     prefixes = ("mesh.", "ray.", "checkpoint.", "stop.", "memory.", "speed.", "profile.")
     kept = {k: v for k, v in flatten(config).items() if k not in elsewhere and not k.startswith(prefixes)}

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from fsdp.agree import sum_over_ranks
-from fsdp.config import TrainSection
+from fsdp.config import DataSection, TrainSection
 from fsdp.data import DataSet, heldout_batches
-from fsdp.loss import LossFunction, count_tokens
+from fsdp.loss import LossFunction
 from fsdp.mesh import BatchPlan, DataRank
 from fsdp.shard import Sharded
 
@@ -33,6 +33,7 @@ def evaluate(
     data: DataSet,
     *,
     section: TrainSection,
+    reading: DataSection,
     batch: BatchPlan,
     rank: DataRank,
     asked_to_stop: Callable[[], str | None],
@@ -45,13 +46,17 @@ def evaluate(
     weight = 0.0
     stopped: str | None = None
     with sharded.evaluating():
-        for host in heldout_batches(data.heldout, batch=size, rank=rank, limit=section.eval_samples):
+        on_cuda = sharded.device.type == "cuda"
+        for host in heldout_batches(
+            data.heldout, batch=size, rank=rank, limit=section.eval_samples, workers=reading.workers, prefetch=reading.prefetch,
+            pin=on_cuda, device=sharded.device if reading.to_device else None,
+        ):  # fmt: skip
             one = host.to(sharded.device)
             parts = loss_function(sharded.called, one.data, one.valid, one.valid_rows)
             loss_sum += parts.loss_sum.double()
             if parts.correct is not None:
                 correct += parts.correct
-            weight += count_tokens(host.data, host.valid) if loss_function.counts_tokens else host.valid_rows
+            weight += host.tokens if loss_function.counts_tokens else host.valid_rows
             stopped = asked_to_stop()
             if stopped:
                 break

@@ -28,10 +28,12 @@ class Gradients:
         self._sharded: list[nn.Parameter] = [p for p in trained if isinstance(p, DTensor)]
         self._plain = [p for p in trained if not isinstance(p, DTensor)]
         self._group, self._in_turn = shard_group, in_turn or (lambda all_of_them: [all_of_them])
+        self._norms: list[Tensor] = []
 
     @torch.no_grad()
     def norm(self) -> Tensor:
         """The global 2-norm, the same on every rank. Collective."""
+        self._norms = []
         sharded, plain = self._locals(self._sharded), self._locals(self._plain)
         square = self._square_sum(sharded)
         if self._group is not None and self._group.size() > 1:
@@ -50,6 +52,11 @@ class Gradients:
     def clip(self, max_norm: float, norm: Tensor) -> None:
         """Always a product, never a branch: a branch would wait for the device."""
         self.scale((max_norm / (norm + 1e-6)).clamp(max=1.0))
+
+    def parts(self) -> tuple[list[nn.Parameter], Tensor]:
+        """Which parameters the last `norm` saw, and the norm of this rank's part of each."""
+        holders = [p for p in (*self._sharded, *self._plain) if p.grad is not None]
+        return holders, torch.cat(self._norms) if self._norms else torch.zeros(0)
 
     def first_nonfinite(self, named: Iterable[tuple[str, nn.Parameter]]) -> str | None:
         """For the message after a failure: which parameter's gradient on this rank."""
@@ -70,5 +77,6 @@ class Gradients:
     def _square_sum(self, grads: list[Tensor]) -> Tensor | None:
         if not grads:
             return None
-        norms = [norm for some in self._in_turn(grads) for norm in torch._foreach_norm(some)]
-        return torch.linalg.vector_norm(torch.stack(norms)).square()
+        norms = torch.stack([norm for some in self._in_turn(grads) for norm in torch._foreach_norm(some)])
+        self._norms.append(norms)
+        return torch.linalg.vector_norm(norms).square()

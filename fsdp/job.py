@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fsdp import traffic
+from fsdp.comm import Hooks, check_divide, load_hooks
 from fsdp.config import Config
 from fsdp.data import Cursor, DataSet, build_dataset
 from fsdp.env import DistEnv
@@ -21,6 +23,8 @@ from fsdp.memory.check import check_device
 from fsdp.mesh import BatchPlan, MeshSizes, plan_batch, resolve
 from fsdp.models import ModelSpec
 from fsdp.models import resolve as resolve_model
+from fsdp.models.lora import adapted, apply_lora
+from fsdp.models.parts import freeze
 from fsdp.models.real import seeded
 from fsdp.shard import Dtypes, resolve_dtypes
 
@@ -40,6 +44,7 @@ class Job:
     cursor: Cursor
     total_steps: int
     dtypes: Dtypes
+    hooks: Hooks
 
     @property
     def data_identity(self) -> dict[str, int | str]:
@@ -56,6 +61,7 @@ class Job:
 def prepare(config: Config, *, world_size: int, num_nodes: int, device: torch.device) -> Job:
     """Raises ConfigError, on every rank the same."""
     sizes = resolve(config.mesh, world_size, num_nodes)
+    check_divide(config.comm, sizes)
     check_device(config.memory, device)
     batch = plan_batch(config.train, world_size)
     data = _data_of_this_node(config)
@@ -68,6 +74,7 @@ def prepare(config: Config, *, world_size: int, num_nodes: int, device: torch.de
         cursor=cursor,
         total_steps=_total_steps(config, data, cursor),
         dtypes=resolve_dtypes(config.precision, device),
+        hooks=load_hooks(config.comm),
     )
 
 
@@ -103,6 +110,16 @@ def meta_model(spec: ModelSpec) -> nn.Module:
         return spec.build().to("meta")
 
 
+def trained_model(config: Config, job: Job) -> nn.Module:
+    """The meta model, with what is frozen frozen and its adapters in place: what a run shards."""
+    model = meta_model(job.spec)
+    if config.model.frozen:
+        freeze(model, config.model.frozen)
+    if config.lora.rank:
+        apply_lora(model, config.lora)
+    return model
+
+
 def stray_tensors(model: nn.Module) -> Iterator[str]:
     """Tensors kept as plain attributes: neither moved, nor saved, nor filled by anyone."""
     return (
@@ -132,6 +149,18 @@ def describe(config: Config, job: Job, model: nn.Module) -> Mapping[str, str]:
         "precision": f"{_name(job.dtypes.param)} on {_name(job.dtypes.master)}, reduced in {_name(job.dtypes.reduce)}",
         "bytes a rank": _bytes_a_rank(config, job, total, trained),
     }  # fmt: skip
+    if job.sizes.ranks > 1:
+        facts["a step sends"] = traffic.said(
+            model,
+            sizes=job.sizes,
+            section=config.mesh,
+            accumulation=job.batch.accumulation,
+            gathered=job.dtypes.param,
+            reduced=job.dtypes.reduce,
+        )
+    layers = sum(1 for _ in adapted(model))
+    if layers:
+        facts["adapters"] = f"rank {config.lora.rank} beside {layers} layers; checkpoints hold them alone"
     if tokens:
         facts["tokens a step"] = f"{tokens:,}"
     return facts
@@ -154,6 +183,6 @@ def dry_run(config: Config, env: DistEnv) -> str:
     asked = max(1, config.mesh.replicate) * max(1, config.mesh.shard)
     ranks = asked if env.world_size == 1 else env.world_size
     job = prepare(config, world_size=ranks, num_nodes=env.num_nodes, device=env.device)
-    facts = describe(config, job, meta_model(job.spec))
+    facts = describe(config, job, trained_model(config, job))
     width = max(map(len, facts))
     return "\n".join(f"{name:<{width}}  {text}" for name, text in facts.items())

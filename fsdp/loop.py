@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fsdp import agree, rundir
+from fsdp.adapters import maybe_base
 from fsdp.checkpoint import Checkpointer
 from fsdp.checkpoint.full import open_full_state
 from fsdp.claim import Claim
@@ -24,15 +25,15 @@ from fsdp.console import Console, set_up_logging
 from fsdp.data import Loader, StepBatch
 from fsdp.data.cursor import stream_key
 from fsdp.env import DistEnv, check_torch, end_time, process_group
-from fsdp.errors import CheckpointError, TrainingError
+from fsdp.errors import CheckpointError
 from fsdp.evaluate import Evaluation, evaluate
 from fsdp.gradients import Gradients, InTurn
-from fsdp.job import Job, describe, meta_model, prepare
-from fsdp.loss import LossFunction, count_tokens
+from fsdp.job import Job, describe, prepare, trained_model
+from fsdp.loss import LossFunction
 from fsdp.materialize import materialize
 from fsdp.memory import profile as memory_profile
 from fsdp.memory.nvme import maybe_shelf
-from fsdp.memory.update import Update, build_update
+from fsdp.memory.update import Update, Whole, build_update
 from fsdp.mesh import build_mesh, data_rank
 from fsdp.metrics import NoReporter, Reporter
 from fsdp.optim import apply_hyperparameters, build_optimizer, lr_at, set_lr
@@ -43,6 +44,7 @@ from fsdp.scaler import LossScaler
 from fsdp.shard import Sharded, replicate, shard_model
 from fsdp.state import TrainState
 from fsdp.stop import Stopper
+from fsdp.verdict import Verdicts
 
 log = logging.getLogger(__name__)
 
@@ -73,12 +75,13 @@ def train(config: Config, env: DistEnv, reporter: Reporter | None = None) -> Out
 
 def _train(config: Config, env: DistEnv, reporter: Reporter, job: Job, run: RunDir, claim: Claim | None) -> Outcome:
     mesh = build_mesh(job.sizes, env.device)
-    model = meta_model(job.spec)
+    model = trained_model(config, job)
     facts = describe(config, job, model)
     loss_function = LossFunction(model)
     sharded = shard_model(
         model, sizes=job.sizes, mesh=mesh, device=env.device, section=config.mesh,
-        precision=config.precision, memory=config.memory, speed=config.speed,
+        precision=config.precision, memory=config.memory, speed=config.speed, comm=config.comm,
+        hooks=job.hooks,
     )  # fmt: skip
     weights = config.model.weights
     shelf = maybe_shelf(config.memory, config.optim, sharded.root, sharded.units, sharded.dtypes.master)
@@ -95,6 +98,7 @@ def _train(config: Config, env: DistEnv, reporter: Reporter, job: Job, run: RunD
     state = TrainState(model=sharded.root, optimizer=optimizer, loss_scale=config.precision.loss_scale)
     checkpointer = Checkpointer(
         config.checkpoint, run.path, env, job.sizes, config_hash=config_hash(config), claim=claim, room=shelf,
+        base=maybe_base(config, job.spec, job.dtypes.master, sharded.root),
     )  # fmt: skip
     with shelf.offered(optimizer) if shelf is not None else nullcontext():
         restored = checkpointer.restore(state)
@@ -102,6 +106,7 @@ def _train(config: Config, env: DistEnv, reporter: Reporter, job: Job, run: RunD
     loader = Loader(
         job.data.train, job.cursor, micro_batch=job.batch.micro_batch, accumulation=job.batch.accumulation,
         rank=data_rank(env), workers=config.data.workers, prefetch=config.data.prefetch, pin=env.device.type == "cuda",
+        device=env.device if config.data.to_device else None,
     )  # fmt: skip
     stopper = Stopper(
         config.stop, env, run.path, reporter.should_stop, end_time=end_time(),
@@ -172,7 +177,10 @@ class _Loop:
         group = self.sharded.mesh.get_group("dp_shard") if self.job.sizes.strategy != "ddp" else None
         self.gradients = Gradients(self.sharded.root.parameters(), group, self.in_turn)
         self.scaler = LossScaler(self.state) if self.job.dtypes.needs_loss_scale else None
-        self.skipped = 0
+        self.verdicts = Verdicts(
+            self.config.train, self.gradients, self.state.optimizer, self.sharded.root, scaler=self.scaler,
+            whole_update=isinstance(self.update, Whole),
+        )  # fmt: skip
         self.stopped: str | None = None
         self.evaluation: Evaluation | None = None
         self.last_saved = self.state.step if self.state.step else -1
@@ -181,7 +189,7 @@ class _Loop:
         last = min(self.config.train.stop_after or self.job.total_steps, self.job.total_steps)
         while self.state.step < last and not self.stopped:
             self._one_step()
-        self.recorder.flush()
+        self._look()
         if self.stopped is None and self.state.step < self.job.total_steps:
             self.stopped = f"--train.stop_after {last}"
         if self.stopped is None and self.job.data.heldout is not None and not self._evaluated_now():
@@ -211,11 +219,11 @@ class _Loop:
         self.recorder.step(
             Pending(
                 step=step, loss=result.loss, grad_norm=result.grad_norm, lr=lr, samples=batch.samples, tokens=result.tokens,
-                step_time_s=time.perf_counter() - began, data_wait_s=waited,
+                began=began, step_time_s=time.perf_counter() - began, data_wait_s=waited,
             )
         )  # fmt: skip
         if self.recorder.wants(step):
-            self.recorder.flush()
+            self._look()
         agreed = self.stopper.agreed()
         self.stopped = agreed.stop
         every = self.config.train.eval_every_steps
@@ -234,7 +242,7 @@ class _Loop:
         if self.scaler is not None:
             norm = self.scaler.unscale(self.gradients, norm)
         loss = loss_sum.wait() / weight
-        applied = self._may_update(loss, norm)
+        applied = self.verdicts.may_update(self.state.step + 1, loss, norm)
         if applied:
             if self.config.train.clip_grad_norm:
                 self.gradients.clip(self.config.train.clip_grad_norm, norm)
@@ -246,7 +254,7 @@ class _Loop:
         return StepResult(loss, norm, tokens, applied)
 
     def _accumulate(self, batch: StepBatch) -> tuple[agree.Sum, float, int]:
-        """The gradient of the global batch's mean: FSDP averages over ranks, so each multiplies by their number."""
+        """The gradient of the global batch's mean: a reduction averages over ranks, so each multiplies by their number."""
         counted = self._tokens_of(batch)
         scale = self.scaler.scale if self.scaler is not None else 1.0
         total: Tensor | None = None
@@ -264,46 +272,14 @@ class _Loop:
                     # Begun here it travels beside the last backward.
                     reduced = agree.Sum(total)
                 self.phases.enter("backward")
-                (parts.loss_sum * (self.sharded.ranks * scale / weight)).backward()
+                (parts.loss_sum * (self.sharded.divisor * scale / weight)).backward()
         return reduced, weight, tokens
 
     def _tokens_of(self, batch: StepBatch) -> _Tokens:
         info = self.job.data.info
         if info.class_names or not info.masks_targets:
             return _Tokens(batch.samples * info.tokens_per_sample)
-        return _Tokens(sum(count_tokens(micro.data, micro.valid) for micro in batch.micro), over_ranks=True)
-
-    def _may_update(self, loss: Tensor, norm: Tensor) -> bool:
-        """Loss and norm are sums over all ranks, so every rank comes to the same verdict."""
-        if bool(torch.isfinite(norm) & torch.isfinite(loss)):
-            self.skipped = 0
-            if self.scaler is not None:
-                self.scaler.good()
-            return True
-        self.skipped += 1
-        overflow = self.scaler is not None and self.scaler.overflow()
-        skips = self.config.train.nonfinite == "skip" and self.skipped <= self.config.train.max_skipped
-        if overflow or skips:
-            log.warning(
-                "step %d: loss %s, gradient norm %s: the update is left out", self.state.step + 1, float(loss), float(norm)
-            )
-            return False
-        raise self._nonfinite(float(loss), float(norm))
-
-    def _nonfinite(self, loss: float, norm: float) -> TrainingError:
-        named = self.sharded.root.named_parameters()
-        where = self.gradients.first_nonfinite(named)
-        ranks = [(rank, name) for rank, name in enumerate(agree.everyones(where)) if name]
-        place = (
-            f", first in {ranks[0][1]} on rank{'s' * (len(ranks) > 1)} {', '.join(str(r) for r, _ in ranks[:8])}"
-            if ranks
-            else ""
-        )
-        again = f" {self.skipped} times in a row" if self.skipped > 1 else ""
-        return TrainingError(
-            f"step {self.state.step + 1}: loss {loss}, gradient norm {norm}{place}: not finite{again}.",
-            "--optim.lr lower, --train.clip_grad_norm 1, or --train.nonfinite skip to leave such updates out",
-        )
+        return _Tokens(sum(micro.tokens for micro in batch.micro), over_ranks=True)
 
     def _count(self, batch: StepBatch, result: StepResult) -> None:
         self.state.step += 1
@@ -312,6 +288,11 @@ class _Loop:
 
     # ------------------------------------------------------------ between steps
 
+    def _look(self) -> None:
+        """The numbers of the steps since the last look. On CUDA the device is waited for here and nowhere else."""
+        self.recorder.flush()
+        self.verdicts.settle()
+
     def _evaluated_now(self) -> bool:
         every = self.config.train.eval_every_steps
         return bool(every) and self.state.step % every == 0 and self.evaluation is not None
@@ -319,28 +300,31 @@ class _Loop:
     def _evaluate(self) -> None:
         self.phases.enter("evaluate")
         found = evaluate(
-            self.sharded, self.loss_function, self.job.data, section=self.config.train, batch=self.job.batch,
-            rank=data_rank(self.env), asked_to_stop=lambda: self.stopper.check_now().stop,
+            self.sharded, self.loss_function, self.job.data, section=self.config.train, reading=self.config.data,
+            batch=self.job.batch, rank=data_rank(self.env), asked_to_stop=lambda: self.stopper.check_now().stop,
         )  # fmt: skip
         if found.stopped:
             self.stopped = found.stopped
             return
         self.evaluation = found
-        self.recorder.flush()
+        self._look()
         self.recorder.evaluation(self.state.step, found.values())
 
     def _save(self, reason: str, *, wait: bool) -> None:
         self.phases.enter("save")
-        self.recorder.flush()
+        self._look()
         metrics = {} if self.recorder.last is None else {"loss": self.recorder.last.loss}
         metrics |= self.evaluation.values() if self.evaluation is not None else {}
+        self.recorder.saving(self.state.step)
         self.checkpointer.save(self.state, metrics=metrics, reason=reason, wait=wait)
         self.last_saved = self.state.step
         self.stopper.saved()
 
     def _hear_sealed(self) -> None:
         for sealed in self.checkpointer.sealed():
-            self.recorder.saved(sealed.step, sealed.path)
+            self.recorder.saved(
+                sealed.step, sealed.path, stall_s=sealed.stall_s, write_s=sealed.write_s, size=sealed.bytes
+            )  # fmt: skip
 
     def _leave(self) -> Outcome:
         if self.stopped is None and self.config.checkpoint.export and self.last_saved == self.state.step:

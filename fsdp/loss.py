@@ -20,7 +20,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class LossParts:
-    """loss_sum over the weight of the whole global batch is the mean. correct is None for an own loss."""
+    """loss_sum over the weight of the whole global batch is the mean. correct is counted in evaluation, of logits."""
 
     loss_sum: Tensor
     correct: Tensor | None
@@ -92,7 +92,8 @@ def cross_entropy_parts(logits: Tensor, targets: Tensor, valid: Tensor) -> LossP
     flat, wanted = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
     flat = flat if flat.dtype == torch.float64 else flat.float()
     loss_sum = F.cross_entropy(flat, wanted, reduction="sum", ignore_index=IGNORED)
-    correct = (flat.detach().argmax(-1) == wanted).sum()
+    # A pass over all logits: training does not ask for it.
+    correct = None if torch.is_grad_enabled() else (flat.argmax(-1) == wanted).sum()
     return LossParts(loss_sum, correct)
 
 

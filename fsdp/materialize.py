@@ -23,6 +23,7 @@ from fsdp.errors import ConfigError
 from fsdp.memory.nvme import Shelf
 from fsdp.models import ModelSpec, to_empty
 from fsdp.models.init import Init, draw, draw_into
+from fsdp.models.lora import lora_inits
 from fsdp.models.real import seeded
 from fsdp.proof import cut_of, fill_with_poison, local, poison, prove, shard_count
 from fsdp.shard import Sharded
@@ -89,6 +90,7 @@ def materialize(
     root = sharded.root
     methods: Any = root
     inits: Mapping[str, Init] = methods.param_inits() if hasattr(root, "param_inits") else {}
+    added = lora_inits(root)
     device = rest_device or sharded.device
     to_empty(root, device, None if shelf is None else functools.partial(shelf.empty, device=device))
     if shelf is not None:
@@ -98,6 +100,8 @@ def materialize(
         _buffers_to(root, sharded.device)
     if hasattr(root, "init_buffers"):
         methods.init_buffers(sharded.device)
+    # Adapters are in nobody's weights: each rank draws its own part of them, whatever the others come from.
+    _draw_shards(root, added, seed, rank)
     if inits and init == "shard" and weights is None:
         _draw_shards(root, inits, seed, rank)
     else:
@@ -109,8 +113,8 @@ def materialize(
 
         # What fails on rank 0 alone is told to all, so that nobody waits for weights that never come.
         on_main(rank, open_source)
-        _send_all(sharded, source)
-    prove(root, rank=rank, drawn={name: i for name, i in inits.items() if weights is None})
+        _send_all(sharded, source, added)
+    prove(root, rank=rank, drawn={**({} if weights is not None else inits), **added})
 
 
 # ---------------------------------------------------------------- filling
@@ -168,7 +172,8 @@ def _check_state_fits(state: Mapping[str, Tensor], names: Mapping[str, list[str]
     """Nothing missing, nothing left over, every shape the model's: else part of it would be trained from scratch unseen."""
     tensors = {**dict(root.named_parameters()), **dict(root.named_buffers())}
     needed = dict(root.named_parameters()) if hasattr(root, "init_buffers") else {n: tensors[n] for n in _persistent(root)}
-    missing = [name for name in needed if not any(known in state for known in names[name])]
+    added = lora_inits(root)
+    missing = [name for name in needed if name not in added and not any(known in state for known in names[name])]
     if missing:
         raise ConfigError(
             f"--model.weights has no {missing[0]} ({len(missing)} of {len(needed)} are missing).",
@@ -211,9 +216,11 @@ def build_on_host(spec: ModelSpec, seed: int) -> nn.Module:
 
 
 @torch.no_grad()
-def _send_all(sharded: Sharded, source: Source | None) -> None:
+def _send_all(sharded: Sharded, source: Source | None, added: Mapping[str, Init]) -> None:
     root = sharded.root
     for name, target in [*root.named_parameters(), *_sent_buffers(root)]:
+        if name in added:
+            continue
         full = source.take(name) if source is not None else None
         if shard_count(target) == 1:
             _broadcast_whole(target, full, is_source=source is not None)

@@ -34,6 +34,8 @@ def build_optimizer(section: OptimSection, model: nn.Module) -> torch.optim.Opti
     groups = parameter_groups(section, model.parameters())
     fused = section.fused != "false"
     if section.name == "sgd":
+        # torch has a fused SGD for plain tensors alone.
+        fused = fused and not any(isinstance(p, DTensor) for p in model.parameters())
         return torch.optim.SGD(groups, lr=section.lr, momentum=section.momentum, fused=fused)
     kind = torch.optim.AdamW if section.name == "adamw" else torch.optim.Adam
     return kind(groups, lr=section.lr, betas=(section.beta1, section.beta2), eps=section.eps, fused=fused)

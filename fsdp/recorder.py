@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import resource
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TextIO
@@ -21,6 +22,10 @@ from fsdp.metrics import Reporter, StepMetrics
 from fsdp.rundir import RunDir
 
 
+DEVICES_THAT_HOLD = ("cuda",)
+"""Where to fetch a number is to wait for all that was asked of the device before."""
+
+
 @dataclass(frozen=True)
 class Pending:
     """A step whose loss and gradient norm may still be on their way from the device."""
@@ -33,11 +38,13 @@ class Pending:
     tokens: int
     step_time_s: float
     data_wait_s: float
+    began: float = 0.0
+    """time.perf_counter() then."""
 
-    def fetch(self, max_mem_gib: float) -> StepMetrics:
+    def fetched(self, loss: float, norm: float, step_time_s: float, max_mem_gib: float) -> StepMetrics:
         return StepMetrics(
-            step=self.step, loss=float(self.loss), grad_norm=float(self.grad_norm), lr=self.lr, samples=self.samples,
-            tokens=self.tokens, step_time_s=self.step_time_s, data_wait_s=self.data_wait_s, max_mem_gib=max_mem_gib,
+            step=self.step, loss=loss, grad_norm=norm, lr=self.lr, samples=self.samples, tokens=self.tokens,
+            step_time_s=step_time_s, data_wait_s=self.data_wait_s, max_mem_gib=max_mem_gib,
         )  # fmt: skip
 
 
@@ -55,6 +62,7 @@ class Recorder:
         self._file: TextIO | None = run.metrics.open("a", encoding="utf-8") if env.is_main else None
         self._events = EventWriter(run.path / "tensorboard", purge_step=from_step + 1) if env.is_main else None
         self._pending: list[Pending] = []
+        self._holds = env.device.type in DEVICES_THAT_HOLD
         self.last: StepMetrics | None = None
         self.checkpoint_note = ""
 
@@ -62,15 +70,13 @@ class Recorder:
         self._pending.append(pending)
 
     def wants(self, step: int) -> bool:
-        return self._env.device.type == "cpu" or self._console.wants(step)
+        return not self._holds or self._console.wants(step)
 
     def flush(self) -> list[StepMetrics]:
-        """Fetch what is pending, write it, show it. The device is waited for here and nowhere else."""
+        """Fetch what is pending, write it, show it."""
         if not self._pending:
             return []
-        memory = peak_memory_gib(self._env.device)
-        fetched = [pending.fetch(memory) for pending in self._pending]
-        self._pending = []
+        fetched, self._pending = self._fetch(self._pending), []
         if self._env.is_main:
             for metrics in fetched:
                 self._write(metrics.step, step_record(metrics), "train")
@@ -79,6 +85,18 @@ class Recorder:
         for metrics in fetched:
             self._reporter.report(step_record(metrics))
         return fetched
+
+    def _fetch(self, pending: list[Pending]) -> list[StepMetrics]:
+        """One copy from the device for all. There the host runs ahead: its time a step is not the device's, but over all
+        steps since the last look it is."""
+        losses = torch.stack([one.loss.double() for one in pending]).tolist()
+        norms = torch.stack([one.grad_norm.double() for one in pending]).tolist()
+        times = [one.step_time_s for one in pending]
+        if self._holds and pending[0].began:
+            times = [(time.perf_counter() - pending[0].began) / len(pending)] * len(pending)
+        memory = peak_memory_gib(self._env.device)
+        numbers = zip(pending, losses, norms, times, strict=True)
+        return [one.fetched(loss, norm, seconds, memory) for one, loss, norm, seconds in numbers]
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         if self._env.is_main:

@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp.config import MemorySection, MeshSection, PrecisionSection, SpeedSection, reshard_policy
+from fsdp.comm import Hooks, apply_comm, load_hooks
+from fsdp.config import CommSection, MemorySection, MeshSection, PrecisionSection, SpeedSection, reshard_policy
 from fsdp.memory.activations import apply_activation_checkpointing
 from fsdp.mesh import MeshSizes
 from fsdp.models.blocks import blocks_of, find_units
@@ -63,6 +64,7 @@ class Sharded:
     units: list[list[nn.Module]]
     accumulate: str
     keep_gathered: bool
+    divides_by: float = 0.0
     runs: nn.Module = field(init=False)
 
     def __post_init__(self) -> None:
@@ -71,6 +73,11 @@ class Sharded:
     @property
     def ranks(self) -> int:
         return self.sizes.ranks
+
+    @property
+    def divisor(self) -> float:
+        """By what a reduction divides the sum over ranks: the loss is multiplied by it."""
+        return self.divides_by or self.ranks
 
     @functools.cached_property
     def replicated(self) -> list[nn.Parameter]:
@@ -128,7 +135,7 @@ class Sharded:
         for parameter in self.replicated:
             if parameter.grad is not None and self.ranks > 1:
                 dist.all_reduce(parameter.grad)
-                parameter.grad /= self.ranks
+                parameter.grad /= self.divisor
 
 
 def shard_model(
@@ -141,6 +148,8 @@ def shard_model(
     precision: PrecisionSection,
     memory: MemorySection,
     speed: SpeedSection,
+    comm: CommSection = CommSection(),
+    hooks: Hooks | None = None,
 ) -> Sharded:
     """Cut the model up; its weights may still be on meta. For DDP call `replicate` once they are real."""
     dtypes = resolve_dtypes(precision, device)
@@ -154,10 +163,12 @@ def shard_model(
     sharded = Sharded(
         root=model, sizes=sizes, mesh=mesh, dtypes=dtypes, device=device, units=units,
         accumulate=section.accumulate, keep_gathered=policy == "step",
+        divides_by=comm.divide_by,
     )  # fmt: skip
     if sizes.strategy != "ddp":
         _apply_fully_shard(sharded, policy, memory)
         _apply_prefetch(units, speed)
+        apply_comm(model, comm, hooks or load_hooks(comm), device)
     return sharded
 
 

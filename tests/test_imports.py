@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[1]
 LEVELS = {
     0: "errors config",
     1: "models env optim metrics digest torchvision_import events phases",
-    2: "mesh stop state memory loss agree claim console gradients scaler rundir recorder",
-    3: "shard materialize proof data checkpoint watch evaluate job",
+    2: "mesh stop state memory loss agree claim console gradients scaler rundir recorder verdict",
+    3: "shard comm traffic materialize adapters proof data checkpoint watch evaluate job",
     4: "loop",
     5: "plan report launch predict parity checkpoints summary",
     6: "train",

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-from fsdp.checkpoint import inspect, keep, load, names, snapshot, survey
+from fsdp.checkpoint import adapters, inspect, keep, load, names, snapshot, survey
+from fsdp.checkpoint.adapters import Base
 from fsdp.checkpoint.export import export
 from fsdp.checkpoint.foreign import prefixes
 from fsdp.checkpoint.inspect import Found
@@ -73,7 +74,9 @@ class Checkpointer:
         config_hash: str,
         claim: Claim | None = None,
         room: Room | None = None,
+        base: Base | None = None,
     ) -> None:
+        self._base = base
         self._section, self._run_dir, self._env, self._sizes, self._config = section, run_dir, env, sizes, config_hash
         self._talk = Talk()
         self._attempt: str = self._talk.tell(secrets.token_hex(4))
@@ -189,6 +192,7 @@ class Checkpointer:
             replicate=self._sizes.replicate, shard=self._sizes.shard, ranks=self._env.world_size, config=self._config,
             reason=reason, counters=state.counters(), files={}, digests={},
             metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
+            base={} if self._base is None else self._base.said(),
         )  # fmt: skip
 
     def _ousted(self) -> str | None:
@@ -226,6 +230,7 @@ class Checkpointer:
 
     def _restore(self, state: TrainState, source: load.Source, manifest: Manifest, notes: list[str]) -> Restored:
         """One of our own, with its counters."""
+        adapters.check(manifest, self._base, source.store.path(source.folder))
         self._load(state, source, Prefixes(), exact=True)
         state.set_counters(dict(manifest.counters))
         differences = survey.differences(manifest, self._sizes, self._env.world_size, self._config)
@@ -309,7 +314,7 @@ class Checkpointer:
             raise CheckpointError(f"{self._store.where} holds no whole checkpoint to export.", "--checkpoint.export false")
         try:
             source = load.open_one(self._store, found.folder, found.manifest)
-            return export(source, folder, self._section.export_format, self._section.export_shard_gib)
+            return export(source, folder, self._section.export_format, self._section.export_shard_gib, base=self._base)
         except (Broken, OSError) as error:
             hint = f"python -m fsdp.checkpoints {self._run_dir} verify"
             raise CheckpointError(f"{found.folder} was not exported to {folder}: {error}.", hint) from None

@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from fsdp.checkpoint import full, load
+from fsdp.checkpoint import adapters, full, load
+from fsdp.checkpoint.adapters import Base
 from fsdp.checkpoint.full import Entry
 from fsdp.checkpoint.load import Source
 from fsdp.checkpoint.store import sync_folder
@@ -24,21 +24,27 @@ from fsdp.checkpoint.store import sync_folder
 Format = Literal["torch", "safetensors", "both"]
 
 
-def export(source: Source, folder: Path, format: Format, shard_gib: float, prefix: str = "model.") -> list[Path]:
-    """Write the model of a checkpoint into a folder; returns the files."""
+def export(
+    source: Source, folder: Path, format: Format, shard_gib: float, prefix: str = "model.", base: Base | None = None
+) -> list[Path]:
+    """The model of a checkpoint into a folder; returns the files. Adapters are merged into `base`, and written alone too."""
     folder.mkdir(parents=True, exist_ok=True)
-    entries = _entries(source, prefix)
-
-    def fetch(entry: Entry) -> torch.Tensor:
-        return load.whole(source, prefix + entry.name)
-
     files = []
+    if base is None:
+        entries, fetch = _entries(source, prefix), _fetch(source, prefix)
+    else:
+        entries, fetch = adapters.whole_model(source, base)
+        files += [_whole_file(file, write) for file, write in adapters.peft_files(source, folder, base).items()]
     if format in ("torch", "both"):
         files.append(_whole_file(folder / full.TORCH_FILE, partial(full.write_torch, entries=entries, fetch=fetch)))
     if format in ("safetensors", "both"):
         files += _safetensors(folder, entries, fetch, int(shard_gib * 2**30))
     sync_folder(folder)
     return files
+
+
+def _fetch(source: Source, prefix: str) -> full.Fetch:
+    return lambda entry: load.whole(source, prefix + entry.name)
 
 
 def _entries(source: Source, prefix: str) -> list[Entry]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from fsdp.checkpoint.crc import crc32
 from fsdp.errors import CheckpointError
@@ -45,6 +46,8 @@ class Manifest:
     digests: Mapping[str, tuple[int, str]]
     """Key of each tensor → its elements and the digest of its bits, in hex."""
     bytes: int = 0
+    base: Mapping[str, Any] = field(default_factory=dict)
+    """Of a checkpoint of adapters alone: the frozen weights that they lie over."""
 
     @property
     def mesh(self) -> str:

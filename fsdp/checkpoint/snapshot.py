@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from fsdp.models.lora import base_names
 from fsdp.state import TrainState
 
 KeyPath = tuple[str | int, ...]
@@ -66,13 +67,16 @@ def clean(name: str, module: nn.Module) -> str:
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Clean name → tensor (a DTensor where sharded) of every parameter and persistent buffer."""
+    """Clean name → tensor (a DTensor where sharded) of every parameter and persistent buffer; beside adapters, without what
+    they lie over."""
     # A forward without backward leaves the root gathered: its parameters would be taken whole, and stale.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    state = model.state_dict()
-    return {clean(name, model): value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    state, left_out = model.state_dict(), base_names(model)
+    return {
+        clean(name, model): value for name, value in state.items() if isinstance(value, torch.Tensor) and name not in left_out
+    }
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:

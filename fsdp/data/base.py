@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -52,13 +52,15 @@ class Batch:
     data: Mapping[str, Tensor]
     valid: Tensor
     valid_rows: int
+    tokens: int = 0
+    """Targets that count, of tokens; counted while it is on the host, where nobody waits for it."""
 
     def to(self, device: torch.device) -> Batch:
         """On the device; the copy from pinned memory does not wait."""
         if device.type == "cpu":
             return self
         moved = {name: value.to(device, non_blocking=True) for name, value in self.data.items()}
-        return Batch(moved, self.valid.to(device, non_blocking=True), self.valid_rows)
+        return Batch(moved, self.valid.to(device, non_blocking=True), self.valid_rows, self.tokens)
 
 
 @dataclass(frozen=True)
@@ -67,3 +69,5 @@ class StepBatch:
 
     micro: list[Batch]
     samples: int
+    arrived: Any = None
+    """On CUDA the event after which its tensors may be read (fsdp/data/ahead.py)."""

@@ -14,9 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fsdp.data.ahead import maybe_carrier
 from fsdp.data.base import Batch, Samples, StepBatch
 from fsdp.data.readers import Readers
 from fsdp.errors import OneRankError, ShardrunError
+from fsdp.loss import count_tokens
 from fsdp.mesh import DataRank
 
 
@@ -51,18 +53,23 @@ class Loader:
 
     def __init__(
         self, samples: Samples, cursor: Order, *, micro_batch: int, accumulation: int, rank: DataRank,
-        workers: int, prefetch: int, pin: bool,
+        workers: int, prefetch: int, pin: bool, device: torch.device | None = None,
     ) -> None:  # fmt: skip
+        """`device`: where batches are copied while they are read ahead; None leaves them on the host."""
         self.samples, self.cursor = samples, cursor
         self.micro_batch, self.accumulation, self.rank = micro_batch, accumulation, rank
         self._pin = pin
-        self._masks = [torch.arange(micro_batch) < rows for rows in range(micro_batch + 1)]
+        masks = [torch.arange(micro_batch) < rows for rows in range(micro_batch + 1)]
+        # From memory that is not pinned a copy to the device makes the host wait, however small it is.
+        self._masks = [mask.pin_memory() for mask in masks] if pin else masks
+        self._carrier = maybe_carrier(device if workers else None)
         # A step each in hand, or a thread would have nothing to do.
         self._readers = Readers(self._read, workers, ahead=max(prefetch, workers)) if workers else None
 
     def step(self, step: int) -> StepBatch:
         """Raises what its reading raised, with the rank and the sample named."""
-        return self._readers.get(step) if self._readers else self._read(step)
+        batch = self._readers.get(step) if self._readers else self._read(step)
+        return batch if self._carrier is None else self._carrier.receive(batch)
 
     def close(self) -> None:
         """Waits for what is being read; no thread is left."""
@@ -73,14 +80,17 @@ class Loader:
         indices = self.cursor.indices(step)
         spare = int(indices[0])
         parts = slices(indices, self.rank, self.accumulation)
-        return StepBatch([self._micro(step, part, spare) for part in parts], len(indices))
+        batch = StepBatch([self._micro(step, part, spare) for part in parts], len(indices))
+        return batch if self._carrier is None else self._carrier.send(batch)
 
     def _micro(self, step: int, part: np.ndarray, spare: int) -> Batch:
         rows = pad(part, self.micro_batch, spare)
         data = read_batch(self.samples, rows, f"rank {self.rank.index}, step {step}")
+        mask = self._masks[len(part)]
+        tokens = count_tokens(data, mask)
         if self._pin:
             data = {name: value.pin_memory() for name, value in data.items()}
-        return Batch(data, self._masks[len(part)], len(part))
+        return Batch(data, mask, len(part), tokens)
 
 
 def read_batch(samples: Samples, indices: np.ndarray, where: str) -> dict[str, Tensor]:
@@ -124,13 +134,14 @@ class _EvenlySpread:
 
 
 def heldout_batches(
-    samples: Samples, *, batch: int, rank: DataRank, limit: int, workers: int = 0, pin: bool = False
-) -> Iterator[Batch]:
+    samples: Samples, *, batch: int, rank: DataRank, limit: int, workers: int = 0, prefetch: int = 2, pin: bool = False,
+    device: torch.device | None = None,
+) -> Iterator[Batch]:  # fmt: skip
     """Every rank as many batches as the others, each held-out sample in one of them; limit 0 takes all samples."""
     count = min(limit or len(samples), len(samples))
     order = _EvenlySpread(len(samples), count, batch * rank.count)
     loader = Loader(
-        samples, order, micro_batch=batch, accumulation=1, rank=rank, workers=workers, prefetch=2, pin=pin
+        samples, order, micro_batch=batch, accumulation=1, rank=rank, workers=workers, prefetch=prefetch, pin=pin, device=device
     )  # fmt: skip
     try:
         for step in range(order.steps):

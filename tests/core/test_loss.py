@@ -43,7 +43,9 @@ def test_logits_in_any_wrapping_are_taken(make: Any) -> None:
     parts = LossFunction(model)(model, {"inputs": INPUTS, "targets": TARGETS}, VALID, 2)
     expected = F.cross_entropy(model.linear(INPUTS[:2]), TARGETS[:2], reduction="sum")
     assert parts.loss_sum.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert parts.correct is not None
+    assert parts.correct is None  # nobody asks for it in training
+    with torch.no_grad():
+        assert LossFunction(model)(model, {"inputs": INPUTS, "targets": TARGETS}, VALID, 2).correct is not None
 
 
 def test_a_loss_of_its_own_is_weighed_by_the_rows_that_count() -> None:

@@ -1,0 +1,157 @@
+"""LoRA: a frozen linear layer W and a trained product of two thin ones beside it, y = W x + (α/r)·B A x.
+
+The adapters are two more parameters of the layer itself, so no name of the model changes and they lie in the communication
+group of their block. They are drawn from streams of their own: the base is drawn as without them. Not here: checkpoints of
+adapters alone (fsdp/checkpoint/adapters.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fsdp.config import LoraSection
+from fsdp.errors import ConfigError
+from fsdp.models.blocks import blocks_of, find_units
+from fsdp.models.init import Constant, Init, Uniform, draw_into
+from fsdp.models.parts import matching, patterns
+
+A, B = "lora_a", "lora_b"
+
+
+class LoraLinear(nn.Linear):
+    """Made by `apply_lora` out of an nn.Linear that stands in a model."""
+
+    lora_a: nn.Parameter
+    lora_b: nn.Parameter
+    lora_scale: float
+    lora_dropout: float
+
+    def forward(self, input: Tensor) -> Tensor:
+        thin = F.linear(F.dropout(input, self.lora_dropout, self.training), self.lora_a)
+        return F.linear(input, self.weight, self.bias) + F.linear(thin, self.lora_b) * self.lora_scale
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, rank={len(self.lora_a)}"
+
+
+def apply_lora(model: nn.Module, section: LoraSection) -> list[str]:
+    """Adapters at the layers that --lora.targets means; all else is frozen. Returns the layers' names."""
+    chosen = _targets(model, section)
+    _keep_inits(model)
+    model.requires_grad_(False)
+    for layer in chosen.values():
+        _adapt(layer, section)
+    return list(chosen)
+
+
+def _adapt(layer: nn.Linear, section: LoraSection) -> None:
+    about: dict[str, Any] = {"device": layer.weight.device, "dtype": layer.weight.dtype}
+    layer.__class__ = LoraLinear
+    assert isinstance(layer, LoraLinear)
+    layer.lora_a = nn.Parameter(torch.empty(section.rank, layer.in_features, **about))
+    layer.lora_b = nn.Parameter(torch.empty(layer.out_features, section.rank, **about))
+    layer.lora_scale, layer.lora_dropout = section.scale, section.dropout
+
+
+def _keep_inits(model: nn.Module) -> None:
+    """A model that says how its parameters are drawn is asked before it has any that it does not know."""
+    owner: Any = model
+    if callable(getattr(owner, "param_inits", None)):
+        known = owner.param_inits()
+        owner.param_inits = lambda: known
+
+
+def _targets(model: nn.Module, section: LoraSection) -> dict[str, nn.Linear]:
+    """Of the class nn.Linear itself: a subclass may never be called (nn.MultiheadAttention reads out_proj's weight)."""
+    # LoRA's layers of an earlier call are no targets: adapters lie over plain weights.
+    layers = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and name}
+    shared = _shared(model)
+    if not patterns(section.targets):
+        return _inner(model, {name: m for name, m in layers.items() if m.weight not in shared}, section)
+    wanted = [_form(pattern, layers) for pattern in patterns(section.targets)]
+    chosen = matching(wanted, list(layers), "--lora.targets", "linear layer")
+    for name in chosen:
+        if layers[name].weight in shared:
+            raise ConfigError(
+                f"--lora.targets means {name}, whose weight is tied to another layer's: merged, it would change both.",
+                "leave it out of --lora.targets",
+            )
+    return {name: layers[name] for name in chosen}
+
+
+def _form(pattern: str, names: Mapping[str, object]) -> str:
+    """`q_proj` alone means every layer of that name."""
+    last = f"*.{pattern}"
+    whole = any(fnmatchcase(name, pattern) for name in names)
+    return last if not whole and any(fnmatchcase(name, last) for name in names) else pattern
+
+
+def _shared(model: nn.Module) -> set[Tensor]:
+    seen: set[Tensor] = set()
+    twice: set[Tensor] = set()
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        (twice if parameter in seen else seen).add(parameter)
+    return twice
+
+
+def _inner(model: nn.Module, layers: dict[str, nn.Linear], section: LoraSection) -> dict[str, nn.Linear]:
+    """By default the layers within the model's blocks; all layers where it has none."""
+    inside = {module for block in blocks_of(find_units(model)) for module in block.modules()}
+    chosen = {name: layer for name, layer in layers.items() if layer in inside} or layers
+    if not chosen:
+        raise ConfigError(
+            f"--lora.rank {section.rank}: this model has no nn.Linear layer to lie beside.", "--lora.rank 0, or --model.frozen"
+        )
+    return chosen
+
+
+# ---------------------------------------------------------------- asked of a model that has them
+
+
+def adapted(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLinear))
+
+
+def lora_inits(model: nn.Module) -> dict[str, Init]:
+    """B is zero: with its adapters the model begins as it was."""
+    inits: dict[str, Init] = {}
+    for name, layer in adapted(model):
+        inits[f"{name}.{A}"] = Uniform(1 / math.sqrt(layer.in_features))
+        inits[f"{name}.{B}"] = Constant(0.0)
+    return inits
+
+
+def draw_adapters(model: nn.Module, seed: int) -> None:
+    """For a whole model in one process."""
+    parameters = dict(model.named_parameters())
+    for name, init in lora_inits(model).items():
+        draw_into(parameters[name], init, seed, name)
+
+
+def base_names(model: nn.Module) -> set[str]:
+    """All names of the parameters that a checkpoint of adapters leaves out; empty where there are no adapters."""
+    if next(adapted(model), None) is None:
+        return set()
+    return {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """The plain weight that does what base and adapter do together; the product is taken in at least fp32."""
+    wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    return (weight.to(wide) + (b.to(wide) @ a.to(wide)) * scale).to(weight.dtype)
+
+
+def merge(model: nn.Module) -> None:
+    """In place, one process: plain linear layers again."""
+    for _, layer in list(adapted(model)):
+        with torch.no_grad():
+            layer.weight.copy_(merged(layer.weight, layer.lora_a, layer.lora_b, layer.lora_scale))
+        del layer.lora_a, layer.lora_b
+        layer.__class__ = nn.Linear  # type: ignore[assignment]

@@ -1,0 +1,121 @@
+"""How many bytes a rank sends in a step, from shapes alone: what each way to accumulate and to reshard costs on the wire.
+
+Counted as ring algorithms send: (n-1)/n of what is gathered or scattered, twice that of what is all-reduced. Not here: time, or
+what the norm, the loss and the agreement of ranks send, a few bytes each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fsdp.config import MeshSection, reshard_policy
+from fsdp.mesh import MeshSizes
+from fsdp.models.blocks import find_units
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes a rank sends in one optimizer step."""
+
+    all_gather: float = 0.0
+    reduce_scatter: float = 0.0
+    all_reduce: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.all_gather + self.reduce_scatter + self.all_reduce
+
+    def __str__(self) -> str:
+        parts = {"all-gather": self.all_gather, "reduce-scatter": self.reduce_scatter, "all-reduce": self.all_reduce}
+        return " + ".join(f"{name} {mib(sent)}" for name, sent in parts.items() if sent) or "nothing"
+
+
+def mib(sent: float) -> str:
+    return f"{sent / 2**20:,.1f} MiB" if sent >= 2**20 / 10 else f"{sent / 2**10:,.1f} KiB"
+
+
+@dataclass(frozen=True)
+class _Group:
+    """One communication unit: elements with FSDP's padding, all of them and the trained ones."""
+
+    whole: int
+    trained: int
+    is_root: bool
+
+
+def traffic(
+    model: nn.Module, *, sizes: MeshSizes, section: MeshSection, accumulation: int,
+    gathered: torch.dtype, reduced: torch.dtype, accumulate: str = "",
+) -> Traffic:  # fmt: skip
+    """`accumulate` asks for another way than the section's."""
+    how = accumulate or section.accumulate
+    if sizes.strategy == "ddp":
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        times = 1 if how == "last" else accumulation
+        return Traffic(all_reduce=times * 2 * _part(sizes.replicate) * trained * reduced.itemsize)
+    groups = _groups(model, section.wrap, sizes.shard)
+    reductions = 1 if how == "last" else accumulation
+    all_reductions = accumulation if how == "every" else 1
+    trained_bytes = sum(group.trained for group in groups) * reduced.itemsize
+    return Traffic(
+        all_gather=sum(_gathers(group, section, sizes, accumulation) * group.whole for group in groups) * gathered.itemsize,
+        reduce_scatter=reductions * _part(sizes.shard) * trained_bytes,
+        all_reduce=all_reductions * 2 * _part(sizes.replicate) * trained_bytes / sizes.shard,
+    )
+
+
+def _part(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+def _gathers(group: _Group, section: MeshSection, sizes: MeshSizes, accumulation: int) -> float:
+    """How often a step gathers a unit, each time weighed by the part that comes from elsewhere."""
+    policy = reshard_policy(section.reshard_after_forward)
+    forward = _part(sizes.shard)
+    if policy == "step":
+        return forward
+    if policy is False or group.is_root or policy == 1:
+        return accumulation * forward
+    backward = forward if policy is True else _part(min(int(policy), sizes.shard))
+    return accumulation * (forward + backward)
+
+
+def _groups(model: nn.Module, wrap: str, shards: int) -> list[_Group]:
+    taken: set[nn.Parameter] = set()
+    groups = []
+    for unit in find_units(model, wrap):
+        own = [p for module in unit for p in module.parameters() if p not in taken]
+        taken.update(own)
+        groups.append(_group(own, shards, is_root=False))
+    rest = [p for p in model.parameters() if p not in taken]
+    return [*groups, _group(rest, shards, is_root=True)]
+
+
+def _group(parameters: Sequence[nn.Parameter], shards: int, *, is_root: bool) -> _Group:
+    return _Group(_padded(parameters, shards), _padded([p for p in parameters if p.requires_grad], shards), is_root)
+
+
+def _padded(parameters: Iterable[nn.Parameter], shards: int) -> int:
+    """Rows are filled up to a multiple of the shards; 0-dim parameters are not sharded."""
+    return sum(-(-p.shape[0] // shards) * shards * p.shape[1:].numel() for p in dict.fromkeys(parameters) if p.dim())
+
+
+def said(
+    model: nn.Module, *, sizes: MeshSizes, section: MeshSection, accumulation: int, gathered: torch.dtype, reduced: torch.dtype
+) -> str:
+    """The start-up line: this run's bytes by kind and, where micro-batches accumulate, what the other ways would send."""
+    chosen, *others = (
+        (how, traffic(
+            model, sizes=sizes, section=section, accumulation=accumulation, gathered=gathered, reduced=reduced, accumulate=how,
+        ))
+        for how in sorted(("last", "shard", "every"), key=lambda how: how != section.accumulate)
+    )  # fmt: skip
+    text = f"{chosen[1]} sent by a rank"
+    if accumulation == 1:
+        return text
+    beside = ", ".join(f"{how} {mib(one.total)}" for how, one in others if sizes.strategy != "ddp" or how != "shard")
+    return f"{text} (--mesh.accumulate {section.accumulate}; {beside})"
