@@ -461,7 +461,9 @@ def replace(config: Config, **changes: Any) -> Config:
 def check(config: Config) -> None:
     """Every contradiction between two fields that can be seen without knowing the number of ranks."""
     _check_profile(config)
-    for one in (_check_train, _check_mesh, _check_precision, _check_checkpoint, _check_ray, _check_memory, _check_lora, _check_comm):
+    for one in (_check_train, _check_mesh, _check_precision, _check_checkpoint, _check_ray, _check_memory):
+        one(config)
+    for one in (_check_lora, _check_comm):
         one(config)
 
 
@@ -640,7 +642,7 @@ def _check_nvme(config: Config) -> None:
 def _check_comm(config: Config) -> None:
     if config.optim.name == "sgd" and config.optim.fused == "true" and config.mesh.strategy != "ddp":
         raise ConfigError(
-            f"--optim.fused true: torch fuses no SGD of sharded parameters, as --mesh.strategy {config.mesh.strategy} makes them.",
+            f"--optim.fused true: torch fuses no SGD of sharded parameters, which --mesh.strategy {config.mesh.strategy} has.",
             "--optim.fused auto",
         )
     if config.mesh.strategy != "ddp":

@@ -13,14 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
-
-from fsdp import agree, rundir
 from fsdp.adapters import maybe_base
 from fsdp.checkpoint import Checkpointer
 from fsdp.checkpoint.full import open_full_state
 from fsdp.claim import Claim
-from fsdp.config import Config, config_hash
 from fsdp.console import Console, set_up_logging
 from fsdp.data import Loader, StepBatch
 from fsdp.data.cursor import stream_key
@@ -38,13 +34,17 @@ from fsdp.mesh import build_mesh, data_rank
 from fsdp.metrics import NoReporter, Reporter
 from fsdp.optim import apply_hyperparameters, build_optimizer, lr_at, set_lr
 from fsdp.phases import Phases
-from fsdp.recorder import Pending, Recorder
 from fsdp.rundir import RunDir
 from fsdp.scaler import LossScaler
 from fsdp.shard import Sharded, replicate, shard_model
 from fsdp.state import TrainState
 from fsdp.stop import Stopper
 from fsdp.verdict import Verdicts
+from torch import Tensor
+
+from fsdp import agree, rundir
+from fsdp.config import Config, config_hash
+from fsdp.recorder import Pending, Recorder
 
 log = logging.getLogger(__name__)
 
@@ -315,16 +315,13 @@ class _Loop:
         self._look()
         metrics = {} if self.recorder.last is None else {"loss": self.recorder.last.loss}
         metrics |= self.evaluation.values() if self.evaluation is not None else {}
-        self.recorder.saving(self.state.step)
         self.checkpointer.save(self.state, metrics=metrics, reason=reason, wait=wait)
         self.last_saved = self.state.step
         self.stopper.saved()
 
     def _hear_sealed(self) -> None:
         for sealed in self.checkpointer.sealed():
-            self.recorder.saved(
-                sealed.step, sealed.path, stall_s=sealed.stall_s, write_s=sealed.write_s, size=sealed.bytes
-            )  # fmt: skip
+            self.recorder.saved(sealed.step, sealed.path)
 
     def _leave(self) -> Outcome:
         if self.stopped is None and self.config.checkpoint.export and self.last_saved == self.state.step:

@@ -13,14 +13,12 @@ from dataclasses import dataclass
 from typing import TextIO
 
 import torch
-from torch import Tensor
-
 from fsdp.console import Console
 from fsdp.env import DistEnv
 from fsdp.events import EventWriter
 from fsdp.metrics import Reporter, StepMetrics
 from fsdp.rundir import RunDir
-
+from torch import Tensor
 
 DEVICES_THAT_HOLD = ("cuda",)
 """Where to fetch a number is to wait for all that was asked of the device before."""

@@ -148,10 +148,11 @@ def shard_model(
     precision: PrecisionSection,
     memory: MemorySection,
     speed: SpeedSection,
-    comm: CommSection = CommSection(),
+    comm: CommSection | None = None,
     hooks: Hooks | None = None,
 ) -> Sharded:
     """Cut the model up; its weights may still be on meta. For DDP call `replicate` once they are real."""
+    comm = comm or CommSection()
     dtypes = resolve_dtypes(precision, device)
     if any(p.is_floating_point() and p.dtype != dtypes.master for p in model.parameters()):
         # Not model.to(dtype): it would take the imaginary part from complex buffers.

@@ -27,12 +27,10 @@ from tests.world import run_world
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    kept = verdict.DEVICES_THAT_DECIDE, recorder.DEVICES_THAT_HOLD
-    verdict.DEVICES_THAT_DECIDE = recorder.DEVICES_THAT_HOLD = ("cuda", "cpu")
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verdict, "DEVICES_THAT_DECIDE", ("cuda", "cpu"))
+        patch.setattr(recorder, "DEVICES_THAT_HOLD", ("cuda", "cpu"))
         yield
-    finally:
-        verdict.DEVICES_THAT_DECIDE, recorder.DEVICES_THAT_HOLD = kept
 
 
 def decided_by_device(env: DistEnv, words: list[str]) -> tuple[str | None, bool]:
@@ -104,7 +102,12 @@ class _Fetches(TorchDispatchMode):
         self.seen: Counter[tuple[int, str]] = Counter()
         self._loop, self._talking = loop, False
         tolist = torch.Tensor.tolist
-        patch.setattr(torch.Tensor, "tolist", lambda tensor: self._count() or tolist(tensor))
+
+        def counted(tensor: torch.Tensor) -> Any:
+            self._count()
+            return tolist(tensor)
+
+        patch.setattr(torch.Tensor, "tolist", counted)
         for owner, name in ((Stopper, "agreed"), (_Tokens, "__call__")):
             patch.setattr(owner, name, self._aside(getattr(owner, name)))
 
