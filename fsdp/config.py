@@ -50,6 +50,7 @@ class RunSection:
     log_every_steps: int = knob(0, "print a line each n steps; 0 chooses: 1 on CPU, 10 on CUDA", "steps", low=0)
     deterministic: bool = knob(False, "only deterministic algorithms; refuses an operation that has none")
     matmul_precision: Literal["highest", "high", "medium"] = knob("high", "fp32 matrix products on CUDA: high is TF32")
+    wandb: str = knob("", "a Weights & Biases project that hears the numbers too; empty: none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -720,6 +721,7 @@ def config_hash(config: Config) -> str:
         "backend",
         "run.dir",
         "run.log_every_steps",
+        "run.wandb",
         "run.process_group_timeout_s",
         "train.stop_after",
         "data.workers",

@@ -1,18 +1,29 @@
 """What a person sees: one live line on a terminal, one plain line a record in a log. Rank 0 speaks.
 
-Lines stay within 80 columns; columns are fixed, so that a log can be read down. What the numbers are is fsdp/metrics.py's.
+A log's lines stay within 80 columns, and its columns stand still, so that it can be read down; a terminal's line is fitted
+to its width, what matters most first. What the numbers are is fsdp/metrics.py's.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from fsdp.env import DistEnv
 from fsdp.metrics import StepMetrics
+
+LOG_COLUMNS = 80
+ORDER = ("step", "loss", "grad", "lr", "rate", "mfu", "memory", "left", "saved")
+ON_A_TERMINAL = ("step", "loss", "rate", "left", "saved", "memory", "mfu", "grad", "lr")
+IN_A_LOG = ("step", "loss", "rate", "left", "memory", "mfu", "grad", "lr")
+"""What is kept longest stands first. A log has a line of its own for each save."""
+BOLD, GREEN, PLAIN = "\x1b[1m", "\x1b[32m", "\x1b[0m"
+COLOURS = {"loss": BOLD, "saved": GREEN}
 
 
 def set_up_logging(env: DistEnv, stream: TextIO | None = None) -> None:
@@ -42,7 +53,8 @@ class Console:
 
     def __init__(self, *, total_steps: int, every: int, unit: str, stream: TextIO | None = None) -> None:
         self._out = stream or sys.stdout
-        self._terminal = self._out.isatty() and os.environ.get("TERM") != "dumb"
+        self.terminal = self._out.isatty() and os.environ.get("TERM") != "dumb"
+        self._colours = self.terminal and not os.environ.get("NO_COLOR")
         self._total, self._every, self._unit = total_steps, every, unit
         self._drawn_at = 0.0
         self._started: tuple[int, float] | None = None
@@ -54,38 +66,49 @@ class Console:
     def step(self, m: StepMetrics, checkpoint: str) -> None:
         if self._started is None:
             self._started = (m.step - 1, time.monotonic() - m.step_time_s)
-        if self._terminal:
+        if self.terminal:
             if time.monotonic() - self._drawn_at > 0.1 or m.step == self._total:
-                self._draw(self.line(m, checkpoint))
+                self._draw(self._fields(m, checkpoint))
         elif self.wants(m.step):
-            print(self.line(m, checkpoint), file=self._out, flush=True)
+            print(self.line(m), file=self._out, flush=True)
 
-    def line(self, m: StepMetrics, checkpoint: str) -> str:
+    def line(self, m: StepMetrics) -> str:
+        """A record in a log."""
+        return fit(self._fields(m, ""), IN_A_LOG, LOG_COLUMNS).rstrip()
+
+    def _fields(self, m: StepMetrics, checkpoint: str) -> dict[str, str]:
         width = len(str(self._total))
         rate = (m.tokens or m.samples) / max(m.step_time_s, 1e-9)
-        parts = [
-            f"step {m.step:>{width}}/{self._total}",
-            f"loss {m.loss:<7.4f}",
-            f"grad {m.grad_norm:<6.3g}",
-            f"lr {m.lr:.1e}",
-            f"{_short(rate):>5} {self._unit}/s",
-            f"{m.max_mem_gib:.1f} GiB",
-            f"{self._left(m.step)} left",
-        ]
-        text = "  ".join(parts)
-        return f"{text}  {checkpoint}" if checkpoint and len(text) + len(checkpoint) < 78 else text
+        fields = {
+            "step": f"step {m.step:>{width}}/{self._total}",
+            "loss": f"loss {m.loss:<6.4f}",
+            "grad": f"grad {m.grad_norm:<6.3g}",
+            "lr": f"lr {m.lr:.1e}",
+            "rate": f"{_short(rate):>4} {self._unit}/s",
+            "memory": f"{m.max_mem_gib:>4.1f} GiB",
+            "left": f"{self._left(m.step):>5} left",
+        }
+        if "mfu" in m.extra:
+            fields["mfu"] = f"{m.extra['mfu']:>3.0%} MFU"
+        if checkpoint:
+            fields["saved"] = checkpoint
+        return fields
 
     def _left(self, step: int) -> str:
         assert self._started is not None
         first, since = self._started
         seconds = (time.monotonic() - since) / max(1, step - first) * (self._total - step)
-        minutes, seconds = divmod(int(seconds), 60)
+        minutes, seconds = divmod(math.ceil(seconds), 60)
         hours, minutes = divmod(minutes, 60)
+        days, hours_of_day = divmod(hours, 24)
+        if days >= 2:
+            return f"{days}d {hours_of_day:02}h"
         return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
-    def _draw(self, text: str) -> None:
-        columns = os.get_terminal_size(self._out.fileno()).columns
-        self._out.write("\r\x1b[2K" + text[: max(20, columns - 1)])
+    def _draw(self, fields: Mapping[str, str]) -> None:
+        columns = os.get_terminal_size(self._out.fileno()).columns or LOG_COLUMNS
+        # The last column stays free: a terminal that has filled it wraps, and the line could not be taken back.
+        self._out.write("\r\x1b[2K" + fit(fields, ON_A_TERMINAL, columns - 1, COLOURS if self._colours else {}))
         self._out.flush()
         self._drawn_at = time.monotonic()
         Console._live = self
@@ -100,6 +123,24 @@ class Console:
     def say(self, text: str) -> None:
         self.clear_live()
         print(text, file=self._out, flush=True)
+
+
+def fit(fields: Mapping[str, str], importance: Sequence[str], columns: int, colours: Mapping[str, str] | None = None) -> str:
+    """As many fields as `columns` hold, in their fixed order; closer together before the less important ones go."""
+    kept = [name for name in importance if name in fields]
+    while kept:
+        chosen = [name for name in ORDER if name in kept]
+        roomy, close = (len(gap.join(fields[name] for name in chosen)) <= columns for gap in ("  ", " "))
+        # What a log can be without is not worth a line without gaps.
+        if roomy or (close and kept[-1] not in ("grad", "lr")):
+            gap = "  " if roomy else " "
+            return gap.join(_painted(fields[name], (colours or {}).get(name)) for name in chosen)
+        kept.pop()
+    return next(iter(fields.values()), "")[: max(0, columns)]
+
+
+def _painted(text: str, colour: str | None) -> str:
+    return f"{colour}{text}{PLAIN}" if colour else text
 
 
 def _short(number: float) -> str:

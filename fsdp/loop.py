@@ -23,6 +23,7 @@ from fsdp.data.cursor import stream_key
 from fsdp.env import DistEnv, check_torch, end_time, process_group
 from fsdp.errors import CheckpointError
 from fsdp.evaluate import Evaluation, evaluate
+from fsdp.flops import flops_per_sample, peak_flops
 from fsdp.gradients import Gradients, InTurn
 from fsdp.job import Job, describe, prepare, trained_model
 from fsdp.loss import LossFunction
@@ -45,6 +46,7 @@ from torch import Tensor
 from fsdp import agree, rundir
 from fsdp.config import Config, config_hash
 from fsdp.recorder import Pending, Recorder
+from fsdp.wandb_sink import WandbSink, check_wandb
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +65,7 @@ def train(config: Config, env: DistEnv, reporter: Reporter | None = None) -> Out
     """One rank's whole run. Raises a ShardrunError that names what is wrong; the launcher sees it."""
     check_torch()
     set_up_logging(env)
+    check_wandb(config.run.wandb)
     torch.set_float32_matmul_precision(config.run.matmul_precision)
     if config.run.deterministic:
         torch.use_deterministic_algorithms(True)
@@ -77,6 +80,8 @@ def _train(config: Config, env: DistEnv, reporter: Reporter, job: Job, run: RunD
     mesh = build_mesh(job.sizes, env.device)
     model = trained_model(config, job)
     facts = describe(config, job, model)
+    peak = peak_flops(env.device, env.world_size)
+    mfu_of = flops_per_sample(model, job.data) / peak if peak else 0.0
     loss_function = LossFunction(model)
     sharded = shard_model(
         model, sizes=job.sizes, mesh=mesh, device=env.device, section=config.mesh,
@@ -113,7 +118,10 @@ def _train(config: Config, env: DistEnv, reporter: Reporter, job: Job, run: RunD
         every_minutes=config.checkpoint.every_minutes, save_seconds=lambda: checkpointer.save_seconds,
     )  # fmt: skip
     _begin_records(config, env, run, state.step, job.data_identity)
-    recorder = Recorder(run, env, reporter, _console(config, env, job), from_step=state.step)
+    recorder = Recorder(
+        run, env, reporter, _console(config, env, job), from_step=state.step,
+        sinks=[WandbSink(config, run.path)] if config.run.wandb and env.is_main else [], mfu_of=mfu_of,
+    )  # fmt: skip
     if env.is_main:
         _say_start(run, facts, restored.step if restored else None, restored.notes if restored else ())
     loop = _Loop(
@@ -315,13 +323,16 @@ class _Loop:
         self._look()
         metrics = {} if self.recorder.last is None else {"loss": self.recorder.last.loss}
         metrics |= self.evaluation.values() if self.evaluation is not None else {}
+        self.recorder.saving(self.state.step)
         self.checkpointer.save(self.state, metrics=metrics, reason=reason, wait=wait)
         self.last_saved = self.state.step
         self.stopper.saved()
 
     def _hear_sealed(self) -> None:
         for sealed in self.checkpointer.sealed():
-            self.recorder.saved(sealed.step, sealed.path)
+            self.recorder.saved(
+                sealed.step, sealed.path, stall_s=sealed.stall_s, write_s=sealed.write_s, size=sealed.bytes
+            )  # fmt: skip
 
     def _leave(self) -> Outcome:
         if self.stopped is None and self.config.checkpoint.export and self.last_saved == self.state.step:

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: metrics.jsonl, TensorBoard events, the console, and the launcher's Reporter.
+"""Where a run's numbers go: metrics.jsonl, TensorBoard events, whoever else asked, the console, and the launcher's Reporter.
 
 Rank 0 writes files; every rank reports, every time. On CUDA the numbers of a step stay on the device until a line is printed.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import resource
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TextIO
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, TextIO
 
 import torch
+from fsdp import rundir
 from fsdp.console import Console
 from fsdp.env import DistEnv
 from fsdp.events import EventWriter
@@ -52,13 +53,33 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts it in KiB
 
 
-class Recorder:
-    """One run's numbers on one rank."""
+class Sink(Protocol):
+    """Somebody who hears every number of rank 0."""
 
-    def __init__(self, run: RunDir, env: DistEnv, reporter: Reporter, console: Console, *, from_step: int) -> None:
-        self._env, self._reporter, self._console = env, reporter, console
+    def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Recorder:
+    """One run's numbers on one rank. `mfu_of` is the MFU of one sample a second; 0 where the device's peak is not known."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        env: DistEnv,
+        reporter: Reporter,
+        console: Console,
+        *,
+        from_step: int,
+        sinks: Sequence[Sink] = (),
+        mfu_of: float = 0.0,
+    ) -> None:
+        self._env, self._reporter, self._console, self._mfu_of = env, reporter, console, mfu_of
+        self._saves = run.path / "saves.jsonl"
         self._file: TextIO | None = run.metrics.open("a", encoding="utf-8") if env.is_main else None
-        self._events = EventWriter(run.path / "tensorboard", purge_step=from_step + 1) if env.is_main else None
+        events = [EventWriter(run.path / "tensorboard", purge_step=from_step + 1)] if env.is_main else []
+        self._sinks: list[Sink] = [*events, *sinks]
         self._pending: list[Pending] = []
         self._holds = env.device.type in DEVICES_THAT_HOLD
         self.last: StepMetrics | None = None
@@ -75,6 +96,8 @@ class Recorder:
         if not self._pending:
             return []
         fetched, self._pending = self._fetch(self._pending), []
+        if self._mfu_of:
+            fetched = [replace(one, extra={**one.extra, "mfu": self._mfu(one)}) for one in fetched]
         if self._env.is_main:
             for metrics in fetched:
                 self._write(metrics.step, step_record(metrics), "train")
@@ -102,21 +125,35 @@ class Recorder:
             self._console.say("  ".join(f"{name} {value:.4f}" for name, value in values.items()) + f"  at step {step}")
         self._reporter.report({"step": step, **values})
 
-    def saved(self, step: int, path: str) -> None:
+    def _mfu(self, m: StepMetrics) -> float:
+        return self._mfu_of * m.samples / max(m.step_time_s, 1e-9)
+
+    def saving(self, step: int) -> None:
+        self.checkpoint_note = f"saving {step}"
+
+    def saved(self, step: int, path: str, *, stall_s: float = 0.0, write_s: float = 0.0, size: int = 0) -> None:
+        """A sealed checkpoint: what it held the steps up, what it took behind them."""
         self.checkpoint_note = f"saved {step}"
+        if self._env.is_main:
+            rundir.append(self._saves, {"step": step, "stall_s": stall_s, "write_s": write_s, "bytes": size})
+            if not self._console.terminal:
+                self._console.say(f"checkpoint of step {step} sealed: {size / 2**20:.1f} MiB in {write_s:.2f} s")
         self._reporter.report({"step": step}, checkpoint=path)
 
     def _write(self, step: int, record: Mapping[str, float], group: str) -> None:
         assert self._file is not None
-        assert self._events is not None
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()  # a kill loses nothing that was shown
-        self._events.scalars(step, {f"{group}/{name}": float(v) for name, v in record.items() if name != "step"})
+        values = {f"{group}/{name}": float(v) for name, v in record.items() if name != "step"}
+        for sink in self._sinks:
+            sink.scalars(step, values)
 
     def close(self) -> None:
-        for sink in (self._file, self._events):
-            if sink is not None:
-                sink.close()
+        Console.clear_live()
+        if self._file is not None:
+            self._file.close()
+        for sink in self._sinks:
+            sink.close()
 
 
 def step_record(metrics: StepMetrics) -> dict[str, float]:

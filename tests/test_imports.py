@@ -15,9 +15,9 @@ ROOT = Path(__file__).parents[1]
 
 LEVELS = {
     0: "errors config",
-    1: "models env optim metrics digest torchvision_import events phases",
-    2: "mesh stop state memory loss agree claim console gradients scaler rundir recorder verdict",
-    3: "shard comm traffic materialize adapters proof data checkpoint watch evaluate job",
+    1: "models env optim metrics digest torchvision_import events phases devices",
+    2: "mesh stop state memory loss agree claim console gradients scaler rundir recorder wandb_sink verdict",
+    3: "shard comm traffic materialize adapters proof data checkpoint watch evaluate job flops",
     4: "loop",
     5: "plan report launch predict parity checkpoints summary",
     6: "train",

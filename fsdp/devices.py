@@ -1,0 +1,56 @@
+"""What a device can do at best: its maker's figures for dense bf16 products, memory and memory rate, in one table.
+
+Sources: NVIDIA's data sheets of the A100, H100, H200, B200, L4 and L40S, figures with sparsity halved.
+Not here: what was measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Device:
+    """Dense bf16 in 10¹² operations a second, memory in bytes, its rate in 10⁹ bytes a second."""
+
+    name: str
+    bf16_tflops: float
+    memory_bytes: int
+    memory_gb_s: float
+
+
+GB = 10**9
+
+DEVICES = (
+    Device("A100 40GB", 312.0, 40 * GB, 1555.0),
+    Device("A100 80GB", 312.0, 80 * GB, 2039.0),
+    Device("H100 SXM", 989.4, 80 * GB, 3350.0),
+    Device("H100 PCIe", 756.0, 80 * GB, 2000.0),
+    Device("H100 NVL", 835.0, 94 * GB, 3900.0),
+    Device("H200", 989.4, 141 * GB, 4800.0),
+    Device("B200", 2250.0, 180 * GB, 8000.0),
+    Device("L4", 121.0, 24 * GB, 300.0),
+    Device("L40S", 362.0, 48 * GB, 864.0),
+)
+
+_BY_WORDS = (
+    # As torch.cuda.get_device_name() says it; the first whose words all appear.
+    (("A100", "40GB"), "A100 40GB"),
+    (("A100",), "A100 80GB"),
+    (("H100", "PCIe"), "H100 PCIe"),
+    (("H100", "NVL"), "H100 NVL"),
+    (("H100",), "H100 SXM"),
+    (("H200",), "H200"),
+    (("B200",), "B200"),
+    (("L40S",), "L40S"),
+    (("L4",), "L4"),
+)
+
+
+def find(name: str) -> Device | None:
+    """The device of a driver's name, or of a short one that a person types; None where the table does not know it."""
+    spoken = name.upper().replace("-", " ").replace("_", " ").split()
+    for words, known in _BY_WORDS:
+        if all(any(word.upper() == part or (len(word) > 2 and word.upper() in part) for part in spoken) for word in words):
+            return next(device for device in DEVICES if device.name == known)
+    return None

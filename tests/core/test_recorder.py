@@ -1,0 +1,89 @@
+"""Where a run's numbers go: files, everyone who asked, MFU where the device's peak is known, what saves took."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from fsdp.console import Console
+from fsdp.env import DistEnv
+from fsdp.metrics import NoReporter
+from fsdp.recorder import Pending, Recorder
+from fsdp.rundir import RunDir
+
+
+class Hears:
+    def __init__(self) -> None:
+        self.heard: list[tuple[int, Mapping[str, float]]] = []
+        self.closed = False
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self.heard.append((step, values))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def recorder(folder: Path, out: io.StringIO, hears: Hears, mfu_of: float = 0.0, rank: int = 0) -> Recorder:
+    env = DistEnv(
+        rank=rank, world_size=2, local_rank=rank, local_world_size=2, node_rank=0, num_nodes=1,
+        device=torch.device("cpu"), launcher="tests",
+    )  # fmt: skip
+    console = Console(total_steps=9, every=1, unit="img", stream=out)
+    return Recorder(RunDir(folder), env, NoReporter(), console, from_step=0, sinks=[hears], mfu_of=mfu_of)
+
+
+def one_step() -> Pending:
+    one = torch.tensor(1.5)
+    return Pending(step=1, loss=one, grad_norm=one, lr=0.1, samples=8, tokens=0, step_time_s=0.5, data_wait_s=0.0)
+
+
+def test_each_number_goes_to_the_file_and_to_everyone_who_asked(tmp_path: Path) -> None:
+    hears, out = Hears(), io.StringIO()
+    told = recorder(tmp_path, out, hears)
+    told.step(one_step())
+    told.flush()
+    told.evaluation(1, {"eval_loss": 2.0})
+    told.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 1]
+    assert "mfu" not in lines[0]
+    assert hears.heard[0][1]["train/loss"] == 1.5
+    assert hears.heard[1] == (1, {"eval/eval_loss": 2.0})
+    assert hears.closed
+    assert list((tmp_path / "tensorboard").iterdir())
+
+
+def test_mfu_is_the_samples_a_second_times_what_one_is_worth(tmp_path: Path) -> None:
+    out = io.StringIO()
+    told = recorder(tmp_path, out, Hears(), mfu_of=0.025)
+    told.step(one_step())
+    (metrics,) = told.flush()
+    assert metrics.extra["mfu"] == 8 / 0.5 * 0.025
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["mfu"] == metrics.extra["mfu"]
+    assert "40% MFU" in out.getvalue()
+
+
+def test_a_save_is_told_and_kept_with_what_it_took(tmp_path: Path) -> None:
+    out = io.StringIO()
+    told = recorder(tmp_path, out, Hears())
+    told.saving(3)
+    assert told.checkpoint_note == "saving 3"
+    told.saved(3, "somewhere", stall_s=0.25, write_s=1.5, size=1 << 21)
+    assert told.checkpoint_note == "saved 3"
+    assert out.getvalue() == "checkpoint of step 3 sealed: 2.0 MiB in 1.50 s\n"
+    assert json.loads((tmp_path / "saves.jsonl").read_text()) == {"step": 3, "stall_s": 0.25, "write_s": 1.5, "bytes": 1 << 21}
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    out = io.StringIO()
+    told = recorder(tmp_path, out, Hears(), rank=1)
+    told.step(one_step())
+    told.flush()
+    told.saved(1, "somewhere")
+    assert not out.getvalue()
+    assert not list(tmp_path.iterdir())
