@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -30,6 +31,7 @@ from fsdp.loss import LossFunction
 from fsdp.materialize import materialize
 from fsdp.memory import profile as memory_profile
 from fsdp.memory.nvme import maybe_shelf
+from fsdp.memory.oom import Scene, Witness
 from fsdp.memory.update import Update, Whole, build_update
 from fsdp.mesh import build_mesh, data_rank
 from fsdp.metrics import NoReporter, Reporter
@@ -72,11 +74,17 @@ def train(config: Config, env: DistEnv, reporter: Reporter | None = None) -> Out
     job = prepare(config, world_size=env.world_size, num_nodes=env.num_nodes, device=env.device)
     if env.local_rank == 0:
         log.info("%s", env)
-    with process_group(env, config.run.process_group_timeout_s), _claimed_run(config, env) as (run, claim):
-        return _train(config, env, reporter or NoReporter(), job, run, claim)
+    with (
+        process_group(env, config.run.process_group_timeout_s),
+        _claimed_run(config, env) as (run, claim),
+        Witness(config, env, run.path) as witness,
+    ):
+        return _train(config, env, reporter or NoReporter(), job, run, claim, witness)
 
 
-def _train(config: Config, env: DistEnv, reporter: Reporter, job: Job, run: RunDir, claim: Claim | None) -> Outcome:
+def _train(
+    config: Config, env: DistEnv, reporter: Reporter, job: Job, run: RunDir, claim: Claim | None, witness: Witness
+) -> Outcome:  # fmt: skip
     mesh = build_mesh(job.sizes, env.device)
     model = trained_model(config, job)
     facts = describe(config, job, model)
@@ -99,6 +107,11 @@ def _train(config: Config, env: DistEnv, reporter: Reporter, job: Job, run: RunD
     if shelf is not None:
         shelf.watch()
     replicate(sharded)
+    scene = Scene(
+        sizes=job.sizes, batch=job.batch, dtypes=(sharded.dtypes.master, sharded.dtypes.param, sharded.dtypes.reduce),
+        build=partial(trained_model, config, job), samples=job.data.train, root=sharded.root, units=sharded.units,
+    )  # fmt: skip
+    witness.sees(scene)
     optimizer = build_optimizer(config.optim, sharded.root)
     state = TrainState(model=sharded.root, optimizer=optimizer, loss_scale=config.precision.loss_scale)
     checkpointer = Checkpointer(
@@ -131,8 +144,10 @@ def _train(config: Config, env: DistEnv, reporter: Reporter, job: Job, run: RunD
         claim=claim,
     )  # fmt: skip
     profile = memory_profile.start(config.profile, run.path, env, sharded.root, optimizer, loop.phases)
+    scene.optimizer, scene.phases = optimizer, loop.phases
     try:
-        outcome = loop.run_to_end()
+        with witness:
+            outcome = loop.run_to_end()
         if profile is not None:
             profile.finish()
     except BaseException as error:

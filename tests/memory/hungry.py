@@ -1,0 +1,51 @@
+"""A model whose activations are large and whose parameters are not, on ranks whose address space is bounded as it starts."""
+
+from __future__ import annotations
+
+import os
+import resource
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.memory.account import process_bytes
+
+WIDTH, TIMES = 64, 64
+
+
+class Wide(nn.Module):
+    """[rows, 64] → [rows, 4096] → [rows, 64]: what is kept for backward is 64 times what goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.tanh(torch.sin(self.inner(x).repeat(1, TIMES)))
+        return x + wide.view(len(x), TIMES, WIDTH).mean(1) * self.scale
+
+
+class Hungry(nn.Module):
+    """Bounds its process at its first training step: what the process had, and `room` MiB more."""
+
+    def __init__(self, blocks: int, room: int, rank: int, unlike: bool) -> None:
+        super().__init__()
+        self.stem = nn.Linear(12, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(Wide()) if unlike and n % 2 else Wide() for n in range(blocks))
+        self.head = nn.Linear(WIDTH, 5)
+        self._room, self._rank = room, rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._room and x.device.type != "meta" and int(os.environ.get("RANK", "0")) == self._rank:
+            limit = process_bytes()["address_space"] + self._room * 2**20
+            resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+            self._room = 0
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def build(blocks: int = 12, room: int = 0, rank: int = 0, unlike: bool = False) -> Hungry:
+    return Hungry(blocks, room, rank, unlike)

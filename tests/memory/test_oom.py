@@ -1,0 +1,205 @@
+"""Memory that runs out becomes a page, and what the page says first is what helps."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp.config import Config
+from fsdp.errors import OneRankError
+from fsdp.memory.account import KINDS
+from fsdp.memory.oom import asked_bytes, comes_first, is_out_of_memory
+from fsdp.memory.oom_advice import Footprint, advise, steps
+from fsdp.memory.oom_page import Facts, html_page, text
+
+ROOT = Path(__file__).parents[2]
+MIB = 2**20
+HUNGRY = (
+    "--model.name", "tests.memory.hungry:build", "--data.name", "tests.core.own:vectors", "--data.args.count", "2048",
+    "--train.global_batch", "2048", "--train.steps", "3", "--checkpoint.every_steps", "0", "--checkpoint.export", "false",
+)  # fmt: skip
+
+
+def start(ranks: int, folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    command = [sys.executable, *launcher, "train.py", "--run.dir", str(folder), *HUNGRY, *more]
+    # Else glibc keeps what is freed, and the bound meets what no tensor holds.
+    environ = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
+    return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120, check=False)
+
+
+def first_suggestion(page: str) -> list[str]:
+    lines = page.splitlines()
+    words = lines[lines.index("turn this first") + 1].split("gives back")[0]
+    return words.split()
+
+
+@pytest.mark.slow
+def test_the_rank_that_ran_out_says_so_and_its_first_suggestion_helps(tmp_path: Path) -> None:
+    """Rank 1 of 2 has room for half of what twelve blocks keep. Recomputing is what costs least."""
+    tight = ("--model.args.room", "350", "--model.args.rank", "1")
+    failed = start(2, tmp_path / "failed", *tight)
+    assert failed.returncode != 0
+    page = (tmp_path / "failed" / "oom-rank1.txt").read_text()
+    assert not (tmp_path / "failed" / "oom-rank0.txt").exists()
+    assert page in failed.stderr
+    assert re.match(r"rank 1 of 2 \(.*, cpu\) ran out of memory in (forward|backward) of step 1\.", page)
+    assert "not every case could be counted" not in page
+    assert re.search(r"activations and buffers under way +\d+(\.\d+)? MiB", page)
+    assert re.search(r"train.py \(rank 1\): rank 1 of 2 .* ran out of memory in .* HINT: --memory.", failed.stderr)
+    flags = first_suggestion(page)
+    assert flags == ["--memory.activation_checkpointing", "ops"]
+    passed = start(2, tmp_path / "passed", *tight, *flags)
+    assert passed.returncode == 0, passed.stderr[-3000:]
+    assert "<h2>turn this first</h2>" in (tmp_path / "failed" / "oom-rank1.html").read_text()
+
+
+@pytest.mark.slow
+def test_where_units_recompute_already_smaller_micro_batches_come_first(tmp_path: Path) -> None:
+    tight = ("--model.args.room", "800", "--mesh.wrap", "root")
+    failed = start(1, tmp_path / "failed", *tight)
+    assert failed.returncode == 6, failed.stderr[-3000:]
+    page = (tmp_path / "failed" / "oom-rank0.txt").read_text()
+    flags = first_suggestion(page)
+    assert flags[0] == "--train.micro_batch", page
+    passed = start(1, tmp_path / "passed", *tight, *flags)
+    assert passed.returncode == 0, passed.stderr[-3000:]
+
+
+# ---------------------------------------------------------------- the reckoning
+
+
+NOW = Footprint(
+    units=(100, 100, 50), trained=250, shard=2, replicate=1, master=4, param=4, reduce=4, state=8.0, reshard=True,
+    accumulate="last", accumulation=1, micro=8, checkpointing="none", counted=4,
+)  # fmt: skip
+
+
+def activations(micro: int, checkpointing: str) -> int:
+    return {"none": 1000, "ops": 600, "full": 200}[checkpointing] * micro
+
+
+def test_needs_are_sums() -> None:
+    assert NOW.needs(activations) == {
+        "parameters": 500, "gathered": 600, "gradients": 500 + 400, "optimizer": 1000, "activations": 8000,
+        "communication": 800,
+    }  # fmt: skip
+    kept = dataclasses.replace(NOW, reshard=False, accumulation=4, param=2, reduce=4)
+    assert kept.needs(activations)["gathered"] == 500
+    assert kept.needs(activations)["gradients"] == 1000 + 200
+    assert kept.needs(activations)["activations"] == 4000
+    assert dataclasses.replace(NOW, ddp=True, shard=1).needs(activations)["communication"] == 0
+
+
+@pytest.mark.parametrize(
+    ("now", "held", "first"),
+    [
+        (NOW, 10_000, "--memory.activation_checkpointing ops"),
+        (NOW, 7_000, "--memory.activation_checkpointing full"),
+        (dataclasses.replace(NOW, reshard=False), 11_900, "--mesh.reshard_after_forward true"),
+        (dataclasses.replace(NOW, checkpointing="full"), 5_150, "--train.micro_batch 4"),
+        (dataclasses.replace(NOW, checkpointing="full"), 4_900, "--train.micro_batch 2"),
+        (dataclasses.replace(NOW, replicate=4, checkpointing="full", micro=1), 2_700,
+         "--mesh.strategy fsdp --mesh.replicate 1"),
+    ],
+)  # fmt: skip
+def test_the_cheapest_that_gives_back_enough_comes_first(now: Footprint, held: int, first: str) -> None:
+    advice = advise(now, activations, held, 10, "cpu")
+    assert advice.enough
+    assert advice.first is not None
+    assert advice.first.flags == first
+    assert advice.first.bytes >= advice.short
+
+
+def test_several_together_where_none_alone_is_enough() -> None:
+    advice = advise(NOW, activations, 3_500, 10, "cuda")
+    assert advice.enough
+    assert advice.first is not None
+    assert advice.first.flags.count("--") >= 2
+    assert advice.first.flags.startswith("--memory.activation_checkpointing")
+    hopeless = advise(NOW, activations, 500, 10, "cpu")
+    assert not hopeless.enough
+
+
+@pytest.mark.parametrize(("device", "held", "reserved"), [("cpu", 3000, 0), ("cuda", 2000, 2600)])
+def test_what_the_allocator_keeps_is_named_first(device: str, held: int, reserved: int) -> None:
+    allocator = {"reserved": reserved, "allocated": held} if reserved else {}
+    facts = Facts(
+        rank=0, ranks=1, host="n1", device=device, phase="backward", step=2, said="", kinds={}, held=held, asked=10,
+        process={}, allocator=allocator, limits={},
+    )  # fmt: skip
+    nothing: Any = None
+    found = comes_first(Config(), nothing, facts, 2000)
+    assert found is not None
+    assert "_ALLOC_CONF=expandable" in found.flags or "MALLOC_MMAP_THRESHOLD_=131072" in found.flags
+    assert found.bytes == max(held - 2000, reserved - held)
+    assert comes_first(Config(), nothing, dataclasses.replace(facts, held=2100, allocator={}), 2000) is None
+
+
+def test_nothing_is_suggested_that_is_already_so() -> None:
+    small = dataclasses.replace(NOW, checkpointing="full", micro=1, param=2, nvme=True)
+    assert [flags for flags, _, _ in steps(small, "cpu")] == ["twice as many ranks"]
+    assert not [flags for flags, _, _ in steps(NOW, "cpu") if "cpu_offload" in flags]
+    assert [flags for flags, _, _ in steps(NOW, "cuda") if "cpu_offload" in flags]
+
+
+def test_every_flag_that_is_suggested_parses() -> None:
+    from fsdp import config as configuration
+
+    wide = dataclasses.replace(NOW, reshard=False, accumulation=2, replicate=2)
+    for flags, _, _ in steps(wide, "cuda"):
+        if flags.startswith("--"):
+            configuration.load(flags.split())
+
+
+# ---------------------------------------------------------------- words
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+                      "allocate 67108864 bytes. Error code 12 (Cannot allocate memory)"), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of 79.11 GiB"), True),
+        (MemoryError(), True),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (RuntimeError("std::bad_alloc"), True),
+        (RuntimeError("Connection closed by peer"), False),
+        (OSError(errno.ENOSPC, "No space left on device"), False),
+        (OneRankError("rank 0, step 1: sample 3 cannot be read: MemoryError: ."), False),
+    ],
+)  # fmt: skip
+def test_which_errors_say_that_memory_is_out(error: BaseException, is_one: bool) -> None:
+    assert is_out_of_memory(error) is is_one
+
+
+def test_what_was_asked_for() -> None:
+    assert asked_bytes("you tried to allocate 67108864 bytes. Error code 12") == 64 * MIB
+    assert asked_bytes("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0") == 2.5 * 2**30
+    assert asked_bytes("std::bad_alloc") == 0
+
+
+def test_both_pages_say_the_same() -> None:
+    facts = Facts(
+        rank=3, ranks=8, host="n1", device="cuda:3", phase="backward", step=12, said="CUDA out of memory <x>",
+        kinds={**dict.fromkeys(KINDS, 0), "parameters": 5 * MIB, "activations": 80 * MIB}, held=85 * MIB,
+        asked=7 * MIB, process={},
+        allocator={"reserved": 100 * MIB, "allocated": 85 * MIB, "free": 0, "total": 100 * MIB}, limits={"the cgroup": 2**30},
+    )  # fmt: skip
+    advice = advise(NOW, activations, 10_000, 10, "cuda")
+    plain, page = text(facts, advice, "a note"), html_page(facts, advice, "a note")
+    assert plain.startswith("rank 3 of 8 (n1, cuda:3) ran out of memory in backward of step 12.")
+    for words in ("80 MiB", "allocator holds, unused", "15 MiB", "limit: the cgroup", "turn this first", "a note"):
+        assert words in plain
+        assert words in page
+    assert "&lt;x&gt;" in page
+    assert "http" not in page
