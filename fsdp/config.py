@@ -208,6 +208,13 @@ class MemorySection:
 @dataclass(frozen=True, kw_only=True)
 class SpeedSection:
     compile: Literal["auto", "true", "false"] = knob("auto", "torch.compile each unit; auto is on CUDA only")
+    compile_cache: str = knob(
+        "auto", "where compiled kernels are kept for the next start: auto is in your home's cache, off is torch's own, or DIR"
+    )
+    float8: Literal["off", "tensorwise", "rowwise"] = knob(
+        "off", "matrix products within blocks in float8, by torchao; tensorwise also gathers weights in it"
+    )
+    float8_emulate: bool = knob(False, "round as float8 does on any hardware, slowly: to try it")
     prefetch_forward: int = knob(1, "units gathered ahead in forward", "units", low=1)
     prefetch_backward: int = knob(1, "units gathered ahead in backward", "units", low=1)
 
@@ -464,7 +471,7 @@ def check(config: Config) -> None:
     _check_profile(config)
     for one in (_check_train, _check_mesh, _check_precision, _check_checkpoint, _check_ray, _check_memory):
         one(config)
-    for one in (_check_lora, _check_comm):
+    for one in (_check_lora, _check_comm, _check_float8):
         one(config)
 
 
@@ -685,6 +692,23 @@ def flatten(config: Config) -> dict[str, Any]:
 
 def to_toml(config: Config) -> str:
     """The resolved configuration as a recipe: --config gives the same Config back."""
+def _check_float8(config: Config) -> None:
+    speed, precision = config.speed, config.precision
+    if speed.float8 == "off":
+        if speed.float8_emulate:
+            raise ConfigError("--speed.float8_emulate true says nothing alone.", "--speed.float8 tensorwise")
+        return
+    for flag, value, wrong in (
+        ("lora.rank", config.lora.rank, bool(config.lora.rank)),
+        ("memory.cpu_offload", "true", config.memory.cpu_offload),
+        ("memory.nvme", "all", config.memory.nvme == "all"),
+        ("precision.master", "fp64", precision.master == "fp64"),
+        ("precision.param", "fp16", precision.param == "fp16"),
+    ):
+        if wrong:
+            raise ConfigError(f"--speed.float8 {speed.float8} and --{flag} {value} do not go together.", "--speed.float8 off")
+
+
     lines = [f"backend = {_toml(config.backend)}"]
     for section in dataclasses.fields(Config)[1:]:
         lines.append(f"\n[{section.name}]")
@@ -756,3 +780,4 @@ def _type_name(spec: FieldSpec) -> str:
     if typing.get_origin(spec.type) is Literal:
         return "|".join(typing.get_args(spec.type))
     return {int: "INT", float: "FLOAT", bool: "true|false", str: "TEXT"}[spec.type]
+    kept["speed.float8"] = config.speed.float8

@@ -19,10 +19,12 @@ from fsdp.config import Config
 from fsdp.data import Cursor, DataSet, build_dataset
 from fsdp.env import DistEnv
 from fsdp.errors import ConfigError
+from fsdp.float8 import check_float8, gathered_in_float8
 from fsdp.memory.check import check_device
 from fsdp.mesh import BatchPlan, MeshSizes, plan_batch, resolve
 from fsdp.models import ModelSpec
 from fsdp.models import resolve as resolve_model
+from fsdp.models.blocks import find_units
 from fsdp.models.lora import adapted, apply_lora
 from fsdp.models.parts import freeze
 from fsdp.models.real import seeded
@@ -62,6 +64,7 @@ def prepare(config: Config, *, world_size: int, num_nodes: int, device: torch.de
     """Raises ConfigError, on every rank the same."""
     sizes = resolve(config.mesh, world_size, num_nodes)
     check_divide(config.comm, sizes)
+    check_float8(config.speed, device)
     check_device(config.memory, device)
     batch = plan_batch(config.train, world_size)
     data = _data_of_this_node(config)
@@ -157,6 +160,7 @@ def describe(config: Config, job: Job, model: nn.Module) -> Mapping[str, str]:
             accumulation=job.batch.accumulation,
             gathered=job.dtypes.param,
             reduced=job.dtypes.reduce,
+            float8=gathered_in_float8(find_units(model, config.mesh.wrap), config.speed),
         )
     layers = sum(1 for _ in adapted(model))
     if layers:

@@ -14,10 +14,15 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
+
+from fsdp import agree, rundir
 from fsdp.adapters import maybe_base
 from fsdp.checkpoint import Checkpointer
 from fsdp.checkpoint.full import open_full_state
 from fsdp.claim import Claim
+from fsdp.compile_cache import set_compile_cache
+from fsdp.config import Config, config_hash
 from fsdp.console import Console, set_up_logging
 from fsdp.data import Loader, StepBatch
 from fsdp.data.cursor import stream_key
@@ -25,29 +30,26 @@ from fsdp.env import DistEnv, check_torch, end_time, process_group
 from fsdp.errors import CheckpointError
 from fsdp.evaluate import Evaluation, evaluate
 from fsdp.flops import flops_per_sample, peak_flops
+from fsdp.float8 import maybe_scales
 from fsdp.gradients import Gradients, InTurn
 from fsdp.job import Job, describe, prepare, trained_model
 from fsdp.loss import LossFunction
 from fsdp.materialize import materialize
-from fsdp.memory import profile as memory_profile
 from fsdp.memory.nvme import maybe_shelf
 from fsdp.memory.oom import Scene, Witness
 from fsdp.memory.update import Update, Whole, build_update
+from fsdp.memory import profile as memory_profile
 from fsdp.mesh import build_mesh, data_rank
 from fsdp.metrics import NoReporter, Reporter
 from fsdp.optim import apply_hyperparameters, build_optimizer, lr_at, set_lr
 from fsdp.phases import Phases
+from fsdp.recorder import Pending, Recorder
 from fsdp.rundir import RunDir
 from fsdp.scaler import LossScaler
 from fsdp.shard import Sharded, replicate, shard_model
 from fsdp.state import TrainState
 from fsdp.stop import Stopper
 from fsdp.verdict import Verdicts
-from torch import Tensor
-
-from fsdp import agree, rundir
-from fsdp.config import Config, config_hash
-from fsdp.recorder import Pending, Recorder
 from fsdp.wandb_sink import WandbSink, check_wandb
 
 log = logging.getLogger(__name__)
@@ -86,6 +88,7 @@ def _train(
     config: Config, env: DistEnv, reporter: Reporter, job: Job, run: RunDir, claim: Claim | None, witness: Witness
 ) -> Outcome:  # fmt: skip
     mesh = build_mesh(job.sizes, env.device)
+    set_compile_cache(config.speed, env.device)
     model = trained_model(config, job)
     facts = describe(config, job, model)
     peak = peak_flops(env.device, env.world_size)
@@ -204,6 +207,7 @@ class _Loop:
             self.config.train, self.gradients, self.state.optimizer, self.sharded.root, scaler=self.scaler,
             whole_update=isinstance(self.update, Whole),
         )  # fmt: skip
+        self.scales = maybe_scales(self.sharded.root, self.config.speed, sharded=self.job.sizes.strategy != "ddp")
         self.stopped: str | None = None
         self.evaluation: Evaluation | None = None
         self.last_saved = self.state.step if self.state.step else -1
@@ -273,6 +277,8 @@ class _Loop:
             self.phases.enter("optimizer")
             self.checkpointer.before_update()
             self.update.step()
+            if self.scales is not None:
+                self.scales.refresh()
         self.state.optimizer.zero_grad(set_to_none=True)
         return StepResult(loss, norm, tokens, applied)
 

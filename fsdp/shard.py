@@ -1,4 +1,4 @@
-"""From a plain module to a sharded one, in the one order that works: checkpointing → compile → fully_shard (or DDP).
+"""From a plain module to a sharded one, in the one order that works: float8 → checkpointing → compile → fully_shard (or DDP).
 
 What becomes a unit is data from the model (fsdp/models/blocks.py); what is done to a unit is here, and who is in which group is
 the mesh's. Weights are not touched: the model may stand on the meta device.
@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp.comm import Hooks, apply_comm, load_hooks
 from fsdp.config import CommSection, MemorySection, MeshSection, PrecisionSection, SpeedSection, reshard_policy
+from fsdp.float8 import apply_float8
 from fsdp.memory.activations import apply_activation_checkpointing
 from fsdp.mesh import MeshSizes
 from fsdp.models.blocks import blocks_of, find_units
@@ -158,6 +159,7 @@ def shard_model(
         # Not model.to(dtype): it would take the imaginary part from complex buffers.
         model._apply(lambda tensor: tensor.to(dtypes.master) if tensor.is_floating_point() else tensor)
     units = find_units(model, section.wrap)
+    apply_float8(units, speed, sharded=sizes.strategy != "ddp")
     apply_activation_checkpointing(units, memory, compiled=compiles(speed, device))
     apply_compile(units, model, speed, device)
     policy = reshard_policy(section.reshard_after_forward)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp.config import MeshSection, reshard_policy
 from fsdp.mesh import MeshSizes
@@ -40,7 +40,7 @@ def mib(sent: float) -> str:
 
 @dataclass(frozen=True)
 class _Group:
-    """One communication unit: elements with FSDP's padding, all of them and the trained ones."""
+    """One communication unit, with FSDP's padding: the bytes of all its elements, and how many are trained."""
 
     whole: int
     trained: int
@@ -49,20 +49,20 @@ class _Group:
 
 def traffic(
     model: nn.Module, *, sizes: MeshSizes, section: MeshSection, accumulation: int,
-    gathered: torch.dtype, reduced: torch.dtype, accumulate: str = "",
+    gathered: torch.dtype, reduced: torch.dtype, accumulate: str = "", float8: Iterable[Tensor] = (),
 ) -> Traffic:  # fmt: skip
-    """`accumulate` asks for another way than the section's."""
+    """`accumulate` asks for another way than the section's; `float8` are weights that are gathered in a byte an element."""
     how = accumulate or section.accumulate
     if sizes.strategy == "ddp":
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         times = 1 if how == "last" else accumulation
         return Traffic(all_reduce=times * 2 * _part(sizes.replicate) * trained * reduced.itemsize)
-    groups = _groups(model, section.wrap, sizes.shard)
+    groups = _groups(model, section.wrap, sizes.shard, gathered, set(float8))
     reductions = 1 if how == "last" else accumulation
     all_reductions = accumulation if how == "every" else 1
     trained_bytes = sum(group.trained for group in groups) * reduced.itemsize
     return Traffic(
-        all_gather=sum(_gathers(group, section, sizes, accumulation) * group.whole for group in groups) * gathered.itemsize,
+        all_gather=sum(_gathers(group, section, sizes, accumulation) * group.whole for group in groups),
         reduce_scatter=reductions * _part(sizes.shard) * trained_bytes,
         all_reduce=all_reductions * 2 * _part(sizes.replicate) * trained_bytes / sizes.shard,
     )
@@ -78,25 +78,27 @@ def _gathers(group: _Group, section: MeshSection, sizes: MeshSizes, accumulation
     forward = _part(sizes.shard)
     if policy == "step":
         return forward
-    if policy is False or group.is_root or policy == 1:
+    if group.is_root or (policy is not True and policy in (False, 1)):  # True == 1
         return accumulation * forward
     backward = forward if policy is True else _part(min(int(policy), sizes.shard))
     return accumulation * (forward + backward)
 
 
-def _groups(model: nn.Module, wrap: str, shards: int) -> list[_Group]:
+def _groups(model: nn.Module, wrap: str, shards: int, gathered: torch.dtype, float8: set[Tensor]) -> list[_Group]:
+    def group(parameters: Sequence[nn.Parameter], is_root: bool) -> _Group:
+        small = _padded([p for p in parameters if p in float8], shards)
+        whole = _padded(parameters, shards) - small
+        trained = _padded([p for p in parameters if p.requires_grad], shards)
+        return _Group(small + whole * gathered.itemsize, trained, is_root)
+
     taken: set[nn.Parameter] = set()
     groups = []
     for unit in find_units(model, wrap):
         own = [p for module in unit for p in module.parameters() if p not in taken]
         taken.update(own)
-        groups.append(_group(own, shards, is_root=False))
+        groups.append(group(own, is_root=False))
     rest = [p for p in model.parameters() if p not in taken]
-    return [*groups, _group(rest, shards, is_root=True)]
-
-
-def _group(parameters: Sequence[nn.Parameter], shards: int, *, is_root: bool) -> _Group:
-    return _Group(_padded(parameters, shards), _padded([p for p in parameters if p.requires_grad], shards), is_root)
+    return [*groups, group(rest, is_root=True)]
 
 
 def _padded(parameters: Iterable[nn.Parameter], shards: int) -> int:
@@ -105,12 +107,14 @@ def _padded(parameters: Iterable[nn.Parameter], shards: int) -> int:
 
 
 def said(
-    model: nn.Module, *, sizes: MeshSizes, section: MeshSection, accumulation: int, gathered: torch.dtype, reduced: torch.dtype
-) -> str:
+    model: nn.Module, *, sizes: MeshSizes, section: MeshSection, accumulation: int, gathered: torch.dtype,
+    reduced: torch.dtype, float8: Iterable[Tensor] = (),
+) -> str:  # fmt: skip
     """The start-up line: this run's bytes by kind and, where micro-batches accumulate, what the other ways would send."""
     chosen, *others = (
         (how, traffic(
             model, sizes=sizes, section=section, accumulation=accumulation, gathered=gathered, reduced=reduced, accumulate=how,
+            float8=float8,
         ))
         for how in sorted(("last", "shard", "every"), key=lambda how: how != section.accumulate)
     )  # fmt: skip

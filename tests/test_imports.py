@@ -17,9 +17,9 @@ LEVELS = {
     0: "errors config",
     1: "models env optim metrics digest torchvision_import events phases devices",
     2: "mesh stop state memory loss agree claim console gradients scaler rundir recorder wandb_sink verdict",
-    3: "shard comm traffic materialize adapters proof data checkpoint watch evaluate job flops",
+    3: "shard comm traffic float8 compile_cache materialize adapters proof data checkpoint watch evaluate job flops preflight",
     4: "loop",
-    5: "plan report launch predict parity checkpoints summary",
+    5: "plan report launch predict doctor parity checkpoints summary",
     6: "train",
 }
 LEVEL = {name: level for level, names in LEVELS.items() for name in names.split()}

@@ -159,7 +159,8 @@ def _fits(old: Any, entry: TensorStorageMetadata) -> bool:
 def _make(group: dict[str, Any], parameter: nn.Parameter, field: str, entry: TensorStorageMetadata) -> torch.Tensor:
     """Sharded as the parameter where it has its shape; else whole, and where torch's optimizers keep such a thing."""
     if field != "step" and tuple(entry.size) == tuple(parameter.shape):
-        return torch.empty_like(parameter, dtype=entry.properties.dtype, requires_grad=False)
+        # Not empty_like: of a float8 weight it would make another that is cast as weights are.
+        return torch.zeros_like(parameter, dtype=entry.properties.dtype, requires_grad=False)
     on_device = field != "step" or group.get("capturable") or group.get("fused")
     device = parameter.device if on_device else torch.device("cpu")
     return torch.empty(entry.size, dtype=entry.properties.dtype, device=device)

@@ -85,6 +85,15 @@ class Uneven(nn.Module):
         return self.head(x)
 
 
+class Wide(Uneven):
+    """Widths in sixteens, as float8's products want them."""
+
+    def __init__(self) -> None:
+        super().__init__(32)
+        for block in self.blocks:
+            block.up, block.down = nn.Linear(32, 48), nn.Linear(48, 32)
+
+
 class Frozen(Uneven):
     """Frozen: the stem in the root's group, a part of one block, all of another."""
 

@@ -79,9 +79,9 @@ def test_alpha_rank_and_dropout_do_what_they_say() -> None:
     layer = made(nn.Sequential(nn.Linear(4, 5)), rank=2, alpha=6.0).get_submodule("0")
     assert layer.lora_a.shape == (2, 4)  # type: ignore[union-attr]
     assert layer.lora_scale == 3.0
-    dropped = made(nn.Sequential(nn.Linear(4, 5)), dropout=0.9)
+    dropped = made(nn.Sequential(nn.Linear(64, 5)), dropout=0.5)
     nn.init.ones_(dropped.get_submodule("0").lora_b)  # type: ignore[arg-type]
-    x = torch.randn(3, 4)
+    x = torch.randn(3, 64)
     assert not torch.equal(dropped(x), dropped(x))
     assert torch.equal(dropped.eval()(x), dropped(x))
 
