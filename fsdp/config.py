@@ -755,6 +755,7 @@ def config_hash(config: Config) -> str:
     )
     prefixes = ("mesh.", "ray.", "checkpoint.", "stop.", "memory.", "speed.", "profile.")
     kept = {k: v for k, v in flatten(config).items() if k not in elsewhere and not k.startswith(prefixes)}
+    kept["speed.float8"] = config.speed.float8
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -780,4 +781,3 @@ def _type_name(spec: FieldSpec) -> str:
     if typing.get_origin(spec.type) is Literal:
         return "|".join(typing.get_args(spec.type))
     return {int: "INT", float: "FLOAT", bool: "true|false", str: "TEXT"}[spec.type]
-    kept["speed.float8"] = config.speed.float8
