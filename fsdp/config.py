@@ -609,7 +609,9 @@ def _check_profile(config: Config) -> None:
                 f"--profile.steps {profile.steps} begins after the last step, {steps}.", f"--profile.steps {max(1, steps - 1)}"
             )
     elif profile.steps != ProfileSection().steps:
-        raise ConfigError(f"--profile.steps {profile.steps} says nothing alone.", "--profile.memory true, or --profile.trace true")
+        raise ConfigError(
+            f"--profile.steps {profile.steps} says nothing alone.", "--profile.memory true, or --profile.trace true"
+        )
 
 
 def _check_memory(config: Config) -> None:
@@ -664,6 +666,23 @@ def _check_comm(config: Config) -> None:
         )
 
 
+def _check_float8(config: Config) -> None:
+    speed, precision = config.speed, config.precision
+    if speed.float8 == "off":
+        if speed.float8_emulate:
+            raise ConfigError("--speed.float8_emulate true says nothing alone.", "--speed.float8 tensorwise")
+        return
+    for flag, value, wrong in (
+        ("lora.rank", config.lora.rank, bool(config.lora.rank)),
+        ("memory.cpu_offload", "true", config.memory.cpu_offload),
+        ("memory.nvme", "all", config.memory.nvme == "all"),
+        ("precision.master", "fp64", precision.master == "fp64"),
+        ("precision.param", "fp16", precision.param == "fp16"),
+    ):
+        if wrong:
+            raise ConfigError(f"--speed.float8 {speed.float8} and --{flag} {value} do not go together.", "--speed.float8 off")
+
+
 def _check_lora(config: Config) -> None:
     lora, model = config.lora, config.model
     if not lora.rank and lora != LoraSection():
@@ -692,23 +711,6 @@ def flatten(config: Config) -> dict[str, Any]:
 
 def to_toml(config: Config) -> str:
     """The resolved configuration as a recipe: --config gives the same Config back."""
-def _check_float8(config: Config) -> None:
-    speed, precision = config.speed, config.precision
-    if speed.float8 == "off":
-        if speed.float8_emulate:
-            raise ConfigError("--speed.float8_emulate true says nothing alone.", "--speed.float8 tensorwise")
-        return
-    for flag, value, wrong in (
-        ("lora.rank", config.lora.rank, bool(config.lora.rank)),
-        ("memory.cpu_offload", "true", config.memory.cpu_offload),
-        ("memory.nvme", "all", config.memory.nvme == "all"),
-        ("precision.master", "fp64", precision.master == "fp64"),
-        ("precision.param", "fp16", precision.param == "fp16"),
-    ):
-        if wrong:
-            raise ConfigError(f"--speed.float8 {speed.float8} and --{flag} {value} do not go together.", "--speed.float8 off")
-
-
     lines = [f"backend = {_toml(config.backend)}"]
     for section in dataclasses.fields(Config)[1:]:
         lines.append(f"\n[{section.name}]")
