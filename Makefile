@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Tests in three processes: those of Slurm and Ray mostly wait.
+SHARED := -n 3 --dist loadgroup --no-loadscope-reorder
 # Ranks share the cores; torchrun would say so on every start.
 export OMP_NUM_THREADS ?= 1
 
@@ -25,10 +27,10 @@ train: $(READY)
 	@$(BIN)/torchrun --nproc_per_node=2 train.py
 
 test: $(READY)
-	@$(BIN)/python -m pytest tests
+	@$(BIN)/python -m pytest tests $(SHARED)
 
 test-quick: $(READY)
-	@$(BIN)/python -m pytest tests -m "not slow and not slurm and not ray"
+	@$(BIN)/python -m pytest tests -m "not slow and not slurm and not ray" $(SHARED)
 
 bench: $(READY)
 	@$(BIN)/python -m bench --short

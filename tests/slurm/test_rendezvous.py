@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 import socket
 import subprocess
 import sys
@@ -18,7 +19,7 @@ COMMAND = [sys.executable, "-m", "launch.rendezvous"]
 
 @pytest.fixture
 def port() -> int:
-    return rendezvous.free_port(seed=sum(map(ord, "shardrun")))
+    return rendezvous.free_port(seed=secrets.randbits(32))
 
 
 def meet(names: str, port: int, hosts: str, flags: Mapping[str, str] | None = None, timeout: str = "10") -> dict[str, tuple]:
