@@ -7,6 +7,7 @@ who launched whom. Not here: the mesh (fsdp/mesh.py) and anything about a model.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import socket
@@ -268,6 +269,52 @@ def _group_arguments(env: DistEnv, timeout: timedelta, store: dist.Store | None)
     return arguments
 
 
+def meeting_address(environ: Mapping[str, str] = os.environ) -> str:
+    """Where the ranks of this start meet, as its launcher says; empty for a single process."""
+    if "MASTER_ADDR" in environ:
+        return environ["MASTER_ADDR"]
+    return slurm_rendezvous(environ)[0] if "SLURM_JOB_ID" in environ else ""
+
+
+def interface_is_given(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether gloo is told its interface, and needs no name for its own host."""
+    return bool(environ.get("GLOO_SOCKET_IFNAME"))
+
+
+def meeting_store(env: DistEnv, timeout_s: float, *, serves: bool = True) -> dist.Store:
+    """The store that the ranks meet in, without waiting for any: who has not come can then be named. Under torchrun its agent
+    serves it, else rank 0 does where it `serves`."""
+    import torch.distributed as dist
+
+    if env.world_size == 1:
+        return _alone()
+    address = meeting_address()
+    if not address:
+        raise LaunchError(f"rank {env.rank} has no MASTER_ADDR.", "start with torchrun, or srun")
+    port = _integer(os.environ, "MASTER_PORT", None if "MASTER_ADDR" in os.environ else slurm_rendezvous()[1])
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        return dist.TCPStore(
+            address, port, is_master=serves and env.is_main and not agent, wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+        )  # fmt: skip
+    except (RuntimeError, ValueError) as error:
+        why = str(error).splitlines()[0][:120]
+        lost = LaunchError(
+            f"rank {env.rank} on {socket.gethostname()} does not reach {address}:{port} ({why}).",
+            "does the name resolve there, and is the port open? RDZV_HOST in slurm/cluster.env names another",
+        )
+        lost.scope = "rank"
+        raise lost from None
+
+
+@functools.cache
+def _alone() -> dist.Store:
+    import torch.distributed as dist
+
+    return dist.HashStore()
+
+
 def set_variable(name: str, value: str) -> None:
     """Change one environment variable, and say so."""
     old = os.environ.get(name)
@@ -277,6 +324,6 @@ def set_variable(name: str, value: str) -> None:
 
 
 __all__ = [
-    "DistEnv", "check_gpus_are_seen", "check_torch", "end_time", "expand_hostlist", "from_environment", "pick_device",
-    "process_group", "set_variable", "slurm_rendezvous", "speaks_for_all",
+    "DistEnv", "check_gpus_are_seen", "check_torch", "end_time", "expand_hostlist", "from_environment", "interface_is_given",
+    "meeting_address", "meeting_store", "pick_device", "process_group", "set_variable", "slurm_rendezvous", "speaks_for_all",
 ]  # fmt: skip

@@ -1,0 +1,98 @@
+"""The device: seen, right in what it computes, as fast as it should be, and with its memory free."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdp import devices
+
+SECONDS = 0.4
+NVIDIA_SMI_S = 10.0
+HEALTH = (
+    # what nvidia-smi calls it, what a person reads, and what it says when nothing is wrong
+    ("ecc.errors.uncorrected.volatile.total", "uncorrected memory errors", ("0",)),
+    ("retired_pages.pending", "memory pages to be retired: reset it", ("No",)),
+    ("clocks_throttle_reasons.hw_slowdown", "slowed by its hardware (heat, power)", ("Not Active",)),
+)
+
+
+def look(device: torch.device, name: str) -> dict[str, Any]:
+    on_cuda = device.type == "cuda"
+    size, dtype = (8192, torch.bfloat16) if on_cuda else (384, torch.float32)
+    rate, value = product(device, size, dtype)
+    free, total = memory(device)
+    known = devices.find(name) if on_cuda else None
+    return {
+        "tflops": rate,
+        "product": value,
+        "peak_tflops": known.bf16_tflops if known else 0.0,
+        "memory_free": free,
+        "memory_total": total,
+        "health": health(device) if on_cuda else [],
+    }
+
+
+def product(device: torch.device, size: int, dtype: torch.dtype) -> tuple[float, float]:
+    """10¹² operations a second over some tenths of a second, and a number that is the same on every sound device."""
+    generator = torch.Generator().manual_seed(7)
+    left = torch.randn(size, size, generator=generator).to(device, dtype)
+    right = torch.randn(size, size, generator=generator).to(device, dtype)
+    out = torch.mm(left, right)
+    value = float(out.double().abs().mean())
+    _wait(device)
+    began, done = time.perf_counter(), 0
+    while time.perf_counter() - began < SECONDS:
+        for _ in range(8):
+            torch.mm(left, right, out=out)
+        # the host runs ahead of the device: without this it would only be asked, not done
+        _wait(device)
+        done += 8
+    return 2.0 * size**3 * done / (time.perf_counter() - began) / 1e12, value
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def memory(device: torch.device) -> tuple[int, int]:
+    """Free and total bytes: the device's, or on the CPU the node's."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return int(free), int(total)
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return tuple(int(lines[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))  # type: ignore[return-value]
+
+
+def health(device: torch.device) -> list[str]:
+    """What the driver has against this device; nothing where it cannot be asked."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    fields = ",".join(field for field, _, _ in HEALTH)
+    which = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
+    try:
+        said = subprocess.run(
+            [program, which, f"--query-gpu={fields}", "--format=csv,noheader"],
+            capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=True,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return [f"nvidia-smi does not answer within {NVIDIA_SMI_S:.0f} s"]
+    except (subprocess.CalledProcessError, OSError):
+        return []  # an older one does not know a field
+    return complaints(said.stdout)
+
+
+def complaints(line: str) -> list[str]:
+    values = [value.strip() for value in line.strip().split(",")]
+    return [
+        f"{words}: {value}"
+        for value, (_, words, fine) in zip(values, HEALTH, strict=False)
+        if value not in fine and not value.startswith("[")  # [N/A], [Not Supported]
+    ]

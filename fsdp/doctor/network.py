@@ -1,0 +1,92 @@
+"""Names and ports: does each node's name resolve, and does each node reach the others on a port of the kernel's choosing."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+CONNECT_S = 3.0
+NEIGHBOURS = 16
+"""Above twice as many nodes each tries these, behind and before it, and not all."""
+
+
+def address_towards(host: str) -> str:
+    """This node's own address on the way to another. Nothing is sent."""
+    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
+        try:
+            probe.connect((host, 9))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return ""
+
+
+def resolves(name: str) -> str:
+    """The address of a name, or empty."""
+    try:
+        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return ""
+
+
+@contextlib.contextmanager
+def listener() -> Iterator[int]:
+    """A port that takes connections and says who it is, until the block ends."""
+    server = socket.create_server(("", 0), backlog=256)
+    over = threading.Event()
+
+    def serve() -> None:
+        server.settimeout(0.2)
+        while not over.is_set():
+            try:
+                taken, _ = server.accept()
+            except OSError:  # its time-out, after which it looks whether it is over
+                continue
+            with contextlib.closing(taken), contextlib.suppress(OSError):
+                taken.sendall(socket.gethostname().encode())
+
+    thread = threading.Thread(target=serve, name="doctor-port", daemon=True)
+    thread.start()
+    try:
+        yield int(server.getsockname()[1])
+    finally:
+        over.set()
+        thread.join()
+        server.close()
+
+
+def partners(node: int, nodes: int) -> list[int]:
+    if nodes <= 2 * NEIGHBOURS:
+        return [other for other in range(nodes) if other != node]
+    around = [(node + by) % nodes for by in range(-NEIGHBOURS, NEIGHBOURS + 1) if by]
+    return list(dict.fromkeys(around))
+
+
+def reach(node: int, places: Mapping[int, tuple[str, int]]) -> dict[int, str]:
+    """Node → why it cannot be reached from here; empty where it can. All at once: what is dead costs one time-out together."""
+    found: dict[int, str] = {}
+
+    def try_one(other: int, place: tuple[str, int]) -> None:
+        try:
+            with contextlib.closing(socket.create_connection(place, timeout=CONNECT_S)) as link:
+                link.settimeout(CONNECT_S)
+                found[other] = "" if link.recv(256) else "closed at once"
+        except OSError as error:
+            found[other] = str(error.strerror or error)
+
+    threads = [
+        threading.Thread(target=try_one, args=(other, places[other]), daemon=True)
+        for other in partners(node, len(places))
+        if other in places
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(3 * CONNECT_S)
+    return {other: found.get(other, "no answer") for other in partners(node, len(places)) if other in places}
+
+
+def look(host: str, main_address: str) -> dict[str, Any]:
+    return {"host": host, "host_resolves": resolves(host), "address": address_towards(main_address) or resolves(host)}

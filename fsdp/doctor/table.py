@@ -1,0 +1,141 @@
+"""What the ranks saw as a table: in a terminal or a log, and as an HTML file."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+
+from fsdp.doctor.verdict import GIB, Look, Scene, Verdict
+from fsdp.report.page import POLICY, STYLE
+from fsdp.report.tables import Raw, chip, section
+from fsdp.report.tables import table as html_table
+
+MOST_ROWS = 40
+"""Above so many ranks a node has one row: its slowest rank."""
+HEADS = ("node", "rank", "device", "TFLOP/s", "free GiB", "gather", "scatter", "µs", "write", "read", "clock")
+UNITS = ("", "", "", "", "", "GB/s", "GB/s", "", "MB/s", "MB/s", "ms")
+LINK_HEADS = ("link", "gather GB/s", "scatter GB/s", "µs")
+
+
+def rows(scene: Scene) -> list[list[str]]:
+    ranks = sum(len(ranks) for ranks in scene.nodes)
+    found = []
+    for node, members in enumerate(scene.nodes):
+        present = [rank for rank in members if rank in scene.looks]
+        if not present:
+            found.append([scene.hosts[node], "", "never came", *[""] * (len(HEADS) - 3)])
+        elif ranks > MOST_ROWS:
+            slowest = min(present, key=lambda rank: scene.looks[rank].get("device", {}).get("tflops", 0.0))
+            found.append(_row(scene.hosts[node], f"{slowest}*", scene.looks[slowest], scene.looks[present[0]]))
+        else:
+            found += [_row(scene.hosts[node], str(rank), scene.looks[rank], scene.looks[members[0]]) for rank in present]
+    return found
+
+
+def _row(host: str, rank: str, look: Look, head: Look) -> list[str]:
+    device, links, storage = look.get("device"), look.get("links", {}), head.get("storage", {})
+    within = links.get("within") or links.get("all")
+    return [
+        host,
+        rank,
+        look["facts"]["device"].removeprefix("NVIDIA "),
+        f"{device['tflops']:.3g}" if device else "",
+        f"{device['memory_free'] / GIB:.1f}" if device else "",
+        *([f"{within[name]:.3g}" for name in ("gather_gb_s", "scatter_gb_s")] if within else ["", ""]),
+        f"{within['latency_us']:.0f}" if within else "",
+        *[f"{storage[name]:.0f}" if name in storage else "" for name in ("write_mb_s", "read_mb_s")],
+        f"{links['clock_s'] * 1e3:+.0f}" if "clock_s" in links else "",
+    ]
+
+
+def links(scene: Scene) -> list[list[str]]:
+    """Between neighbouring nodes, and over all ranks."""
+    found = []
+    for node, look in scene.heads():
+        seen = look.get("links", {})
+        for other, link in seen.get("between", {}).items():
+            if int(other) > node or len(scene.nodes) == 2:
+                found.append([f"{scene.hosts[node]} – {scene.hosts[int(other)]}", *_link(link)])
+        if node == 0 and "all" in seen:
+            found.append(["over all ranks", *_link(seen["all"])])
+    return found if len(scene.nodes) != 2 else found[1:]
+
+
+def _link(link: Look) -> list[str]:
+    return [f"{link['gather_gb_s']:.3g}", f"{link['scatter_gb_s']:.3g}", f"{link['latency_us']:.0f}"]
+
+
+def about(scene: Scene) -> str:
+    look = scene.looks.get(0) or next(iter(scene.looks.values()), None)
+    if look is None:
+        return "nobody came"
+    facts = look["facts"]
+    words = [f"torch {facts['torch']}", f"Python {facts['python']}"]
+    words += [f"{name} {facts[key]}" for name, key in (("NCCL", "nccl"), ("driver", "driver")) if facts[key]]
+    ranks = sum(len(ranks) for ranks in scene.nodes)
+    return f"{ranks} ranks on {len(scene.nodes)} node{'s' * (len(scene.nodes) > 1)}; rank 0 has {', '.join(words)}"
+
+
+# ---------------------------------------------------------------- as text
+
+
+def text(scene: Scene, verdict: Verdict, seconds: float) -> str:
+    parts = [f"{about(scene)}; looked at in {seconds:.0f} s", "", _columns([HEADS, UNITS, *rows(scene)])]
+    if any(row[1].endswith("*") for row in rows(scene)):
+        parts.append("* the slowest rank of its node")
+    if pairs := links(scene):
+        parts += ["", _columns([LINK_HEADS, *pairs])]
+    parts += ["", *(f"{'OUT ' if finding.out else 'odd '} {finding}" for finding in verdict.findings)]
+    return "\n".join([*parts, *([""] if verdict.findings else []), f"verdict: {verdict}"])
+
+
+def _columns(lines: Sequence[Sequence[str]]) -> str:
+    """Words stand left, numbers right; a column without a value is left out."""
+    body = lines[2:] if lines[0] == HEADS else lines[1:]
+    kept = [at for at in range(len(lines[0])) if any(row[at] for row in body)]
+    widths = {at: max(len(row[at]) for row in lines) for at in kept}
+    left = {at for at in kept if lines[0][at] in ("node", "device", "link")}
+    return "\n".join(
+        "  ".join(row[at].ljust(widths[at]) if at in left else row[at].rjust(widths[at]) for at in kept).rstrip()
+        for row in lines
+    )
+
+
+# ---------------------------------------------------------------- as a page
+
+
+def page(scene: Scene, verdict: Verdict, seconds: float) -> str:
+    heads = [f"{head} {unit}".strip() for head, unit in zip(HEADS, UNITS, strict=True)]
+    filled = rows(scene)
+    kept = [at for at in range(len(heads)) if any(row[at] for row in filled)]
+    shown = [[row[at] for at in kept] for row in filled]
+    found = [
+        [
+            chip("out", "failed") if one.out else chip("odd", "stopped"),
+            one.host,
+            "" if one.rank is None else one.rank,
+            one.what,
+            one.hint,
+        ]
+        for one in verdict.findings
+    ]
+    state = chip("fit to train", "finished") if verdict.fit else chip("not fit", "failed")
+    numeric = [heads[at] for at in kept if HEADS[at] not in ("node", "device")]
+    body = (
+        f"<header><h1>Before it starts {state}</h1>"
+        f'<p class="about">{html.escape(about(scene))}; looked at in {seconds:.0f} s</p></header>'
+        + section("Verdict", f"<p>{html.escape(str(verdict))}</p>")
+        + (
+            section("What was found", html_table(("", "node", "rank", "what", "what to do"), found, numeric=("rank",)))
+            if found
+            else ""
+        )
+        + section("Ranks", html_table([heads[at] for at in kept], shown, numeric=numeric))
+        + (section("Between nodes", html_table(LINK_HEADS, pairs, numeric=LINK_HEADS[1:])) if (pairs := links(scene)) else "")
+    )
+    return Raw(
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>doctor</title><style>{STYLE}</style></head><body><main>{body}</main></body></html>\n"
+    )

@@ -1,0 +1,274 @@
+"""What is to be thought of what the ranks saw: a pure function, so that every fault can be put before it.
+
+A node is judged beside the others: the median is what is expected, and a maker's figure only where there is one. A node that
+falls out gets its name on the exclude list, unless most of them would: then the fault is not a node's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from statistics import median
+from typing import Any
+
+from fsdp.preflight import Facts, differences
+
+Look = Mapping[str, Any]
+"""What one rank saw, by stage; a stage that it did not come to is missing."""
+
+SLOW_CUDA, SLOW_CPU = 0.85, 0.6
+"""Of the median: GPUs of one kind differ by a few per cent, processes that share a CPU by more."""
+OF_PEAK = 0.55
+"""Of the maker's figure for dense products; 0.6 to 0.8 is usual for one of 8192 × 8192."""
+LINK, DISK = 0.5, 0.25
+SAME_PRODUCT = 1e-3
+CLOCK_S = 1.0
+FREE = 0.9
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong, where, and what to do. `out` where no training should be tried with it."""
+
+    host: str
+    rank: int | None
+    what: str
+    hint: str
+    out: bool
+
+    def __str__(self) -> str:
+        where = self.host + (f" (rank {self.rank})" if self.rank is not None else "")
+        return f"{where}: {self.what}. HINT: {self.hint}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    findings: tuple[Finding, ...]
+    exclude: tuple[str, ...]
+    complete: bool
+
+    @property
+    def fit(self) -> bool:
+        return self.complete and not any(finding.out for finding in self.findings)
+
+    def __str__(self) -> str:
+        if self.fit:
+            odd = f"; {len(self.findings)} things are odd" if self.findings else ""
+            return f"fit to train{odd}."
+        if self.exclude:
+            count = len(self.exclude)
+            return f"{count} node{'s fall' if count > 1 else ' falls'} out: --exclude={','.join(self.exclude)}"
+        return "not fit to train, and no single node is at fault: see above."
+
+
+@dataclass(frozen=True)
+class Scene:
+    """All looks, and who was to come: `hosts` by node as far as known, `nodes` the ranks of each."""
+
+    looks: Mapping[int, Look]
+    nodes: Sequence[Sequence[int]]
+    hosts: Sequence[str]
+    stages: Mapping[int, str]
+    """Rank → the stage that it never came out of."""
+
+    def host(self, rank: int) -> str:
+        return self.hosts[next(n for n, ranks in enumerate(self.nodes) if rank in ranks)]
+
+    def heads(self) -> Iterator[tuple[int, Look]]:
+        """The first rank of each node, which looks at what the node shares."""
+        return ((node, self.looks[ranks[0]]) for node, ranks in enumerate(self.nodes) if ranks[0] in self.looks)
+
+
+def judge(scene: Scene) -> Verdict:
+    judges: Sequence[Callable[[Scene], Iterator[Finding]]] = (
+        _absent, _unfinished, _programs, _names, _ports, _devices, _memory, _within, _between, _storage, _clocks,
+    )  # fmt: skip
+    findings = [finding for one in judges for finding in one(scene)]
+    out = list(dict.fromkeys(finding.host for finding in findings if finding.out))
+    # With two nodes each is half: one may still be named. With one node there is none to leave out.
+    few = len(out) * 2 <= len(scene.hosts) and len(scene.hosts) > 1
+    complete = all(rank in scene.looks for ranks in scene.nodes for rank in ranks) and not scene.stages
+    return Verdict(tuple(findings), tuple(out) if few else (), complete)
+
+
+# ---------------------------------------------------------------- who is there
+
+
+def _absent(scene: Scene) -> Iterator[Finding]:
+    for node, ranks in enumerate(scene.nodes):
+        missing = [rank for rank in ranks if rank not in scene.looks]
+        if missing:
+            who = "none of its ranks came" if len(missing) == len(ranks) else f"ranks {', '.join(map(str, missing))} never came"
+            yield Finding(scene.hosts[node], None, who, "see its log; does it reach the first node?", True)
+
+
+def _unfinished(scene: Scene) -> Iterator[Finding]:
+    """Those that others wait for are where no other is: the rarest stage names them."""
+    if not scene.stages:
+        return
+    stages = list(scene.stages.values())
+    rarest = min(stages, key=stages.count)
+    for rank, stage in scene.stages.items():
+        blamed = stage == rarest and len(set(stages)) > 1
+        yield Finding(scene.host(rank), rank, f"not done in time, still in: {stage}", "--limit-s more, or leave it out", blamed)
+
+
+def _programs(scene: Scene) -> Iterator[Finding]:
+    everyone = [Facts(**look["facts"]) for look in scene.looks.values() if "facts" in look]
+    for one in differences(everyone):
+        for rank, value in list(one.others.items())[:8]:
+            what = f"{one.what} {value or 'is missing'}, where most have {one.usual or 'none'}"
+            yield Finding(scene.host(rank), rank, what, "the same environment on every node", one.fatal)
+
+
+# ---------------------------------------------------------------- network
+
+
+def _names(scene: Scene) -> Iterator[Finding]:
+    for node, look in scene.heads():
+        names = look.get("network", {})
+        if names and not names["host_resolves"] and len(scene.nodes) > 1:
+            hint = "add it to DNS or /etc/hosts, or export GLOO_SOCKET_IFNAME=INTERFACE"
+            yield Finding(
+                scene.hosts[node], None, f"its own name {names['host']} does not resolve", hint, not names["interface"]
+            )
+
+
+def _ports(scene: Scene) -> Iterator[Finding]:
+    """Each broken pair is blamed on whichever of its two nodes is in more broken pairs, so that few are named."""
+    broken: dict[tuple[int, int], str] = {}
+    for node, look in scene.heads():
+        for other, why in look.get("ports", {}).items():
+            if why:
+                broken[(node, int(other))] = why
+    while broken:
+        count = [sum(node in pair for pair in broken) for node in range(len(scene.nodes))]
+        worst = max(range(len(count)), key=lambda node: (count[node], node))
+        mine = {pair: why for pair, why in broken.items() if worst in pair}
+        others = sorted({scene.hosts[node] for pair in mine for node in pair if node != worst})
+        what = f"no connection between it and {', '.join(others[:4])} ({next(iter(mine.values()))})"
+        yield Finding(scene.hosts[worst], None, what, "a firewall, a route, or a dead link", True)
+        broken = {pair: why for pair, why in broken.items() if pair not in mine}
+
+
+def can_meet(looks: Mapping[int, Look]) -> bool:
+    """Whether a process group can be tried: every connection stood, and every rank speaks the same torch."""
+    everyone = [Facts(**look["facts"]) for look in looks.values()]
+    reached = not any(why for look in looks.values() for why in look.get("ports", {}).values())
+    return reached and not any(one.fatal for one in differences(everyone))
+
+
+# ---------------------------------------------------------------- devices
+
+
+def slow_ranks(looks: Mapping[int, Look]) -> dict[int, float]:
+    """Rank → its share of the median among devices of its kind, where that is too little."""
+    found = {}
+    by_kind: dict[str, dict[int, float]] = {}
+    for rank, look in looks.items():
+        if "device" in look:
+            by_kind.setdefault(look["facts"]["device"], {})[rank] = look["device"]["tflops"]
+    for kind, rates in by_kind.items():
+        usual, least = median(rates.values()), SLOW_CPU if kind == "cpu" else SLOW_CUDA
+        found.update({rank: rate / usual for rank, rate in rates.items() if rate < least * usual})
+    return found
+
+
+def _devices(scene: Scene) -> Iterator[Finding]:
+    seen = {rank: look for rank, look in scene.looks.items() if "device" in look}
+    for rank, share in slow_ranks(seen).items():
+        what = f"matrix product at {seen[rank]['device']['tflops']:.3g} TFLOP/s, {share:.0%} of the median"
+        yield Finding(scene.host(rank), rank, what, "another job on it, its clocks, its cooling", True)
+    products = {rank: look["device"]["product"] for rank, look in seen.items()}
+    usual = median([value for value in products.values() if isfinite(value)] or [0.0])
+    for rank, value in products.items():
+        if not abs(value - usual) <= SAME_PRODUCT * abs(usual):  # also where it is not a number
+            yield Finding(scene.host(rank), rank, f"computes wrong: {value:.6g} for {usual:.6g}", "take the device out", True)
+    for rank, look in seen.items():
+        for complaint in look["device"]["health"]:
+            yield Finding(scene.host(rank), rank, complaint, "drain the node and reset the device", True)
+        peak = look["device"]["peak_tflops"]
+        if peak and look["device"]["tflops"] < OF_PEAK * peak:
+            what = f"matrix product at {look['device']['tflops']:.0f} of {peak:.0f} TFLOP/s that its maker gives"
+            yield Finding(scene.host(rank), rank, what, "power limit, clocks, or another job on it", False)
+
+
+def _memory(scene: Scene) -> Iterator[Finding]:
+    for rank, look in scene.looks.items():
+        about = look.get("device")
+        if about and look["facts"]["device"] != "cpu" and about["memory_free"] < FREE * about["memory_total"]:
+            used = (about["memory_total"] - about["memory_free"]) / GIB
+            what = f"{used:.1f} of {about['memory_total'] / GIB:.0f} GiB of its device are taken"
+            yield Finding(scene.host(rank), rank, what, "nvidia-smi on that node says by whom", True)
+
+
+# ---------------------------------------------------------------- links
+
+
+def _rate(link: Mapping[str, float]) -> float:
+    return min(link["gather_gb_s"], link["scatter_gb_s"])
+
+
+def _within(scene: Scene) -> Iterator[Finding]:
+    rates = {node: _rate(look["links"]["within"]) for node, look in scene.heads() if "within" in look.get("links", {})}
+    usual = median(rates.values()) if rates else 0.0
+    for node, rate in rates.items():
+        if rate < LINK * usual:
+            what = f"{rate:.3g} GB/s within the node, {rate / usual:.0%} of the median"
+            yield Finding(scene.hosts[node], None, what, "NCCL_DEBUG=INFO says which way it goes; NVLink or PCIe is down", True)
+
+
+def _between(scene: Scene) -> Iterator[Finding]:
+    """A node all of whose links are slow is at fault; a single slow link is told of both its ends."""
+    rates: dict[tuple[int, int], float] = {}
+    for node, look in scene.heads():
+        for other, link in look.get("links", {}).get("between", {}).items():
+            pair = (min(node, int(other)), max(node, int(other)))
+            rates[pair] = min(rates.get(pair, float("inf")), _rate(link))
+    usual = median(rates.values()) if len(rates) > 1 else 0.0
+    slow = {pair for pair, rate in rates.items() if rate < LINK * usual}
+    for node in range(len(scene.nodes)):
+        mine = [pair for pair in rates if node in pair]
+        if slow and mine and all(pair in slow for pair in mine) and len(mine) > 1:
+            what = f"{max(rates[pair] for pair in mine):.3g} GB/s to both its neighbours, where {usual:.3g} is usual"
+            yield Finding(scene.hosts[node], None, what, "its network card, its cable, NCCL_IB_HCA or NCCL_SOCKET_IFNAME", True)
+            slow -= set(mine)
+    for one, other in sorted(slow):
+        what = f"{rates[(one, other)]:.3g} GB/s to {scene.hosts[other]}, where {usual:.3g} is usual"
+        yield Finding(scene.hosts[one], None, what, "the link between the two", False)
+
+
+# ---------------------------------------------------------------- storage and clocks
+
+
+def _storage(scene: Scene) -> Iterator[Finding]:
+    heads = {node: look["storage"] for node, look in scene.heads() if "storage" in look}
+    blind = {node: about["unseen"] for node, about in heads.items() if about.get("unseen")}
+    for node, about in heads.items():
+        if "error" in about:
+            yield Finding(
+                scene.hosts[node], None, f"{about['folder']} {about['error']}", "--dir FOLDER on shared storage", True
+            )
+    # What the first node wrote is what a run's checkpoints are: a node that does not see it does not share.
+    for node, others in blind.items():
+        if 0 in others and node:
+            names = ", ".join(scene.hosts[other] for other in others[:4])
+            what = f"does not see what {names} wrote into {heads[node]['folder']}"
+            yield Finding(scene.hosts[node], None, what, "mount the shared storage there, or --dir FOLDER that is shared", True)
+    for name, words in (("write_mb_s", "writes"), ("read_mb_s", "reads")):
+        rates = {node: about[name] for node, about in heads.items() if name in about}
+        usual = median(rates.values()) if rates else 0.0
+        for node, rate in rates.items():
+            if rate < DISK * usual:
+                what = f"{words} {rate:.0f} MB/s, where {usual:.0f} is usual"
+                yield Finding(scene.hosts[node], None, what, "its mount, or its way to the storage", False)
+
+
+def _clocks(scene: Scene) -> Iterator[Finding]:
+    for node, look in scene.heads():
+        offset = look.get("links", {}).get("clock_s", 0.0)
+        if abs(offset) > CLOCK_S:
+            what = f"its clock is {abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'} the first node's"
+            yield Finding(scene.hosts[node], None, what, "chronyc tracking, or timedatectl, on that node", False)
