@@ -14,6 +14,7 @@ SHORT = {
     "start": ["--short"],
     "restart": ["--short"],
     "goodput": ["--short"],
+    "scale": ["--short"],
     "start_memory": [],
     "save": ["--short"],
     "ray_tutorial": ["--short"],

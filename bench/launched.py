@@ -76,6 +76,10 @@ class Launched:
         os.kill(victim, signal.SIGKILL)
         return self.now()
 
+    def heard(self) -> None:
+        """After its end: all that it said has been read."""
+        self._reader.join(10)
+
     def end(self) -> None:
         """Every process that the command started."""
         pids = [self.process.pid, *_below(self.process.pid)]

@@ -3,8 +3,9 @@
     python -m bench.start [--rounds 5] [--ranks 2] [--cold]
 
 Each contender is a script that imports what it needs and no more, builds the same vision transformer, shards it and takes
-one step (bench/peers/alone.py); ours is train.py, and python -m launch.local, with all that they write. Rounds are
-interleaved; what counts is the extra over the bare script. --cold puts the files of all packages out of the page cache before each start.
+one step (bench/peers/alone.py); ours is train.py, and launch.local, with all that they write. Rounds are
+interleaved; what counts is the extra over the bare script. --cold puts the files of all packages out of the page cache before
+each start.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Work:
         return configuration.load(self.all_flags)
 
 
-def _decoder(width: int, layers: int, vocab: int, tied: str = "false") -> tuple[str, ...]:
+def decoder(width: int, layers: int, vocab: int, tied: str = "false") -> tuple[str, ...]:
     sizes = {"width": width, "layers": layers, "heads": max(1, width // 64), "vocab_size": vocab, "tied": tied}
     words = [word for name, value in sizes.items() for word in (f"--model.args.{name}", str(value))]
     return ("--model.name", "transformer", "--data.args.kind", "tokens", *words)
@@ -57,7 +57,7 @@ def _decoder(width: int, layers: int, vocab: int, tied: str = "false") -> tuple[
 WORKS = {
     "tiny": Work(
         "tiny", "decoder, 0.2M parameters: nearly all of a step is the host's",
-        (*_decoder(64, 4, 256), "--data.seq_len", "8", "--train.global_batch", "8"), "tokens",
+        (*decoder(64, 4, 256), "--data.seq_len", "8", "--train.global_batch", "8"), "tokens",
     ),
     "vit": Work(
         "vit", "vision transformer, 10 layers of 128, 1×28×28 images, global batch 64",
@@ -65,11 +65,11 @@ WORKS = {
     ),
     "decoder": Work(
         "decoder", "decoder, 6 layers of 384, 64 tokens × 16",
-        (*_decoder(384, 6, 1024), "--data.seq_len", "64", "--train.global_batch", "16"), "tokens",
+        (*decoder(384, 6, 1024), "--data.seq_len", "64", "--train.global_batch", "16"), "tokens",
     ),
     "100m": Work(
         "100m", "decoder, 100M parameters, 32 tokens × 4",
-        (*_decoder(768, 12, 19_968, "true"), "--data.seq_len", "32", "--train.global_batch", "4"), "tokens",
+        (*decoder(768, 12, 19_968, "true"), "--data.seq_len", "32", "--train.global_batch", "4"), "tokens",
     ),
 }  # fmt: skip
 

@@ -1,0 +1,155 @@
+"""How cost grows: with the number of ranks, with the number of parameters, and at thousands of simulated ranks.
+
+    python -m bench.scale                        everything; a quarter of an hour
+    python -m bench.scale --part simulated       ranks, parameters or simulated alone; the other parts stay as they were
+    python -m bench.scale --short
+
+Ranks: a decoder so small that a step is the host's work, at 1, 2, 4 and 8 ranks of one thread each (more than there are cores,
+in the end: processor time counts, not the wall). Parameters: 1M to 100M on 2 ranks under launch.local, started, stepped, saved.
+Simulated: bench/simulated.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import tables
+from bench.launched import Launched
+from bench.peers.team import HONEST, Team
+from bench.peers.work import COMMON, decoder
+
+TURN, WARM = 20, 5
+SAVE_EVERY, STEPS = 6, 24
+SIZES = {"1M": (96, 4, 1024), "10M": (320, 6, 4096), "30M": (512, 8, 8192), "100M": (768, 12, 19_968)}
+SIMULATED = ((4096, "124m"), (16_384, "124m"), (512, "llama-8b"))
+
+
+# ---------------------------------------------------------------- ranks
+
+
+def by_ranks(counts: Sequence[int], rounds: int) -> tuple[str, dict[str, Any]]:
+    rows, numbers = [], {}
+    for ranks in counts:
+        seen: dict[str, list[float]] = {"bare": [], "ours": []}
+        with Team("bare", "tiny", ranks) as bare, Team("ours", "tiny", ranks) as own:
+            teams = {"bare": bare, "ours": own}
+            for team in teams.values():
+                team.steps(WARM)
+            for nth in range(rounds):
+                for name in tables.turned(list(teams), nth):
+                    seen[name].append(1e3 * teams[name].steps(TURN)["cpu_s"])
+        more = tables.difference(seen["ours"], seen["bare"])
+        over = f"{more.value:+.2f} [{more.low:+.2f}, {more.high:+.2f}]"
+        rows.append([ranks, tables.spread(seen["ours"]), tables.spread(seen["bare"]), over])
+        numbers[str(ranks)] = seen
+        print(f"{ranks} ranks: {rows[-1]}", flush=True)
+    columns = ["ranks", "shardrun, processor ms a step and rank", "bare loop", "shardrun over bare, ms [95%]"]
+    return tables.table(columns, rows), numbers
+
+
+# ---------------------------------------------------------------- parameters
+
+
+def by_parameters(names: Sequence[str], rounds: int) -> tuple[str, dict[str, Any]]:
+    numbers: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    for nth in range(rounds):
+        for name in tables.turned(list(names), nth):
+            numbers[name].append(one_run(SIZES[name]))
+            print(f"{name}: {numbers[name][-1]}", flush=True)
+    keys = ("first_s", "step_s", "save_s", "peak_mib")
+    rows = [[name, *(tables.spread([one[key] for one in runs]) for key in keys)] for name, runs in numbers.items()]
+    columns = ["parameters", "command to first step, s", "step, s", "a save adds, s", "peak of a rank, MiB"]
+    return tables.table(columns, rows), numbers
+
+
+def one_run(size: tuple[int, int, int]) -> dict[str, float]:
+    with tempfile.TemporaryDirectory(prefix="bench-scale-") as place:
+        flags = [*COMMON, *decoder(*size, "true"), "--data.seq_len", "16", "--train.global_batch", "4"]
+        flags += ["--run.dir", str(Path(place, "run")), "--checkpoint.every_steps", str(SAVE_EVERY)]
+        flags += ["--train.steps", str(STEPS)]
+        command = [sys.executable, "-m", "launch.local", "--ranks", "2", "--restarts", "0", *flags]
+        run = Launched(command, Path(place, "log"), HONEST)
+        _, status, usage = os.wait4(run.process.pid, 0)
+        if status:
+            raise SystemExit(f"{' '.join(command)} ended with {status}:\n{run.log.read_text()[-2000:]}")
+        run.heard()
+        return told(run.steps) | {"peak_mib": usage.ru_maxrss / 1024}
+
+
+def told(steps: Sequence[tuple[float, int]]) -> dict[str, float]:
+    """A save stands between its step's line and the next one's."""
+    gaps = {step: after - before for (before, step), (after, _) in itertools.pairwise(steps)}
+    usual = statistics.median(gap for step, gap in gaps.items() if step % SAVE_EVERY and step > 2)
+    saving = [gap for step, gap in gaps.items() if step % SAVE_EVERY == 0]
+    return {"first_s": steps[0][0], "step_s": usual, "save_s": statistics.median(saving) - usual}
+
+
+# ---------------------------------------------------------------- thousands of ranks
+
+
+def simulated(sizes: Sequence[tuple[int, str]]) -> tuple[str, list[dict[str, Any]]]:
+    found = []
+    for ranks, preset in sizes:
+        command = [sys.executable, "-m", "bench.simulated", str(ranks), "--preset", preset]
+        found.append(json.loads(subprocess.check_output(command, text=True)))
+        print(found[-1], flush=True)
+    rows = []
+    for one in found:
+        sums = [f"{one['sums'][kind]:.1f}" for kind in ("plan", "seal", "resume")]
+        sizes_mib = [f"{one['metadata_mib']:.0f}", f"{one['peak_mib']:,.0f}"]
+        rows.append([f"{one['ranks']:,}", one["preset"], f"{one['pieces']:,}", *sums, *sizes_mib])
+    columns = [
+        "ranks",
+        "model",
+        "pieces",
+        "plan (once), s",
+        "seal (a save), s",
+        "resume, s",
+        ".metadata MiB",
+        "rank 0's peak MiB",
+    ]
+    return tables.table(columns, rows), found
+
+
+PARTS = {
+    "ranks": "Host time a step against ranks, one thread each",
+    "parameters": "Start, step, save and memory against parameters, 2 ranks",
+    "simulated": "Planning, sealing and reading a checkpoint at simulated ranks, what rank 0 does",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=list(PARTS))
+    parser.add_argument("--rounds", type=int, default=0, help="0 is 5, or 2 with --short")
+    parser.add_argument("--short", action="store_true")
+    options = parser.parse_args(argv)
+    rounds, small = options.rounds or (2 if options.short else 5), options.short
+    for part in [options.part] if options.part else list(PARTS):
+        about = tables.machine()
+        if part == "ranks":
+            text, numbers = by_ranks((1, 2, 4) if small else (1, 2, 4, 8), rounds)
+        elif part == "parameters":
+            text, numbers = by_parameters(list(SIZES)[:2] if small else list(SIZES), rounds)
+        else:
+            text, numbers = simulated(SIMULATED[:1] if small else SIMULATED)  # type: ignore[assignment]
+        print(f"\n{PARTS[part]}\n\n{text}\n", flush=True)
+        tables.write_piece(
+            "scale", part, short=small, title="How cost grows", piece_title=PARTS[part], about=about, text=text, notes="",
+            command=f"python -m bench.scale --part {part} --rounds {rounds}", numbers={"numbers": numbers},
+        )  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,93 @@
+"""Each contender does the same work: two steps of its loop give the bare loop's losses, within rounding."""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import pytest
+
+from bench import launched
+from bench.goodput import moments
+from bench.peers.roster import ROSTER, absent, settings
+from bench.peers.team import Team
+from bench.scale import told
+from bench.simulated import simulate
+
+STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def bare() -> list[float]:
+    return losses("bare")
+
+
+def losses(name: str) -> list[float]:
+    with Team(name, "tiny", 2) as team:
+        turn = team.steps(STEPS)
+    assert turn["wall_s"] > 0
+    found: list[float] = turn["losses"]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in ROSTER if name not in ("bare", "torchtitan")])
+def test_same_work(name: str, bare: list[float]) -> None:
+    if ROSTER[name].missing:
+        pytest.skip(f"{name}: {ROSTER[name].missing}")
+    assert losses(name) == pytest.approx(bare, rel=2e-5)
+
+
+def test_one_that_cannot_run_is_listed_with_the_reason() -> None:
+    assert [line for line in absent(["torchtitan"]) if line.startswith("torchtitan: not run, ")]
+
+
+def test_settings_of_each_are_told() -> None:
+    said = settings(["bare", "ours", "ours-ddp"])
+    assert said[0].startswith("bare fully_shard loop: fully_shard on each block")
+    assert said[2].endswith("defaults, --mesh.strategy ddp")
+
+
+def test_a_save_is_what_stands_behind_its_step() -> None:
+    ends = [1.0]
+    for step in range(1, 20):
+        ends.append(ends[-1] + (0.5 if step % 6 == 0 else 0.1))
+    found = told([(when, step) for step, when in enumerate(ends, start=1)])
+    assert found == pytest.approx({"first_s": 1.0, "step_s": 0.1, "save_s": 0.4})
+
+
+def test_the_same_seed_kills_at_the_same_moments() -> None:
+    assert moments(60, 10, 1) == moments(60, 10, 1) != moments(60, 10, 2)
+    assert 300 < len(moments(10_000, 25, 3)) < 500
+
+
+def test_a_watched_command_says_when_its_steps_were_done(tmp_path: object) -> None:
+    from pathlib import Path
+
+    run = launched.Launched([sys.executable, "-c", "print('step  1/2 x'); print('step  2/2 x')"], Path(str(tmp_path), "log"))
+    run.wait_for(2, 20)
+    run.end()
+    assert [step for _, step in run.steps] == [1, 2]
+
+
+def test_a_rank_is_killed_and_no_other(tmp_path: object) -> None:
+    from pathlib import Path
+
+    two = "import subprocess, sys; [p.wait() for p in [subprocess.Popen(['sleep', '60']) for _ in 'ab']]"
+    run = launched.Launched([sys.executable, "-c", f"print('step 1/9', flush=True); {two}"], Path(str(tmp_path), "log"))
+    try:
+        run.wait_for(1, 20)
+        while len(run.ranks()) < 2:
+            assert run.now() < 20
+        before = run.ranks()
+        run.kill_one(random.Random(0))
+        assert set(run.ranks()) <= set(before)
+    finally:
+        run.end()
+    assert not run.ranks()
+
+
+def test_a_small_simulation_goes_through() -> None:
+    found = simulate(8, "toy")
+    assert found["pieces"] > 8
+    assert set(found["sums"]) == {"plan", "seal", "resume"}

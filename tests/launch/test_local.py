@@ -1,0 +1,93 @@
+"""launch.local: ranks as forks, one that dies, what is not tried again, and a signal that is meant for the ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fsdp import rundir
+from fsdp.rundir import RunDir
+from tests.processes import children, eventually
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = [
+    "--model.name", "mlp", "--data.name", "synthetic", "--data.args.heldout", "0", "--train.global_batch", "8",
+    "--checkpoint.export", "false", "--checkpoint.every_steps", "5",
+]  # fmt: skip
+
+
+def start(run: Path, *flags: str, ranks: int = 2) -> subprocess.Popen[str]:
+    words = ["--ranks", str(ranks), "--run.dir", str(run), *SMALL, *flags]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "launch.local", *words], cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def steps(run: Path) -> list[int]:
+    return [int(record["step"]) for record in rundir.read_records(RunDir(run).metrics)]
+
+
+@pytest.mark.slow
+def test_a_killed_rank_brings_all_back_and_loses_no_more_than_an_interval(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start(run, "--train.steps", "400")
+    eventually("ten steps", lambda: len(steps(run)) >= 10, 60)
+    victim = children(process.pid)[1]
+    os.kill(victim, signal.SIGKILL)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert "a rank ended with SIGKILL after step" in said
+    assert steps(run) == list(range(1, 401))
+    starts = [event for event in rundir.read_records(RunDir(run).history) if event["event"] == "start"]
+    assert [event["from_step"] > 0 for event in starts] == [False, True]
+
+
+@pytest.mark.slow
+def test_a_signal_is_the_ranks_to_act_on(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start(run, "--train.steps", "100000")
+    eventually("three steps", lambda: len(steps(run)) >= 3, 60)
+    process.terminate()
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    assert RunDir(run).stopped.read_text().startswith("SIGTERM at step")
+
+
+@pytest.mark.slow
+def test_the_same_death_twice_is_not_tried_again(tmp_path: Path) -> None:
+    module = tmp_path / "dies.py"
+    module.write_text(
+        "import os, torch\n"
+        "class Dies(torch.nn.Linear):\n    def forward(self, x):\n        os._exit(9)\n"
+        "def build():\n    return Dies(784, 10)\n"
+    )
+    words = ["--ranks", "1", "--restarts", "9", "--run.dir", str(tmp_path / "run"), *SMALL]
+    words[words.index("mlp")] = "dies:build"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    command = [sys.executable, "-m", "launch.local", *words, "--train.steps", "3"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True)
+    assert done.returncode == 9, done.stderr
+    assert done.stderr.count("all ranks again") == 1
+    assert "ended twice after step 0: not again" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--ranks", "many"], "--ranks many is not a number of ranks. HINT: --ranks 1"),
+        (["--ranks", "2", "--optim.lr", "x"], "--optim.lr x is not a number. HINT: --optim.lr 0.0005"),
+        (["--ranks"], "--ranks has no value is not"),
+    ],
+)
+def test_a_wrong_flag_is_one_line(words: list[str], said: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "launch.local", *words], cwd=ROOT, text=True, capture_output=True)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
