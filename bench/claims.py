@@ -1,0 +1,400 @@
+"""What FSDP tutorials say, tried: each claim of docs/claims.md that a few lines can show, as a command.
+
+    python -m bench.claims                 all of them, a line each
+    python -m bench.claims half_storage    one, with what was done
+
+A claim that is about time or memory at a size is shown by bench.knobs instead. Nothing here needs a GPU or the network.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+RANKS = 2
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Whether the claim holds here, and what was seen."""
+
+    holds: bool
+    what: str
+
+
+@dataclass(frozen=True)
+class Claim:
+    says: str
+    try_it: Callable[[], Seen]
+    ranks: int = 1
+
+
+CLAIMS: dict[str, Claim] = {}
+
+
+def claim(says: str, ranks: int = 1) -> Callable[[Callable[[], Seen]], Callable[[], Seen]]:
+    """Registers a function under its own name. With ranks, every rank runs it and rank 0's word counts."""
+
+    def register(function: Callable[[], Seen]) -> Callable[[], Seen]:
+        CLAIMS[function.__name__] = Claim(says, function, ranks)
+        return function
+
+    return register
+
+
+def error_of(act: Callable[[], Any]) -> str:
+    """What it raised, in one line; empty where it did not."""
+    try:
+        act()
+    except Exception as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:140]}"
+    return ""
+
+
+# ---------------------------------------------------------------- calls that are printed
+
+
+@claim("OffloadPolicy(offload_type=...) chooses where to offload")
+def offload_type() -> Seen:
+    from torch.distributed.fsdp import OffloadPolicy
+
+    make: Any = OffloadPolicy
+    said = error_of(lambda: make(offload_type="cpu"))
+    return Seen(not said, said or "it was taken")
+
+
+@claim("fully_shard(model, mesh_dim=...) names the axis to shard over")
+def mesh_dim() -> Seen:
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    call: Any = fully_shard
+    said = error_of(lambda: call(torch.nn.Linear(2, 2), mesh_dim="dp"))
+    return Seen(not said, said or "it was taken")
+
+
+@claim("FileSystemWriter(path).save(...) and FileSystemReader(path).load(...) write and read a checkpoint")
+def writer_save() -> Seen:
+    from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+
+    there = [hasattr(FileSystemWriter, "save"), hasattr(FileSystemReader, "load")]
+    return Seen(all(there), f"has save: {there[0]}, has load: {there[1]}; dcp.save and dcp.load take them as arguments")
+
+
+@claim("model.to_empty(device=...); model.reset_parameters() fills a model that was built on meta")
+def reset_parameters() -> Seen:
+    from torch import nn
+
+    from fsdp.torchvision_import import import_torchvision
+
+    import_torchvision()
+    from torchvision.models import VisionTransformer
+
+    kinds: list[type[nn.Module]] = [VisionTransformer, nn.Transformer, nn.MultiheadAttention, nn.TransformerEncoderLayer]
+    without = [kind.__name__ for kind in kinds if not hasattr(kind, "reset_parameters")]
+    return Seen(not without, f"no reset_parameters: {', '.join(without)}")
+
+
+@claim("CPUOffloadPolicy() can be tried on a machine without an accelerator")
+def offload_on_cpu() -> Seen:
+    import torch
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    with alone():
+        said = error_of(lambda: fully_shard(torch.nn.Linear(4, 4), offload_policy=CPUOffloadPolicy()))
+        unpinned = error_of(lambda: fully_shard(torch.nn.Linear(4, 4), offload_policy=CPUOffloadPolicy(pin_memory=False)))
+    return Seen(not said, f"{said or 'it worked'}; with pin_memory=False: {unpinned or 'taken, and moves nothing'}")
+
+
+@claim("torch.profiler's export_memory_timeline(….html) is the way to see memory")
+def memory_timeline() -> Seen:
+    import torch
+
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        kinds = {"record_shapes": True, "profile_memory": True, "with_stack": True}
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], **kinds) as profile:  # type: ignore[arg-type]
+            torch.ones(8, 8) @ torch.ones(8, 8)
+        said = error_of(lambda: profile.export_memory_timeline(str(Path(folder, "memory.html")), device="cpu"))
+    old = [str(one.message) for one in heard if "memory_timeline" in str(one.message)]
+    return Seen(not (old or said), "; ".join([*(line.split(". ")[0] for line in old[:1]), *([said] if said else [])]))
+
+
+# ---------------------------------------------------------------- mixed precision
+
+
+@claim("MixedPrecisionPolicy(param_dtype=torch.float16) stores parameters in half precision")
+def half_storage() -> Seen:
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    with alone():
+        model = torch.nn.Linear(64, 64)
+        sharded: Any = fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16))
+        model(torch.ones(1, 64)).float().sum().backward()
+        sharded.reshard()
+        weight: Any = model.weight
+        kept, grad = weight.to_local().dtype, weight.grad.to_local().dtype
+    return Seen(kept == torch.float16, f"between steps the shard is {kept}, its gradient {grad}: only what is gathered is half")
+
+
+@claim("fp16 needs no more than the policy: stability is maintained")
+def half_gradients() -> Seen:
+    """A gradient of 1e-8, which fp32 and bf16 hold and fp16 does not, with a loss scale and without."""
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    def gradient(dtype: Any, scale: float) -> float:
+        model = torch.nn.Linear(4, 1, bias=False)
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype))
+        (model(torch.full((1, 4), 1e-4)).sum() * 1e-4 * scale).backward()
+        weight: Any = model.weight
+        return float(weight.grad.to_local().abs().max()) / scale
+
+    with alone():
+        bare, scaled = gradient(torch.float16, 1.0), gradient(torch.float16, 1024.0)
+        other = gradient(torch.bfloat16, 1.0)
+    return Seen(
+        bare > 0, f"a gradient of 1e-8 arrives as {bare:.1g} in fp16, {scaled:.1e} with a loss scale, {other:.1e} in bf16"
+    )
+
+
+@claim("with mixed precision the peak memory of activations is halved")
+def half_activations() -> Seen:
+    full, half = (_account("--precision.param", kind) for kind in ("fp32", "bf16"))
+    ratio = _at_end_of_forward(half)["activations"] / _at_end_of_forward(full)["activations"]
+    whole = half["peak"]["bytes"] / full["peak"]["bytes"]
+    return Seen(0.48 <= ratio <= 0.55, f"activations after forward are {ratio:.0%}, the peak of everything is {whole:.0%}")
+
+
+# ---------------------------------------------------------------- sharding
+
+
+@claim("reshard_after_forward=True frees gathered parameters after forward, False keeps them to backward")
+def reshard_frees() -> Seen:
+    true, false = (_account("--mesh.reshard_after_forward", kind, ranks=RANKS) for kind in ("true", "false"))
+    gathered = [_at_end_of_forward(one)["gathered"] for one in (true, false)]
+    whole = true["parameters"] * 4
+    return Seen(
+        gathered[0] < 0.5 * whole <= gathered[1],
+        f"gathered after forward: {gathered[0] / whole:.0%} of the model with True (the root's own stay), "
+        f"{gathered[1] / whole:.0%} with False",
+    )
+
+
+@claim("sharded state dicts need no communication", ranks=RANKS)
+def quiet_state_dict() -> Seen:
+    import torch
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    fully_shard(model)
+    with CommDebugMode() as counted:
+        model.state_dict()
+    return Seen(counted.get_total_counts() == 0, f"{counted.get_total_counts()} collectives in state_dict()")
+
+
+@claim("for p in model.parameters(): dist.broadcast(p.data, src=0) gives all ranks rank 0's weights", ranks=RANKS)
+def broadcast_on_shards() -> Seen:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 8)
+    wanted = model.weight.detach().clone()
+    fully_shard(model)
+    weight: Any = model.weight
+    said = error_of(lambda: dist.broadcast(weight.data, src=0))
+    dist.broadcast(weight.to_local().detach(), src=0)
+    whole = weight.full_tensor()
+    half = len(whole) // RANKS
+    copied = bool(torch.equal(whole[:half], whole[half:]))
+    return Seen(
+        bool(torch.equal(whole, wanted)),
+        f"on the DTensor: {said or 'taken'}; on its shard, in silence, every rank gets rank 0's rows: "
+        f"{'yes' if copied else 'no'}",
+    )
+
+
+@claim("with one seed on all ranks, parameters drawn after sharding are those of one process", ranks=RANKS)
+def seeded_shards() -> Seen:
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    wanted = torch.nn.Linear(8, 8).weight.detach().clone()
+    with torch.device("meta"):
+        model = torch.nn.Linear(8, 8)
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.reset_parameters()
+    weight: Any = model.weight
+    whole = weight.full_tensor()
+    same = bool(torch.equal(whole[:4], whole[4:]))
+    return Seen(bool(torch.equal(whole, wanted)), f"on CPU every rank draws the same rows: {'yes' if same else 'no'}")
+
+
+# ---------------------------------------------------------------- the vision example
+
+
+@claim("the encoder blocks are the largest layers, so sharding them is what counts")
+def vit_parameters() -> Seen:
+    from fsdp.torchvision_import import import_torchvision
+
+    import_torchvision()
+    import torch
+    from torchvision.models import VisionTransformer
+
+    model = VisionTransformer(
+        image_size=28, patch_size=7, num_layers=10, num_heads=2, hidden_dim=128, mlp_dim=128, num_classes=10
+    )  # fmt: skip
+    model.conv_proj = torch.nn.Conv2d(1, 128, 7, 7)
+    total = sum(p.numel() for p in model.parameters())
+    blocks = sum(p.numel() for p in model.encoder.layers.parameters())
+    megabytes = total * 4 / 2**20
+    return Seen(
+        blocks / total > 0.5, f"{total:,} parameters, {megabytes:.1f} MiB in fp32, {blocks / total:.1%} of them in blocks"
+    )
+
+
+@claim("a trained classifier may be given test_data.data[0].float(), though it was trained on Normalize((0.5,), (0.5,))")
+def unnormalised() -> Seen:
+    """The same weights on the same held-out digits, prepared as in training and as bytes that were only cast."""
+    import torch
+    import torch.nn.functional as F
+
+    from fsdp.config import DataSection, ModelSection
+    from fsdp.data import build_dataset
+    from fsdp.models import resolve
+
+    data = build_dataset(DataSection())
+    torch.manual_seed(0)
+    model = resolve(ModelSection(name="vit"), data.info.facts).build()
+    inputs, targets = _everything(data.train)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(60):
+        rows = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(step))[:64]
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs[rows]), targets[rows]).backward()
+        optimizer.step()
+    held, wanted = _everything(data.heldout)
+    low, high = held.min(), held.max()
+    as_bytes = (held - low) / (high - low) * 255
+    model.eval()
+    with torch.no_grad():
+        good, bad = (float((model(x).argmax(-1) == wanted).float().mean()) for x in (held, as_bytes))
+    return Seen(bad > good - 0.05, f"held-out accuracy {good:.0%} on normalised images, {bad:.0%} on the same images only cast")
+
+
+def _everything(samples: Any) -> tuple[Any, Any]:
+    import numpy as np
+
+    batch = samples.batch(np.arange(len(samples)))
+    return batch["inputs"], batch["targets"]
+
+
+# ---------------------------------------------------------------- ranks
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """A world of this process, where there is none yet."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+ACCOUNTED = (
+    "--model.name", "transformer", "--data.name", "synthetic", "--data.args.kind", "tokens", "--model.args.width", "128",
+    "--model.args.layers", "4", "--model.args.heads", "4", "--model.args.vocab_size", "256", "--data.seq_len", "64",
+    "--data.args.heldout", "0", "--train.global_batch", "16", "--train.steps", "3", "--checkpoint.every_steps", "0",
+    "--checkpoint.export", "false", "--profile.memory", "true", "--profile.steps", "2:2",
+)  # fmt: skip
+
+
+def _account(*flags: str, ranks: int = 1) -> dict[str, Any]:
+    """Rank 0's account of one step of a small decoder."""
+    import subprocess
+
+    from fsdp.memory.profile import read
+
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    with tempfile.TemporaryDirectory(prefix="claims-") as folder:
+        words = [sys.executable, *launcher, "train.py", *ACCOUNTED, *flags, "--run.dir", folder]
+        done = subprocess.run(words, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(done.stderr[-2000:])
+        return read(Path(folder))[0]
+
+
+def _at_end_of_forward(account: dict[str, Any]) -> dict[str, int]:
+    kinds: dict[str, int] = next(end["kinds"] for end in account["ends"] if end["phase"] == "forward")
+    return kinds
+
+
+def _on_a_rank(name: str, rank: int, store: str, answers: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    wait = timedelta(seconds=60)
+    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS, timeout=wait)
+    seen = CLAIMS[name].try_it()
+    if rank == 0:
+        answers.put(seen)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def check(name: str) -> Seen:
+    """On as many ranks as the claim is about."""
+    if CLAIMS[name].ranks == 1:
+        return CLAIMS[name].try_it()
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    with tempfile.TemporaryDirectory(prefix="claims-") as folder:
+        places = [(name, rank, str(Path(folder, "store")), answers) for rank in range(RANKS)]
+        ranks = [context.Process(target=_on_a_rank, args=place) for place in places]
+        for process in ranks:
+            process.start()
+        seen: Seen = answers.get(timeout=90)
+        for process in ranks:
+            process.join()
+    return seen
+
+
+def main(argv: list[str]) -> int:
+    from bench import claims  # the registry that the ranks unpickle, not __main__'s
+
+    unknown = [name for name in argv if name not in claims.CLAIMS]
+    if unknown:
+        print(f"{unknown[0]} is not a claim: {', '.join(claims.CLAIMS)}", file=sys.stderr)
+        return 2
+    for name in argv or list(claims.CLAIMS):
+        seen = claims.check(name)
+        print(f"{name}: {claims.CLAIMS[name].says}\n  {'holds' if seen.holds else 'does not hold'}: {seen.what}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,41 @@
+"""docs/claims.md says of each claim whether it holds; the command beside it must say the same today."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from bench import claims
+from fsdp.env import DistEnv
+from tests.world import run_world
+
+PAGE = (Path(__file__).parents[2] / "docs" / "claims.md").read_text(encoding="utf-8")
+ROW = re.compile(r"^\| (.*) \| (true|false) \| (.*) \| `python -m bench\.claims (\w+)` \|$", re.MULTILINE)
+VERDICTS = {name: verdict == "true" for _, verdict, _, name in ROW.findall(PAGE)}
+LONG = {"half_activations", "reshard_frees", "unnormalised"}
+
+
+def test_the_page_and_the_commands_name_the_same_claims() -> None:
+    assert VERDICTS.keys() == claims.CLAIMS.keys()
+
+
+def on_a_rank(env: DistEnv, name: str) -> tuple[bool, str]:
+    seen = claims.CLAIMS[name].try_it()
+    return seen.holds, seen.what
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in claims.CLAIMS])
+def test_what_the_page_says_is_so(name: str) -> None:
+    if claims.CLAIMS[name].ranks > 1:
+        holds, what = run_world(claims.RANKS, on_a_rank, name)[0]
+    else:
+        seen = claims.check(name)
+        holds, what = seen.holds, seen.what
+    assert holds is VERDICTS[name], what
+
+
+def test_a_claim_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert claims.main(["no_such_claim"]) == 2
+    assert "no_such_claim is not a claim" in capsys.readouterr().err
