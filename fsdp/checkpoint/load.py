@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from fsdp.checkpoint import boxes, inspect, metadata, names, read
+from fsdp.checkpoint import boxes, collector, inspect, metadata, names, read
 from fsdp.checkpoint.crc import crc32
 from fsdp.checkpoint.manifest import Broken, Manifest
 from fsdp.checkpoint.read import Segment, Task
@@ -96,7 +96,8 @@ def _read_mine(
     source: Source, wants: list[Want], filling: Filling | None, sums: bool
 ) -> tuple[list[Segment], dict[str, Any], Failure | None]:
     try:
-        tasks = [task for want in wants if want.reads for task in _tasks(source.metadata, want)]
+        with collector.held():
+            tasks = [task for want in wants if want.reads for task in _tasks(source.metadata, want)]
         segments = read.run(source.store, source.folder, tasks, ours=source.manifest is not None, sums=sums)
         values = {}
         for _, _, key in filling.values if filling is not None else ():

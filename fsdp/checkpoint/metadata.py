@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
+from fsdp.checkpoint import collector
 from fsdp.checkpoint.manifest import Broken
 
 _DCP = "torch.distributed.checkpoint.metadata"
@@ -45,7 +46,8 @@ class _Reader(pickle.Unpickler):
 def read(data: bytes) -> Metadata:
     """The metadata, or Broken."""
     try:
-        found = _Reader(io.BytesIO(data)).load()
+        with collector.held():
+            found = _Reader(io.BytesIO(data)).load()
     except Broken:
         raise
     except Exception as error:  # a damaged pickle fails in any way it likes; each is the same news

@@ -6,6 +6,7 @@ each byte is written once and all ranks write alike. Offsets follow from sizes: 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import math
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from fsdp.checkpoint import container, names
+from fsdp.checkpoint import collector, container, names
 from fsdp.checkpoint.snapshot import KeyPath, Piece, Snapshot
 from fsdp.checkpoint.talk import Talk
 
@@ -67,8 +68,11 @@ class Plan:
     fingerprint: str
     mine: list[Part]
     metadata: Metadata | None = None
+    """Until the first save has packed it: so many objects at thousands of ranks that the collector's walks would be felt."""
     ends: list[int] = field(default_factory=list)
     """Where each rank's file ends."""
+    last: tuple[list[tuple[str, int]], bytes] | None = None
+    """The last save's `.metadata`, and the lengths of the values that it belongs to."""
 
 
 def describe(piece: Piece) -> Described:
@@ -88,11 +92,12 @@ def agree(snapshot: Snapshot, known: Plan | None, talk: Talk) -> Plan:
     (changed,) = talk.most(known is None or known.fingerprint != mark)
     if not changed and known is not None:
         return known
-    described = talk.collect([describe(piece) for piece in snapshot.pieces])
-    shares = share_out(described) if described is not None else None
-    plan = Plan(mark, talk.deal(shares))
-    if described is not None and shares is not None:
-        plan.metadata, plan.ends = lay_out(described, shares)
+    with collector.held():
+        described = talk.collect([describe(piece) for piece in snapshot.pieces])
+        shares = share_out(described) if described is not None else None
+        plan = Plan(mark, talk.deal(shares))
+        if described is not None and shares is not None:
+            plan.metadata, plan.ends = lay_out(described, shares)
     return plan
 
 
@@ -130,6 +135,8 @@ def lay_out(described: list[list[Described]], shares: list[list[Part]]) -> tuple
     paths: dict[str, KeyPath] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     ends = []
+    # One object for equal sizes: a pickle names it again in three bytes.
+    same = functools.cache(torch.Size)
     for one in (one for pieces in described for one in pieces):
         # First of all, so that the keys stand in the model's order and not in that of the files.
         for key, path in one.keys:
@@ -143,7 +150,7 @@ def lay_out(described: list[list[Described]], shares: list[list[Part]]) -> tuple
             offsets, sizes = box(one, part)
             length = container.item_length(math.prod(sizes) * one.dtype.itemsize)
             for key, _ in one.keys:
-                tensors[key].chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+                tensors[key].chunks.append(ChunkStorageMetadata(same(offsets), same(sizes)))
                 storage[MetadataIndex(key, offsets)] = _StorageInfo(names.data_file(rank), at, length)
             at = container.aligned(at + length)
         ends.append(at)
@@ -161,12 +168,19 @@ def pack_values(snapshot: Snapshot) -> list[tuple[str, KeyPath, bytes]]:
 
 
 def metadata_bytes(plan: Plan, values: list[tuple[str, KeyPath, bytes]]) -> bytes:
-    """`.metadata` of one save: the plan's tensors, then the values at the end of rank 0's file."""
-    assert plan.metadata is not None
-    entries, paths = dict(plan.metadata.state_dict_metadata), dict(plan.metadata.planner_data)
-    storage, at = dict(plan.metadata.storage_data), plan.ends[0]
-    for key, path, data in values:
-        entries[key], paths[key] = BytesStorageMetadata(), path
-        storage[MetadataIndex(key)] = _StorageInfo(names.data_file(0), at, len(data))
-        at += len(data)
-    return pickle.dumps(Metadata(entries, paths, storage, version=DCP_VERSION))
+    """`.metadata` of one save: the plan's tensors, then the values at the end of rank 0's file. The same bytes again while the
+    values keep their lengths: at thousands of ranks they take seconds to make."""
+    lengths = [(key, len(data)) for key, _, data in values]
+    if plan.last is not None and plan.last[0] == lengths:
+        return plan.last[1]
+    with collector.held():
+        whole: Metadata = plan.metadata or pickle.loads(plan.last[1] if plan.last else b"")
+        for key in [key for key, entry in whole.state_dict_metadata.items() if isinstance(entry, BytesStorageMetadata)]:
+            del whole.state_dict_metadata[key], whole.planner_data[key], whole.storage_data[MetadataIndex(key)]
+        at = plan.ends[0]
+        for key, path, data in values:
+            whole.state_dict_metadata[key], whole.planner_data[key] = BytesStorageMetadata(), path
+            whole.storage_data[MetadataIndex(key)] = _StorageInfo(names.data_file(0), at, len(data))
+            at += len(data)
+        plan.last, plan.metadata = (lengths, pickle.dumps(whole)), None
+    return plan.last[1]
