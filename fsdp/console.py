@@ -22,6 +22,8 @@ ORDER = ("step", "loss", "grad", "lr", "rate", "mfu", "memory", "left", "saved")
 ON_A_TERMINAL = ("step", "loss", "rate", "left", "saved", "memory", "mfu", "grad", "lr")
 IN_A_LOG = ("step", "loss", "rate", "left", "memory", "mfu", "grad", "lr")
 """What is kept longest stands first. A log has a line of its own for each save."""
+WAIT_SHOWN = 0.1
+"""The part of a step spent waiting for data from which it stands in the line, in memory's place: --data.workers mends it."""
 BOLD, GREEN, PLAIN = "\x1b[1m", "\x1b[32m", "\x1b[0m"
 COLOURS = {"loss": BOLD, "saved": GREEN}
 
@@ -79,13 +81,14 @@ class Console:
     def _fields(self, m: StepMetrics, checkpoint: str) -> dict[str, str]:
         width = len(str(self._total))
         rate = (m.tokens or m.samples) / max(m.step_time_s, 1e-9)
+        waited = m.data_wait_s / max(m.step_time_s, 1e-9)
         fields = {
             "step": f"step {m.step:>{width}}/{self._total}",
             "loss": f"loss {m.loss:<6.4f}",
             "grad": f"grad {m.grad_norm:<6.3g}",
             "lr": f"lr {m.lr:.1e}",
             "rate": f"{_short(rate):>4} {self._unit}/s",
-            "memory": f"{m.max_mem_gib:>4.1f} GiB",
+            "memory": f"{m.max_mem_gib:>4.1f} GiB" if waited < WAIT_SHOWN else f"data {waited:>3.0%}",
             "left": f"{self._left(m.step):>5} left",
         }
         if "mfu" in m.extra:

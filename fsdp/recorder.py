@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TextIO
 
 import torch
+from torch import Tensor
+
 from fsdp import rundir
 from fsdp.console import Console
 from fsdp.env import DistEnv
 from fsdp.events import EventWriter
 from fsdp.metrics import Reporter, StepMetrics
 from fsdp.rundir import RunDir
-from torch import Tensor
 
 DEVICES_THAT_HOLD = ("cuda",)
 """Where to fetch a number is to wait for all that was asked of the device before."""

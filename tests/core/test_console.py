@@ -203,3 +203,11 @@ def test_a_real_log_of_four_ranks_reads_down(tmp_path: Path) -> None:
     assert [line.split()[1] for line in steps] == [f"{n}/6" for n in range(1, 7)]
     assert all(len(line) <= LOG_COLUMNS for line in steps)
     assert any(line.startswith("checkpoint of step 3") for line in lines)
+
+
+def test_a_step_that_waits_for_its_data_says_so_in_the_line() -> None:
+    console = Console(total_steps=5000, every=1, unit="tok", stream=io.StringIO())
+    console.step(metrics(data_wait_s=0.005), "")
+    assert "data" not in console.line(metrics(data_wait_s=0.005))
+    assert "data  24%" in console.line(metrics(data_wait_s=0.025))
+    assert len(console.line(metrics(data_wait_s=0.105))) <= LOG_COLUMNS

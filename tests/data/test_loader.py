@@ -176,3 +176,45 @@ def test_an_evaluation_left_half_way_leaves_no_thread() -> None:
     next(batches)
     batches.close()  # type: ignore[attr-defined]
     assert set(threading.enumerate()) == before
+
+
+class Masked(Numbers):
+    """Sequences of six targets; sample i masks i of them."""
+
+    def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
+        targets = torch.arange(6).expand(len(indices), 6).clone()
+        for row, index in enumerate(indices.tolist()):
+            targets[row, : index % 6] = -100
+        return {"inputs": torch.zeros(len(indices), 6), "targets": targets}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_targets_that_count_are_counted_while_it_reads(workers: int) -> None:
+    """Padding counts nothing."""
+    cursor = Cursor(seed=1, samples=10, global_batch=4)
+    loader = make(Masked(10), cursor, micro_batch=3, accumulation=2, workers=workers)
+    for step in range(3):
+        found = sum(micro.tokens for micro in loader.step(step).micro)
+        assert found == sum(6 - index % 6 for index in cursor.indices(step).tolist())
+    loader.close()
+
+
+def test_held_out_samples_are_read_by_as_many_threads_as_asked() -> None:
+    names: set[str] = set()
+
+    class Named(Numbers):
+        def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
+            names.add(threading.current_thread().name)
+            return super().batch(indices)
+
+    for workers, expected in ((0, {threading.current_thread().name}), (1, {"reader-0"})):
+        names.clear()
+        list(heldout_batches(Named(40), batch=4, rank=DataRank(0, 1), limit=0, workers=workers, prefetch=3))
+        assert names == expected
+
+
+def test_a_batch_on_its_way_to_a_device_keeps_what_the_host_counted() -> None:
+    batch = make(Masked(10), Cursor(seed=1, samples=10, global_batch=4)).step(0).micro[0]
+    moved = batch.to(torch.device("meta"))
+    assert (moved.tokens, moved.valid_rows) == (batch.tokens, batch.valid_rows)
+    assert {tensor.device.type for tensor in (*moved.data.values(), moved.valid)} == {"meta"}
