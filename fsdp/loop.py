@@ -29,16 +29,16 @@ from fsdp.data.cursor import stream_key
 from fsdp.env import DistEnv, check_torch, end_time, process_group
 from fsdp.errors import CheckpointError
 from fsdp.evaluate import Evaluation, evaluate
-from fsdp.flops import flops_per_sample, peak_flops
 from fsdp.float8 import maybe_scales
+from fsdp.flops import flops_per_sample, peak_flops
 from fsdp.gradients import Gradients, InTurn
 from fsdp.job import Job, describe, prepare, trained_model
 from fsdp.loss import LossFunction
 from fsdp.materialize import materialize
+from fsdp.memory import profile as memory_profile
 from fsdp.memory.nvme import maybe_shelf
 from fsdp.memory.oom import Scene, Witness
 from fsdp.memory.update import Update, Whole, build_update
-from fsdp.memory import profile as memory_profile
 from fsdp.mesh import build_mesh, data_rank
 from fsdp.metrics import NoReporter, Reporter
 from fsdp.optim import apply_hyperparameters, build_optimizer, lr_at, set_lr
