@@ -1,7 +1,7 @@
 """What became of a worker group: the line that tells it, and whether another try can end differently.
 
 Ray restarts the group after any error, `--ray.max_failures` times. A mistake in the configuration, numbers that are not finite,
-and the same exception twice after the same step would only cost those tries: the Referee, who sits in Ray's controller, ends
+and the same exception twice without a step between would only cost those tries: the Referee, who sits in Ray's controller, ends
 the run at once.
 """
 
@@ -95,14 +95,16 @@ class Referee(UserCallback):
     def __init__(self, run: Path, logs: Path, max_failures: int) -> None:
         self._run, self._logs, self._max = RunDir(run), logs, max_failures
         self._failed = 0
-        self._last: tuple[int, int] | None = None
+        self._last = (-1, 0)
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         story = tell(worker_exceptions)
         self._failed += 1
         step = last_step(self._run)
-        # of the exit code and not of the words, which name the rank that happened to speak first
-        again = not story.died and self._last == (step, story.exit_code)
+        # Of the exit code and not of the words, which name the rank that happened to speak first. No further than before: a
+        # start goes back to its checkpoint, so what was read ahead may meet the same mistake some steps earlier.
+        reached, code = self._last
+        again = not story.died and code == story.exit_code and step <= reached
         self._last = (step, story.exit_code)
         if story.final or again:
             raise GivenUp(story.message, story.exit_code, True, story.trace)
