@@ -26,7 +26,8 @@ from bench.peers.team import Team
 from bench.peers.work import WORKS, Place
 
 PIECES = (("tiny", 2), ("tiny", 4), ("vit", 2), ("vit", 4), ("decoder", 2), ("decoder", 4), ("100m", 2))
-TURN = {"tiny": 20, "vit": 4, "decoder": 2, "100m": 1}
+ON_CUDA = (("124m-cuda", 1), ("1b-cuda", 1))
+TURN = {"tiny": 20, "vit": 4, "decoder": 2, "100m": 1, "124m-cuda": 20, "1b-cuda": 10}
 """Steps of a turn."""
 SHORT = ("bare", "ours", "accelerate", "fabric")
 WARM = 3
@@ -89,13 +90,14 @@ def rows(seen: dict[str, Seen], samples: int) -> list[dict[str, Any]]:
     return found
 
 
-def shown(found: list[dict[str, Any]], unit: str) -> str:
-    lines = []
+def shown(found: list[dict[str, Any]], work: str) -> str:
+    lines, unit = [], WORKS[work].unit
     for row in found:
         over, cpu = row.get("ours_over_it"), row.get("cpu_over_it")
         lines.append(
             [
-                ROSTER[row["name"]].label, tables.spread(row["per_s"]), f"{statistics.median(row['step_ms']):.1f}",
+                ROSTER[row["name"]].label, tables.spread(row["per_s"]) + _share(work, row["per_s"]),
+                f"{statistics.median(row['step_ms']):.1f}",
                 f"{statistics.median(row['cpu_ms']):.1f}", f"{over} {over.verdict()}" if over else "",
                 f"{cpu} {cpu.verdict(False)}" if cpu else "", f"{row['peak_mib']:.0f}" if row["peak_mib"] else "",
             ]
@@ -112,13 +114,18 @@ def shown(found: list[dict[str, Any]], unit: str) -> str:
     return tables.table(columns, lines)
 
 
+def _share(work: str, per_s: Sequence[float]) -> str:
+    of_peak = mfu(work, statistics.median(per_s))
+    return "" if of_peak is None else f", MFU {of_peak:.1%}"
+
+
 def piece(work: str, ranks: int, names: list[str], rounds: int, memory: bool, short: bool) -> None:
     print(f"\n{WORKS[work].what}; {ranks} ranks, {rounds} rounds of {TURN[work]} steps", flush=True)
     about = tables.machine()
     seen = measure(work, ranks, names, rounds, memory)
     check_same(seen)
     found = rows(seen, Place(WORKS[work], 0, ranks).samples_a_step)
-    text = shown(found, WORKS[work].unit)
+    text = shown(found, work)
     print(text, flush=True)
     title = f"{WORKS[work].what}; {ranks} ranks, {max(1, len(os.sched_getaffinity(0)) // ranks)} threads each"
     tables.write_piece(
@@ -126,6 +133,30 @@ def piece(work: str, ranks: int, names: list[str], rounds: int, memory: bool, sh
         command=f"python -m bench.train --work {work} --ranks {ranks} --rounds {rounds}", about=about, text=text,
         notes="\n".join(f"- {line}" for line in [*settings(names), *absent(list(ROSTER))]), numbers={"rows": found},
     )  # fmt: skip
+
+
+def _cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+DENSE_BF16 = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+"""Operations a second, from the makers' data sheets (without sparsity)."""
+
+
+def mfu(work: str, per_s: float) -> float | None:
+    """Of the device's dense bf16 rate: 6 operations a parameter and token, and attention's 12 · layers · width · length."""
+    import torch
+
+    if not WORKS[work].cuda:
+        return None
+    peak = next((rate for name, rate in DENSE_BF16.items() if name in torch.cuda.get_device_name()), None)
+    job = Place(WORKS[work], 0, 1).job
+    with torch.device("meta"):
+        model: Any = job.spec.build()
+    width = model.sizes.layers * model.sizes.width * job.data.info.tokens_per_sample
+    return per_s * (6 * sum(p.numel() for p in model.parameters()) + 12 * width) / peak if peak else None
 
 
 def main(argv: Sequence[str]) -> int:
@@ -142,7 +173,7 @@ def main(argv: Sequence[str]) -> int:
     if options.work:
         pieces = [(options.work, options.ranks)]
     else:
-        pieces = [("tiny", 2), ("decoder", 2)] if options.short else list(PIECES)
+        pieces = [("tiny", 2), ("decoder", 2)] if options.short else [*PIECES, *(ON_CUDA if _cuda() else ())]
     for work, ranks in pieces:
         piece(work, ranks, names, options.rounds or (5 if options.short else 20), not options.no_memory, options.short)
     return 0

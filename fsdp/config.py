@@ -227,6 +227,31 @@ class ProfileSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanSection:
+    """Read by python -m fsdp.plan; a run keeps it to compare what was planned with what came."""
+
+    gpus: int = knob(0, "ranks to plan for; 0 takes mesh.replicate × mesh.shard, or finds the fewest that fit", low=0)
+    gpu: str = knob("h100", "a100, a100-40gb, h100, h100-pcie, h200, b200, l4, l40s or cpu")
+    gpus_per_node: int = knob(0, "ranks that share a node's fast links; 0 takes the table's", low=0)
+    memory_gib: float = knob(0.0, "memory of a device; 0 takes the table's", "GiB", low=0)
+    memory_gb_s: float = knob(0.0, "memory rate of a device; 0 takes the table's", "GB/s", low=0)
+    tflops: float = knob(0.0, "bf16 matrix products that the device reaches; 0 takes the table's", "TFLOP/s", low=0)
+    link_gb_s: float = knob(0.0, "one way out of one GPU within a node; 0 takes the table's", "GB/s", low=0)
+    node_link_gb_s: float = knob(0.0, "one way out of a node, all adapters; 0 takes the table's", "GB/s", low=0)
+    margin: float = knob(0.03, "part of the memory that must stay free for a plan to fit", low=0, high=0.9)
+    rank: int = knob(0, "whose memory is counted; rank 0 holds most where shards are uneven", low=0)
+    rows: int = knob(12, "rows of the table", low=1)
+    fix: bool = knob(False, "plan the given mesh and knobs alone, search nothing")
+    write: str = knob("", "write the best as a recipe to this file")
+    calibrate: bool = knob(False, "measure the device at hand under --plan.gpu's name and keep its rates")
+    tokens: float = knob(0.0, "tokens (or samples) to train on: hours and GPU-hours; 0 leaves them out", low=0)
+    store_gb_s: float = knob(2.0, "what the store of checkpoints takes from all ranks together", "GB/s", above=0)
+    failures_per_gpu_year: float = knob(0.19, "failures that end a run, for each GPU and year; 0.19 is Llama 3's report", low=0)
+    predicted_peak_gib: float = knob(0.0, "written by --plan.write: peak of the plan, compared at the run's end", "GiB", low=0)
+    predicted_step_s: float = knob(0.0, "written by --plan.write: step time of the plan, compared at the run's end", "s", low=0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RaySection:
     address: str = knob("", "a Ray cluster to join (auto, host:port, ray://…); empty starts one here and ends it")
     num_workers: str = knob("2", "ranks; a range 2:8 is elastic", "workers")
@@ -252,6 +277,7 @@ class Config:
     memory: MemorySection = MemorySection()
     speed: SpeedSection = SpeedSection()
     profile: ProfileSection = ProfileSection()
+    plan: PlanSection = PlanSection()
     ray: RaySection = RaySection()
 
 
@@ -602,7 +628,7 @@ def profile_steps(text: str) -> tuple[int, int]:
 
 def _check_profile(config: Config) -> None:
     profile, steps = config.profile, config.train.stop_after or config.train.steps
-    first, last = profile_steps(profile.steps)
+    first, _ = profile_steps(profile.steps)
     if profile.memory or profile.trace:
         if steps and first > steps:
             raise ConfigError(
@@ -755,7 +781,7 @@ def config_hash(config: Config) -> str:
         "data.to_device",
         "comm.divide_by",
     )
-    prefixes = ("mesh.", "ray.", "checkpoint.", "stop.", "memory.", "speed.", "profile.")
+    prefixes = ("mesh.", "ray.", "plan.", "checkpoint.", "stop.", "memory.", "speed.", "profile.")
     kept = {k: v for k, v in flatten(config).items() if k not in elsewhere and not k.startswith(prefixes)}
     kept["speed.float8"] = config.speed.float8
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -74,16 +74,20 @@ on_head() {
 
 # ---------------------------------------------------------------- before the ranks
 
-# Sets flags, dry_run and run; says which job this is, once a start.
+# Sets flags, dry_run, preflight and run; says which job this is, once a start.
 job_begin() {
     local word log
     trap : TERM USR1
     job_facts
     export SHARDRUN_LAUNCHER=${LAUNCHER:-torchrun}
     [[ $SHARDRUN_LAUNCHER =~ ^(torchrun|srun)$ ]] || die "LAUNCHER=$LAUNCHER is neither. HINT: LAUNCHER=srun, or torchrun"
-    flags=() dry_run=()
+    flags=() dry_run=() preflight=
     for word in "$@"; do
-        [ "$word" = --dry-run ] && dry_run=(--dry-run) || flags+=("$word")
+        case $word in
+        --dry-run) dry_run=(--dry-run) ;;
+        --preflight) preflight=1 ;;
+        *) flags+=("$word") ;;
+        esac
     done
     log=$(scontrol show job -o "$job" | grep -oP ' StdOut=\K.*?(?= \w+=)') || log=
     run=$(on_head python -m launch.progress begin "${dry_run[@]}" --default-run-dir "runs/$SLURM_JOB_NAME-$job" \
@@ -135,6 +139,14 @@ show_what_would_run() {
     exit 0
 }
 
+# Instead of training: what each rank's device, links and storage can do, and which nodes to leave out. Its verdict is the job's.
+examine_nodes() {
+    export SHARDRUN_PREFLIGHT=1
+    srun_ranks
+    "${by_srun[@]}" bash "$here/node.sh" ranks -m fsdp.doctor --dir "$run" || die "not fit: $run/doctor/doctor.html says more"
+    exit 0
+}
+
 # ---------------------------------------------------------------- the ranks, and after them
 
 # srun stands in the background: a shell in the foreground hears a signal only when its command has ended.
@@ -148,17 +160,21 @@ wait_through_signals() {
     done
 }
 
-# One torchrun a node makes the ranks, or Slurm does, one task each. Becomes srun: for a subshell only, so that its pid is
-# srun's. A preceding `echo` shows the command instead.
-start_ranks() {
+# One torchrun a node makes the ranks, or Slurm does, one task each. Sets by_srun.
+srun_ranks() {
     local tasks_per_node=1 more=()
     if [ "$SHARDRUN_LAUNCHER" = srun ]; then
         tasks_per_node=$ranks_per_node more=(--label)
         [ "$ranks_per_node" -le "${SLURM_CPUS_ON_NODE:-1}" ] || more+=(--overcommit)
     fi
-    exec "$@" srun --nodes=${#nodes[@]} --ntasks=$((${#nodes[@]} * tasks_per_node)) --ntasks-per-node="$tasks_per_node" \
-        --cpu-bind=none --kill-on-bad-exit=1 "${more[@]}" "${SRUN_ARGS[@]}" "${CONTAINER[@]}" \
-        bash "$here/node.sh" ranks "$home/train.py" --run.dir "$run" "${flags[@]}"
+    by_srun=(srun --nodes=${#nodes[@]} --ntasks=$((${#nodes[@]} * tasks_per_node)) --ntasks-per-node="$tasks_per_node"
+        --cpu-bind=none --kill-on-bad-exit=1 "${more[@]}" "${SRUN_ARGS[@]}" "${CONTAINER[@]}")
+}
+
+# Becomes srun: for a subshell only, so that its pid is srun's. A preceding `echo` shows the command instead.
+start_ranks() {
+    srun_ranks
+    exec "$@" "${by_srun[@]}" bash "$here/node.sh" ranks "$home/train.py" --run.dir "$run" "${flags[@]}"
 }
 
 # The verdict comes as an exit status, so that it crosses a container's edge. Returns only for "again, here".
@@ -190,6 +206,7 @@ job_run() {
     while :; do
         meet_or_leave "$try"
         [ ${#dry_run[@]} = 0 ] || show_what_would_run
+        [ -z "$preflight" ] || examine_nodes
         start_ranks &
         wait_through_signals $!
         judge_and_act

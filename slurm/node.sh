@@ -28,7 +28,7 @@ ranks)
     # shellcheck disable=SC2016  # torchrun fills in the rank: labels as srun --label has them
     export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='${rank}: '
     logs=(--tee=3 --log-dir="$SHARDRUN_RUN/logs/ranks")
-    [ -z "${SHARDRUN_DRY_RUN:-}" ] || logs=()
+    [ -z "${SHARDRUN_DRY_RUN:-}${SHARDRUN_PREFLIGHT:-}" ] || logs=()
     exec python -m torch.distributed.run \
         --nnodes="$SLURM_STEP_NUM_NODES" --nproc-per-node="$SHARDRUN_RANKS_PER_NODE" --max-restarts=0 \
         --rdzv-backend=c10d --rdzv-id="$SHARDRUN_TOKEN" --rdzv-endpoint="$MASTER_ADDR:$MASTER_PORT" \

@@ -10,18 +10,18 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from bench.peers.base import CLIP, Given, cross_entropy, kept, make_optimizer, mesh_of, prune, same_everywhere
+from bench.peers.base import CLIP, Given, cross_entropy, kept, make_optimizer, mesh_of, prepare_units, prune, same_everywhere
 
 
 class Bare:
     settings = "fully_shard on each block and the root, clip_grad_norm_, AdamW fused; dcp.save, blocking"
 
     def __init__(self, given: Given) -> None:
-        mesh = mesh_of(given)
+        mesh, policy = mesh_of(given), prepare_units(given)
         self.model = given.model
         for unit in given.units:
-            fully_shard(unit, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
+            fully_shard(unit, mesh=mesh, mp_policy=policy)
+        fully_shard(self.model, mesh=mesh, mp_policy=policy)
         self.optimizer = make_optimizer(self.model)
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:

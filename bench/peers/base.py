@@ -28,6 +28,10 @@ class Given:
     model: nn.Module
     units: Sequence[nn.Module]
     device: torch.device
+    bf16: bool = False
+    """Compute in bf16 over fp32 parameters, reduce in fp32; else all in fp32."""
+    compile: bool = False
+    """torch.compile each unit."""
 
 
 class Contender(Protocol):
@@ -58,6 +62,15 @@ def make_optimizer(model: nn.Module) -> torch.optim.AdamW:
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
+
+
+def prepare_units(given: Given) -> Any:
+    """Compiled where that is asked for; returns the precision that fully_shard is to be told."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    for unit in given.units if given.compile else ():
+        unit.compile()
+    return MixedPrecisionPolicy(torch.bfloat16, torch.float32) if given.bf16 else MixedPrecisionPolicy()
 
 
 def mesh_of(given: Given) -> Any:

@@ -18,11 +18,15 @@ class Ddp:
     settings = "gradient_as_bucket_view, static_graph, AdamW fused; torch.save on rank 0"
 
     def __init__(self, given: Given) -> None:
+        for unit in given.units if given.compile else ():
+            unit.compile()
+        self.autocast = torch.autocast(given.device.type, dtype=torch.bfloat16, enabled=given.bf16)
         self.model = DistributedDataParallel(given.model, gradient_as_bucket_view=True, static_graph=True)
         self.optimizer = make_optimizer(given.model)
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        loss = cross_entropy(self.model(inputs), targets)
+        with self.autocast:
+            loss = cross_entropy(self.model(inputs), targets)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self.optimizer.step()

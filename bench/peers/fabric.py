@@ -18,19 +18,19 @@ from lightning.fabric.strategies import ModelParallelStrategy  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
-from bench.peers.base import CLIP, Given, cross_entropy, kept, make_optimizer, prune, same_everywhere  # noqa: E402
+from bench.peers.base import CLIP, Given, cross_entropy, kept, make_optimizer, prepare_units, prune, same_everywhere  # noqa: E402
 
 
 class Fabric:
     settings = "ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1), fully_shard a block; fabric.save"
 
     def __init__(self, given: Given) -> None:
-        units = list(given.units)
+        units, policy = list(given.units), prepare_units(given)
 
         def parallelize(model: nn.Module, device_mesh: Any) -> nn.Module:
             for unit in units:
-                fully_shard(unit, mesh=device_mesh["data_parallel"])
-            fully_shard(model, mesh=device_mesh["data_parallel"])
+                fully_shard(unit, mesh=device_mesh["data_parallel"], mp_policy=policy)
+            fully_shard(model, mesh=device_mesh["data_parallel"], mp_policy=policy)
             return model
 
         ranks = dist.get_world_size()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 from accelerate.utils import ProjectConfiguration
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from bench.peers.base import CLIP, Given, cross_entropy, kept, make_optimizer, prune, same_everywhere
 
@@ -32,11 +33,17 @@ class Accelerate:
             reshard_after_forward=True,
             state_dict_type="SHARDED_STATE_DICT",
         )
-        self.accelerator = Accelerator(cpu=cpu, fsdp_plugin=plugin, project_config=ProjectConfiguration())
+        for unit in given.units if given.compile else ():
+            unit.compile()
+        precision = "bf16" if given.bf16 else "no"
+        self.accelerator = Accelerator(
+            cpu=cpu, fsdp_plugin=plugin, mixed_precision=precision, project_config=ProjectConfiguration()
+        )
         if cpu:
             self.accelerator.state.distributed_type = DistributedType.FSDP
             self.accelerator.state.fsdp_plugin = plugin
         self.model, self.optimizer = self.accelerator.prepare(given.model, make_optimizer(given.model))
+        assert any(isinstance(p, DTensor) for p in self.model.parameters()), "Accelerate has not sharded the model"
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         loss = cross_entropy(self.model(inputs), targets)

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.fsdp import fully_shard
 
 from bench.peers.bare import Bare
-from bench.peers.base import CLIP, Given, cross_entropy, make_optimizer, mesh_of
+from bench.peers.base import CLIP, Given, cross_entropy, make_optimizer, mesh_of, prepare_units
 
 PREFETCH = 2
 
@@ -22,12 +22,12 @@ class Tutorial:
     settings = "meta, full state dict on each rank, 2 layers prefetched by hand, unshard() ahead; dcp.save, blocking"
 
     def __init__(self, given: Given) -> None:
-        mesh, model = mesh_of(given), given.model
+        mesh, model, policy = mesh_of(given), given.model, prepare_units(given)
         full = model.state_dict()
         model.to("meta")
         for unit in given.units:
-            fully_shard(unit, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+            fully_shard(unit, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
         _prefetch(list(given.units))
         model.to_empty(device=given.device)
         set_model_state_dict(model, full, options=StateDictOptions(full_state_dict=True))

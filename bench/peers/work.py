@@ -38,6 +38,8 @@ class Work:
     what: str
     flags: tuple[str, ...]
     unit: str
+    cuda: bool = False
+    """For one CUDA device, in bf16 and compiled; else for a CPU, in fp32."""
 
     @property
     def all_flags(self) -> list[str]:
@@ -53,6 +55,12 @@ def decoder(width: int, layers: int, vocab: int, tied: str = "false") -> tuple[s
     words = [word for name, value in sizes.items() for word in (f"--model.args.{name}", str(value))]
     return ("--model.name", "transformer", "--data.args.kind", "tokens", *words)
 
+
+_ON_CUDA = (
+    "--model.name", "transformer", "--data.args.kind", "tokens", "--precision.param", "bf16", "--speed.compile", "true",
+    "--run.log_every_steps", "10",
+)  # fmt: skip
+"""Ours looks at its numbers when it prints: a turn on a device is a multiple of ten steps."""
 
 WORKS = {
     "tiny": Work(
@@ -71,6 +79,14 @@ WORKS = {
         "100m", "decoder, 100M parameters, 32 tokens × 4",
         (*decoder(768, 12, 19_968, "true"), "--data.seq_len", "32", "--train.global_batch", "4"), "tokens",
     ),
+    "124m-cuda": Work(
+        "124m-cuda", "decoder, preset 124m, 1024 tokens × 32, bf16, compiled",
+        (*_ON_CUDA, "--model.preset", "124m", "--data.seq_len", "1024", "--train.global_batch", "32"), "tokens", cuda=True,
+    ),
+    "1b-cuda": Work(
+        "1b-cuda", "decoder, preset 1b, 2048 tokens × 8, bf16, compiled",
+        (*_ON_CUDA, "--model.preset", "1b", "--data.seq_len", "2048", "--train.global_batch", "8"), "tokens", cuda=True,
+    ),
 }  # fmt: skip
 
 
@@ -79,13 +95,14 @@ class Place:
 
     def __init__(self, work: Work, rank: int, ranks: int, flags: tuple[str, ...] = ()) -> None:
         self.config = configuration.load([*work.all_flags, *flags])
-        self.device = torch.device("cpu")
+        self.device = torch.device("cuda", 0) if work.cuda else torch.device("cpu")
+        self.cuda = work.cuda
         self.job: Job = prepare(self.config, world_size=ranks, num_nodes=1, device=self.device)
         self.rank, self.ranks = rank, ranks
 
     def given(self) -> base.Given:
         model = build_real(self.job.spec, self.config.run.seed)
-        return base.Given(model, units_of(model), self.device)
+        return base.Given(model.to(self.device), units_of(model), self.device, bf16=self.cuda, compile=self.cuda)
 
     def batches(self, made: int = 32) -> Iterator[tuple[Tensor, Tensor]]:
         """Those of our own steps 1, 2, …; after `made` of them the first ones again."""
@@ -94,7 +111,7 @@ class Place:
             rank=DataRank(self.rank, self.ranks), workers=0, prefetch=1, pin=False,
         )  # fmt: skip
         ready: list[Any] = [loader.step(step).micro[0].data for step in range(made)]
-        return itertools.cycle([(one["inputs"], one["targets"]) for one in ready])
+        return itertools.cycle([(one["inputs"].to(self.device), one["targets"].to(self.device)) for one in ready])
 
     @property
     def samples_a_step(self) -> int:

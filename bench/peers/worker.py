@@ -6,6 +6,7 @@ Ours is the product's own train(); its reporter, which is called after each step
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -21,6 +22,9 @@ import torch.distributed as dist
 from bench.peers.roster import ROSTER
 from bench.peers.work import WORKS, Place
 
+HEAVY = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint.state_dict")
+"""What one contender imports with its packages and another in its first step: idle memory for all of them."""
+
 
 class Orders:
     """Turns of so many steps; the clock runs from the order to the end of its last step."""
@@ -30,9 +34,9 @@ class Orders:
         self._left = 0
         self._memory = False
         self.idle_mib = memory_mib("VmRSS")
-        self.losses: list[float] = []
+        self.losses: list[float | torch.Tensor] = []
 
-    def after_step(self, loss: float) -> bool:
+    def after_step(self, loss: float | torch.Tensor) -> bool:
         """Whether to go on; waits for the next order where the last is done."""
         self.losses.append(loss)
         self._left -= 1
@@ -48,6 +52,8 @@ class Orders:
         self._left, self._memory, self.losses = order["steps"], order["do"] == "memory", []
         if self._memory:
             Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+            if torch.cuda.is_initialized():
+                torch.cuda.reset_peak_memory_stats()
         self._wall, self._cpu = time.perf_counter(), time.process_time()
         return True
 
@@ -56,10 +62,13 @@ class Orders:
         self._answers.flush()
 
     def _tell(self) -> None:
+        losses = [float(loss) for loss in self.losses]  # a device is waited for here
         facts: dict[str, Any] = {
-            "wall_s": time.perf_counter() - self._wall, "cpu_s": time.process_time() - self._cpu, "losses": self.losses,
+            "wall_s": time.perf_counter() - self._wall, "cpu_s": time.process_time() - self._cpu, "losses": losses,
         }  # fmt: skip
-        if self._memory:
+        if self._memory and torch.cuda.is_initialized():
+            facts |= {"peak_mib": torch.cuda.max_memory_allocated() / 2**20, "rest_mib": torch.cuda.memory_allocated() / 2**20}
+        elif self._memory:
             facts |= {"peak_mib": memory_mib("VmHWM") - self.idle_mib, "rest_mib": memory_mib("VmRSS") - self.idle_mib}
         self.say(**facts)
 
@@ -96,20 +105,22 @@ def run_ours(work: str, flags: tuple[str, ...], orders: Orders) -> None:
 
 
 def run_peer(name: str, work: str, orders: Orders) -> None:
-    dist.init_process_group("gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if WORKS[work].cuda else "gloo")
     place = Place(WORKS[work], dist.get_rank(), dist.get_world_size())
     batches = place.batches()
     contender = ROSTER[name].load()(place.given())
     going = orders.wait()
     while going:
         loss = contender.step(*next(batches))
-        going = orders.after_step(float(loss))
+        going = orders.after_step(loss)
     dist.barrier()
 
 
 def main() -> None:
     name, work = sys.argv[1:]
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    for heavy in HEAVY:
+        importlib.import_module(heavy)
     entry = ROSTER[name]
     if entry.module:
         entry.load()  # so that what its packages hold is idle memory and not a step's

@@ -20,8 +20,11 @@ class Zero3:
             "gradient_clipping": CLIP,
             "zero_optimization": {"stage": 3, "overlap_comm": given.device.type == "cuda", "contiguous_gradients": True},
             "zero_allow_untested_optimizer": True,
+            "bf16": {"enabled": given.bf16},
             "zero_force_ds_cpu_optimizer": False,
         }
+        for unit in given.units if given.compile else ():
+            unit.compile()
         self.engine, *_ = deepspeed.initialize(
             model=given.model, optimizer=make_optimizer(given.model), config=config, dist_init_required=False
         )

@@ -209,5 +209,5 @@ def test_a_step_that_waits_for_its_data_says_so_in_the_line() -> None:
     console = Console(total_steps=5000, every=1, unit="tok", stream=io.StringIO())
     console.step(metrics(data_wait_s=0.005), "")
     assert "data" not in console.line(metrics(data_wait_s=0.005))
-    assert "data  24%" in console.line(metrics(data_wait_s=0.025))
+    assert "data 24%" in console.line(metrics(data_wait_s=0.025))
     assert len(console.line(metrics(data_wait_s=0.105))) <= LOG_COLUMNS

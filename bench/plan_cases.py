@@ -1,0 +1,103 @@
+"""The runs that bench.plan draws: models, meshes and knobs at random from a seed, and some large ones."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from torch import nn
+
+from fsdp.models.transformer import Transformer, TransformerSizes
+
+
+@dataclass(frozen=True)
+class Case:
+    ranks: int
+    flags: tuple[str, ...]
+
+    def __str__(self) -> str:
+        pairs = zip(self.flags[::2], self.flags[1::2], strict=True)
+        return f"{self.ranks} ranks: " + " ".join(f"{name.rpartition('.')[2]}={value}" for name, value in pairs)
+
+
+def half_frozen(vocab_size: int = 256, width: int = 64, layers: int = 4) -> nn.Module:
+    """A decoder of which embedding and every other block are not trained."""
+    model = Transformer(TransformerSizes(vocab_size=vocab_size, width=width, layers=layers))
+    for part in [model.embedding, *model.blocks[::2]]:
+        part.requires_grad_(False)
+    return model
+
+
+def draw(dice: random.Random, count: int) -> list[Case]:
+    return [_one(dice) for _ in range(count)]
+
+
+def _one(dice: random.Random) -> Case:
+    ranks = dice.choice([1, 2, 2, 4, 4])
+    flags = [*_model(dice), *_mesh(dice, ranks), *_knobs(dice, ranks)]
+    return Case(ranks, tuple(flags))
+
+
+def _model(dice: random.Random) -> list[str]:
+    kind = dice.choice(["transformer", "transformer", "transformer", "tied", "frozen", "vit", "mlp"])
+    layers = str(dice.randint(2, 9))
+    if kind == "vit":
+        width = str(dice.choice([64, 96, 128]))
+        return ["--model.name", "vit", "--model.args.layers", layers, "--model.args.width", width, "--model.args.ffn", "256"]
+    if kind == "mlp":
+        return ["--model.name", "mlp", "--model.args.width", str(dice.choice([128, 200, 512]))]
+    words = ["--data.name", "synthetic", "--data.args.kind", "tokens", "--data.seq_len", str(dice.choice([32, 64, 96]))]
+    words += ["--data.args.vocab_size", str(dice.choice([250, 512, 1003, 4096])), "--model.args.layers", layers]
+    words += ["--model.args.width", str(dice.choice([64, 128, 192, 256]))]
+    if kind == "frozen":
+        return ["--model.name", "bench.plan_cases:half_frozen", *words]
+    words += ["--model.args.tied", "true"] if kind == "tied" else []
+    words += ["--model.args.kv_heads", "2"] if dice.random() < 0.3 else []
+    return ["--model.name", "transformer", *words]
+
+
+def _mesh(dice: random.Random, ranks: int) -> list[str]:
+    kind = dice.choice(["fsdp", "fsdp", "fsdp", "hsdp", "ddp"])
+    if kind == "hsdp" and ranks == 4:
+        return [
+            "--mesh.strategy",
+            "hsdp",
+            "--mesh.replicate",
+            "2",
+            "--mesh.reshard_after_forward",
+            dice.choice(["true", "false"]),
+        ]
+    if kind == "ddp" and ranks > 1:
+        return ["--mesh.strategy", "ddp"]
+    policy = dice.choice(["true", "true", "false", "step", *(["2"] if ranks == 4 else [])])
+    return ["--mesh.strategy", "fsdp", "--mesh.reshard_after_forward", policy]
+
+
+def _knobs(dice: random.Random, ranks: int) -> list[str]:
+    micro, times = dice.choice([1, 2, 4]), dice.choice([1, 1, 2, 3])
+    flags = ["--train.global_batch", str(micro * times * ranks), "--train.micro_batch", str(micro)]
+    flags += ["--memory.activation_checkpointing", dice.choice(["none", "none", "full", "ops"])]
+    flags += ["--precision.param", dice.choice(["fp32", "fp32", "bf16"])]
+    flags += ["--mesh.accumulate", dice.choice(["last", "shard", "every"])] if times > 1 else []
+    flags += ["--optim.name", dice.choice(["adamw", "adamw", "sgd"])]
+    flags += ["--train.clip_grad_norm", "0"] if dice.random() < 0.2 else []
+    return flags
+
+
+def large() -> list[Case]:
+    """From 100M parameters on, where what a process holds beside tensors is small."""
+    words = ("--model.name", "transformer", "--data.name", "synthetic", "--data.args.kind", "tokens", "--data.seq_len", "256",
+             "--data.args.vocab_size", "8192")  # fmt: skip
+    small = (*words, "--model.args.width", "1024", "--model.args.layers", "8", "--model.args.heads", "8")
+    wide = (*words, "--model.args.width", "1536", "--model.args.layers", "8", "--model.args.heads", "12")
+    batch = ("--train.global_batch", "2", "--train.micro_batch", "1")
+    return [
+        Case(2, (*small, *batch)),
+        Case(2, (*small, *batch, "--mesh.reshard_after_forward", "false")),
+        Case(2, (*small, *batch, "--precision.param", "bf16", "--memory.activation_checkpointing", "full")),
+        Case(2, (*small, *batch, "--mesh.strategy", "ddp")),
+        Case(4, (*small, "--train.global_batch", "8", "--train.micro_batch", "1", "--memory.activation_checkpointing", "ops")),
+        Case(2, (*wide, *batch)),
+        Case(4, (*small, "--train.global_batch", "4", "--mesh.strategy", "hsdp", "--mesh.replicate", "2")),
+        Case(1, (*small, "--train.global_batch", "2")),
+    ]

@@ -1,0 +1,264 @@
+"""Real rank processes for bench.plan: a run's step watched by the planner's tracker, and the kernel's count of the process."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from bench.plan_cases import Case
+
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes of the rank that holds most."""
+
+    tensors: float
+    process: float
+
+
+class Ranks:
+    """A pool of processes; each case is a process group of its own among the first of them."""
+
+    def __enter__(self) -> Ranks:
+        self._members: list[tuple[Any, Any]] = []
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for process, pipe in self._members:
+            pipe.close()
+            process.join()
+
+    def predict(self, case: Case) -> tuple[float, float]:
+        """Of all ranks the worst: tensor bytes, and what the process would hold."""
+        found = self._ask(0, ("predict", case.flags, case.ranks))
+        return found[0], found[1]
+
+    def torchs(self, case: Case) -> float | None:
+        return self._ask(0, ("torchs", case.flags, case.ranks))
+
+    def measure(self, case: Case) -> Measured:
+        with tempfile.TemporaryDirectory(prefix="plan-") as folder:
+            store = str(Path(folder, "store"))
+            for rank in range(case.ranks):
+                self._send(rank + 1, ("measure", case.flags, case.ranks, rank, store))
+            found = [self._receive(rank + 1) for rank in range(case.ranks)]
+        return Measured(max(t for t, _ in found), max(p for _, p in found))
+
+    def _ask(self, at: int, message: tuple[Any, ...]) -> Any:
+        self._send(at, message)
+        return self._receive(at)
+
+    def _send(self, at: int, message: tuple[Any, ...]) -> None:
+        while len(self._members) <= at:
+            self._members.append(_start())
+        self._members[at][1].send(message)
+
+    def _receive(self, at: int) -> Any:
+        good, value = self._members[at][1].recv()
+        if not good:
+            raise RuntimeError(value)
+        return value
+
+
+def _start() -> tuple[Any, Any]:
+    # Without these glibc keeps what is freed, and the kernel's count says nothing of a step.
+    os.environ |= {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072", "OMP_NUM_THREADS": "1"}
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _serve(pipe: Any) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    work: dict[str, Any] = {"predict": _predict, "torchs": _torchs, "measure": _measure}
+    while True:
+        try:
+            name, *arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send((True, work[name](*arguments)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+        gc.collect()
+
+
+# ---------------------------------------------------------------- predicted
+
+
+def _asks(flags: tuple[str, ...], ranks: int) -> list[Any]:
+    from fsdp.config import load
+    from fsdp.mesh import plan_batch, resolve
+    from fsdp.plan.watch import Ask
+
+    config = load(list(flags))
+    sizes, batch = resolve(config.mesh, ranks), plan_batch(config.train, ranks)
+    return [Ask(config, sizes, rank, batch.micro_batch, min(batch.accumulation, 3), 0, "cpu") for rank in range(ranks)]
+
+
+def _predict(flags: tuple[str, ...], ranks: int) -> tuple[float, float]:
+    from fsdp.plan.count import count
+    from fsdp.plan.memory import memory_of, process_peak
+
+    counted = [count(ask) for ask in _asks(flags, ranks)]
+    return max(memory_of(one).peak for one in counted), max(process_peak(one) for one in counted)
+
+
+def _torchs(flags: tuple[str, ...], ranks: int) -> float | None:
+    """torch's own tracker on the same fake step; it knows modules of FSDP2 only."""
+    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+
+    from fsdp.plan.watch import batches, stage
+
+    ask = _asks(flags, ranks)[0]
+    if ask.sizes.strategy == "ddp":
+        return None
+    with stage(ask) as made:
+        watched = _Step(made.sharded, made.loss_function, made.optimizer, ask.config.train.clip_grad_norm)
+        tracker = FSDPMemTracker(made.sharded.root, made.optimizer)
+        for at in range(2):
+            try:
+                with tracker:
+                    _plain_step(watched, batches(made.subject, ask.micro_batch), ask.accumulation)
+            except NotImplementedError:  # its own words for more than one micro-batch a step
+                return None
+            if at == 0:
+                tracker.reset_mod_stats()
+        peak = tracker.get_tracker_snapshot("peak")
+        return float(max(kinds["Total"] for kinds in peak.values()))
+
+
+# ---------------------------------------------------------------- measured
+
+
+def _measure(flags: tuple[str, ...], ranks: int, rank: int, store: str) -> tuple[float, float]:
+    import torch.distributed as dist
+
+    dist.init_process_group("cpu:gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    try:
+        return _real_steps(flags, ranks, rank)
+    finally:
+        dist.destroy_process_group()
+
+
+def _real_steps(flags: tuple[str, ...], ranks: int, rank: int) -> tuple[float, float]:
+    import torch
+    import torch.distributed as dist
+
+    from fsdp.config import load
+    from fsdp.job import meta_model
+    from fsdp.loss import LossFunction
+    from fsdp.materialize import materialize
+    from fsdp.mesh import build_mesh, plan_batch, resolve
+    from fsdp.optim import build_optimizer
+    from fsdp.plan.count import peak_of
+    from fsdp.plan.step import Watched
+    from fsdp.plan.subject import subject_of
+    from fsdp.plan.trace import Trace
+    from fsdp.plan.track import Tracker
+    from fsdp.shard import replicate, shard_model
+
+    config, cpu = load(list(flags)), torch.device("cpu")
+    sizes, batch = resolve(config.mesh, ranks), plan_batch(config.train, ranks)
+    subject = subject_of(config.model, config.data)
+    mesh = build_mesh(sizes, cpu)
+    dist.barrier()
+    idle = _resting()
+    model = meta_model(subject.spec)
+    loss_function = LossFunction(model)
+    sharded = shard_model(
+        model, sizes=sizes, mesh=mesh, device=cpu, section=config.mesh, precision=config.precision,
+        memory=config.memory, speed=config.speed,
+    )  # fmt: skip
+    materialize(sharded, spec=subject.spec, seed=0, init="shard", rank=rank)
+    replicate(sharded)
+    optimizer = build_optimizer(config.optim, sharded.root)
+    tracker = Tracker()
+    watched = Watched(sharded, loss_function, optimizer, clip=config.train.clip_grad_norm, scaled=False, tracker=tracker)
+    micro = min(batch.accumulation, 3)
+    watched.hold_state()
+    watched.step(_real_batches(subject, batch.micro_batch), micro)
+    watched.hold_state()
+    before = len(tracker.trace(0).segments)
+    watched.step(_real_batches(subject, batch.micro_batch), micro)
+    second = tracker.trace(0).segments[before:]
+    _reset_peak()
+    _plain_step(watched, _real_batches(subject, batch.micro_batch), micro)
+    return peak_of(Trace(second, 0)), float(_peak() - idle)
+
+
+class _Step:
+    def __init__(self, sharded: Any, loss_function: Any, optimizer: Any, clip: float) -> None:
+        from fsdp.gradients import Gradients
+
+        self.sharded, self.loss_function, self.optimizer, self.clip = sharded, loss_function, optimizer, clip
+        group = sharded.mesh.get_group("dp_shard") if sharded.sizes.strategy != "ddp" else None
+        self.gradients = Gradients(sharded.root.parameters(), group)
+
+
+def _plain_step(step: Any, batches: Iterator[Any], count: int) -> None:
+    """The loop's step with nobody looking on."""
+    from fsdp.agree import Sum
+
+    for at in range(count):
+        data, valid = next(batches)
+        with step.sharded.micro_batch(at == count - 1):
+            parts = step.loss_function(step.sharded.called, data, valid, len(valid))
+            if at == count - 1:
+                Sum(parts.loss_sum.detach().double()).wait()
+            parts.loss_sum.backward()
+        del parts, data
+    norm = step.gradients.norm()
+    if step.clip:
+        step.gradients.clip(step.clip, norm)
+    step.optimizer.step()
+    step.optimizer.zero_grad(set_to_none=True)
+
+
+def _real_batches(subject: Any, rows: int) -> Iterator[Any]:
+    import torch
+
+    while True:
+        data = {
+            name: torch.zeros((rows, *shape), dtype=dtype) if dtype == torch.int64 else torch.rand((rows, *shape), dtype=dtype)
+            for name, (shape, dtype) in subject.sample.items()
+        }
+        yield data, torch.ones(rows, dtype=torch.bool)
+
+
+def _status(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(name)
+
+
+def _resting() -> int:
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    return _status("VmRSS")
+
+
+def _reset_peak() -> None:
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak() -> int:
+    return _status("VmHWM")

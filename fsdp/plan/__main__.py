@@ -1,0 +1,86 @@
+"""Will it fit, and how fast: without a GPU, before the job is queued.
+
+    python -m fsdp.plan --model.name transformer --model.preset llama-8b --plan.gpus 64 --plan.gpu h100 --data.seq_len 8192
+
+train.py's flags and recipes (--config FILE), and --plan's own. What is given stays; mesh, micro-batch, resharding,
+checkpointing and, where nothing else fits, offload are searched. --plan.fix true plans the flags as they are; without
+--plan.gpus the fewest ranks that fit are found. --plan.write FILE writes the best as a recipe for train.py.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+
+from fsdp import config as configuration
+from fsdp.config import Config
+from fsdp.errors import ShardrunError
+
+
+def main(argv: list[str]) -> int:
+    if "--help" in argv or "-h" in argv:
+        print(configuration.help_text(__doc__ or ""))
+        return 0
+    try:
+        config = configuration.load(argv)
+        print("\n".join(answer(config, given_in(argv))))
+    except ShardrunError as error:
+        print(f"fsdp.plan: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def given_in(argv: list[str]) -> frozenset[str]:
+    """Fields that a person set, in flags or in a recipe that is not a run's full one."""
+    names: set[str] = set()
+    for name, value in configuration.pair_flags(argv):
+        names |= _set_in(value) if name == "config" else {name}
+    return frozenset(names)
+
+
+def _set_in(recipe: str) -> set[str]:
+    defaults = {name: spec.default for name, spec in configuration.FIELDS.items()}
+    return {
+        name for name, value in configuration.read_recipe(recipe).items() if name not in defaults or defaults[name] != value
+    }
+
+
+def answer(config: Config, given: frozenset[str]) -> list[str]:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    warnings.filterwarnings("ignore", category=UserWarning)
+    from fsdp.plan import report
+    from fsdp.plan.predict import plan_one
+    from fsdp.plan.rates import calibrate, rates_for
+    from fsdp.plan.search import search
+
+    lines = [calibrate(config.plan.gpu)] if config.plan.calibrate else []
+    rates = rates_for(config)
+    if config.plan.fix:
+        plans, ranks = [plan_one(config)], 0
+    else:
+        found = search(config, given)
+        plans, ranks = list(found.plans), found.ranks
+    best = plans[0]
+    lines += [
+        f"{ranks or best.sizes.ranks} × {rates.name}, {rates.memory / 2**30:.1f} GiB each, margin {config.plan.margin:.0%}",
+        "",
+    ]
+    lines += [*report.table(plans, config.plan.rows), ""]
+    lines += [f"  not modelled: {note}" for note in report.notes(best.config)]
+    if not best.fits:
+        return [*lines, f"  nothing fits. {_what_then(config)}"]
+    lines += [f"  {line}" for line in report.details(best, config)]
+    lines += ["", f"  best: {report.flags_of(best)}"]
+    if config.plan.write:
+        report.write_recipe(best, config)
+        lines.append(f"  written: {config.plan.write}; python train.py --config {config.plan.write} --dry-run")
+    return lines
+
+
+def _what_then(config: Config) -> str:
+    return f"HINT: --plan.gpus {max(2, config.plan.gpus * 2)}, a --plan.gpu with more memory, or --data.seq_len lower"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

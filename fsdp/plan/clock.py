@@ -1,0 +1,253 @@
+"""Seconds of a step: a roofline for each operation, links for each collective, and between them the order that FSDP issued.
+
+Three queues run side by side, as on a GPU: compute, the shard axis's collectives, the replicate axis's. A gather waits for the
+copy-out before it, a block for its gather, a reduction for its block, the block after next for that reduction: read from the
+watched step and not assumed. Not here: rates (rates.py), bytes alive (memory.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fsdp.mesh import MeshSizes
+from fsdp.plan.count import Counted
+from fsdp.plan.rates import Rates
+from fsdp.plan.trace import CODE, OPS, Segment, unrolled
+
+_COMPUTE = frozenset({CODE["pointwise"], CODE["matmul"], CODE["attention"]})
+_START_S = 20e-6
+"""A collective's own start."""
+_HOP_S = 10e-6
+"""Of a ring, for each node that it goes through."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """Who is in a group: shards lie side by side, first within a node; replicas are a shard apart."""
+
+    sizes: MeshSizes
+    rates: Rates
+
+    def seconds(self, operation: str, size: float, *, replicas: bool) -> float:
+        """`size` is the gathered whole, or what an all-reduce reduces."""
+        ranks = self.sizes.replicate if replicas else self.sizes.shard
+        if ranks == 1:
+            return 0.0
+        within, nodes, rate = self._place(replicas)
+        times = 2 if operation == "all_reduce" else 1
+        inside = size * (within - 1) / within / self.rates.link
+        across = size * (nodes - 1) / nodes / rate if nodes > 1 else 0.0
+        return _START_S + _HOP_S * nodes + times * max(inside, across)
+
+    def _place(self, replicas: bool) -> tuple[int, int, float]:
+        """Ranks of the group within a node, nodes that it spans, and its part of a node's adapters."""
+        a_node, shard = self.rates.gpus_a_node, self.sizes.shard
+        if not replicas:
+            within = min(shard, a_node)
+            return within, -(-shard // a_node), self.rates.node_link
+        within = min(self.sizes.replicate, max(1, a_node // shard))
+        nodes = -(-self.sizes.replicate // within)
+        # Each of a node's ranks is in a group of its own, and they share the adapters.
+        return within, nodes, self.rates.node_link / min(shard, a_node)
+
+    def crossing(self, operation: str, size: float, *, replicas: bool) -> tuple[float, float]:
+        """Bytes that one rank sends within its node and that it sends between nodes."""
+        if (self.sizes.replicate if replicas else self.sizes.shard) == 1:
+            return 0.0, 0.0
+        within, nodes, _ = self._place(replicas)
+        times = 2 if operation == "all_reduce" else 1
+        between = times * size * (nodes - 1) / nodes / (min(self.sizes.shard, self.rates.gpus_a_node) if not replicas else 1)
+        return times * size * (within - 1) / within, between if nodes > 1 else 0.0
+
+
+@dataclass
+class Step:
+    """What a step comes to."""
+
+    seconds: float = 0.0
+    parts: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys((*OPS[:3], "communication", "optimizer", "host"), 0.0)
+    )
+    """Seconds of work by kind; communication whole, hidden or not."""
+    exposed: float = 0.0
+    within: float = 0.0
+    between: float = 0.0
+    flops: float = 0.0
+    model_flops: float = 0.0
+    """Forward's, three times: what recomputing adds is no progress."""
+
+    @property
+    def bound_by(self) -> str:
+        if self.parts["host"] >= 0.98 * self.seconds:
+            return "host"
+        named = {
+            "matrix products": self.parts["matmul"], "attention": self.parts["attention"],
+            "memory traffic": self.parts["pointwise"] + self.parts["optimizer"],
+            "links between nodes" if self.between > self.within / 8 else "links in a node": self.exposed,
+        }  # fmt: skip
+        return max(named, key=lambda name: named[name])
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a step's time depends on beside its trace."""
+
+    sizes: MeshSizes
+    rates: Rates
+    compiled: bool
+    accumulation: int
+    offload: bool = False
+    float8: bool = False
+
+
+def time_step(counted: Counted, setting: Setting) -> Step:
+    queue = _Queues(setting)
+    for segment, shift in _all_micro_batches(counted, setting.accumulation):
+        queue.run(segment, shift, counted.shape.blocks)
+    return queue.done()
+
+
+def _all_micro_batches(counted: Counted, accumulation: int) -> Iterable[tuple[Segment, int]]:
+    """At most three were watched: first, one like all between, last."""
+    rows = unrolled(counted.trace, counted.shape.period, counted.shape.keep)
+    watched = 1 + max(segment.name.micro for segment, _ in rows)
+    middle = [row for row in rows if row[0].name.micro == 1 and row[0].name.phase in ("forward", "backward")]
+    for at, row in enumerate(rows):
+        if accumulation < watched and row[0].name.micro == 1 and row[0].name.phase in ("forward", "backward"):
+            continue
+        if accumulation > watched >= 3 and row[0].name.micro == 2 and rows[at - 1][0].name.micro == 1:
+            for _ in range(accumulation - watched):
+                yield from middle
+        yield row
+
+
+class _Queues:
+    """Time at which each queue is free, as the host's order of work is laid into them."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting, self.links = setting, Links(setting.sizes, setting.rates)
+        self.compute = self.shard = self.replicate = 0.0
+        self._gathered: dict[int, float] = {}
+        self._copied_out = 0.0
+        self._reduced: list[float] = []
+        self.step = Step()
+        self._rows: dict[int, list[tuple[int, int, float, float]]] = {}
+        self._busy = 0.0
+        self._host = 0.0
+
+    def run(self, segment: Segment, shift: int, blocks: int) -> None:
+        for code, group, size, seconds in self._prepared(segment):
+            at = group + shift if 0 < group <= blocks else group
+            if code in _COMPUTE:
+                self.compute += seconds
+                self._busy += seconds
+            else:
+                self._communicate(OPS[code], at, size, segment.name.phase)
+        work = segment.work
+        self.step.flops += float(work.flops.sum())
+        if segment.name.phase == "forward":
+            self.step.model_flops += 3 * float(work.flops.sum())
+
+    def _communicate(self, operation: str, group: int, size: float, phase: str) -> None:
+        if operation == "wait_gather":
+            self.compute = max(self.compute, self._gathered.pop(group, 0.0))
+            self._copied_out = self.compute
+        elif operation == "wait_reduce":
+            if self._reduced:
+                self.compute = max(self.compute, self._reduced.pop(0))
+        elif operation == "wait_all":
+            self.compute = max(self.compute, self.shard, self.replicate)
+            self._reduced.clear()
+        else:
+            # Gradients are all-reduced over replicas, their norm over shards.
+            self._collective(operation, group, size, replicas=operation == "all_reduce" and phase != "reduce")
+
+    def _collective(self, operation: str, group: int, size: float, *, replicas: bool) -> None:
+        seconds = self.links.seconds(operation, size, replicas=replicas) + self._over_host_link(operation, size)
+        self.step.parts["communication"] += seconds
+        within, between = self.links.crossing(operation, size, replicas=replicas)
+        self.step.within += within
+        self.step.between += between
+        if operation == "all_gather":
+            self.shard = max(self.shard, self._copied_out) + seconds
+            self._gathered[group] = self.shard
+        elif operation == "reduce_scatter":
+            self.shard = max(self.shard, self.compute) + seconds
+            self._reduced.append(self.shard)
+        else:
+            self.replicate = max(self.replicate, self.shard if self.setting.sizes.shard > 1 else 0.0, self.compute) + seconds
+
+    def _over_host_link(self, operation: str, size: float) -> float:
+        if not self.setting.offload or operation == "all_reduce":
+            return 0.0
+        return 2 * size / max(1, self.setting.sizes.shard) / self.setting.rates.host_link  # kept in fp32, computed in bf16
+
+    # ------------------------------------------------------------ durations
+
+    def _prepared(self, segment: Segment) -> list[tuple[int, int, float, float]]:
+        """Rows with runs of computation added up; kept, since blocks repeat."""
+        known = self._rows.get(id(segment))
+        seconds, host = self._durations(segment)
+        self._host += host
+        if known is None:
+            known = []
+            work = segment.work
+            for at in range(work.rows):
+                code = int(work.code[at])
+                if code in _COMPUTE and known and known[-1][0] in _COMPUTE:
+                    known[-1] = (known[-1][0], 0, 0.0, known[-1][3] + float(seconds[at]))
+                else:
+                    known.append((code, int(work.group[at]), float(work.bytes[at]), float(seconds[at])))
+            self._rows[id(segment)] = known
+        for name, total in self._totals[id(segment)].items():
+            self.step.parts[name] += total
+        return known
+
+    _totals: dict[int, dict[str, float]]
+    _hosts: dict[int, tuple[np.ndarray, float]]
+
+    def _durations(self, segment: Segment) -> tuple[np.ndarray, float]:
+        if not hasattr(self, "_totals"):
+            self._totals, self._hosts = {}, {}
+        if id(segment) not in self._hosts:
+            self._hosts[id(segment)] = self._measure(segment)
+        return self._hosts[id(segment)]
+
+    def _measure(self, segment: Segment) -> tuple[np.ndarray, float]:
+        work, rates = segment.work, self.setting.rates
+        fused = self.setting.compiled and segment.name.place[0] in ("start", "end")
+        moved = np.where(work.code == CODE["pointwise"], work.fused_bytes if fused else work.bytes, work.bytes)
+        on_host = self.setting.offload and segment.name.phase == "optimizer"
+        memory = moved / (rates.host_link if on_host else rates.bandwidth)
+        speed = np.where(work.width >= 4, rates.matmul_fp32, rates.matmul * (1.7 if self.setting.float8 and fused else 1.0))
+        speed = np.where(work.code == CODE["attention"], rates.attention, speed)
+        compute = np.isin(work.code, list(_COMPUTE))
+        least = rates.launch_s if not fused else np.where(work.code == CODE["pointwise"], 0.0, rates.launch_s)
+        seconds = np.where(compute, np.maximum(np.maximum(work.flops / speed, memory), least), 0.0)
+        totals = {name: float(seconds[work.code == CODE[name]].sum()) for name in OPS[:3]}
+        if segment.name.phase == "optimizer":
+            totals = {"optimizer": sum(totals.values())}
+        self._totals[id(segment)] = totals
+        issued = float(compute.sum()) * rates.issue_s * (0.3 if fused else 1.0)
+        return seconds, issued
+
+    def done(self) -> Step:
+        step, rates = self.step, self.setting.rates
+        elapsed = max(self.compute, self.shard, self.replicate)
+        step.exposed = elapsed - self._busy
+        hidden = max(0.0, step.parts["communication"] - step.exposed)
+        elapsed += hidden * rates.contention
+        step.parts["host"] = self._host
+        step.seconds = max(elapsed, self._host)
+        return step
+
+
+def mfu(step: Step, rates: Rates) -> float:
+    return step.model_flops / step.seconds / rates.peak if step.seconds else 0.0
+
+
+def shares(step: Step) -> Mapping[str, float]:
+    return {name: seconds / step.seconds for name, seconds in step.parts.items()}

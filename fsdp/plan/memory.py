@@ -1,0 +1,159 @@
+"""What a step's bytes come to on a device: the peak, by kind and by phase, and what a caching allocator holds for it.
+
+The allocator's replay follows c10's CUDA caching allocator: 512-byte grains, 2 MiB segments for what is at most 1 MiB, 20 MiB
+segments up to 10 MiB, multiples of 2 MiB beyond, best fit, blocks split where enough is left. One stream: memory that FSDP's
+communication streams hold apart is not. Not here: how the bytes were counted.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from fsdp.plan.count import Counted, peak_of
+from fsdp.plan.trace import KINDS, Segment
+
+MIB = 1 << 20
+HOST_KINDS = ("parameters", "gradients", "optimizer")
+"""What rests on the host with --memory.cpu_offload."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    peak: float
+    """Bytes of tensors alive at once on the device, with the allocator's rounding."""
+    reserved: float
+    """What the allocator has taken from the device for them, about."""
+    kinds: Mapping[str, float]
+    """The peak's parts."""
+    phases: Mapping[str, float]
+    """The highest of each phase."""
+    where: str
+    resting: float
+    """Between steps."""
+    host: float
+    """Offloaded bytes in the host's memory."""
+    state: float
+    """Parameters and optimizer: what a checkpoint takes from this rank."""
+
+
+def memory_of(counted: Counted, *, offload: bool = False) -> Memory:
+    mask = np.array([not (offload and name in HOST_KINDS) for name in KINDS])
+    peaks = [(_peak(segment, mask), segment) for segment in counted.trace.segments]
+    at, segment = max(peaks, key=lambda pair: float(pair[0].sum()))
+    phases: dict[str, float] = {}
+    for kinds, one in peaks:
+        phases[one.name.phase] = max(phases.get(one.name.phase, 0.0), float(kinds.sum()))
+    last = counted.trace.segments[-1].curve[-1, : len(KINDS)]
+    peak = float(at.sum())
+    return Memory(
+        peak=peak, reserved=peak + _cached(counted, peak), kinds=dict(zip(KINDS, at.tolist(), strict=True)), phases=phases,
+        where=describe(segment, counted.shape.blocks), resting=float(last[mask].sum()),
+        host=max(float(s.curve[:, : len(KINDS)][:, ~mask].sum(1).max()) for s in counted.trace.segments),
+        state=float(last[[KINDS.index("parameters"), KINDS.index("optimizer")]].sum()),
+    )  # fmt: skip
+
+
+def _peak(segment: Segment, mask: np.ndarray) -> np.ndarray:
+    curve = segment.curve[:, : len(KINDS)] * mask
+    return np.asarray(curve[curve.sum(1).argmax()])
+
+
+def describe(segment: Segment, blocks: int) -> str:
+    kind, at = segment.name.place
+    block = at if kind == "start" else blocks - at + 1
+    place = {"before": "before the blocks", "after": "after them"}.get(kind, f"block {block} of {blocks}")
+    if segment.name.phase == "backward" and kind == "before":
+        place = "what follows the blocks"
+    return f"{segment.name.phase}, {place}" if segment.name.phase in ("forward", "backward") else segment.name.phase
+
+
+# ---------------------------------------------------------------- the allocator
+
+
+def _cached(counted: Counted, peak: float) -> float:
+    """What the allocator holds beyond the peak: replayed for the short runs, carried on to all blocks."""
+    over = [(trace.blocks, reserved_for(trace.events) - peak_of(trace)) for trace in counted.extras if trace.events]
+    if not over:
+        return 0.0
+    (blocks, first), (more, second) = over[0], over[-1]
+    growth = (second - first) / (more - blocks) if more > blocks else 0.0
+    return float(min(max(first, 0.0) + max(growth, 0.0) * (counted.shape.blocks - blocks if more > blocks else 0), 0.1 * peak))
+
+
+def reserved_for(events: Iterable[tuple[int, int]]) -> int:
+    """Bytes of segments after all events; a storage's shrinking is a free."""
+    pools = {True: Pool(small=True), False: Pool(small=False)}
+    held: dict[int, tuple[Pool, int, int]] = {}
+    for storage, size in events:
+        if storage in held:
+            pool, segment, start = held.pop(storage)
+            pool.free(segment, start)
+        if size > 0:
+            pool = pools[size <= MIB]
+            held[storage] = (pool, *pool.take(size))
+    return sum(pool.reserved for pool in pools.values())
+
+
+class Pool:
+    """Segments cut into blocks: start → (size, free), and free blocks by size."""
+
+    def __init__(self, *, small: bool) -> None:
+        self.small = small
+        self.reserved = 0
+        self._segments: list[dict[int, list[int]]] = []
+        self._free: list[tuple[int, int, int]] = []
+
+    def take(self, size: int) -> tuple[int, int]:
+        size = -(-size // 512) * 512
+        at = bisect_left(self._free, (size, -1, -1))
+        if at == len(self._free):
+            self._new_segment(size)
+            at = bisect_left(self._free, (size, -1, -1))
+        whole, segment, start = self._free.pop(at)
+        blocks = self._segments[segment]
+        if whole - size >= (512 if self.small else MIB + 1):
+            blocks[start] = [size, 0]
+            blocks[start + size] = [whole - size, 1]
+            insort(self._free, (whole - size, segment, start + size))
+        else:
+            blocks[start] = [whole, 0]
+        return segment, start
+
+    def free(self, segment: int, start: int) -> None:
+        """Neighbours that are free become one block."""
+        blocks = self._segments[segment]
+        size = blocks[start][0]
+        after = blocks.get(start + size)
+        if after is not None and after[1]:
+            self._drop(after[0], segment, start + size)
+            del blocks[start + size]
+            size += after[0]
+        before = next((s for s, (n, is_free) in blocks.items() if is_free and s + n == start), None)
+        if before is not None:
+            del blocks[start]
+            self._drop(blocks[before][0], segment, before)
+            start, size = before, blocks[before][0] + size
+        blocks[start] = [size, 1]
+        insort(self._free, (size, segment, start))
+
+    def _drop(self, size: int, segment: int, start: int) -> None:
+        self._free.pop(bisect_left(self._free, (size, segment, start)))
+
+    def _new_segment(self, size: int) -> None:
+        whole = 2 * MIB if self.small else 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
+        self.reserved += whole
+        self._segments.append({0: [whole, 1]})
+        insort(self._free, (whole, len(self._segments) - 1, 0))
+
+
+BESIDE_TENSORS = 16 * MIB
+"""What Python and torch take for a model's own objects, its graph and its threads."""
+
+
+def process_peak(counted: Counted) -> float:
+    """On CPU: what the kernel would count of the process above its idle size."""
+    return max(float(segment.curve.sum(1).max()) for segment in counted.trace.segments) + BESIDE_TENSORS

@@ -1,0 +1,133 @@
+"""One configuration on one number of ranks: its memory, its step, and what is not in them. Search and bench both ask here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from fsdp import config as configuration
+from fsdp.config import Config
+from fsdp.errors import ConfigError
+from fsdp.mesh import MeshSizes, plan_batch, resolve
+from fsdp.plan.clock import Setting, Step, mfu, time_step
+from fsdp.plan.count import Counted, count
+from fsdp.plan.memory import Memory, memory_of, process_peak
+from fsdp.plan.rates import GIB, Rates, rates_for
+from fsdp.plan.subject import Subject, subject_of
+from fsdp.plan.watch import Ask
+from fsdp.shard import resolve_dtypes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A configuration with its mesh and micro-batch filled in, and what it comes to."""
+
+    config: Config
+    sizes: MeshSizes
+    micro_batch: int
+    accumulation: int
+    memory: Memory
+    step: Step
+    rates: Rates
+    needed: float
+    """Bytes of a device: what the allocator reserves and what stands beside it. Of a process on CPU."""
+    samples: int
+    tokens_per_sample: int
+
+    @property
+    def fits(self) -> bool:
+        return self.needed * (1 + self.config.plan.margin) <= self.rates.memory
+
+    @property
+    def samples_s(self) -> float:
+        return self.samples / self.step.seconds
+
+    @property
+    def tokens_s(self) -> float:
+        """A second and GPU; samples where there are no tokens."""
+        return self.samples_s * (self.tokens_per_sample or 1) / self.sizes.ranks
+
+    @property
+    def mfu(self) -> float:
+        return mfu(self.step, self.rates)
+
+
+def for_target(config: Config) -> Config:
+    """What `auto` would be on the device that is planned for: this machine's own is another."""
+    if config.plan.gpu == "cpu":
+        return config
+    dtypes = resolve_dtypes(config.precision, torch.device("cuda"))
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+    # Replaced without the checks: what a person wrote was checked as they wrote it.
+    return dataclasses.replace(config, precision=dataclasses.replace(config.precision, param=names[dtypes.param]))  # type: ignore[arg-type]
+
+
+def is_compiled(config: Config) -> bool:
+    return config.speed.compile == "true" or (config.speed.compile == "auto" and config.plan.gpu != "cpu")
+
+
+def ranks_of(config: Config) -> int:
+    return config.plan.gpus or max(1, config.mesh.replicate) * max(1, config.mesh.shard)
+
+
+def ask_for(config: Config, ranks: int) -> Ask:
+    rates = rates_for(config)
+    nodes = -(-ranks // rates.gpus_a_node)
+    sizes, batch = resolve(config.mesh, ranks, nodes), plan_batch(config.train, ranks)
+    if config.plan.rank >= ranks:
+        raise ConfigError(f"--plan.rank {config.plan.rank} is not among {ranks} ranks.", f"--plan.rank {ranks - 1}")
+    device = "cuda" if rates.has_allocator else "cpu"
+    return Ask(for_target(config), sizes, config.plan.rank, batch.micro_batch, min(batch.accumulation, 3), 0, device)
+
+
+def plan_one(config: Config, *, float8: bool = False) -> Plan:
+    """The configuration as it is, nothing searched."""
+    ranks = ranks_of(config)
+    ask = ask_for(config, ranks)
+    subject = subject_of(config.model, config.data)
+    accumulation = plan_batch(config.train, ranks).accumulation
+    return plan_of(ask, count(ask), subject, accumulation, rates_for(config), float8=float8)
+
+
+def plan_of(ask: Ask, counted: Counted, subject: Subject, accumulation: int, rates: Rates, *, float8: bool = False) -> Plan:
+    config, offload = ask.config, ask.config.memory.cpu_offload and rates.has_allocator
+    memory = memory_of(counted, offload=offload)
+    setting = Setting(ask.sizes, rates, is_compiled(config), accumulation, offload=offload, float8=float8)
+    needed = memory.reserved + rates.overhead if rates.has_allocator else process_peak(counted)
+    return Plan(
+        config=config, sizes=ask.sizes, micro_batch=ask.micro_batch, accumulation=accumulation, memory=memory,
+        step=time_step(counted, setting), rates=rates, needed=needed,
+        samples=ask.micro_batch * accumulation * ask.sizes.ranks, tokens_per_sample=subject.tokens_per_sample,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- what is left out
+
+_UNDERSTOOD = {
+    "memory.activation_checkpointing", "memory.activation_checkpointing_every", "memory.cpu_offload", "memory.nvme_dir",
+    "speed.compile", "speed.prefetch_forward", "speed.prefetch_backward",
+}  # fmt: skip
+_SAYS_WHY = {
+    "memory.nvme": "what rests on disk is counted as if it rested on the device",
+    "memory.activation_budget": "what the compiler recomputes for it is not known here: eager activations are counted",
+}
+
+
+def not_modelled(config: Config) -> Iterator[str]:
+    """Knobs that are turned and that no number here follows: named, never left out in silence."""
+    flat = configuration.flatten(config)
+    for name, spec in configuration.FIELDS.items():
+        section = name.partition(".")[0]
+        if section in ("memory", "speed") and name not in _UNDERSTOOD and flat[name] != spec.default:
+            yield f"--{name} {flat[name]}: {_SAYS_WHY.get(name, 'planned as if it were not given')}"
+    if is_compiled(config):
+        yield "torch.compile: time counts fused kernels; memory is eager's, which is more than compiled blocks keep"
+    if getattr(config.optim, "state", "auto") not in ("auto", "fp32", "master"):
+        yield f"--optim.state {config.optim.state}: counted as the optimizer that is built keeps it"  # type: ignore[attr-defined]
+
+
+def gib(size: float) -> float:
+    return size / GIB

@@ -1,0 +1,207 @@
+"""What devices and links sustain, each figure from a measurement of kernels or links by others, none from training runs.
+
+matmul       the mean of the best shape that mamf-finder found (github.com/stas00/ml-engineering, compute/accelerator, "Maximum
+             Achievable Matmul FLOPS"), times SUSTAINED: a model's shapes are not the best one, and minutes of it draw full
+             power attention    FlashAttention-2 with causal masks, forward and backward together: on A100 its paper (arXiv
+             2307.08691, 50-73% of peak), on Hopper 35% of peak (arXiv 2407.08608, abstract)
+memory       the data sheet's, times STREAMED, as large copies reach
+links        NVLink one way (the same repository, network/README.md: 300, 450, 900 GB/s), times BUS: its nccl-tests and
+             pairwise copies reach about 80%. Between nodes: the adapters of a node together, as its maker sells it
+
+--plan.calibrate measures matmul and memory where it runs, and keeps them. Not here: how a step uses them (clock.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+import platform
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdp.config import Config
+from fsdp.devices import DEVICES, find
+from fsdp.errors import ConfigError
+
+GIB = 2**30
+SUSTAINED = 0.9
+STREAMED = 0.85
+BUS = 0.8
+SHORT_NAMES = ("a100", "a100-40gb", "h100", "h100-pcie", "h200", "b200", "l4", "l40s", "cpu")
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes and operations a second; memory in bytes that a process can have."""
+
+    name: str
+    memory: float
+    matmul: float
+    matmul_fp32: float
+    attention: float
+    peak: float
+    """The data sheet's bf16, which MFU is of."""
+    bandwidth: float
+    link: float
+    """One GPU's, within a node, one way."""
+    node_link: float
+    """All adapters of a node, one way."""
+    gpus_a_node: int
+    host_link: float
+    overhead: float
+    """Bytes that the driver's context and NCCL hold beside the allocator."""
+    launch_s: float
+    """Least time of a kernel."""
+    issue_s: float
+    """Host time of an operation in eager mode."""
+    contention: float
+    """The share of the device that a collective beside a product takes."""
+
+    @property
+    def has_allocator(self) -> bool:
+        return self.name != "cpu"
+
+
+@dataclass(frozen=True)
+class _More:
+    memory_gib: float
+    matmul_tflops: float
+    attention_tflops: float
+    link_gb_s: float
+    node_link_gb_s: float
+    host_link_gb_s: float
+    processors: int
+
+
+_MORE = {
+    "A100 40GB": _More(39.4, 271.2, 185, 300, 200, 25, 108),
+    "A100 80GB": _More(79.1, 271.2, 185, 300, 200, 25, 108),
+    "H100 SXM": _More(79.1, 794.5, 346, 450, 400, 50, 132),
+    "H100 PCIe": _More(79.1, 607.0, 265, 50, 50, 50, 114),
+    "H100 NVL": _More(93.0, 670.0, 292, 300, 200, 50, 132),
+    "H200": _More(139.8, 794.5, 346, 450, 400, 50, 132),
+    "B200": _More(178.3, 1745.0, 790, 900, 400, 50, 148),
+    "L4": _More(22.0, 97.0, 60, 25, 25, 25, 58),
+    "L40S": _More(44.4, 290.0, 180, 25, 50, 25, 142),
+}
+"""Matmul of those that the table of measurements lacks (PCIe, NVL, L4, L40S): 80% of the data sheet, as of the others."""
+
+_CHANNELS = 16
+"""Processors that a collective occupies: NCCL's channels on a node of eight."""
+
+
+def rates_for(config: Config) -> Rates:
+    """The device that --plan.gpu names, with --plan's own figures over the table's."""
+    plan = config.plan
+    base = calibrated(plan.gpu) or (_cpu() if plan.gpu == "cpu" else _from_table(plan.gpu))
+    given: dict[str, Any] = {
+        "memory": plan.memory_gib * GIB, "link": plan.link_gb_s * 1e9 * BUS, "node_link": plan.node_link_gb_s * 1e9 * BUS,
+        "gpus_a_node": plan.gpus_per_node, "bandwidth": plan.memory_gb_s * 1e9 * STREAMED,
+        "matmul": plan.tflops * 1e12 * SUSTAINED,
+    }  # fmt: skip
+    return dataclasses.replace(base, **{name: value for name, value in given.items() if value})
+
+
+def _from_table(name: str) -> Rates:
+    device = find(name)
+    if device is None:
+        near = difflib.get_close_matches(name.lower(), SHORT_NAMES, n=2, cutoff=0.3)
+        raise ConfigError(
+            f"--plan.gpu {name} is not in the table: {', '.join(SHORT_NAMES)}.",
+            f"--plan.gpu {' or '.join(near) if near else 'h100'}; or --plan.calibrate true where that device is",
+        )
+    more = _MORE[device.name]
+    matmul = more.matmul_tflops * 1e12 * SUSTAINED
+    return Rates(
+        name=device.name, memory=more.memory_gib * GIB, matmul=matmul, matmul_fp32=matmul / 2,
+        attention=more.attention_tflops * 1e12, peak=device.bf16_tflops * 1e12, bandwidth=device.memory_gb_s * 1e9 * STREAMED,
+        link=more.link_gb_s * 1e9 * BUS, node_link=more.node_link_gb_s * 1e9 * BUS, gpus_a_node=8,
+        host_link=more.host_link_gb_s * 1e9 * BUS, overhead=1.5 * GIB, launch_s=3e-6, issue_s=7e-6,
+        contention=_CHANNELS / more.processors,
+    )  # fmt: skip
+
+
+assert {device.name for device in DEVICES} <= _MORE.keys()
+
+
+# ---------------------------------------------------------------- measured on the spot
+
+
+def _cpu() -> Rates:
+    matmul, fp32, bandwidth = measure_rates("cpu")
+    return _rates_of_cpu(matmul, fp32, bandwidth)
+
+
+def _rates_of_cpu(matmul: float, fp32: float, bandwidth: float) -> Rates:
+    return Rates(
+        name="cpu", memory=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")), matmul=matmul, matmul_fp32=fp32,
+        attention=fp32 / 2, peak=fp32, bandwidth=bandwidth, link=bandwidth / 8, node_link=1e9,
+        gpus_a_node=os.cpu_count() or 1, host_link=bandwidth, overhead=0.0, launch_s=5e-6, issue_s=0.0, contention=0.0,
+    )  # fmt: skip
+
+
+def measure_rates(device: str) -> tuple[float, float, float]:
+    """bf16 and fp32 products a second, and bytes a second of copies, on this machine: a second or two."""
+    import torch
+
+    def best(work: Any, amount: float) -> float:
+        times = []
+        for _ in range(4):
+            began = time.perf_counter()
+            work()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - began)
+        return amount / min(times[1:])
+
+    side = 8192 if device == "cuda" else 768
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        a = torch.randn(side, side, device=device).to(dtype)
+        found.append(best(lambda a=a: a @ a, 2 * side**3))
+    big = torch.ones(1 << (28 if device == "cuda" else 24), device=device)
+    return found[0], found[1], best(lambda: big.mul_(1.0), 2 * big.numel() * 4)
+
+
+def _kept() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "shardrun" / "rates.json"
+
+
+def calibrated(name: str) -> Rates | None:
+    """What --plan.calibrate kept for this device on this machine."""
+    try:
+        kept = json.loads(_kept().read_text(encoding="utf-8"))[_key(name)]
+    except (OSError, KeyError, ValueError):
+        return None
+    if name == "cpu":
+        return _rates_of_cpu(*kept)
+    return dataclasses.replace(_from_table(name), matmul=kept[0], matmul_fp32=kept[1], bandwidth=kept[2])
+
+
+def calibrate(name: str) -> str:
+    """Measure the device at hand and keep it under --plan.gpu's name; what was kept, in words."""
+    import torch
+
+    device = "cpu" if name == "cpu" else "cuda"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"--plan.calibrate: no CUDA device is here to measure as {name}.", "--plan.gpu cpu --plan.calibrate true"
+        )
+    found = measure_rates(device)
+    place = _kept()
+    place.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        kept = json.loads(place.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        kept = {}
+    place.write_text(json.dumps({**kept, _key(name): found}, indent=1) + "\n", encoding="utf-8")
+    bf16, fp32, copied = found[0] / 1e12, found[1] / 1e12, found[2] / 1e9
+    return f"{name} here: bf16 {bf16:.3g} and fp32 {fp32:.3g} TFLOP/s, {copied:.3g} GB/s; kept in {place}"
+
+
+def _key(name: str) -> str:
+    return f"{platform.node()} {name}"

@@ -1,0 +1,153 @@
+"""The table, the best line to paste, the recipe, and what else follows from a plan. Only words: numbers come from elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from fsdp import config as configuration
+from fsdp.config import Config
+from fsdp.plan.goodput import best_interval, costs_of, goodput
+from fsdp.plan.predict import Plan, gib, not_modelled
+from fsdp.plan.subject import subject_of
+from fsdp.rundir import write_atomically
+
+_CHECKPOINTING = {"none": "none", "ops": "per operation", "full": "full"}
+
+
+def table(plans: Sequence[Plan], rows: int) -> list[str]:
+    if not plans:
+        return []
+    unit = "tok" if plans[0].tokens_per_sample else "sample"
+    limit = gib(plans[0].rates.memory)
+    head = ["mesh", "reshard", "checkpointing", "micro-batch", "peak GiB", f"fits {limit:.0f}", "step s"]
+    head += [f"{unit}/s/GPU", "MFU", "bound by"]
+    lines = [head, *(_row(plan) for plan in plans[:rows])]
+    widths = [max(len(line[at]) for line in lines) for at in range(len(head))]
+    return ["  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+
+
+def _row(plan: Plan) -> list[str]:
+    memory, mesh = plan.config.memory, plan.config.mesh
+    kind = _CHECKPOINTING[memory.activation_checkpointing]
+    if memory.activation_checkpointing == "full" and memory.activation_checkpointing_every > 1:
+        kind += f", each {memory.activation_checkpointing_every}."
+    micro = f"{plan.micro_batch}" + (f" × {plan.accumulation}" if plan.accumulation > 1 else "")
+    return [
+        f"{plan.sizes.replicate}×{plan.sizes.shard}" + (" ddp" if plan.sizes.strategy == "ddp" else ""),
+        "-" if plan.sizes.strategy == "ddp" else mesh.reshard_after_forward,
+        kind + (", offload" if memory.cpu_offload else ""), micro, f"{gib(plan.needed):.1f}", "yes" if plan.fits else "no",
+        f"{plan.step.seconds:.3f}", f"{plan.tokens_s:,.0f}", f"{plan.mfu:.1%}", plan.step.bound_by,
+    ]  # fmt: skip
+
+
+def flags_of(plan: Plan) -> str:
+    """What train.py takes for this plan beside the person's own flags."""
+    sizes, memory = plan.sizes, plan.config.memory
+    words = [f"--mesh.strategy {sizes.strategy}", f"--mesh.replicate {sizes.replicate}"]
+    if sizes.strategy != "ddp":
+        words += [f"--mesh.shard {sizes.shard}", f"--mesh.reshard_after_forward {plan.config.mesh.reshard_after_forward}"]
+    words.append(f"--memory.activation_checkpointing {memory.activation_checkpointing}")
+    words += ["--memory.cpu_offload true"] if memory.cpu_offload else []
+    words.append(f"--train.global_batch {plan.config.train.global_batch} --train.micro_batch {plan.micro_batch}")
+    return " ".join(words)
+
+
+def recipe(plan: Plan, config: Config) -> Config:
+    """The person's configuration with the plan in it, and what was predicted, for the run's end to compare."""
+    sizes = plan.sizes
+    changes: dict[str, object] = {
+        "mesh__strategy": sizes.strategy, "mesh__replicate": sizes.replicate,
+        "mesh__shard": 0 if sizes.strategy == "ddp" else sizes.shard,
+        "mesh__reshard_after_forward": plan.config.mesh.reshard_after_forward,
+        "memory__activation_checkpointing": plan.config.memory.activation_checkpointing,
+        "memory__cpu_offload": plan.config.memory.cpu_offload, "train__global_batch": plan.config.train.global_batch,
+        "train__micro_batch": plan.micro_batch, "plan__predicted_peak_gib": round(gib(_measurable(plan)), 6),
+        "plan__predicted_step_s": round(plan.step.seconds, 6), "plan__write": "", "plan__gpus": sizes.ranks,
+    }  # fmt: skip
+    return configuration.replace(config, **changes)
+
+
+def _measurable(plan: Plan) -> float:
+    """What the run itself will read: the allocator's peak of tensors on CUDA, the process's own on CPU."""
+    return plan.memory.peak if plan.rates.has_allocator else plan.needed
+
+
+def write_recipe(plan: Plan, config: Config) -> None:
+    write_atomically(Path(config.plan.write), configuration.to_toml(recipe(plan, config)))
+
+
+# ---------------------------------------------------------------- what follows from the best
+
+
+def details(plan: Plan, config: Config) -> list[str]:
+    lines = [f"memory on rank {config.plan.rank}, highest in {plan.memory.where}: " + ", ".join(_kinds(plan))]
+    if plan.rates.has_allocator:
+        lines.append(
+            f"tensors {gib(plan.memory.peak):.2f} GiB, held by the allocator {gib(plan.memory.reserved):.2f}, with driver and "
+            f"NCCL {gib(plan.needed):.2f}; between steps {gib(plan.memory.resting):.2f}"
+        )
+    if plan.memory.host:
+        lines.append(f"on the host, a rank: {gib(plan.memory.host):.2f} GiB")
+    lines += [_time(plan), *_links(plan), *_checkpoints(plan, config), *_goal(plan, config)]
+    return lines
+
+
+def _kinds(plan: Plan) -> Iterator[str]:
+    for name, size in sorted(plan.memory.kinds.items(), key=lambda item: -item[1]):
+        if size >= 1e-3 * max(1.0, plan.memory.peak):
+            yield f"{name.replace('_', ' ')} {gib(size):.2f}"
+
+
+def _time(plan: Plan) -> str:
+    parts = sorted(((s, n) for n, s in plan.step.parts.items() if s >= 0.005 * plan.step.seconds and n != "host"), reverse=True)
+    return (
+        f"step {plan.step.seconds:.3f} s: " + ", ".join(f"{name} {seconds:.3f}" for seconds, name in parts)
+        + f"; communication not hidden {plan.step.exposed:.3f}"
+    )  # fmt: skip
+
+
+def _links(plan: Plan) -> list[str]:
+    if plan.sizes.ranks == 1:
+        return []
+    return [
+        f"a step and GPU sends {plan.step.within / 1e9:.2f} GB within its node, {plan.step.between / 1e9:.2f} GB between nodes"
+    ]
+
+
+def _checkpoints(plan: Plan, config: Config) -> list[str]:
+    costs = costs_of(plan, config)
+    every, share = best_interval(costs, plan.sizes.ranks)
+    given = config.checkpoint.every_steps * plan.step.seconds
+    lines = [
+        f"a checkpoint is {costs.checkpoint_bytes / 1e9:.1f} GB, {costs.write_s:.0f} s to write at "
+        f"{config.plan.store_gb_s:g} GB/s, behind the steps",
+        f"with {config.plan.failures_per_gpu_year:g} failures a GPU and year: useful time {share:.1%} when saved each "
+        f"{_minutes(every)} ({max(1, round(every / plan.step.seconds)):,} steps)"
+        + (f", {goodput(costs, plan.sizes.ranks, given):.1%} each {config.checkpoint.every_steps} as given" if given else ""),
+    ]  # fmt: skip
+    return lines
+
+
+def _goal(plan: Plan, config: Config) -> list[str]:
+    if not config.plan.tokens:
+        return []
+    speed = plan.samples_s * (plan.tokens_per_sample or 1)
+    costs = costs_of(plan, config)
+    share = best_interval(costs, plan.sizes.ranks)[1]
+    hours = config.plan.tokens / speed / 3600
+    what = "tokens" if plan.tokens_per_sample else "samples"
+    return [
+        f"{config.plan.tokens:.3g} {what}: {hours:,.1f} hours, {hours * plan.sizes.ranks:,.0f} GPU-hours; with failures "
+        f"{hours / share:,.1f} and {hours / share * plan.sizes.ranks:,.0f}"
+    ]
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+
+
+def notes(config: Config) -> list[str]:
+    subject = subject_of(config.model, config.data)
+    found = [subject.note] if subject.note else []
+    return [*found, *not_modelled(config)]

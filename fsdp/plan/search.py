@@ -1,0 +1,247 @@
+"""Every mesh, micro-batch and memory knob that is worth a look for a number of ranks, and the ranks that are enough.
+
+What a person gave stays as given; the rest is tried. Ranked by predicted samples a second among those that fit with the margin;
+ties by less memory, then by name, so that the same question has the same answer. Not here: how a plan is counted or timed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fsdp.config import Config
+from fsdp.errors import ConfigError
+from fsdp.mesh import MeshSizes
+from fsdp.plan.count import Family, Runs, run_all
+from fsdp.plan.predict import Plan, for_target, plan_of, plan_one
+from fsdp.plan.rates import Rates, rates_for
+from fsdp.plan.subject import Subject, subject_of
+from fsdp.plan.watch import Ask, parameter_bytes
+
+LARGEST_MICRO_BATCH = 64
+MOST_RANKS = 4096
+RECOUNTED = 3
+
+Given = frozenset[str]
+"""Names of the fields that a person set, in flags or a recipe."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """All but the micro-batch."""
+
+    sizes: MeshSizes
+    reshard: str
+    checkpointing: str
+    offload: bool
+
+    def config(self, config: Config) -> Config:
+        mesh = dataclasses.replace(
+            config.mesh, strategy=self.sizes.strategy, replicate=self.sizes.replicate, shard=self.sizes.shard,
+            reshard_after_forward=self.reshard,
+        )  # fmt: skip
+        changes: dict[str, Any] = {"activation_checkpointing": self.checkpointing, "cpu_offload": self.offload}
+        memory = dataclasses.replace(config.memory, **changes)
+        return dataclasses.replace(config, mesh=mesh, memory=memory)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best plan of each choice, best first; `fitting` of them fit."""
+
+    plans: tuple[Plan, ...]
+    ranks: int
+
+    @property
+    def fitting(self) -> tuple[Plan, ...]:
+        return tuple(plan for plan in self.plans if plan.fits)
+
+
+def search(config: Config, given: Given) -> Found:
+    """For --plan.gpus, or for the fewest that are enough."""
+    rates = rates_for(config)
+    if config.plan.gpus:
+        return _search(config, given, config.plan.gpus, rates)
+    for ranks in _numbers_of_ranks(config, rates):
+        found = _search(config, given, ranks, rates, frugal=True)
+        if found.fitting:
+            return _search(config, given, ranks, rates)
+    raise ConfigError(
+        f"no number of {rates.name} up to {MOST_RANKS} holds this model.",
+        "--plan.gpu with more memory, or --data.seq_len lower",
+    )
+
+
+def _numbers_of_ranks(config: Config, rates: Rates) -> Iterator[int]:
+    """Doubling, from the first whose shards alone could be held."""
+    resting = parameter_bytes(for_target(config))
+    ranks = 1
+    while ranks <= MOST_RANKS:
+        if resting / ranks < rates.memory or config.memory.cpu_offload:
+            yield ranks
+        ranks *= 2
+
+
+def _search(config: Config, given: Given, ranks: int, rates: Rates, *, frugal: bool = False) -> Found:
+    check_batch(config, given, ranks)
+    choices = [c for c in _choices(config, given, ranks, rates) if not frugal or _least_memory(c, config)]
+    plans = _best_of_each(config, given, choices, rates)
+    if not any(plan.fits for plan in plans) and "memory.cpu_offload" not in given and rates.has_allocator:
+        offloaded = [replace(choice, offload=True) for choice in choices if choice.sizes.strategy != "ddp"]
+        plans += _best_of_each(config, given, offloaded, rates)
+    plans.sort(key=_order)
+    if not frugal:
+        # The first few for themselves: what a family rounds may turn their order.
+        plans[:RECOUNTED] = [plan_one(plan.config) if plan.fits else plan for plan in plans[:RECOUNTED]]
+    return Found(tuple(sorted(plans, key=_order)), ranks)
+
+
+def _order(plan: Plan) -> tuple[Any, ...]:
+    mesh, memory = plan.config.mesh, plan.config.memory
+    names = (plan.sizes.shard, mesh.reshard_after_forward, memory.activation_checkpointing, memory.cpu_offload)
+    speed = round(plan.samples_s, 6)
+    return (not plan.fits, -speed if plan.fits else plan.needed, plan.needed, *names)
+
+
+def _least_memory(choice: Choice, config: Config) -> bool:
+    fixed = config.memory.activation_checkpointing != "none"
+    return choice.reshard not in ("false", "step") and (fixed or choice.checkpointing == "full")
+
+
+def check_batch(config: Config, given: Given, ranks: int) -> None:
+    batch, micro = config.train.global_batch, config.train.micro_batch
+    if "train.global_batch" not in given:
+        return
+    if batch % ranks:
+        near = max(1, round(batch / ranks)) * ranks
+        raise ConfigError(
+            f"--train.global_batch {batch} over {ranks} ranks is {batch / ranks:.4g} samples a rank: no mesh divides it.",
+            f"--train.global_batch {near}",
+        )
+    if micro and (batch // ranks) % micro:
+        raise ConfigError(
+            f"--train.micro_batch {micro} does not divide a rank's share: --train.global_batch {batch} over {ranks} ranks is "
+            f"{batch // ranks}.",
+            f"--train.micro_batch {max(n for n in range(1, micro + 1) if (batch // ranks) % n == 0)}",
+        )
+
+
+# ---------------------------------------------------------------- what is tried
+
+
+def _choices(config: Config, given: Given, ranks: int, rates: Rates) -> list[Choice]:
+    reshards = [config.mesh.reshard_after_forward] if "mesh.reshard_after_forward" in given else ["true", "false"]
+    kinds = ["none", "ops", "full"]
+    if "memory.activation_checkpointing" in given:
+        kinds = [config.memory.activation_checkpointing]
+    return [
+        Choice(sizes, "true" if sizes.strategy == "ddp" else reshard, kind, config.memory.cpu_offload)
+        for sizes in _meshes(config, given, ranks, rates)
+        for reshard in (reshards if sizes.shard > 1 and sizes.strategy != "ddp" else reshards[:1])
+        for kind in kinds
+    ]
+
+
+def _meshes(config: Config, given: Given, ranks: int, rates: Rates) -> list[MeshSizes]:
+    mesh = config.mesh
+    resting = parameter_bytes(for_target(config))
+    found: list[MeshSizes] = []
+    for shard in _shards(ranks, rates.gpus_a_node) if not mesh.shard else [mesh.shard]:
+        replicate = ranks // shard
+        if replicate * shard != ranks:
+            continue
+        if (mesh.shard and shard != mesh.shard) or (mesh.replicate and replicate != mesh.replicate):
+            continue
+        small_enough = resting / shard < rates.memory or config.memory.cpu_offload
+        fixed = bool(mesh.shard or mesh.replicate)
+        if shard == 1 and ranks > 1:
+            if mesh.strategy in ("auto", "ddp") and (small_enough or fixed) and not config.memory.cpu_offload:
+                found.append(MeshSizes("ddp", ranks, 1))
+        elif mesh.strategy in ("auto", "fsdp" if replicate == 1 else "hsdp") and (small_enough or fixed or shard == ranks):
+            found.append(MeshSizes("fsdp" if replicate == 1 else "hsdp", replicate, shard))
+    if not found:
+        raise ConfigError(
+            f"--mesh.strategy {mesh.strategy}, replicate {mesh.replicate or 'any'} × shard {mesh.shard or 'any'}: no such mesh "
+            f"has {ranks} ranks.",
+            "--mesh.strategy auto --mesh.replicate 0 --mesh.shard 0",
+        )
+    return found
+
+
+def _shards(ranks: int, a_node: int) -> list[int]:
+    """On one node its divisors; on several whole nodes, by doubling; one rank a shard where that is DDP; all ranks."""
+    within = [n for n in range(1, ranks + 1) if ranks % n == 0] if ranks <= a_node else [1, a_node]
+    within = [n for n in within if ranks % n == 0]
+    across = [a_node * 2**k for k in range(1, 20) if a_node * 2**k <= ranks and ranks % (a_node * 2**k) == 0]
+    return sorted({*within, *across, ranks})
+
+
+def _micro_batches(config: Config, given: Given, ranks: int) -> list[int]:
+    if config.train.micro_batch:
+        return [config.train.micro_batch]
+    share = config.train.global_batch // ranks
+    if "train.global_batch" in given:
+        return [n for n in range(1, min(share, LARGEST_MICRO_BATCH) + 1) if share % n == 0 and (n & (n - 1) == 0 or n == share)]
+    return [2**k for k in range(LARGEST_MICRO_BATCH.bit_length())]
+
+
+def _accumulation(config: Config, given: Given, ranks: int, micro: int) -> int:
+    return config.train.global_batch // ranks // micro if "train.global_batch" in given else 1
+
+
+# ---------------------------------------------------------------- trying it
+
+
+def _best_of_each(config: Config, given: Given, choices: Sequence[Choice], rates: Rates) -> list[Plan]:
+    """One plan for each choice: the fastest micro-batch that fits, or the smallest where none does."""
+    if not choices:
+        return []
+    ranks = choices[0].sizes.ranks
+    batches = _micro_batches(config, given, ranks)
+    times = {_accumulation(config, given, ranks, micro) > 1 for micro in batches}
+    families = {(c, many): _family(config, c, choices, batches, many, rates) for c in choices for many in times}
+    runs = run_all([ask for family in families.values() for ask in family.asks()])
+    plans = []
+    for choice in choices:
+        tried = list(_tried(config, given, choice, batches, families, runs, rates))
+        fitting = [plan for plan in tried if plan.fits]
+        plans.append(max(fitting, key=lambda plan: (plan.samples_s, -plan.micro_batch)) if fitting else tried[0])
+    return plans
+
+
+def _family(
+    config: Config, choice: Choice, choices: Sequence[Choice], batches: Sequence[int], many: bool, rates: Rates
+) -> Family:
+    """Runs that this choice shares with all that differ in the mesh alone; the one with the largest shards is watched."""
+    is_ddp = choice.sizes.strategy == "ddp"
+    alike = [c.sizes for c in choices if replace(c, sizes=choice.sizes) == choice and (c.sizes.strategy == "ddp") == is_ddp]
+    first = min(alike, key=lambda sizes: sizes.shard)
+    if choice.reshard not in ("true", "false", "step") or first.shard == 1:
+        first = choice.sizes
+    target = for_target(replace(choice, sizes=first).config(config))
+    base = Ask(target, first, 0, batches[0], 3 if many else 1, 0, "cuda" if rates.has_allocator else "cpu")
+    return Family(base, (batches[0], batches[1] if len(batches) > 1 else batches[0] + 1))
+
+
+def _tried(
+    config: Config, given: Given, choice: Choice, batches: Sequence[int], families: dict[tuple[Choice, bool], Family],
+    runs: Runs, rates: Rates,
+) -> Iterator[Plan]:  # fmt: skip
+    subject: Subject = subject_of(config.model, config.data)
+    for micro in batches:
+        accumulation = _accumulation(config, given, choice.sizes.ranks, micro)
+        counted = families[choice, accumulation > 1].at(runs, micro, choice.sizes.shard)
+        batch = micro * accumulation * choice.sizes.ranks
+        chosen = choice.config(config)
+        train = dataclasses.replace(chosen.train, global_batch=batch, micro_batch=micro)
+        ranked = dataclasses.replace(chosen.plan, gpus=choice.sizes.ranks)
+        ask = Ask(
+            for_target(dataclasses.replace(chosen, train=train, plan=ranked)), choice.sizes, 0, micro, min(accumulation, 3), 0,
+            "cuda" if rates.has_allocator else "cpu",
+        )  # fmt: skip
+        plan = plan_of(ask, counted, subject, accumulation, rates)
+        yield plan
+        if not plan.fits:
+            return

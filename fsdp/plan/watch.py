@@ -1,0 +1,153 @@
+"""From a question (a configuration, a mesh, a rank, so many samples and blocks) to the trace of its step in a fake world.
+
+Not here: which questions are asked (count.py), or what a trace means.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.config import Config
+from fsdp.job import meta_model
+from fsdp.loss import LossFunction
+from fsdp.mesh import MeshSizes
+from fsdp.models import ModelSpec, to_empty
+from fsdp.models.blocks import blocks_of, find_units
+from fsdp.optim import build_optimizer
+from fsdp.plan.step import Micro, Watched, fill_optimizer, stand_in_for_ddp
+from fsdp.plan.subject import Subject, subject_of
+from fsdp.plan.trace import Trace
+from fsdp.plan.track import Tracker
+from fsdp.plan.world import fake_mode, fake_world
+from fsdp.shard import Sharded, resolve_dtypes, shard_model
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One fake run. `blocks` 0 runs the whole model, `micro_batch` in samples."""
+
+    config: Config
+    sizes: MeshSizes
+    rank: int
+    micro_batch: int
+    accumulation: int
+    blocks: int
+    device: str
+    """cpu or cuda: whose allocator and collectives are counted."""
+
+    def __hash__(self) -> int:
+        # A configuration holds dictionaries and has no hash of its own.
+        return hash((str(self.config), self.sizes, self.rank, self.micro_batch, self.accumulation, self.blocks))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A model cut up in a fake world, its optimizer's state there already."""
+
+    sharded: Sharded
+    loss_function: LossFunction
+    optimizer: torch.optim.Optimizer
+    buckets: list[Tensor]
+    subject: Subject
+
+
+@contextlib.contextmanager
+def stage(ask: Ask) -> Iterator[Stage]:
+    subject = subject_of(ask.config.model, ask.config.data)
+    model = meta_model(subject.spec)
+    if ask.blocks:
+        shorten(model, ask.blocks, ask.config.mesh.wrap)
+    loss_function = LossFunction(model)
+    config = ask.config
+    with fake_world(ask.sizes, ask.rank) as mesh:
+        sharded = shard_model(
+            model, sizes=ask.sizes, mesh=mesh, device=CPU, section=config.mesh, precision=config.precision,
+            memory=config.memory, speed=dataclasses.replace(config.speed, compile="false"),
+        )  # fmt: skip
+        with fake_mode():
+            to_empty(sharded.root, CPU)
+            buckets: list[Tensor] = []
+            if ask.sizes.strategy == "ddp":
+                group = sharded.mesh.get_group("dp_replicate")
+                buckets = stand_in_for_ddp(sharded.root, list(sharded.root.parameters()), group)
+            optimizer = build_optimizer(config.optim, sharded.root)
+            fill_optimizer(optimizer)
+            yield Stage(sharded, loss_function, optimizer, buckets, subject)
+
+
+def watch(ask: Ask) -> Trace:
+    """One step, watched. Takes a fraction of a second."""
+    with stage(ask) as made:
+        tracker = Tracker(ask.device, fake=True)
+        watched = Watched(
+            made.sharded, made.loss_function, made.optimizer, clip=ask.config.train.clip_grad_norm,
+            scaled=resolve_dtypes(ask.config.precision, CPU).needs_loss_scale, tracker=tracker,
+        )  # fmt: skip
+        watched.hold_state()
+        for bucket in made.buckets:
+            tracker.hold(bucket, "gradients")
+        watched.step(batches(made.subject, ask.micro_batch), ask.accumulation)
+        return tracker.trace(len(watched.blocks))
+
+
+def batches(subject: Subject, rows: int) -> Iterator[Micro]:
+    while True:
+        data = {name: torch.empty((rows, *shape), dtype=dtype) for name, (shape, dtype) in subject.sample.items()}
+        yield data, torch.ones(rows, dtype=torch.bool)
+
+
+# ---------------------------------------------------------------- fewer blocks
+
+
+def repeated_blocks(model: nn.Module, wrap: str) -> tuple[nn.Module, list[nn.Module]] | None:
+    """The one list whose members are the units with parts, all alike in their parameters; None where there is none such."""
+    blocks = blocks_of(find_units(model, wrap))
+    if len(blocks) < 2 or any(_shape_of(block) != _shape_of(blocks[0]) for block in blocks):
+        return None
+    for module in model.modules():
+        members = list(module._modules.values())
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and members == blocks:
+            return module, blocks
+    return None
+
+
+def _shape_of(block: nn.Module) -> Any:
+    return type(block), tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in block.named_parameters())
+
+
+def shorten(model: nn.Module, blocks: int, wrap: str) -> None:
+    found = repeated_blocks(model, wrap)
+    assert found is not None
+    assert blocks <= len(found[1])
+    holder: Any = found[0]
+    for name in list(holder._modules)[blocks:]:
+        del holder._modules[name]
+
+
+_BLOCKS: dict[tuple[int, str], tuple[ModelSpec, int]] = {}
+
+
+def blocks_in(spec: ModelSpec, wrap: str) -> int:
+    """How many equal blocks the model has; 0 where it must be run whole."""
+    key = (id(spec), wrap)
+    if key not in _BLOCKS:
+        found = repeated_blocks(meta_model(spec), wrap)
+        _BLOCKS[key] = (spec, len(found[1]) if found else 0)
+    return _BLOCKS[key][1]
+
+
+def parameter_bytes(config: Config) -> float:
+    """Parameters, gradients and optimizer of the whole model: what shards divide."""
+    model = meta_model(subject_of(config.model, config.data).spec)
+    size = resolve_dtypes(config.precision, CPU).master.itemsize
+    states = {"adamw": 2, "adam": 2, "sgd": 1 if config.optim.momentum else 0}.get(config.optim.name, 2)
+    return float(sum(p.numel() * size * (2 + states if p.requires_grad else 1) for p in model.parameters()))

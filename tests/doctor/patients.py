@@ -1,0 +1,102 @@
+"""What ails one rank, for the doctor's tests: put on in that rank's own process, and taken off again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp.doctor import device, examine
+from fsdp.doctor.verdict import Scene
+from fsdp.env import DistEnv
+
+BUSY = "while True: pass"
+
+
+@contextlib.contextmanager
+def well() -> Iterator[None]:
+    yield
+
+
+@contextlib.contextmanager
+def another_torch() -> Iterator[None]:
+    """Says that it is of another version: monkeypatched in this process, where no second torch can be loaded."""
+    real = torch.__version__
+    torch.__version__ = "2.12.9"  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.__version__ = real
+
+
+@contextlib.contextmanager
+def a_crowded_core() -> Iterator[None]:
+    """One core, shared with five programs that do nothing but compute."""
+    usual = os.sched_getaffinity(0)
+    core = str(max(usual))
+    crowd = [subprocess.Popen(["taskset", "-c", core, sys.executable, "-c", BUSY]) for _ in range(5)]
+    os.sched_setaffinity(0, {int(core)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, usual)
+        for one in crowd:
+            one.kill()
+            one.wait()
+
+
+@contextlib.contextmanager
+def wrong_products() -> Iterator[None]:
+    """A device that computes a little wrong, monkeypatched: no real one is at hand."""
+    real = torch.mm
+
+    def mm(*given: Any, **more: Any) -> torch.Tensor:
+        return real(*given, **more).mul_(1.01)
+
+    torch.mm = mm
+    try:
+        yield
+    finally:
+        torch.mm = real
+
+
+AILMENTS = {"well": well, "another torch": another_torch, "a crowded core": a_crowded_core, "wrong products": wrong_products}
+
+
+def examined(env: DistEnv, folder: str, ailment: str, patient: int) -> Scene | None:
+    """One rank of a world that the doctor looks at; rank 0 brings the scene."""
+    store = dist.PrefixStore("doctor", dist.FileStore(str(Path(folder, "store")), env.world_size))
+    visit = examine.Visit(env, store, Path(folder), time.monotonic() + 60)
+    with AILMENTS[ailment if env.rank == patient else "well"]():
+        examine.examine(visit)
+    visit.store.set(f"finished/{env.rank}", "true")
+    visit.everyone("finished")
+    return examine.scene_of(visit, store) if env.is_main else None
+
+
+def never_done(*_: Any) -> None:
+    """A stage that does not come to an end."""
+    time.sleep(600)
+
+
+def main() -> int:
+    """As `-m fsdp.doctor`, on a node whose last rank hangs in its matrix product."""
+    from fsdp.doctor.__main__ import main as doctor
+    from fsdp.env import from_environment
+
+    env = from_environment()
+    if env.rank == env.world_size - 1:
+        device.look = never_done  # type: ignore[assignment]
+    return doctor(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""The doctor on real ranks: the command as typed, faults in one rank, and an end in its own time."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fsdp.doctor import network, storage
+from fsdp.doctor.__main__ import main
+from fsdp.doctor.verdict import Verdict, judge
+from tests.doctor.patients import examined
+from tests.world import run_world
+
+ROOT = Path(__file__).parents[2]
+
+
+def verdict_on(ailment: str, folder: Path) -> Verdict:
+    """Four ranks, the third of which may have something."""
+    scene = run_world(4, examined, str(folder), ailment, 2)[0]
+    return judge(scene)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ailment", "says"),
+    [
+        ("another torch", "torch 2.12.9, where most have"),
+        ("a crowded core", "of the median"),
+        ("wrong products", "computes wrong"),
+    ],
+)
+def test_what_one_rank_has_is_found_in_it(ailment: str, says: str, tmp_path: Path) -> None:
+    verdict = verdict_on(ailment, tmp_path)
+    assert not verdict.fit
+    blamed = [finding for finding in verdict.findings if finding.out]
+    assert 2 in {finding.rank for finding in blamed}
+    assert says in "\n".join(str(finding) for finding in blamed if finding.rank == 2)
+
+
+@pytest.mark.slow
+def test_the_command_alone_starts_its_own_ranks_and_leaves_a_page(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fsdp.doctor", "--ranks", "2", "--dir", str(tmp_path)]
+    said = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    lines = said.stdout.splitlines()
+    assert lines[-1].startswith("verdict: "), said.stderr
+    assert said.returncode == (0 if "fit to train" in lines[-1] and "not fit" not in lines[-1] else 3)
+    assert sum(line.startswith(socket.gethostname()) and " cpu " in line for line in lines) == 2
+    assert all(len(line) <= 100 for line in lines)
+    record = json.loads((tmp_path / "doctor" / "doctor.json").read_text())
+    assert record["looks"]["1"]["links"]["within"]["gather_gb_s"] > 0
+    assert "</html>" in (tmp_path / "doctor" / "doctor.html").read_text()
+    assert not list((tmp_path / "doctor").glob("probe-*")), "what it wrote to measure is gone"
+
+
+@pytest.mark.slow
+def test_it_ends_in_its_own_time_and_names_who_is_waited_for(tmp_path: Path) -> None:
+    starter = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m"]
+    flags = ["--dir", str(tmp_path), "--limit-s", "8"]
+    began = time.monotonic()
+    said = subprocess.run(
+        [*starter, "tests.doctor.patients", *flags], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=90,
+    )  # fmt: skip
+    assert time.monotonic() - began < 60
+    assert said.returncode != 0
+    blamed = [line for line in said.stdout.splitlines() if line.startswith("OUT ")]
+    assert len(blamed) == 1, said.stdout + said.stderr
+    assert "(rank 2): not done in time, still in: a matrix product" in blamed[0]
+
+
+# ---------------------------------------------------------------- its parts
+
+
+def test_ports_that_answer_and_ports_that_are_dead() -> None:
+    with network.listener() as port:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            dead = int(server.getsockname()[1])
+        found = network.reach(0, {0: ("127.0.0.1", port), 1: ("127.0.0.1", port), 2: ("127.0.0.1", dead)})
+    assert found[1] == ""
+    assert "refused" in found[2]
+    assert 0 not in found
+
+
+def test_many_nodes_each_try_some() -> None:
+    assert network.partners(0, 3) == [1, 2]
+    some = network.partners(5, 1000)
+    assert len(some) == 2 * network.NEIGHBOURS
+    assert 5 not in some
+
+
+def test_a_name_that_does_not_resolve_is_empty() -> None:
+    assert network.resolves("localhost")
+    assert network.resolves("no-such-host.invalid") == ""
+
+
+def test_a_folder_that_is_not_shared_shows_no_file(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    assert storage.write(here, "probe-0", storage.BLOCK)["write_mb_s"] > 0
+    there.mkdir()
+    assert storage.unseen(here, {0: "probe-0"}) == []
+    assert storage.unseen(there, {0: "probe-0"}, patience_s=0.1) == [0]
+    assert storage.read(here / "probe-0")["read_mb_s"] > 0
+    assert "No such file" in storage.read(there / "probe-0")["error"]
+
+
+def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert "cannot be written" in storage.write(tmp_path / "file" / "below", "x", storage.BLOCK)["error"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"), [(["--limit-s", "1"], "shorter than its shortest stage"), (["--nonsense"], "unrecognized arguments")]
+)
+def test_a_wrong_flag_is_one_line(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert "HINT:" in error
+    assert error.count("\n") == 1
