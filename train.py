@@ -54,6 +54,7 @@ def run_here(config: Config) -> int:
     from fsdp.env import from_environment
     from fsdp.loop import train
     from fsdp.summary import summary
+    from fsdp.watch.rank import told
 
     env = from_environment()
     try:
@@ -61,10 +62,14 @@ def run_here(config: Config) -> int:
     except Elsewhere as error:
         return error.exit_code
     except ShardrunError as error:
+        if told(error):
+            return error.exit_code
         if env.is_main or error.scope == "rank" or (error.scope == "node" and env.local_rank == 0):
             print(f"train.py{'' if env.is_main else f' (rank {env.rank})'}: {error}", file=sys.stderr)
         return error.exit_code
     except Exception as error:
+        if told(error):
+            return 1
         if lost_a_neighbour(error):
             print(f"[rank {env.rank}] ended because another rank did: {str(error).splitlines()[0][:160]}", file=sys.stderr)
             return 1

@@ -48,7 +48,6 @@ class RunSection:
     seed: int = knob(0, "seed of weights, data order and dropout", low=0)
     process_group_timeout_s: float = knob(600.0, "a collective that waits longer than this fails", "s", above=0)
     log_every_steps: int = knob(0, "print a line each n steps; 0 chooses: 1 on CPU, 10 on CUDA", "steps", low=0)
-    deterministic: bool = knob(False, "only deterministic algorithms; refuses an operation that has none")
     matmul_precision: Literal["highest", "high", "medium"] = knob("high", "fp32 matrix products on CUDA: high is TF32")
     wandb: str = knob("", "a Weights & Biases project that hears the numbers too; empty: none")
 
@@ -252,6 +251,19 @@ class PlanSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WatchSection:
+    enabled: bool = knob(True, "heartbeats, and a small process a node that says which rank did not come, and why")
+    hang_s: float = knob(
+        -1.0, "end a run that stands still so long; -1 is 60 s or 30 of its own steps; 0 never judges stillness", "s", low=-1
+    )
+    late_percent: float = knob(7.0, "name a rank whose own work takes so much longer than the others'; 0 never", "%", low=0)
+    divergence: int = knob(0, "compare replicas bit by bit each n steps; 0 never", "steps", low=0)
+    unit_norms: int = knob(0, "write each unit's gradient norm each n steps; 0 never", "steps", low=0)
+    spike: float = knob(10.0, "write the samples of a step whose gradient norm is so many times the usual; 0 never", low=0)
+    deterministic: bool = knob(False, "a run that repeats to the bit; refuses what cannot")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RaySection:
     address: str = knob("", "a Ray cluster to join (auto, host:port, ray://…); empty starts one here and ends it")
     num_workers: str = knob("2", "ranks; a range 2:8 is elastic", "workers")
@@ -278,6 +290,7 @@ class Config:
     speed: SpeedSection = SpeedSection()
     profile: ProfileSection = ProfileSection()
     plan: PlanSection = PlanSection()
+    watch: WatchSection = WatchSection()
     ray: RaySection = RaySection()
 
 
@@ -495,7 +508,7 @@ def replace(config: Config, **changes: Any) -> Config:
 def check(config: Config) -> None:
     """Every contradiction between two fields that can be seen without knowing the number of ranks."""
     _check_profile(config)
-    for one in (_check_train, _check_mesh, _check_precision, _check_checkpoint, _check_ray, _check_memory):
+    for one in (_check_train, _check_mesh, _check_precision, _check_checkpoint, _check_ray, _check_memory, _check_watch):
         one(config)
     for one in (_check_lora, _check_comm, _check_float8):
         one(config)
@@ -575,6 +588,21 @@ def _check_precision(config: Config) -> None:
         raise ConfigError(
             f"--precision.output {precision.output} says nothing under --mesh.strategy ddp: outputs stay as computed.",
             "--precision.output auto",
+        )
+
+
+def _check_watch(config: Config) -> None:
+    """A run that repeats to the bit has the same ranks each time: sums over others round elsewhere."""
+    low, high = worker_range(config.ray.num_workers)
+    if config.watch.deterministic and config.backend == "ray" and low != high:
+        raise ConfigError(
+            f"--watch.deterministic cannot repeat on a changing number of ranks, --ray.num_workers {config.ray.num_workers}.",
+            f"--ray.num_workers {high}",
+        )
+    if config.watch.divergence and config.mesh.strategy == "fsdp":
+        raise ConfigError(
+            f"--watch.divergence {config.watch.divergence}: --mesh.strategy fsdp has one replica, and nothing to compare.",
+            "--watch.divergence 0, or --mesh.strategy hsdp",
         )
 
 
@@ -781,7 +809,8 @@ def config_hash(config: Config) -> str:
         "data.to_device",
         "comm.divide_by",
     )
-    prefixes = ("mesh.", "ray.", "plan.", "checkpoint.", "stop.", "memory.", "speed.", "profile.")
+    watched = ("watch.enabled", "watch.hang_s", "watch.late_percent", "watch.divergence", "watch.unit_norms", "watch.spike")
+    prefixes = ("mesh.", "ray.", "plan.", "checkpoint.", "stop.", "memory.", "speed.", "profile.", *watched)
     kept = {k: v for k, v in flatten(config).items() if k not in elsewhere and not k.startswith(prefixes)}
     kept["speed.float8"] = config.speed.float8
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]

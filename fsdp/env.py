@@ -273,7 +273,7 @@ def meeting_address(environ: Mapping[str, str] = os.environ) -> str:
     """Where the ranks of this start meet, as its launcher says; empty for a single process."""
     if "MASTER_ADDR" in environ:
         return environ["MASTER_ADDR"]
-    return slurm_rendezvous(environ)[0] if "SLURM_JOB_ID" in environ else ""
+    return slurm_rendezvous(environ)[0] if "SLURM_STEP_ID" in environ else ""
 
 
 def interface_is_given(environ: Mapping[str, str] = os.environ) -> bool:

@@ -15,6 +15,9 @@ class ShardrunError(Exception):
     scope: Literal["all", "node", "rank"] = "all"
     """Who meets it: all ranks alike (one speaks), the ranks of a node that lacks something, or one rank alone."""
 
+    ranks: tuple[int, ...] = ()
+    """Whom it is about, where that is known and all ranks raise it."""
+
     def __init__(self, message: str, hint: str | None = None) -> None:
         self.hint = hint
         super().__init__(f"{message} HINT: {hint}" if hint else message)

@@ -43,7 +43,7 @@ from fsdp.mesh import build_mesh, data_rank
 from fsdp.metrics import NoReporter, Reporter
 from fsdp.optim import apply_hyperparameters, build_optimizer, lr_at, set_lr
 from fsdp.phases import Phases
-from fsdp.recorder import Pending, Recorder
+from fsdp.recorder import Pending, Recorder, Sink
 from fsdp.rundir import RunDir
 from fsdp.scaler import LossScaler
 from fsdp.shard import Sharded, replicate, shard_model
@@ -51,6 +51,8 @@ from fsdp.state import TrainState
 from fsdp.stop import Stopper
 from fsdp.verdict import Verdicts
 from fsdp.wandb_sink import WandbSink, check_wandb
+from fsdp.watch.numbers import Numbers, Spikes, make_deterministic
+from fsdp.watch.rank import Watch
 
 log = logging.getLogger(__name__)
 
@@ -71,21 +73,23 @@ def train(config: Config, env: DistEnv, reporter: Reporter | None = None) -> Out
     set_up_logging(env)
     check_wandb(config.run.wandb)
     torch.set_float32_matmul_precision(config.run.matmul_precision)
-    if config.run.deterministic:
-        torch.use_deterministic_algorithms(True)
+    if config.watch.deterministic:
+        make_deterministic()
     job = prepare(config, world_size=env.world_size, num_nodes=env.num_nodes, device=env.device)
     if env.local_rank == 0:
         log.info("%s", env)
     with (
         process_group(env, config.run.process_group_timeout_s),
         _claimed_run(config, env) as (run, claim),
+        Watch(config.watch, env, run.path) as watch,
         Witness(config, env, run.path) as witness,
     ):
-        return _train(config, env, reporter or NoReporter(), job, run, claim, witness)
+        return _train(config, env, reporter or NoReporter(), job, run, claim, watch, witness)
 
 
 def _train(
-    config: Config, env: DistEnv, reporter: Reporter, job: Job, run: RunDir, claim: Claim | None, witness: Witness
+    config: Config, env: DistEnv, reporter: Reporter, job: Job, run: RunDir, claim: Claim | None, watch: Watch,
+    witness: Witness,
 ) -> Outcome:  # fmt: skip
     mesh = build_mesh(job.sizes, env.device)
     set_compile_cache(config.speed, env.device)
@@ -136,15 +140,17 @@ def _train(
     _begin_records(config, env, run, state.step, job.data_identity)
     recorder = Recorder(
         run, env, reporter, _console(config, env, job), from_step=state.step,
-        sinks=[WandbSink(config, run.path)] if config.run.wandb and env.is_main else [], mfu_of=mfu_of,
+        sinks=_sinks(config, env, run, job), mfu_of=mfu_of,
     )  # fmt: skip
     if env.is_main:
         _say_start(run, facts, restored.step if restored else None, restored.notes if restored else ())
+    phases = Phases()
+    phases.listen(watch.phase)
     loop = _Loop(
         config=config, env=env, job=job, run=run, sharded=sharded, state=state, loss_function=loss_function,
-        loader=loader, checkpointer=checkpointer, stopper=stopper, recorder=recorder, phases=Phases(),
+        loader=loader, checkpointer=checkpointer, stopper=stopper, recorder=recorder, phases=phases,
         update=build_update(optimizer, shelf), in_turn=None if shelf is None else shelf.in_turn,
-        claim=claim,
+        claim=claim, numbers=Numbers(config.watch, env, run.path, sharded),
     )  # fmt: skip
     profile = memory_profile.start(config.profile, run.path, env, sharded.root, optimizer, loop.phases)
     scene.optimizer, scene.phases = optimizer, loop.phases
@@ -198,6 +204,7 @@ class _Loop:
     claim: Claim | None
     update: Update
     in_turn: InTurn | None
+    numbers: Numbers
 
     def __post_init__(self) -> None:
         group = self.sharded.mesh.get_group("dp_shard") if self.job.sizes.strategy != "ddp" else None
@@ -242,6 +249,7 @@ class _Loop:
         lr = lr_at(self.config.optim, step, self.job.total_steps)
         result = self.train_step(batch, lr)
         self._count(batch, result)
+        self.numbers.compare(step)
         self.phases.enter("record")
         self.recorder.step(
             Pending(
@@ -266,6 +274,7 @@ class _Loop:
         loss_sum, weight, tokens = self._accumulate(batch)
         self.phases.enter("reduce")
         norm = self.gradients.norm()
+        self.numbers.gradients(self.state.step + 1)
         if self.scaler is not None:
             norm = self.scaler.unscale(self.gradients, norm)
         loss = loss_sum.wait() / weight
@@ -298,6 +307,7 @@ class _Loop:
                 part = parts.loss_sum.detach().double()
                 total = part if total is None else total + part
                 if last:
+                    self.verdicts.own_loss = total.clone()  # whose it was, should the sum not be finite
                     # Begun here it travels beside the last backward.
                     reduced = agree.Sum(total)
                 self.phases.enter("backward")
@@ -408,6 +418,13 @@ def _begin_records(config: Config, env: DistEnv, run: RunDir, step: int, data: M
         rundir.record_start(run, env, from_step=step, changed=changed, nodes=nodes, data=data)
         for line in changed:
             log.warning("changed since the last start: %s", line)
+
+
+def _sinks(config: Config, env: DistEnv, run: RunDir, job: Job) -> list[Sink]:
+    if not env.is_main:
+        return []
+    spikes = Spikes(config.watch.spike, run.path, job.cursor.indices)
+    return [spikes, WandbSink(config, run.path)] if config.run.wandb else [spikes]
 
 
 def _console(config: Config, env: DistEnv, job: Job) -> Console:

@@ -35,6 +35,7 @@ class _Asked:
     finite: Tensor
     holders: list[nn.Parameter]
     norms: Tensor
+    own_loss: Tensor
 
 
 class Verdicts:
@@ -48,6 +49,8 @@ class Verdicts:
         self._scaler = scaler
         self._pending: list[_Asked] = []
         self._skipped = 0
+        self.own_loss = torch.zeros(())
+        """This rank's share of the loss: one that is not finite spoils the sum, and after it every rank's gradients."""
         # fp16's scale is the host's, and it must hear of an overflow before the next step.
         self.device_decides = scaler is None and whole_update and _reads_verdicts(optimizer, root)
 
@@ -55,13 +58,14 @@ class Verdicts:
         """Whether to call the optimizer. Where the device decides it always is: its kernel does nothing if it must not."""
         finite = torch.isfinite(norm) & torch.isfinite(loss)
         if self.device_decides:
-            self._pending.append(_Asked(step, loss, norm, finite, *self._gradients.parts()))
+            self._pending.append(_Asked(step, loss, norm, finite, *self._gradients.parts(), self.own_loss))
             self._optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
             return True
         if bool(finite):
             self._good()
             return True
-        self._bad(step, loss, norm, lambda: self._gradients.first_nonfinite(self._root.named_parameters()))
+        first = self._gradients.first_nonfinite
+        self._bad(step, loss, norm, self.own_loss, lambda: first(self._root.named_parameters()))
         return False
 
     def settle(self) -> None:
@@ -73,20 +77,20 @@ class Verdicts:
             if finite:
                 self._good()
             else:
-                self._bad(one.step, one.loss, one.norm, lambda one=one: self._where(one))  # type: ignore[misc]
+                self._bad(one.step, one.loss, one.norm, one.own_loss, lambda one=one: self._where(one))  # type: ignore[misc]
 
     def _good(self) -> None:
         self._skipped = 0
         if self._scaler is not None:
             self._scaler.good()
 
-    def _bad(self, step: int, loss: Tensor, norm: Tensor, where: Callable[[], str | None]) -> None:
+    def _bad(self, step: int, loss: Tensor, norm: Tensor, own: Tensor, where: Callable[[], str | None]) -> None:
         """Said and borne, or raised."""
         self._skipped += 1
         overflow = self._scaler is not None and self._scaler.overflow()
         skips = self._section.nonfinite == "skip" and self._skipped <= self._section.max_skipped
         if not overflow and not skips:
-            raise self._error(step, float(loss), float(norm), where())
+            raise self._error(step, float(loss), float(norm), bool(own.isfinite()), where())
         log.warning("step %d: loss %s, gradient norm %s: the update is left out", step, float(loss), float(norm))
 
     def _where(self, asked: _Asked) -> str | None:
@@ -94,18 +98,23 @@ class Verdicts:
         wrong = (~asked.norms.isfinite()).nonzero().flatten().tolist()
         return min((names[asked.holders[at]] for at in wrong), key=list(names.values()).index, default=None)
 
-    def _error(self, step: int, loss: float, norm: float, where: str | None) -> TrainingError:
-        ranks = [(rank, name) for rank, name in enumerate(agree.everyones(where)) if name]
+    def _error(self, step: int, loss: float, norm: float, own: bool, where: str | None) -> TrainingError:
+        told = agree.everyones((where, own))
+        ranks = [(rank, name) for rank, (name, _) in enumerate(told) if name]
+        losses = [rank for rank, (_, finite) in enumerate(told) if not finite]
         place = (
             f", first in {ranks[0][1]} on rank{'s' * (len(ranks) > 1)} {', '.join(str(r) for r, _ in ranks[:8])}"
             if ranks
             else ""
         )
         again = f" {self._skipped} times in a row" if self._skipped > 1 else ""
-        return TrainingError(
+        place += f", from the loss of rank{'s' * (len(losses) > 1)} {', '.join(map(str, losses[:8]))}" if losses else ""
+        error = TrainingError(
             f"step {step}: loss {loss}, gradient norm {norm}{place}: not finite{again}.",
             "--optim.lr lower, --train.clip_grad_norm 1, or --train.nonfinite skip to leave such updates out",
         )
+        error.ranks = tuple(losses or (rank for rank, _ in ranks))
+        return error
 
 
 def _reads_verdicts(optimizer: torch.optim.Optimizer, root: nn.Module) -> bool:

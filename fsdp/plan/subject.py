@@ -78,8 +78,8 @@ def _stand_in(model: ModelSection, data: DataSection) -> DataSection | None:
     if model.name == "vit" and (model.preset or model.args):
         from fsdp.models.vit import PRESETS as SIZES
 
-        preset: dict[str, Any] = dict(SIZES.get(model.preset or "small", {}))
+        preset: dict[str, Any] = {str(k): v for k, v in SIZES.get(model.preset or "small", {}).items()}
         given = {**preset, **model.args}
-        kept = {name: given[name] for name in ("image_size", "channels", "num_classes") if name in given}
+        kept: dict[str, Any] = {name: given[name] for name in ("image_size", "channels", "num_classes") if name in given}
         return DataSection(name="synthetic", args={"kind": "images", **kept})
     return None

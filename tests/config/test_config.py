@@ -39,8 +39,8 @@ def test_a_later_recipe_and_a_later_flag_win(tmp_path: Path) -> None:
     ("words", "value"),
     [
         (["--train.steps", "1e3"], 1000), (["--train.steps=1_000"], 1000), (["--train.steps", "12"], 12),
-        (["--train.clip-grad-norm", "2"], 2.0), (["--run.deterministic"], True), (["--run.deterministic", "off"], False),
-        (["--run.deterministic", "--train.steps", "1"], True), (["--mesh.reshard_after_forward", "false"], "false"),
+        (["--train.clip-grad-norm", "2"], 2.0), (["--watch.deterministic"], True), (["--watch.deterministic", "off"], False),
+        (["--watch.deterministic", "--train.steps", "1"], True), (["--mesh.reshard_after_forward", "false"], "false"),
         (["--optim.warmup_steps", "-1"], -1), (["--run.dir", "a b/ü"], "a b/ü"),
     ],
 )  # fmt: skip

@@ -1,0 +1,360 @@
+"""Faults put in on purpose, on four ranks: does the watch name the right rank and the right kind, and how soon?
+
+    python -m bench.faults [--times N] [--kinds SIGKILL,"slow storage"]     each kind N times at a random step and rank
+    python -m bench.faults --late N                  a rank slowed by a tenth, N times: whom, and after how many steps
+    python -m bench.faults --ordinary MINUTES        ordinary training with evaluation, saves and compile: nothing may be said
+
+Each case is a real run of four rank processes, forked from this one so that nobody waits for imports; the partitioned node is a
+network namespace (root) whose cable is pulled. Seconds count from fault to verdict. Writes bench/results/faults.{json,md}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from bench.fault_kinds import KINDS, SLOWED, Kind, Where
+
+RESULTS = Path(__file__).parent / "results"
+RANKS = 4
+PATIENCE_S = 60.0
+FLAGS = (
+    "--model.name", "mlp", "--model.args.hidden", "64", "--data.name", "digits", "--train.steps", "100000",
+    "--train.global_batch", "16", "--checkpoint.every_steps", "4", "--checkpoint.export", "false", "--data.workers", "1",
+)  # fmt: skip
+SMALL_STEPS = (
+    "--model.name", "vit", "--data.name", "digits", "--train.steps", "100000", "--train.global_batch", "16",
+    "--checkpoint.every_steps", "0", "--checkpoint.export", "false", "--train.eval_every_steps", "0",
+)  # fmt: skip
+ORDINARY = (
+    "--model.name", "vit", "--data.name", "digits", "--train.steps", "1000000", "--train.global_batch", "32",
+    "--train.eval_every_steps", "50", "--checkpoint.every_steps", "25", "--checkpoint.export", "false",
+    "--speed.compile", "true",
+)  # fmt: skip
+
+
+@dataclass
+class Case:
+    """What was done, and what was said."""
+
+    kind: str
+    rank: int
+    step: int
+    said_kind: str = ""
+    said_ranks: list[int] = field(default_factory=list)
+    what: str = ""
+    seconds: float = -1.0
+    codes: list[int] = field(default_factory=list)
+
+    def right(self, kind: Kind) -> bool:
+        expected = {2, 3} if kind.two_nodes else {self.rank}
+        return self.said_kind == kind.verdict and set(self.said_ranks) == expected
+
+
+# ---------------------------------------------------------------- ranks
+
+
+def import_once() -> None:
+    """Before the ranks are forked, so that each need not."""
+    importlib.import_module("fsdp.loop")
+    importlib.import_module("train")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def fork_rank(rank: int, address: tuple[str, int], flags: Sequence[str], log: Path, kind: Kind | None, where: Where | None,
+              enter: Sequence[int] = ()) -> int:  # fmt: skip
+    """One rank as a child. `enter` are namespaces of a host of its own."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        os.setsid()
+        with log.open("ab", buffering=0) as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        for descriptor in enter:
+            if ctypes.CDLL(None, use_errno=True).setns(descriptor, 0):
+                raise OSError(ctypes.get_errno(), "setns")
+        code = _be(rank, address, list(flags), kind, where)
+    finally:
+        os._exit(code)
+
+
+def _be(rank: int, address: tuple[str, int], flags: list[str], kind: Kind | None, where: Where | None) -> int:
+    import train
+    from fsdp import config as configuration
+
+    nodes = 2 if kind is not None and kind.two_nodes else 1
+    variables = {
+        "RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_RANK": rank % (RANKS // nodes), "LOCAL_WORLD_SIZE": RANKS // nodes,
+        "GROUP_RANK": rank // (RANKS // nodes), "GROUP_WORLD_SIZE": nodes,
+        "MASTER_ADDR": address[0], "MASTER_PORT": address[1],
+    }  # fmt: skip
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    if nodes == 2:
+        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+    if kind is not None and where is not None:
+        kind.put(where, rank == where.rank)
+    return train.run_here(configuration.load(flags))
+
+
+@contextmanager
+def two_hosts(folder: Path) -> Iterator[Any]:
+    """Two hosts with a cable each to one bridge: (namespaces of host i, pull(i)). Root only."""
+    from tests.slurm.host import Host
+
+    with ExitStack() as stack:
+        hosts = []
+        (folder / "hosts").write_text("127.0.0.1 localhost\n10.78.0.1 n1\n10.78.0.2 n2\n")
+        for name in ("switch", "n1", "n2"):
+            hosts.append(Host(name, folder / "hosts", folder / f"{name}.out", own_processes=False))
+            stack.callback(hosts[-1].end)
+
+        def ip(*words: str) -> None:
+            subprocess.run(["nsenter", f"--net=/proc/{hosts[0].shell}/ns/net", "ip", *words], check=True)
+
+        ip("link", "add", "bridge0", "type", "bridge")
+        ip("link", "set", "bridge0", "up")
+        for i, host in enumerate(hosts[1:], start=1):
+            ip("link", "add", f"cable{i}", "type", "veth", "peer", "name", "eth0", "netns", str(host.shell))
+            ip("link", "set", f"cable{i}", "master", "bridge0", "up")
+            inside = ["nsenter", f"--net=/proc/{host.shell}/ns/net", "ip"]
+            subprocess.run([*inside, "addr", "add", f"10.78.0.{i}/24", "dev", "eth0"], check=True)
+            subprocess.run([*inside, "link", "set", "eth0", "up"], check=True)
+        spaces = []
+        for host in hosts[1:]:
+            opened = [os.open(f"/proc/{host.shell}/ns/{space}", os.O_RDONLY) for space in ("net", "uts", "mnt")]
+            spaces.append(opened)
+            for one in opened:
+                stack.callback(os.close, one)
+        yield spaces, lambda i: ip("link", "set", f"cable{i}", "down")
+
+
+# ---------------------------------------------------------------- one case
+
+
+def once(kind: Kind, rank: int, step: int, folder: Path, more: Sequence[str] = ()) -> Case:
+    """One run with one fault, to its verdict; and to its end where the watch ends it."""
+    case = Case(kind.name, rank, step)
+    run, where = folder / "run", Where(rank, step, folder / "fault-at")
+    flags = ["--run.dir", str(run), *FLAGS, *more]
+    with ExitStack() as stack:
+        spaces, pull = stack.enter_context(two_hosts(folder)) if kind.two_nodes else ([(), ()], None)
+        address = ("10.78.0.1" if kind.two_nodes else "127.0.0.1", free_port())
+        pids = [
+            fork_rank(r, address, flags, folder / "log", kind, where, spaces[r // 2] if kind.two_nodes else ())
+            for r in range(RANKS)
+        ]
+        try:
+            if pull is not None:
+                _wait(lambda: _steps(run) >= step, "steps")
+                where.now()
+                pull(2)
+            said = _wait(lambda: _verdict(run), f"a verdict on {kind.name}")
+            case.said_kind, case.said_ranks, case.what = said["kind"], said["ranks"], said["what"]
+            case.seconds = said["time"] - float(where.heard.read_text())
+            if kind.ends:
+                case.codes = _ended(pids, 20.0)
+        finally:
+            _end(pids)
+    return case
+
+
+def ending(kind: Kind) -> Kind:
+    """The same, waited for until its end."""
+    return replace(kind, ends=True)
+
+
+def _wait(found: Any, what: str) -> Any:
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        if value := found():
+            return value
+        time.sleep(0.02)
+    raise TimeoutError(what)
+
+
+def _verdict(run: Path) -> dict[str, Any] | None:
+    file = run / "watch" / "verdicts.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return json.loads(lines[0]) if lines else None
+
+
+def _steps(run: Path) -> int:
+    file = run / "metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+def _ended(pids: list[int], seconds: float) -> list[int]:
+    """Exit codes, negative a signal's; only of those that have ended by themselves, which must be all."""
+    codes: dict[int, int] = {}
+    deadline = time.monotonic() + seconds
+    while len(codes) < len(pids) and time.monotonic() < deadline:
+        for pid in [pid for pid in pids if pid not in codes]:
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    found = [codes[pid] for pid in pids if pid in codes]
+    pids[:] = [pid for pid in pids if pid not in codes]
+    return found
+
+
+def _end(pids: list[int]) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    for pid in pids:
+        os.waitpid(pid, 0)
+
+
+def tried(kind: Kind, rank: int, step: int) -> Case:
+    folder = Path(tempfile.mkdtemp(prefix="fault-"))
+    try:
+        case = once(kind, rank, step, folder)
+    except TimeoutError as error:
+        case = Case(kind.name, rank, step, what=f"no verdict: {error}")
+    if not case.right(kind) or (kind.ends and len(case.codes) < RANKS):
+        print(f"  WRONG {asdict(case)}\n{(folder / 'log').read_text(errors='replace')[-3000:]}", flush=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    return case
+
+
+# ---------------------------------------------------------------- the table
+
+
+def table(cases: Sequence[Case]) -> str:
+    lines = ["| fault | called | times | right rank and kind | median s | worst s | e.g. |", "|---|---|---|---|---|---|---|"]
+    for kind in KINDS:
+        own = [case for case in cases if case.kind == kind.name]
+        if own:
+            right = sum(case.right(kind) for case in own)
+            times = [case.seconds for case in own if case.seconds >= 0] or [float("nan")]
+            lines.append(
+                f"| {kind.name} | {kind.verdict} | {len(own)} | {right} | {statistics.median(times):.1f} | {max(times):.1f} "
+                f"| {own[-1].what[:110].replace('|', '/')} |"
+            )
+    by_name = {kind.name: kind for kind in KINDS}
+    right = sum(case.right(by_name[case.kind]) for case in cases)
+    times = [case.seconds for case in cases if case.seconds >= 0] or [float("nan")]
+    lines.append(f"\n{right} of {len(cases)} right ({100 * right / len(cases):.1f}%); median {statistics.median(times):.1f} s.")
+    return "\n".join(lines)
+
+
+def faults(options: argparse.Namespace) -> int:
+    import_once()
+
+    chosen = [kind for kind in KINDS if not options.kinds or kind.name in options.kinds.split(",")]
+    dice = random.Random(options.seed)
+    cases: list[Case] = []
+    for number in range(options.times):
+        for kind in chosen:
+            case = tried(kind, dice.randrange(RANKS), dice.randrange(10, 40))
+            cases.append(case)
+            print(
+                f"{number + 1}. {kind.name}, rank {case.rank}, step {case.step}: {case.seconds:.1f} s  {case.what}", flush=True
+            )
+    text = table(cases)
+    print(text)
+    if not options.kinds:
+        words = {"times": options.times, "ranks": RANKS, "cores": os.cpu_count(), "load": os.getloadavg()[0]}
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "faults.json").write_text(json.dumps({**words, "cases": [asdict(c) for c in cases]}, indent=1) + "\n")
+        head = f"python -m bench.faults --times {options.times}: {RANKS} ranks on {os.cpu_count()} shared cores, gloo.\n\n"
+        (RESULTS / "faults.md").write_text(head + text + "\n")
+    by_name = {kind.name: kind for kind in KINDS}
+    return 0 if all(case.right(by_name[case.kind]) for case in cases) else 1
+
+
+# ---------------------------------------------------------------- a rank that is a tenth slower
+
+
+def named_late(rank: int, step: int, folder: Path) -> tuple[list[int], float, int]:
+    """Whom the watch names, by how much, and after how many slow steps."""
+    run, where = folder / "run", Where(rank, step, folder / "fault-at")
+    flags = ["--run.dir", str(run), *SMALL_STEPS]
+    address = ("127.0.0.1", free_port())
+    pids = [fork_rank(r, address, flags, folder / "log", SLOWED, where) for r in range(RANKS)]
+    file = run / "watch" / "late.jsonl"
+    try:
+        _wait(lambda: _steps(run) >= step + 120 or (file.exists() and _steps(run) > step), "a late rank")
+        said = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    finally:
+        _end(pids)
+    found = [one for one in said if "rank" in one]
+    return [one["rank"] for one in found], found[0]["percent"] if found else 0.0, found[0]["step"] - step if found else -1
+
+
+def late(options: argparse.Namespace) -> int:
+    import_once()
+    dice, good = random.Random(options.seed), 0
+    for number in range(options.late):
+        rank = dice.randrange(RANKS)
+        folder = Path(tempfile.mkdtemp(prefix="late-"))
+        named, percent, steps = named_late(rank, 100, folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        good += named == [rank] and steps <= 30
+        print(f"{number + 1}. rank {rank} slowed by 10%: named {named}, {percent:.0f}%, after {steps} steps", flush=True)
+    print(f"{good} of {options.late} named alone and within 30 steps")
+    return 0 if good == options.late else 1
+
+
+# ---------------------------------------------------------------- nothing wrong, nothing said
+
+
+def ordinary(options: argparse.Namespace) -> int:
+    import_once()
+
+    folder = Path(tempfile.mkdtemp(prefix="ordinary-"))
+    address, run = ("127.0.0.1", free_port()), folder / "run"
+    flags = ["--run.dir", str(run), *ORDINARY, "--stop.deadline_s", str(60 * options.ordinary)]
+    pids = [fork_rank(rank, address, flags, folder / "log", None, None) for rank in range(RANKS)]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    said = _verdict(run)
+    late = run / "watch" / "late.jsonl"
+    found = late.read_text() if late.exists() else ""
+    print(f"{options.ordinary:g} minutes, {_steps(run)} records, codes {codes}, load {os.getloadavg()[0]:.1f}")
+    print(f"verdict: {said}\nlate: {found or 'nobody'}")
+    if said or any(codes):
+        print((folder / "log").read_text(errors="replace")[-3000:])
+    shutil.rmtree(folder, ignore_errors=True)
+    return 1 if said or any(codes) else 0
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.faults", description=__doc__.splitlines()[0])
+    parser.add_argument("--times", type=int, default=3)
+    parser.add_argument("--kinds", default="", help="names, with commas between; empty is all")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--ordinary", type=float, default=0.0, metavar="MINUTES")
+    parser.add_argument("--late", type=int, default=0, metavar="N", help="slow a rank by a tenth, N times")
+    options = parser.parse_args(argv)
+    if options.late:
+        return late(options)
+    return ordinary(options) if options.ordinary else faults(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,368 @@
+"""A process of its own on each node, without torch: it looks at its ranks, judges what it sees, says it, and ends the job.
+
+Started by the first rank of a node with what it must know as one JSON argument; its standard input is that rank's, and closes
+with it. It ends when its ranks have. On several nodes the head's judges for all; a node that is cut off judges for itself.
+
+Exit code of the ranks that it ends: 6, or 137 (killed) of one that cannot hear any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from fsdp.watch import cells
+from fsdp.watch.cells import FAILED, OVER
+from fsdp.watch.files import Files
+from fsdp.watch.ledger import Ledger, Told
+from fsdp.watch.look import ANSWER_S, LocalRank
+from fsdp.watch.nodes import SILENT_S, Head, Peer
+from fsdp.watch.verdict import Evidence, Verdict, decode, judge
+
+ENDED_BY_THE_WATCH = 6
+BEAT_S = 0.2
+ASK_S = 1.5
+"""Stillness after which the ranks are asked, at least; a verdict comes with the second answer."""
+STEPS_STILL = 6
+"""Or this many of the run's own slow steps."""
+NO_STEP_YET_S = 20.0
+HANG_LEAST_S, HANG_STEPS = 60.0, 30
+"""A rank that may come back is waited for at least so long, or so many steps."""
+SETTLE_S, ECHO_S, GRACE_S = 0.5, 3.0, 10.0
+"""After a first failure: for the others' words; where all words are echoes; until who is left is ended."""
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What the rank that starts a monitor tells it."""
+
+    node: str
+    run: str
+    ranks: dict[int, str]
+    nodes: dict[str, list[int]]
+    hang_s: float
+    late_percent: float
+    token: str
+    head: bool
+    ear: int = -1
+    addresses: tuple[tuple[str, int], ...] = ()
+    tells_failures: bool = True
+
+
+class Monitor:
+    def __init__(self, orders: Orders) -> None:
+        self.orders = orders
+        self.ranks = [LocalRank(rank, Path(path), orders.node) for rank, path in orders.ranks.items()]
+        for one in self.ranks:
+            one.cells.numbers[cells.MONITOR] = os.getpid()
+        self.files = Files(Path(orders.run) / "watch")
+        self.head = Head(orders.ear, orders.token) if orders.ear >= 0 else None
+        self.peer = Peer(orders.addresses, orders.token, orders.node) if orders.addresses else None
+        self.ledger = Ledger(orders.late_percent, orders.nodes, self.files, self._say)
+        self.local: list[Evidence] = []
+        self.shown: Verdict | None = None
+        self.shown_at = 0.0
+        self._candidate: tuple[str, tuple[int, ...]] | None = None
+        self._asked_at = self._trouble_at = self._shown_still = 0.0
+        self._lead_gone = False
+
+    # ------------------------------------------------------------ the loop
+
+    def run(self) -> None:
+        before = time.monotonic()
+        while True:
+            now = time.monotonic()
+            lost = max(0.0, now - before - BEAT_S - 2 * ANSWER_S)
+            before = now
+            self.local = [one.look(now, lost) for one in self.ranks]
+            self._exchange()
+            if self.peer is None or self._cut_off():
+                self._judge(now)
+            if all(e.over or not e.alive for e in self.local) and self._nothing_left(now):
+                break
+            if all(one.beat.state in (OVER, FAILED) or not one.evidence.alive for one in self.ranks):
+                time.sleep(0.02)
+            else:
+                self._rest()
+        self._leave()
+
+    def _rest(self) -> None:
+        """Until the next beat, or until the first rank closes the pipe."""
+        if self._lead_gone:
+            time.sleep(BEAT_S)
+        elif select.select([0], [], [], BEAT_S)[0]:
+            self._lead_gone = not os.read(0, 4096)
+
+    def _nothing_left(self, now: float) -> bool:
+        """All have ended here: is there still something to be said?"""
+        bad = any(not e.over for e in self.local)
+        return not bad or self.shown is not None or (self._trouble_at > 0 and now - self._trouble_at > ECHO_S + 1)
+
+    def _leave(self) -> None:
+        if self.peer is not None:
+            self.peer.beat(self._report())
+        if self.shown is None and self.peer is None:
+            self.ledger.beat(time.monotonic(), self._told, last=True)
+        self.files.close()
+        for one in self.ranks:
+            one.forget()
+        for line in (self.head, self.peer):
+            if line is not None:
+                line.close()
+
+    # ------------------------------------------------------------ several nodes
+
+    def _report(self, evidence: Sequence[Evidence] | None = None) -> dict[str, Any]:
+        return {
+            "ranks": [e.encoded() for e in evidence or self.local],
+            "step_s": self._local_step_s(),
+            "steps": {one.rank: cells.ring(one.cells.numbers) for one in self.ranks},
+            "spent": {one.rank: cells.spent(one.cells.numbers) for one in self.ranks},
+            "asked": evidence is not None,
+        }
+
+    def _exchange(self) -> None:
+        if self.head is not None:
+            self.head.beat()
+        if self.peer is None:
+            return
+        for word in self.peer.beat(self._report()):
+            if word.get("look"):
+                self.peer.beat(self._report(self._ask_local("look")))
+            if word.get("keep"):
+                self._keep(word["keep"], self._answers("dump"))
+            if word.get("end"):
+                self.shown = Verdict("told", (), "by the head")
+                self._end_ranks()
+
+    def _cut_off(self) -> bool:
+        """Is this node on its own? Then it judges for itself."""
+        line = self.peer.line if self.peer is not None else None
+        return line is not None and (line.silent_s > SILENT_S or line.closed)
+
+    def _everyone(self) -> list[Evidence]:
+        found = list(self.local)
+        if self.head is not None:
+            for node, word in self.head.said.items():
+                silent = self.head.lines[node].silent_s
+                ranks = [decode(data) for data in word["ranks"]]
+                if silent > SILENT_S and not all(e.over for e in ranks):
+                    ranks = [replace(e, silent_node_s=silent) for e in ranks]
+                found += ranks
+        elif self._cut_off():
+            assert self.peer is not None
+            assert self.peer.line is not None
+            silent = self.peer.line.silent_s
+            found += [
+                Evidence(rank, node, silent_node_s=silent) for node, ranks in self.orders.nodes.items()
+                if node != self.orders.node for rank in ranks[:1] if rank == 0
+            ]  # fmt: skip
+        return sorted(found, key=lambda e: e.rank)
+
+    # ------------------------------------------------------------ judging
+
+    def _local_step_s(self) -> float:
+        return max((one.beat.step_s for one in self.ranks), default=0.0)
+
+    def _step_s(self) -> float:
+        others = [word["step_s"] for word in self.head.said.values()] if self.head is not None else []
+        return max(self._local_step_s(), *others, 0.0)
+
+    def _judge(self, now: float) -> None:
+        found = self._everyone()
+        bad = [e for e in found if e.words is not None or (not e.alive and not e.over and not e.silent_node_s)]
+        if bad and (self.shown is None or self.shown.recoverable):
+            self._judge_failure(now, found)
+        elif self.shown is not None and not self.shown.recoverable:
+            if now - self.shown_at > GRACE_S:
+                self._end_everyone()
+        else:
+            self._judge_stillness(now, found)
+            self.ledger.beat(now, self._told)
+
+    def _judge_failure(self, now: float, found: Sequence[Evidence]) -> None:
+        """Wait a moment for everyone's words; longer where all that was said is that somebody else is gone."""
+        self._trouble_at = self._trouble_at or now
+        waited = now - self._trouble_at
+        all_ended = all(e.words is not None or e.over or not e.alive for e in found)
+        if waited < SETTLE_S and not (all_ended and waited > 2 * BEAT_S):
+            return
+        verdict = judge([e for e in found if not e.silent_node_s]) or judge(found)
+        if verdict is not None and verdict.kind != "network":
+            self._show(verdict, found)
+        elif waited > ECHO_S:
+            first = min((e for e in found if e.words), key=lambda e: e.words["time"] if e.words else 0.0)
+            assert first.words is not None
+            self._show(Verdict("lost", (first.rank,), first.words["print"], "", first.words["hint"]), found)
+
+    def _judge_stillness(self, now: float, found: list[Evidence]) -> None:
+        live = [e for e in found if e.alive and not e.over and not e.silent_node_s]
+        still = min((e.still_s for e in live), default=0.0)
+        steps = self._step_s()
+        if self.shown is not None and still < ASK_S:
+            self._say([f"watch: the run goes on, {now - self.shown_at + self._shown_still:.0f} s after it stood still"])
+            self.shown = None
+        if still < max(ASK_S, STEPS_STILL * steps) or self.orders.hang_s == 0:
+            self._candidate = None
+            return
+        if not steps and still < NO_STEP_YET_S:
+            return  # before the first step: loading and compiling have no measure of their own
+        if now - self._asked_at < 0.4:
+            return
+        self._asked_at = now
+        self._decide(now, still, self._ask_everyone())
+
+    def _decide(self, now: float, still: float, found: list[Evidence]) -> None:
+        verdict = judge(found)
+        key = (verdict.kind, verdict.ranks) if verdict is not None else None
+        same, self._candidate = key == self._candidate, key
+        if verdict is None or not same:
+            return
+        if self.shown is None:
+            self._shown_still = still
+            self._show(verdict, found, ends_in=self._hang_s() - still)
+        if not verdict.recoverable or still > self._hang_s():
+            self._end_everyone()
+
+    def _hang_s(self) -> float:
+        return self.orders.hang_s if self.orders.hang_s > 0 else max(HANG_LEAST_S, HANG_STEPS * self._step_s())
+
+    # ------------------------------------------------------------ asking
+
+    def _answers(self, word: str) -> dict[int, dict[str, Any] | None]:
+        asked = [(one, one.ask(word) if self._can_answer(one) else None) for one in self.ranks]
+        deadline = time.monotonic() + ANSWER_S
+        return {one.rank: one.hear(pipe, deadline) for one, pipe in asked}
+
+    @staticmethod
+    def _can_answer(one: LocalRank) -> bool:
+        """One that is stopped cannot: its state says so, and nobody waits for it."""
+        return one.evidence.alive and not one.evidence.over and one.evidence.state != "T"
+
+    def _ask_local(self, word: str) -> list[Evidence]:
+        answers = self._answers(word)
+        self.local = [one.with_answer(answers[one.rank]) if one.evidence.alive else one.evidence for one in self.ranks]
+        return self.local
+
+    def _ask_everyone(self) -> list[Evidence]:
+        if self.head is not None and self.head.lines:
+            self.head.tell({"look": True})
+            self._ask_local("look")
+            deadline = time.monotonic() + ANSWER_S + 0.5
+            near = [node for node, line in self.head.lines.items() if line.silent_s <= SILENT_S and not line.closed]
+            for node in near:
+                self.head.said[node] = {**self.head.said[node], "asked": False}
+            while time.monotonic() < deadline and not all(self.head.said[node]["asked"] for node in near):
+                time.sleep(0.02)
+                for node in near:
+                    for word in self.head.lines[node].hear():
+                        if word["asked"] or not self.head.said[node]["asked"]:
+                            self.head.said[node] = word
+        else:
+            self._ask_local("look")
+        return self._everyone()
+
+    # ------------------------------------------------------------ saying and ending
+
+    def _show(self, verdict: Verdict, found: Sequence[Evidence], ends_in: float = 0.0) -> None:
+        self.shown, self.shown_at = verdict, time.monotonic()
+        folder = f"{verdict.kind.replace(' ', '-')}-{max((e.step for e in found), default=0):06d}"
+        words = next((e.words for e in found if e.words and e.rank == verdict.ranks[0] and not e.words["secondary"]), None)
+        words = words or next((e.words for e in found if e.words and e.words["message"] == verdict.what), None)
+        record = {
+            "time": time.time(), "kind": verdict.kind, "ranks": list(verdict.ranks), "what": verdict.what,
+            "nodes": sorted({e.node for e in found if e.rank in verdict.ranks}), "others": verdict.others,
+            "hint": verdict.hint, "step": max((e.step for e in found), default=0),
+            "still_s": min((e.still_s for e in found if e.alive and not e.over), default=0.0), "folder": folder,
+        }  # fmt: skip
+        if words is not None:
+            if self.orders.tells_failures:
+                self._say([words["print"], *([f"  {verdict.others}"] if verdict.others else [])])
+        else:
+            ends = f"  ends the job in {ends_in:.0f} s unless it goes on" if verdict.recoverable else ""
+            self._say(["watch: " + verdict.lines()[0], *verdict.lines()[1:], *([ends] if ends else [])])
+        self.files.append("verdicts.jsonl", record)
+        if words is None or verdict.kind not in ("config",):
+            self._keep_all(folder, found)
+
+    def _say(self, lines: Sequence[str]) -> None:
+        with contextlib.suppress(OSError):
+            os.write(2, ("\n".join(lines) + "\n").encode())
+
+    def _keep_all(self, folder: str, found: Sequence[Evidence]) -> None:
+        self.files.write(f"{folder}/evidence.json", json.dumps([e.encoded() for e in found], indent=1))
+        if self.head is not None:
+            self.head.tell({"keep": folder})
+        self._keep(folder, self._answers("dump"))
+
+    def _keep(self, folder: str, answers: dict[int, dict[str, Any] | None]) -> None:
+        """The stacks of all threads of this node's ranks, and their flight recorders."""
+        for one in self.ranks:
+            answer = answers[one.rank]
+            if answer is None:
+                self.files.write(f"{folder}/rank-{one.rank}.txt", one.all_stacks() or "did not answer\n")
+                continue
+            stacks = {"training": answer["training"], **answer["threads"]}
+            text = "".join(
+                f"{name}:\n" + "".join(f"  {file}:{line} {what}\n" for file, line, what in stack)
+                for name, stack in stacks.items()
+            )
+            self.files.write(f"{folder}/rank-{one.rank}.txt", text)
+            self.files.write(f"{folder}/rank-{one.rank}.fr.json", json.dumps(answer["calls"]))
+
+    def _end_everyone(self) -> None:
+        if self.head is not None:
+            self.head.tell({"end": True})
+            self.head.beat()
+        self._end_ranks()
+
+    def _end_ranks(self) -> None:
+        """By a word, so that the exit code tells; by the kernel where nobody hears."""
+        for one in self.ranks:
+            if one.evidence.alive and one.beat.state not in (OVER, FAILED):
+                asked = one.ask(f"leave {ENDED_BY_THE_WATCH}")
+                if asked is not None:
+                    asked.close()
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline and any(one.look(time.monotonic()).alive for one in self.ranks):
+            time.sleep(0.05)
+        for one in self.ranks:
+            if one.beat.state not in (OVER, FAILED):
+                one.end()
+        self.files.append(
+            "verdicts.jsonl", {"time": time.time(), "kind": "ended", "ranks": list(self.orders.ranks), "what": "by the watch"}
+        )
+
+    def _told(self) -> Told:
+        words = list(self.head.said.values()) if self.head is not None else []
+        steps = {one.rank: cells.ring(one.cells.numbers) for one in self.ranks}
+        spent = {one.rank: cells.spent(one.cells.numbers) for one in self.ranks}
+        for word in words:
+            # JSON has no numbers for keys and no tuples
+            steps |= {int(rank): {int(step): (a, b) for step, (a, b) in rows.items()} for rank, rows in word["steps"].items()}
+            spent |= {int(rank): values for rank, values in word["spent"].items()}
+        first = self.ranks[0].beat
+        return Told(steps, spent, count=first.steps, step=first.step)
+
+
+def main(argument: str) -> None:
+    # Ctrl-C and the scheduler's TERM are for the ranks; this process ends with them
+    for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(one, signal.SIG_IGN)
+    data = json.loads(argument)
+    data["ranks"] = {int(rank): path for rank, path in data["ranks"].items()}
+    data["addresses"] = tuple((host, port) for host, port in data["addresses"])
+    Monitor(Orders(**data)).run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,377 @@
+"""From what was found of every rank to who it was. Pure: nothing is read here, nothing done, no clock asked.
+
+The order of the questions is the point. Words come before silence (an exception names itself), a death before a stillness, a
+stopped process before one that waits; and where every rank waits in a collective, the one that waits in another than most.
+A rank that computes slowly because the machine is full is none of these: it waited for a processor, and the kernel counted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fsdp.phases import PHASES
+
+Frame = tuple[str, int, str]
+
+BUSY_S = 2.0
+"""Less computing than this on one spot proves nothing."""
+NETWORK_S = 10.0
+"""All in one collective: on a full machine its transport may only be waiting for a processor."""
+RECOVERABLE = ("stopped", "data", "loop", "lock", "blocked", "storage", "network")
+"""Of these a rank may come back by itself: they are said at once, and end the job later."""
+NOT_YET = ("start", "end")
+"""Phases without steps, in which one rank may work for long while others wait: loading, the export."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What one look found of one rank. Times in seconds, since the rank last made progress."""
+
+    rank: int
+    node: str = ""
+    pid: int = 0
+    alive: bool = True
+    over: bool = False
+    state: str = "S"
+    """The training thread's, as in /proc: R runs, S sleeps, D waits for a device, T is stopped, Z is dead."""
+    phase: str = "forward"
+    step: int = 0
+    begun: int = 0
+    ended: int = 0
+    op: str = "none"
+    numel: int = 0
+    cuda: bool = False
+    still_s: float = 0.0
+    cpu_s: float = 0.0
+    starved_s: float = 0.0
+    """It could have run, and no processor was free."""
+    answered: bool | None = None
+    """Did the witness? None where it was not asked."""
+    moving: bool = False
+    """Between two answers the training thread was at another instruction."""
+    stack: tuple[Frame, ...] = ()
+    threads: dict[str, tuple[Frame, ...]] = field(default_factory=dict)
+    words: dict[str, Any] | None = None
+    fatal: str = ""
+    """What faulthandler wrote of a fault in C."""
+    silent_node_s: float = 0.0
+    """Its node's monitor has not been heard of for so long."""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return self.step, PHASES.index(self.phase)
+
+    @property
+    def in_call(self) -> bool:
+        return self.begun > self.ended
+
+    def encoded(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def decode(data: dict[str, Any]) -> Evidence:
+    threads = {name: tuple((f, n, w) for f, n, w in stack) for name, stack in data["threads"].items()}
+    return Evidence(**{**data, "stack": tuple((f, n, w) for f, n, w in data["stack"]), "threads": threads})
+
+
+@dataclass(frozen=True)
+class Verdict:
+    kind: str
+    ranks: tuple[int, ...]
+    what: str
+    """A line: who and where."""
+    others: str = ""
+    hint: str = ""
+    trace: str = ""
+
+    @property
+    def recoverable(self) -> bool:
+        return self.kind in RECOVERABLE
+
+    def lines(self) -> list[str]:
+        return [self.what, *([f"  {self.others}"] if self.others else []), *([f"  HINT: {self.hint}"] if self.hint else [])]
+
+
+# ---------------------------------------------------------------- where a stack stands
+
+
+def _foreign(frame: Frame) -> bool:
+    """Of Python itself or of torch: not the line that a person would look at."""
+    return bool(re.search(r"<frozen|<string>|/lib/python3[^/]*/(?!site-packages)|/site-packages/torch/|/fsdp/watch/", frame[0]))
+
+
+def spot(stack: Sequence[Frame]) -> str:
+    """`mine.py:12 forward`: the innermost line that is the run's own, with what it called."""
+    for frame in stack:
+        if not _foreign(frame):
+            return f"{_short(frame[0])}:{frame[1]} {frame[2]}"
+    return f"{_short(stack[0][0])}:{stack[0][1]} {stack[0][2]}" if stack else ""
+
+
+def _short(file: str) -> str:
+    return "/".join(Path(file).parts[-3:]).lstrip("/")
+
+
+def _stands_in(stack: Sequence[Frame], *words: str, top: int = 60) -> bool:
+    return any(word in frame[0] for frame in stack[:top] for word in words)
+
+
+def waits(e: Evidence) -> bool:
+    """In a collective, for others."""
+    if not e.alive or e.state in "TZ":
+        return False
+    if e.in_call:
+        return True
+    if e.stack and e.stack[0][2] == "_engine_run_backward" and e.cpu_s < BUSY_S:
+        return True  # DDP's buckets are waited for in C++
+    awaited = ("/torch/distributed/", "/fsdp/agree.py", "/fsdp/stop.py")
+    return e.cpu_s < BUSY_S and _stands_in(e.stack, *awaited, top=2)
+
+
+def prepares(e: Evidence) -> bool:
+    """Compiles or imports: long, and no fault."""
+    words = ("/torch/_dynamo/", "/torch/_inductor/", "/torch/_functorch/", "/triton/", "importlib")
+    return _stands_in(e.stack, *words) or any(_stands_in(stack, *words) for stack in e.threads.values())
+
+
+def writes(e: Evidence) -> bool:
+    """The checkpoint's thread, or the training thread, is at the storage and not in talk with others."""
+    storage = ("/fsdp/checkpoint/store.py", "/fsdp/checkpoint/write.py", "/fsdp/checkpoint/remote.py")
+    stacks = [e.threads.get("checkpoint", ()), e.stack]
+    return any(_stands_in(s, *storage, top=8) and not _stands_in(s, "/torch/distributed/", top=6) for s in stacks)
+
+
+def waits_for_save(e: Evidence) -> bool:
+    return _stands_in(e.stack, "/fsdp/checkpoint/", top=6) and not writes(e)
+
+
+# ---------------------------------------------------------------- judging
+
+
+def judge(found: Sequence[Evidence]) -> Verdict | None:
+    """None where nothing can be said with reason."""
+    live = [e for e in found if e.alive and not e.over]
+    if live and all(e.state == "T" for e in live):
+        return None  # the scheduler has suspended the job
+    for one in (_words, _dead, _partition, _stopped, _apart, _absent, _network):
+        verdict = one(found)
+        if verdict is not None:
+            return verdict
+    return None
+
+
+def _named(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (" …" if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"
+
+
+def _who(e: Evidence) -> str:
+    return f"rank {e.rank}" + (f" ({e.node})" if e.node else "")
+
+
+def _at(e: Evidence) -> str:
+    where = spot(e.stack)
+    return f"step {e.step}, {e.phase}" + (f", at {where}" if where else "")
+
+
+def _waiting(found: Sequence[Evidence], culprits: Sequence[int]) -> str:
+    """What the others wait for, in one line."""
+    rest = [e for e in found if e.rank not in culprits and e.alive and e.words is None]
+    if not rest:
+        return ""
+    op = Counter((e.op if e.in_call else "its end", e.step, e.phase) for e in rest).most_common(1)[0][0]
+    verb = "waits" if len(rest) == 1 else "wait"
+    return f"{_named([e.rank for e in rest])} {verb} in {op[0]} (step {op[1]}, {op[2]})"
+
+
+def _words(found: Sequence[Evidence]) -> Verdict | None:
+    """The first failure that is not only another's echo."""
+    said = sorted((e for e in found if e.words is not None), key=lambda e: e.words["time"] if e.words else 0.0)
+    own = [e for e in said if e.words and not e.words["secondary"]]
+    if not own:
+        return None
+    first, words = own[0], own[0].words
+    assert words is not None
+    kind = words["kind"]
+    about = tuple(words["ranks"]) or (first.rank,)
+    late = [e.rank for e in found if e.rank not in about and (e.words is not None or not (e.alive or e.over))]
+    message = words["message"]
+    what = message if re.match(r"(rank|step) ", message) or words["ours"] else f"{_who(first)} failed: {message}"
+    alike = [e.rank for e in own if e.words and e.words["message"] == message]
+    if len(alike) == len(found) or set(late) <= set(alike):
+        late = [rank for rank in late if rank not in alike]
+    others = f"{_named(late)} ended after it" if late else ""
+    return Verdict(kind, about, what, others, words["hint"], words["trace"])
+
+
+def _dead(found: Sequence[Evidence]) -> Verdict | None:
+    dead = [e for e in found if not e.alive and not e.over and e.words is None and not e.silent_node_s]
+    if not dead:
+        return None
+    aborted = [e for e in dead if e.fatal]
+    if aborted and (verdict := _differing([e for e in found if e.in_call])) is not None:
+        return verdict
+    who = tuple(e.rank for e in dead)
+    one = aborted[0] if aborted else dead[0]
+    if aborted:
+        how = aborted[0].fatal.splitlines()[0].removeprefix("Fatal Python error: ")
+        what = f"{_who(one)} died of a fault in C ({how}): {_at(one)}"
+        return Verdict("fault", (one.rank,), what, _waiting(found, who), "the stacks are in its file under RUN/watch/")
+    what = f"{_who(one) if len(who) == 1 else _named(who)} died without a word (killed, or out of memory): {_at(one)}"
+    return Verdict(
+        "died", who, what, _waiting(found, who), "dmesg or the scheduler says who killed it; memory is the usual reason"
+    )
+
+
+def _partition(found: Sequence[Evidence]) -> Verdict | None:
+    gone = [e for e in found if e.silent_node_s]
+    if not gone:
+        return None
+    nodes = sorted({e.node for e in gone})
+    what = f"node {', '.join(nodes)} ({_named([e.rank for e in gone])}) cannot be reached for {gone[0].silent_node_s:.1f} s"
+    return Verdict(
+        "partition", tuple(e.rank for e in gone), what, _waiting(found, [e.rank for e in gone]),
+        f"its network or its power; leave it out: sbatch --exclude={','.join(nodes)}",
+    )  # fmt: skip
+
+
+def _stopped(found: Sequence[Evidence]) -> Verdict | None:
+    stopped = [e for e in found if e.alive and e.state == "T"]
+    if not stopped:
+        return None
+    who = [e.rank for e in stopped]
+    what = f"{', '.join(_who(e) for e in stopped)} is stopped (SIGSTOP): {_at(stopped[0])}"
+    return Verdict("stopped", tuple(who), what, _waiting(found, who), f"kill -CONT {stopped[0].pid} on {stopped[0].node}")
+
+
+def _apart(found: Sequence[Evidence]) -> Verdict | None:
+    """All wait, but not for the same."""
+    alive = [e for e in found if e.alive]
+    if len(alive) < 2 or not all(e.in_call for e in alive):
+        return None
+    return _differing(alive)
+
+
+def _differing(calling: Sequence[Evidence]) -> Verdict | None:
+    if len(calling) < 2:
+        return None
+    most = Counter((e.place, e.op, e.numel) for e in calling).most_common()
+    if len(most) < 2 or most[0][1] == most[1][1]:
+        return _differing_pair(calling) if len(calling) == 2 and len(most) == 2 else None
+    place, op, numel = most[0][0]
+    odd = [e for e in calling if (e.place, e.op, e.numel) != most[0][0]]
+    return _odd(odd, place, op, numel, _waiting(calling, [e.rank for e in odd]))
+
+
+def _differing_pair(calling: Sequence[Evidence]) -> Verdict | None:
+    """Of two nobody is the majority: the one further on has left something out; else both are named."""
+    behind, ahead = sorted(calling, key=lambda e: (e.place, e.begun))
+    if behind.place == ahead.place:
+        what = (
+            f"{_who(behind)} is in {behind.op} of {behind.numel} numbers, {_who(ahead)} in {ahead.op} of {ahead.numel}: "
+            f"{_at(behind)}"
+        )
+        return Verdict("shapes" if behind.op == ahead.op else "collective", (behind.rank, ahead.rank), what)
+    return _odd([ahead], behind.place, behind.op, behind.numel, _waiting(calling, [ahead.rank]))
+
+
+def _odd(odd: Sequence[Evidence], place: tuple[int, int], op: str, numel: int, others: str) -> Verdict:
+    who, one = tuple(e.rank for e in odd), odd[0]
+    name = _who(one) if len(odd) == 1 else _named(who)
+    if one.place > place:
+        what = f"{name} has left out {op} of step {place[0]}, {PHASES[place[1]]}, and is already in {one.op}: {_at(one)}"
+        hint = "a collective under an `if` that is not true on every rank?"
+        return Verdict("skipped", who, what, others, hint)
+    if one.op != op:
+        what = f"{name} entered another collective, {one.op}, where the others entered {op}: {_at(one)}"
+        return Verdict("collective", who, what, others, "a branch that is not the same on every rank?")
+    what = f"{name} came to {op} with {one.numel} numbers, the others with {numel}: {_at(one)}"
+    return Verdict("shapes", who, what, others, "a size that depends on the rank's own data?")
+
+
+def _absent(found: Sequence[Evidence]) -> Verdict | None:
+    """Some wait, some have not come: what do these do?"""
+    storage = _storage(found)
+    if storage is not None:
+        return storage
+    there = [e for e in found if waits(e)] or _behind_the_front(found)
+    absent = [e for e in found if e.alive and not e.over and e not in there]
+    if not absent or (not there and len(found) > 1):
+        return None
+    reasons = [(e, _reason(e)) for e in absent]
+    if any(kind == "" for _, (kind, _) in reasons):
+        return None  # one that only takes its time may be why another waits
+    one, (kind, doing) = reasons[0]
+    who = tuple(e.rank for e in absent)
+    name = _who(one) if len(absent) == 1 else _named(who)
+    return Verdict(kind, who, f"{name} {doing}: {_at(one)}", _waiting(found, who), HINTS[kind])
+
+
+def _behind_the_front(found: Sequence[Evidence]) -> list[Evidence]:
+    """On CUDA the host waits for the device and not in the call: those furthest on are the ones who wait."""
+    if not all(e.cuda for e in found):
+        return []
+    front = max((e.place, e.begun) for e in found)
+    there = [e for e in found if (e.place, e.begun) == front]
+    return there if len(there) < len(found) else []
+
+
+HINTS = {
+    "data": "its data's storage, or --data.workers and --data.prefetch for more in hand",
+    "loop": "the line above does not end",
+    "lock": "code in C waits or works with Python's lock in its hand; its stack is in RUN/watch/",
+    "blocked": "the line above waits for something that does not come",
+}
+
+
+def _reason(e: Evidence) -> tuple[str, str]:
+    """Kind and words; empty where it may well be at work."""
+    if e.phase in NOT_YET or prepares(e) or e.starved_s > 0.3 * e.still_s:
+        return "", ""
+    if e.answered is False:
+        return "lock", "holds Python's lock in C and does not answer"
+    if e.answered is None:
+        return "", ""
+    if e.phase == "data":
+        return "data", f"waits for its data, {e.still_s:.1f} s by now"
+    if e.cpu_s > max(BUSY_S, 0.6 * e.still_s):
+        return "loop", f"computes without end, {e.cpu_s:.1f} s by now" + (", in Python" if e.moving else "")
+    if e.state in "SD" and e.cpu_s < BUSY_S:
+        return "blocked", f"waits outside of any collective, {e.still_s:.1f} s by now"
+    return "", ""
+
+
+def _storage(found: Sequence[Evidence]) -> Verdict | None:
+    """All stand in a save, and some are at the storage."""
+    live = [e for e in found if e.alive]
+    at_it = [e for e in live if writes(e)]
+    if not at_it or not all(writes(e) or waits_for_save(e) or waits(e) for e in live):
+        return None
+    if any(e.phase in NOT_YET and not waits_for_save(e) and not writes(e) for e in live):
+        return None
+    one = at_it[0]
+    who = tuple(e.rank for e in at_it)
+    stack = next(s for s in (one.threads.get("checkpoint", ()), one.stack) if s)
+    name = _who(one) if len(at_it) == 1 else _named(who)
+    what = f"{name} is in a save and its storage is slow, {one.still_s:.1f} s by now: step {one.step}, at {spot(stack)}"
+    return Verdict("storage", who, what, _waiting(found, who), "its storage; --checkpoint.dir elsewhere")
+
+
+def _network(found: Sequence[Evidence]) -> Verdict | None:
+    """All in the same collective, and it does not end."""
+    live = [e for e in found if e.alive]
+    if len(live) < 2 or not all(e.in_call for e in live) or len({(e.place, e.op, e.numel) for e in live}) > 1:
+        return None
+    if any(e.still_s < NETWORK_S or e.starved_s > 0.3 * e.still_s or e.phase in NOT_YET for e in live):
+        return None
+    e = live[0]
+    what = f"all ranks are in {e.op} and it does not end, {e.still_s:.1f} s by now: {_at(e)}"
+    return Verdict("network", tuple(r.rank for r in live), what, "", "the network between the ranks")
+
+
+Judge = Callable[[Sequence[Evidence]], Verdict | None]

@@ -1,0 +1,108 @@
+"""What a rank tells of itself, read as a monitor reads it; and the device's clock, with a device made up here."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from fsdp.watch import calls, cells
+from fsdp.watch.cells import CUDA, SPENT, Cells, Writer
+from fsdp.watch.device import DeviceClock
+
+
+@pytest.fixture
+def page() -> Iterator[Cells]:
+    own = cells.create(f"shardrun-test-{os.getpid()}.cells")
+    yield own
+    own.path.unlink()
+    own.close()
+
+
+def test_a_step_is_read_as_it_was_told(page: Cells) -> None:
+    writer = Writer(page.numbers)
+    other = cells.attach(page.path)
+    for step in (1, 2, 3):
+        for name in ("data", "forward", "backward", "reduce", "optimizer", "record"):
+            writer.phase(name, step)
+    beat = cells.read(other.numbers)
+    assert (beat.step, beat.phase, beat.steps) == (3, "record", 2)
+    assert set(cells.ring(other.numbers)) == {1, 2}
+    other.close()
+
+
+def test_waiting_is_no_work(page: Cells) -> None:
+    writer = Writer(page.numbers)
+    writer.phase("data", 1)
+    writer.phase("forward", 1)
+    time.sleep(0.02)
+    writer.waited += 0.015
+    writer.phase("data", 2)
+    work, whole = cells.ring(page.numbers)[1]
+    assert work + 0.015 == pytest.approx(whole, abs=1e-3)
+    assert cells.spent(page.numbers)["waiting"] == 0.015
+
+
+def test_last_words_are_read_whole_and_long_ones_cut(page: Cells) -> None:
+    assert page.told() is None
+    page.tell({"message": "it broke", "trace": "x" * 100_000, "time": 1.5})
+    told = page.told()
+    assert told is not None
+    assert (told["message"], told["time"]) == ("it broke", 1.5)
+    assert 100 < len(told["trace"]) < 8192
+
+
+def test_collectives_are_wrapped_only_while_a_run_lasts(page: Cells) -> None:
+    before = dist.all_reduce
+    wrapped = calls.Calls(Writer(page.numbers))
+    assert dist.all_reduce is not before
+    wrapped.close()
+    assert dist.all_reduce is before
+
+
+class Tick:
+    """A device on which an event is the time of its recording, in ms."""
+
+    now = 0.0
+    passed = 1e9
+
+    def record(self) -> None:
+        Tick.now += 10.0
+        self.at = Tick.now
+
+    def query(self) -> bool:
+        return self.at <= Tick.passed
+
+    def elapsed_time(self, end: Tick) -> float:
+        return end.at - self.at
+
+
+class Group:
+    def wait_for_unshard(self) -> str:
+        return "gathered"
+
+
+def test_the_device_s_times_come_when_its_events_have_passed(page: Cells) -> None:
+    page.numbers[CUDA] = 1
+    writer = Writer(page.numbers)
+    clock = DeviceClock(writer, Tick)
+    clock.wrap(Group)
+    Tick.passed = 0.0
+    for step in (1, 2):
+        for name in ("data", "forward", "backward"):
+            writer.phase(name, step)
+            clock.phase(name, step)
+            assert Group().wait_for_unshard() == "gathered"
+    assert cells.ring(page.numbers) == {}
+    Tick.passed = 1e9
+    clock.phase("data", 3)
+    clock.close()
+    spent = cells.spent(page.numbers)
+    assert spent["forward"] == pytest.approx(2 * 0.03)  # each phase is an event, and two around its wait
+    assert spent["waiting"] == pytest.approx(6 * 0.01)
+    assert cells.ring(page.numbers)[2] == (pytest.approx(0.06 - 0.03), pytest.approx(0.09))
+    assert page.numbers[SPENT + 1] == pytest.approx(0.0, abs=0.05)  # data is the host's
+    assert not hasattr(Group.wait_for_unshard, "__wrapped__")

@@ -1,0 +1,132 @@
+"""Each flag of --watch changes what it says; what stands in RUN/watch after an ordinary run; who tells a failure."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fsdp import config as configuration
+from fsdp.config import config_hash
+from fsdp.errors import ConfigError
+from fsdp.watch.files import Files
+from fsdp.watch.ledger import Ledger, Told
+from tests.core.runs import failures, run
+
+ROOT = Path(__file__).parents[2]
+FAULT = """
+import json, sys, tempfile
+from pathlib import Path
+from bench import faults
+from bench.fault_kinds import KINDS
+faults.import_once()
+kind = next(kind for kind in KINDS if kind.name == sys.argv[1])
+with tempfile.TemporaryDirectory() as folder:
+    case = faults.once(kind if len(sys.argv) < 4 else faults.ending(kind), 1, 12, Path(folder), sys.argv[2].split())
+    print(json.dumps([case.said_kind, case.codes, (Path(folder) / "log").read_text()]))
+"""
+
+
+def fault(kind: str, flags: str, *more: str) -> tuple[str, list[int], str]:
+    done = subprocess.run(
+        [sys.executable, "-c", FAULT, kind, flags, *more], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    said, codes, log = json.loads(done.stdout.splitlines()[-1])
+    return said, codes, log
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_come_back_ends_the_job(tmp_path: Path) -> None:
+    said, codes, log = fault("SIGSTOP", "--watch.hang_s 4", "ends")
+    assert said == "stopped"
+    assert sorted(codes) == [-9, 6, 6, 6]
+    assert "watch: rank 1" in log
+    assert "ends the job in" in log
+
+
+@pytest.mark.slow
+def test_the_first_failure_is_told_once_and_the_others_in_a_line(tmp_path: Path) -> None:
+    _, codes, log = fault("exception", "")
+    assert codes == [1, 1, 1, 1]
+    assert log.count("ValueError: a sample of a length that nobody expected") == 1
+    assert log.count("Traceback") == 1
+    assert log.rstrip().endswith("ranks 0, 2, 3 ended after it")
+
+
+def test_an_ordinary_run_leaves_its_times_and_no_verdict(tmp_path: Path) -> None:
+    run(2, tmp_path, "--train.steps 8")
+    left = {path.name for path in (tmp_path / "watch").iterdir()}
+    assert left <= {"timing.jsonl", "late.jsonl"}
+    names = [path for path in Path("/dev/shm").glob("shardrun-*") if f"-{os.getpid()}-" in path.name]
+    assert not names
+
+
+def test_switched_off_nothing_is_kept(tmp_path: Path) -> None:
+    run(2, tmp_path, "--train.steps 3 --watch.enabled false --watch.spike 0")
+    assert not (tmp_path / "watch").exists()
+
+
+def test_what_is_watched_does_not_change_what_is_trained() -> None:
+    plain = configuration.load([])
+    for flag in ("enabled false", "hang_s 5", "late_percent 0", "divergence 3", "unit_norms 2", "spike 3"):
+        name, value = flag.split()
+        assert config_hash(configuration.load([f"--watch.{name}", value])) == config_hash(plain)
+    assert config_hash(configuration.load(["--watch.deterministic"])) != config_hash(plain)
+
+
+def test_a_changing_number_of_ranks_does_not_repeat() -> None:
+    with pytest.raises(ConfigError, match=r"--ray.num_workers 2:4\. HINT: --ray.num_workers 4"):
+        configuration.load(["--watch.deterministic", "--backend", "ray", "--ray.num_workers", "2:4"])
+
+
+NO_REPEAT = "--model.name tests.watch.models:histogram --watch.deterministic true --train.steps 2"
+
+
+def test_an_operation_that_cannot_repeat_is_refused(tmp_path: Path) -> None:
+    said = failures(1, tmp_path, NO_REPEAT)
+    assert said[0] is not None
+    assert "does not have a deterministic implementation" in said[0]
+
+
+def told(step: int, slow: float) -> Told:
+    steps = {
+        rank: {n: (0.02 * (slow if rank == 1 else 1 + 0.001 * (n % 3)), 0.03) for n in range(step - 30, step)}
+        for rank in range(4)
+    }
+    spent = {rank: {"forward": 0.01 * step, "waiting": 0.002 * step} for rank in range(4)}
+    return Told(steps, spent, count=step, step=step)
+
+
+@pytest.mark.parametrize(("percent", "says"), [(7.0, 1), (50.0, 0), (0.0, 0)])
+def test_how_late_is_late_is_the_flag_s(tmp_path: Path, percent: float, says: int) -> None:
+    said: list[list[str]] = []
+    ledger = Ledger(percent, {"n1": [0, 1], "n2": [2, 3]}, Files(tmp_path), said.append)
+    ledger.beat(10.0, lambda: told(440, 1.18))
+    assert len(said) == says
+    assert not says or said[0] == ["watch: rank 1 (n1) is late by 18% since step 416"]
+
+
+def test_times_are_means_a_step_over_an_interval_that_grows(tmp_path: Path) -> None:
+    files = Files(tmp_path)
+    ledger = Ledger(0.0, {"n1": [0, 1, 2, 3]}, files, lambda _: None)
+    ledger._began = 0.0
+    for at in range(10):
+        ledger.beat(1000.0 + 4 * at, lambda at=at: told(100 + 10 * at, 1.0))  # type: ignore[misc]
+    files.close()
+    lines = [json.loads(line) for line in (tmp_path / "timing.jsonl").read_text().splitlines()]
+    assert [(one["from_step"], one["step"]) for one in lines] == [(100, 130), (130, 160), (160, 190)]
+    assert lines[0]["ranks"]["2"] == {"forward": pytest.approx(0.01), "waiting": pytest.approx(0.002)}
+    assert lines[0] == {**lines[0], "seconds": 12.0}
+
+
+def test_a_disk_that_is_not_there_holds_nobody_up(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    files = Files(tmp_path / "file" / "watch")
+    files.append("verdicts.jsonl", {"a": 1})
+    files.close()
+    assert "Not a directory" in files.failed

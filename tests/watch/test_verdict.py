@@ -1,0 +1,150 @@
+"""From evidence to a verdict: who it was, and who only waited. Evidence is made up here; real ranks are in test_faults.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fsdp.watch.look import parse_stacks
+from fsdp.watch.verdict import Evidence, Frame, Verdict, decode, judge, spot
+
+MINE = (("/home/me/mine.py", 12, "forward"), ("/venv/lib/python3.11/site-packages/torch/nn/module.py", 9, "_call"))
+WAITING = Evidence(
+    0, "n1", 1, phase="forward", step=7, begun=50, ended=49, op="all_gather_single", numel=64, still_s=3.0, answered=True
+)
+
+
+def world(**odd: Any) -> list[Evidence]:
+    """Four ranks that wait in one collective, but for rank 2."""
+    ranks = [replace(WAITING, rank=rank, pid=100 + rank) for rank in range(4)]
+    ranks[2] = replace(ranks[2], **odd)
+    return ranks
+
+
+def on(**odd: Any) -> Verdict:
+    verdict = judge(world(**odd))
+    assert verdict is not None
+    return verdict
+
+
+OUT = {"begun": 49, "ended": 49, "stack": MINE}
+
+
+@pytest.mark.parametrize(
+    ("odd", "kind", "words"),
+    [
+        ({"alive": False, "state": "X"}, "died", "rank 2 (n1) died without a word"),
+        ({"alive": False, "fatal": "Fatal Python error: Segmentation fault\n", "ended": 50}, "fault", "Segmentation fault"),
+        ({**OUT, "state": "T"}, "stopped", "rank 2 (n1) is stopped (SIGSTOP): step 7, forward"),
+        ({**OUT, "phase": "data"}, "data", "rank 2 (n1) waits for its data, 3.0 s by now: step 7, data, at home/me/mine.py:12"),
+        ({**OUT, "cpu_s": 2.9, "state": "R", "moving": True}, "loop", "computes without end, 2.9 s by now, in Python"),
+        ({**OUT, "answered": False}, "lock", "holds Python's lock in C"),
+        (OUT, "blocked", "waits outside of any collective, 3.0 s by now: step 7, forward, at home/me/mine.py:12 forward"),
+        ({"step": 8}, "skipped", "has left out all_gather_single of step 7, forward"),
+        (
+            {"op": "all_reduce"},
+            "collective",
+            "entered another collective, all_reduce, where the others entered all_gather_single",
+        ),
+        ({"numel": 65}, "shapes", "came to all_gather_single with 65 numbers, the others with 64"),
+        ({"silent_node_s": 3.2, "node": "n2"}, "partition", "node n2 (rank 2) cannot be reached for 3.2 s"),
+    ],
+)
+def test_the_odd_one_is_named_with_what_it_does(odd: dict[str, Any], kind: str, words: str) -> None:
+    verdict = on(**odd)
+    assert (verdict.kind, verdict.ranks) == (kind, (2,))
+    assert words in verdict.what
+
+
+def test_what_the_others_wait_for_stands_beside_it() -> None:
+    assert on(**OUT).others == "ranks 0, 1, 3 wait in all_gather_single (step 7, forward)"
+
+
+SAVING = (("/x/fsdp/checkpoint/checkpointer.py", 3, "_land"),)
+WRITING: dict[str, tuple[Frame, ...]] = {"checkpoint": (("/x/fsdp/checkpoint/store.py", 9, "write"),)}
+TALKING: dict[str, tuple[Frame, ...]] = {
+    "checkpoint": (("/x/torch/distributed/c10d.py", 9, "broadcast"), ("/x/fsdp/checkpoint/talk.py", 3, "tell"))
+}
+
+
+def test_in_a_save_the_one_at_its_storage_is_named() -> None:
+    save: dict[str, Any] = {"phase": "save", "begun": 49, "ended": 49, "stack": SAVING}
+    ranks = [replace(WAITING, rank=rank, threads=WRITING if rank == 1 else TALKING, **save) for rank in range(3)]
+    verdict = judge(ranks)
+    assert verdict is not None
+    assert (verdict.kind, verdict.ranks) == ("storage", (1,))
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {**OUT, "state": "R", "cpu_s": 0.4, "starved_s": 2.5},
+        {**OUT, "state": "R", "cpu_s": 1.2},
+        {**OUT, "phase": "end"},
+        {**OUT, "stack": (("/x/torch/_inductor/compile.py", 3, "compile"), *MINE), "cpu_s": 3.0},
+        {**OUT, "answered": None},
+    ],
+    ids=["no processor was free", "it computes", "the export", "it compiles", "nobody was asked"],
+)
+def test_a_rank_that_may_be_at_work_is_not_blamed(odd: dict[str, Any]) -> None:
+    assert judge(world(**odd)) is None
+
+
+def test_all_stopped_is_the_schedulers_doing() -> None:
+    assert judge([replace(one, state="T") for one in world()]) is None
+
+
+def said(time: float, message: str = "it broke", **more: Any) -> dict[str, Any]:
+    words = {"kind": "exception", "ranks": [], "secondary": False, "ours": False, "hint": "", "trace": ""}
+    return {**words, "time": time, "message": message, **more}
+
+
+def test_the_first_own_word_counts_and_echoes_do_not() -> None:
+    ranks = world(words=said(5.0, "a"))
+    ranks[0] = replace(ranks[0], words=said(4.0, "Connection closed by peer", secondary=True))
+    ranks[1] = replace(ranks[1], words=said(6.0, "b"))
+    verdict = judge(ranks)
+    assert verdict is not None
+    assert (verdict.ranks, verdict.what) == ((2,), "rank 2 (n1) failed: a")
+    assert verdict.others == "ranks 0, 1 ended after it"
+
+
+def test_what_all_raise_is_about_whom_it_names() -> None:
+    ranks = [replace(one, words=said(1.0, "step 3: not finite", kind="nan", ranks=[3], ours=True)) for one in world()]
+    verdict = judge(ranks)
+    assert verdict is not None
+    assert (verdict.kind, verdict.ranks, verdict.others) == ("nan", (3,), "")
+
+
+def test_an_abort_of_gloo_is_laid_to_the_rank_with_the_other_shape() -> None:
+    """gloo ends whoever receives too much, which is a neighbour."""
+    ranks = world(numel=99)
+    ranks[0] = replace(ranks[0], alive=False, fatal="Fatal Python error: Aborted")
+    verdict = judge(ranks)
+    assert verdict is not None
+    assert (verdict.kind, verdict.ranks) == ("shapes", (2,))
+
+
+def test_of_two_ranks_the_one_further_on_has_left_something_out() -> None:
+    verdict = judge([WAITING, replace(WAITING, rank=1, step=8, op="all_reduce")])
+    assert verdict is not None
+    assert (verdict.kind, verdict.ranks) == ("skipped", (1,))
+
+
+def test_evidence_crosses_to_another_node_whole() -> None:
+    one = replace(WAITING, stack=MINE, threads=WRITING, words=said(1.0))
+    assert decode(one.encoded()) == one
+
+
+def test_a_line_of_the_runs_own_is_shown_before_torchs() -> None:
+    assert spot(tuple(reversed(MINE))) == "home/me/mine.py:12 forward"
+
+
+def test_stacks_that_c_wrote_are_read() -> None:
+    text = (
+        'Thread 0x00007f (most recent call first):\n  File "/a.py", line 1 in x\n\n'
+        'Current thread 0x00008f (most recent call first):\n  File "/b.py", line 2 in y\n  File "/c.py", line 3 in z\n'
+    )
+    assert parse_stacks(text) == (("/b.py", 2, "y"), ("/c.py", 3, "z"))
