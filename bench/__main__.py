@@ -1,4 +1,4 @@
-"""make bench: the short form of each bench, one table after another.
+"""make bench: the short form of each bench, one table after another, within ten minutes on two cores.
 
 python -m bench [--short]        bench.NAME alone takes the full form: python -m bench.save --help
 """
@@ -9,29 +9,42 @@ import subprocess
 import sys
 import time
 
-SHORT = {
-    "train": ["--short"],
-    "start": ["--short"],
-    "restart": ["--short"],
-    "goodput": ["--short"],
-    "scale": ["--short"],
-    "start_memory": [],
-    "save": ["--short"],
-    "ray_tutorial": ["--short"],
-}
+from bench.peers import setup
+from bench.peers.roster import ROSTER
+from bench.train import SHORT as CONTENDERS
+
+SHORT = ("train", "start", "restart", "goodput", "scale", "start_memory", "save", "ray_tutorial")
+MINUTES = 10
+
+
+def peers() -> None:
+    """Those that the short forms run beside, set up within a bound; the full forms know more."""
+    wanted = [ROSTER[name].peer for name in CONTENDERS if ROSTER[name].peer]
+    setup.set_up_all(wanted)
+    for name in setup.PEERS:
+        said = setup.missing(name) or f"ready in {setup.HOME / name}"
+        print(f"{name:<12} {' '.join(setup.PEERS[name].packages):<20} {said}", flush=True)
 
 
 def main(argv: list[str]) -> int:
     if argv not in ([], ["--short"]):
         print(__doc__, file=sys.stderr)
         return 2
-    failed = []
-    for name, flags in SHORT.items():
-        print(f"\n== python -m bench.{name} {' '.join(flags)}", flush=True)
-        began = time.monotonic()
-        code = subprocess.run([sys.executable, "-m", f"bench.{name}", *flags], check=False).returncode
-        print(f"== {name}: exit {code}, {time.monotonic() - began:.0f} s", flush=True)
-        failed += [name] if code else []
+    began, took = time.monotonic(), dict[str, tuple[int, float]]()
+    peers()
+    for name in SHORT:
+        print(f"\n== python -m bench.{name} --short", flush=True)
+        start = time.monotonic()
+        code = subprocess.run([sys.executable, "-m", f"bench.{name}", "--short"], check=False).returncode
+        took[name] = (code, time.monotonic() - start)
+    whole = time.monotonic() - began
+    print("\n== which took: " + ", ".join(f"{name} {seconds:.0f} s" for name, (_, seconds) in took.items()))
+    print(
+        f"== {whole / 60:.1f} of {MINUTES} minutes; the tables again: bench/results/*-short.md; full forms: bench/results/*.md"
+    )
+    failed = [f"{name} (exit {code})" for name, (code, _) in took.items() if code]
+    if failed:
+        print(f"== failed: {', '.join(failed)}")
     return 1 if failed else 0
 
 

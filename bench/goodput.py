@@ -1,7 +1,7 @@
 """An hour of faults in minutes: ranks are killed at random on 4 ranks, and what counts is how many new steps come of the time.
 
     python -m bench.goodput                      90 s of faults for each contender that can resume, a kill each 15 s on average
-    python -m bench.goodput --seconds 60 --only local,ours,bare
+    python -m bench.goodput --only local,bare --add        these anew, beside those that stand in bench/results
 
 The same kills, by the seed, for all: the moments are drawn once, the rank each time. First an undisturbed stretch says how fast
 the contender is left alone. Useful over all: steps that were new over all that were done. Goodput: new steps over those that
@@ -97,27 +97,36 @@ def shown(seen: dict[str, Ran]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=0, help="of faults, each contender; 0 is 90, or 45 with --short")
-    parser.add_argument("--mean", type=float, default=15.0, help="seconds from one kill to the next, on average")
+    parser.add_argument("--seconds", type=float, default=0, help="of faults, each contender; 0 is 90, or 25 with --short")
+    parser.add_argument("--mean", type=float, default=0, help="seconds from kill to kill, on average; 0 is 15, or 10")
     parser.add_argument("--every", type=int, default=10, help="steps from one checkpoint to the next")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seed", type=int, default=9)
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", default="", help="these contenders: local,ours,bare")
+    parser.add_argument("--add", action="store_true", help="keep the others that were run before with the same flags")
     parser.add_argument("--short", action="store_true")
     options = parser.parse_args(argv)
-    options.seconds = options.seconds or (45.0 if options.short else 90.0)
+    options.mean = options.mean or (10.0 if options.short else 15.0)
+    options.seconds = options.seconds or (25.0 if options.short else 90.0)
     wanted = options.only.split(",") if options.only else list(SHORT if options.short else LABELS)
-    about, seen = tables.machine(), {}
+    flags = (
+        f"--ranks {options.ranks} --seconds {options.seconds:.0f} --mean {options.mean:.0f} --every {options.every} "
+        f"--seed {options.seed}"
+    )
+    before = tables.standing("goodput", short=options.short) if options.add else {}
+    if before and before["flags"] != flags:
+        parser.error(f"--add: what stands was run with {before['flags']}. HINT: the same flags, or no --add")
+    machine = tables.joined(before.get("machine", ""), tables.machine())
+    seen = {name: Ran(**one) for name, one in before.get("ran", {}).items()}
     for name in [name for name in wanted if name == "local" or ready([name])]:
         seen[name] = storm(name, options)
         print(f"{name}: {seen[name]}, goodput {seen[name].goodput:.2f}", flush=True)
-    text = shown(seen)
+    seen = {name: seen[name] for name in LABELS if name in seen}
     print(tables.write(
-        "goodput", title="Goodput under random kills", short=options.short,
-        command=f"python -m bench.goodput {' '.join(argv)}".strip(),
-        about=f"{about}; {options.ranks} ranks, {options.seconds:.0f} s of faults each, a kill each {options.mean:.0f} s on "
+        "goodput", title="Goodput under random kills", short=options.short, command=f"python -m bench.goodput {flags}",
+        about=f"{machine}; {options.ranks} ranks, {options.seconds:.0f} s of faults each, a kill each {options.mean:.0f} s on "
         f"average (seed {options.seed}), a checkpoint each {options.every} steps",
-        text=text, numbers={"ran": seen},
+        text=shown(seen), numbers={"machine": machine, "flags": flags, "ran": seen},
     ))  # fmt: skip
     return 0
 

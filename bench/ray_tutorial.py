@@ -1,6 +1,6 @@
 """Ray's own FSDP2 tutorial beside `train.py --backend ray`: the same ViT, data and number of workers, each on a Ray of its own.
 
-    python -m bench.ray_tutorial            three rounds, some minutes
+    python -m bench.ray_tutorial            three rounds, some minutes; --short is one
 
 Read from outside, the same way for both: a line of metrics a step, and the memory of every process that the command started.
 The two take turns, so that what else the machine does falls on both. Printed, and written to bench/results/ray_tutorial.*.
@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
+import importlib.metadata
+import importlib.util
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+
+from bench import tables
 
 ROOT = Path(__file__).parents[1]
 STEPS, EVERY = 60, 20
@@ -45,9 +47,9 @@ class Watch:
         self._lines = lines
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
         self._began = time.monotonic()
-        self._process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        self._log = lines.parents[1] / "log"
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
         self._came: list[float] = []
         self._peak = 0
 
@@ -60,7 +62,7 @@ class Watch:
             looks += 1
             time.sleep(LOOK_S)
         if self._process.returncode:
-            raise SystemExit(f"{self._process.args!r} ended with {self._process.returncode}")
+            raise SystemExit(f"{self._process.args!r} ended with {self._process.returncode}:\n{self._log.read_text()[-2500:]}")
         return self._told()
 
     def _count_lines(self) -> None:
@@ -130,39 +132,34 @@ COLUMNS = {
 
 
 def table(seen: dict[str, list[Seen]]) -> str:
-    lines = ["| | " + " | ".join(COLUMNS.values()) + " |", "|---|" + "---|" * len(COLUMNS)]
-    for name, runs in seen.items():
-        cells = []
-        for column in COLUMNS:
-            values = [getattr(run, column) for run in runs]
-            cells.append(f"{statistics.median(values):.3g} ({min(values):.3g} to {max(values):.3g})")
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    rows = [[name, *(tables.spread([getattr(run, key) for run in runs]) for key in COLUMNS)] for name, runs in seen.items()]
+    over = [
+        tables.ratio([getattr(b, key) for b in seen["ours"]], [getattr(a, key) for a in seen["tutorial"]]) for key in COLUMNS
+    ]
+    return tables.table(["", *COLUMNS.values()], [*rows, ["ours/tutorial", *over]])
 
 
-def machine() -> str:
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    load = ", ".join(f"{part:.1f}" for part in os.getloadavg())
-    return f"{os.cpu_count()} cores, {memory:.0f} GiB, {platform.system()}, Python {platform.python_version()}; load {load}"
-
-
-def main() -> None:
-    import ray
-    import torch
-
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    rounds = parser.parse_args().rounds
-    about = f"{machine()}; torch {torch.__version__}, Ray {ray.__version__}; 2 workers, the default ViT on the digits, CPU"
-    seen = measure(rounds)
-    text = f"{about}; median of {rounds} rounds (smallest to largest)\n\n{table(seen)}\n"
-    print(text)
-    results = ROOT / "bench" / "results"
-    results.mkdir(exist_ok=True)
-    (results / "ray_tutorial.md").write_text(text)
-    numbers = {"about": about, **{name: [asdict(run) for run in runs] for name, runs in seen.items()}}
-    (results / "ray_tutorial.json").write_text(json.dumps(numbers, indent=1) + "\n")
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=0, help="0 is 3, or 1 with --short")
+    parser.add_argument("--add", action="store_true", help="to the rounds that were taken before")
+    parser.add_argument("--short", action="store_true")
+    options = parser.parse_args(argv)
+    if importlib.util.find_spec("ray") is None:
+        print("Ray's tutorial: not run, ray is not installed. HINT: pip install 'ray[train]'")
+        return 0
+    before = tables.standing("ray_tutorial", short=options.short) if options.add else {}
+    about = f"{tables.machine()}; Ray {importlib.metadata.version('ray')}, 2 workers, the default ViT on the digits, CPU"
+    seen = measure(options.rounds or (1 if options.short else 3))
+    if before:
+        seen = {name: [Seen(**one) for one in before["runs"][name]] + more for name, more in seen.items()}
+        about = tables.joined(before["about"], about)
+    print(tables.write(
+        "ray_tutorial", title="Beside Ray's FSDP2 tutorial", about=about, text=table(seen), numbers={"runs": seen},
+        command=f"python -m bench.ray_tutorial --rounds {len(seen['ours'])}", short=options.short,
+    ))  # fmt: skip
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

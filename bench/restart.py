@@ -1,9 +1,10 @@
 """A rank is killed: how long until a step is done that was not done before, and how many steps are done again.
 
-    python -m bench.restart [--rounds 5] [--ranks 4] [--every 10]
+    python -m bench.restart [--rounds 5] [--ranks 4] [--every 10] [--add]
 
 The vision transformer on 4 ranks, a checkpoint each 10 steps, SIGKILL to a random rank at a random step. Ours under its own
 launcher and under torchrun; a bare script and the frameworks' under `torchrun --max-restarts`. Contenders take turns.
+--add adds its rounds to those that stand in bench/results.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from bench.launched import Launched, alone, ours, torchrun, with_restarts
 from bench.peers.roster import ROSTER, ready
 
 STEPS = 100_000
+BAR = 1 / 3
 LABELS = {
     "local": "shardrun, python -m launch.local", "ours": "shardrun, torchrun --max-restarts",
     "bare": "bare script with dcp.save, torchrun --max-restarts", "accelerate": "Accelerate, torchrun --max-restarts",
@@ -66,9 +68,9 @@ def one_kill(name: str, ranks: int, every: int, at: int, draw: random.Random) ->
             run.end()
 
 
-def measure(names: Sequence[str], rounds: int, ranks: int, every: int) -> dict[str, list[Back]]:
+def measure(names: Sequence[str], rounds: range, ranks: int, every: int) -> dict[str, list[Back]]:
     seen: dict[str, list[Back]] = {name: [] for name in names}
-    for nth in range(rounds):
+    for nth in rounds:
         at = random.Random(nth).randint(every + 2, 3 * every)
         for name in tables.turned(list(names), nth):
             seen[name].append(one_kill(name, ranks, every, at, random.Random(nth)))
@@ -89,26 +91,44 @@ def shown(seen: dict[str, list[Back]]) -> str:
     return tables.table(["", "kill to next new step, s", "to the first step again, s", "steps done again", "over bare"], rows)
 
 
+def verdict(seen: dict[str, list[Back]], every: int) -> str:
+    """Whether ours is where it wants to be: a third of the bare script's time, one interval lost at most."""
+    said = []
+    for name in ("local", "ours"):
+        if name in seen:
+            over = tables.ratio([b.new_s for b in seen[name]], [b.new_s for b in seen["bare"]])
+            lost = max(b.lost for b in seen[name])
+            reached = "reached" if over.value <= BAR and lost <= every else "not reached"
+            said.append(f"{LABELS[name]}: {over.value:.2f} of the bare script's time, {lost} steps lost at most: {reached}.")
+    return f"The bar is {BAR:.2f} of the bare script's time and {every} steps. " + " ".join(said)
+
+
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=0, help="0 is 5, or 2 with --short")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--every", type=int, default=10, help="steps from one checkpoint to the next")
     parser.add_argument("--only", default="", help="these contenders: local,ours,bare")
+    parser.add_argument("--add", action="store_true", help="to the rounds that were taken before")
     parser.add_argument("--short", action="store_true")
     options = parser.parse_args(argv)
     wanted = options.only.split(",") if options.only else list(SHORT if options.short else LABELS)
     names = [name for name in wanted if name == "local" or ready([name])]
-    rounds = options.rounds or (2 if options.short else 5)
     about = tables.machine()
-    seen = measure(names, rounds, options.ranks, options.every)
-    text = shown(seen)
-    said = " ".join(argv)
+    before = tables.standing("restart", short=options.short) if options.add else {}
+    tables.check_add(parser, before.get("kills"), names)
+    done = len(before["kills"]["bare"]) if before else 0
+    last = done + (options.rounds or (2 if options.short else 5))
+    seen = measure(names, range(done, last), options.ranks, options.every)
+    if before:
+        seen = {name: [Back(**one) for one in before["kills"][name]] + more for name, more in seen.items()}
+        about = tables.joined(before["machine"], about)
+    text = "\n\n".join([shown(seen), verdict(seen, options.every)])
     print(tables.write(
         "restart", title="A killed rank to its next new step", short=options.short,
-        command=f"python -m bench.restart {said}".strip(),
-        about=f"{about}; {options.ranks} ranks, a checkpoint each {options.every} steps, {rounds} kills each", text=text,
-        numbers={"kills": seen},
+        command=f"python -m bench.restart --ranks {options.ranks} --every {options.every} --rounds {last}",
+        about=f"{about}; {options.ranks} ranks, a checkpoint each {options.every} steps, {last} kills each", text=text,
+        numbers={"machine": about, "kills": seen},
     ))  # fmt: skip
     return 0
 

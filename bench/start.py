@@ -1,11 +1,11 @@
 """Start-up side by side: from the command to the first optimizer step, ours against a bare script and every framework's.
 
-    python -m bench.start [--rounds 5] [--ranks 2] [--cold]
+    python -m bench.start [--rounds 5] [--ranks 2] [--cold] [--add]
 
 Each contender is a script that imports what it needs and no more, builds the same vision transformer, shards it and takes
 one step (bench/peers/alone.py); ours is train.py, and launch.local, with all that they write. Rounds are
 interleaved; what counts is the extra over the bare script. --cold puts the files of all packages out of the page cache before
-each start.
+each start. --add adds its rounds to those that stand in bench/results.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ def run_once(name: str, ranks: int, folder: Path) -> Started:
         return _watch([command], [{}])
     words = ["train.py", *ours(folder, 1, 0)] if name == "ours" else alone(name, folder, 1, 0)
     meet = {
+        **setup.environment_of(ROSTER[name].peer),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
@@ -63,19 +64,20 @@ def run_once(name: str, ranks: int, folder: Path) -> Started:
 def _watch(commands: Sequence[Sequence[str]], places: Sequence[dict[str, str]]) -> Started:
     common = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(setup.ROOT), "PYTHONUNBUFFERED": "1"}
     began, first = time.monotonic(), 0.0
-    processes = [
-        subprocess.Popen(
-            command, env={**common, **place}, cwd=setup.ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        )
-        for command, place in zip(commands, places, strict=True)
-    ]
-    assert processes[0].stdout is not None
-    for line in processes[0].stdout:
-        if not first and STEP.search(line):
-            first = time.monotonic() - began
-    ended = [os.wait4(process.pid, 0) for process in processes]
-    if any(status for _, status, _ in ended) or not first:
-        raise SystemExit(f"{' '.join(commands[0])} ended with {[status for _, status, _ in ended]}")
+    with tempfile.TemporaryFile("w+") as errors:
+        processes = [
+            subprocess.Popen(command, env={**common, **place}, cwd=setup.ROOT, text=True, stdout=subprocess.PIPE, stderr=errors)
+            for command, place in zip(commands, places, strict=True)
+        ]
+        assert processes[0].stdout is not None
+        for line in processes[0].stdout:
+            if not first and STEP.search(line):
+                first = time.monotonic() - began
+        ended = [os.wait4(process.pid, 0) for process in processes]
+        if any(status for _, status, _ in ended) or not first:
+            errors.seek(0)
+            said = errors.read()[-2000:]
+            raise SystemExit(f"{' '.join(commands[0])} ended with {[status for _, status, _ in ended]}:\n{said}")
     usage = [one for _, _, one in ended]
     return Started(first, sum(u.ru_utime + u.ru_stime for u in usage), max(u.ru_maxrss for u in usage) / 1024)
 
@@ -142,19 +144,26 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=0, help="0 is 5, or 2 with --short")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--add", action="store_true", help="to the rounds that were taken before")
     parser.add_argument("--only", default="", help="these contenders: bare,ours,fabric")
     parser.add_argument("--short", action="store_true")
     options = parser.parse_args(argv)
     wanted = options.only.split(",") if options.only else list(SHORT if options.short else LABELS)
     names = [name for name in wanted if name == "local" or ready([name])]
     rounds, about = options.rounds or (2 if options.short else 5), tables.machine()
-    seen = measure(names, rounds, options.ranks, options.cold)
-    text, said = shown(seen)
     temperature = "cold" if options.cold else "warm"
+    piece = f"{temperature}@{options.ranks}"
+    before = tables.standing("start", piece=piece, short=options.short) if options.add else {}
+    tables.check_add(parser, before.get("rounds"), names)
+    seen = measure(names, rounds, options.ranks, options.cold)
+    if before:
+        seen = {name: [Started(**one) for one in before["rounds"][name]] + more for name, more in seen.items()}
+        about, rounds = tables.joined(before["about"], about), len(seen["bare"])
+    text, said = shown(seen)
     command = f"python -m bench.start --ranks {options.ranks} --rounds {rounds}{' --cold' if options.cold else ''}"
     print(f"{about}\n\n{text}\n\n" + "\n".join(said))
     tables.write_piece(
-        "start", f"{temperature}@{options.ranks}", short=options.short, title="Start to first step",
+        "start", piece, short=options.short, title="Start to first step",
         piece_title=f"{temperature}, {options.ranks} ranks, {rounds} rounds", command=command, about=about,
         text="\n\n".join([text, *said]), notes="\n".join(f"- {one}" for one in absent(list(ROSTER))), numbers={"rounds": seen},
     )  # fmt: skip

@@ -1,6 +1,7 @@
 """Peak host memory of rank 0 while a 500M-parameter transformer is made on 4 ranks: ours drawn, ours sent, torch's usual way.
 
-    python -m bench.start_memory          about a minute, 5 GB; writes bench/results/start_memory.json and .md
+    python -m bench.start_memory            about a minute, 5 GB; writes bench/results/start_memory.json and .md
+    python -m bench.start_memory --short    125M parameters
 
 Each way has processes of its own, with glibc told to give freed blocks back (else its cache hides everything). Idle is before
 the model is built, the peak VmHWM from there. Bound: the shard, one block and 150 MB above idle.
@@ -8,21 +9,24 @@ the model is built, the peak VmHWM from there. Bound: the shard, one block and 1
 
 from __future__ import annotations
 
+import argparse
 import json
 import multiprocessing
 import os
-import platform
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from bench import tables
+
 RANKS = 4
 SIZES = {"vocab_size": 32_000, "width": 1280, "layers": 21, "heads": 10, "max_seq_len": 256, "tied": False}
+SMALL = {**SIZES, "vocab_size": 16_000, "width": 768, "layers": 14, "heads": 6}
 WAYS = ("ours, drawn", "ours, sent", "torch broadcast_from_rank0")
-RESULTS = Path(__file__).parent / "results"
 
 
 def status(name: str) -> float:
@@ -31,16 +35,18 @@ def status(name: str) -> float:
     return int(next(line for line in text.splitlines() if line.startswith(name + ":")).split()[1]) / 1024
 
 
-def one_rank(rank: int, way: str, folder: str) -> None:
+def one_rank(rank: int, way: str, folder: str, model: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder, "store")), RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=300))
-    make = (
-        prepare_ours(rank, "shard" if way == "ours, drawn" else "broadcast") if way.startswith("ours") else prepare_torch(rank)
-    )
+    spec = transformer(model)
+    if way.startswith("ours"):
+        make = prepare_ours(rank, spec, "shard" if way == "ours, drawn" else "broadcast")
+    else:
+        make = prepare_torch(rank, spec)
     dist.barrier()
     idle = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
@@ -59,11 +65,11 @@ def one_rank(rank: int, way: str, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def transformer() -> Any:
+def transformer(model: dict[str, Any]) -> Any:
     from fsdp.config import ModelSection
     from fsdp.models import resolve
 
-    return resolve(ModelSection(name="transformer", args=SIZES), {"vocab_size": SIZES["vocab_size"]})
+    return resolve(ModelSection(name="transformer", args=model), {"vocab_size": model["vocab_size"]})
 
 
 def sizes_of(root: Any) -> dict[str, float]:
@@ -73,7 +79,7 @@ def sizes_of(root: Any) -> dict[str, float]:
     return {"parameters": total, "shard_mb": total * 4 / RANKS / 2**20, "block_mb": block * 4 / 2**20}
 
 
-def prepare_ours(rank: int, init: str) -> Any:
+def prepare_ours(rank: int, spec: Any, init: str) -> Any:
     import torch
 
     from fsdp.config import MemorySection, MeshSection, PrecisionSection, SpeedSection
@@ -82,7 +88,7 @@ def prepare_ours(rank: int, init: str) -> Any:
     from fsdp.mesh import MeshSizes, build_mesh
     from fsdp.shard import shard_model
 
-    device, sizes, spec = torch.device("cpu"), MeshSizes("fsdp", 1, RANKS), transformer()
+    device, sizes = torch.device("cpu"), MeshSizes("fsdp", 1, RANKS)
     mesh = build_mesh(sizes, device)
 
     def make() -> dict[str, float]:
@@ -96,13 +102,13 @@ def prepare_ours(rank: int, init: str) -> Any:
     return make
 
 
-def prepare_torch(rank: int) -> Any:
+def prepare_torch(rank: int, spec: Any) -> Any:
     import torch
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh, spec = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp_shard",)), transformer()
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp_shard",))
 
     def make() -> dict[str, float]:
         full = spec.build().state_dict() if rank == 0 else {}
@@ -118,10 +124,10 @@ def prepare_torch(rank: int) -> Any:
     return make
 
 
-def measure(way: str) -> list[dict[str, float]]:
+def measure(way: str, model: dict[str, Any]) -> list[dict[str, float]]:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="start-memory-") as folder:
-        ranks = [context.Process(target=one_rank, args=(rank, way, folder)) for rank in range(RANKS)]
+        ranks = [context.Process(target=one_rank, args=(rank, way, folder, model)) for rank in range(RANKS)]
         for process in ranks:
             process.start()
         for process in ranks:
@@ -146,22 +152,25 @@ def table(found: dict[str, list[dict[str, float]]]) -> str:
         lines.append(
             f"| {way} | {peak:.0f} | {others:.0f} | {ranks[0]['rest_mb']:.0f} | {ranks[0]['seconds']:.1f} | {within} |"
         )
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
-def main() -> int:
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--short", action="store_true", help="a model of a quarter of the size")
+    options = parser.parse_args(argv)
     for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
         os.environ[name] = "131072"  # the processes started below read it as they start
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    found = {way: measure(way) for way in WAYS}
+    about, model = tables.machine(), SMALL if options.short else SIZES
+    found = {way: measure(way, model) for way in WAYS}
     text = table(found)
-    print(text)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "start_memory.md").write_text("# Memory at start\n\n`python -m bench.start_memory`\n\n" + text, encoding="utf-8")
-    machine = {"python": platform.python_version(), "cores": os.cpu_count(), "sizes": SIZES}
-    (RESULTS / "start_memory.json").write_text(json.dumps({"machine": machine, "ways": found}, indent=1) + "\n")
+    print(tables.write(
+        "start_memory", title="Memory at start", command="python -m bench.start_memory", about=about, text=text,
+        numbers={"sizes": model, "ways": found}, short=options.short,
+    ))  # fmt: skip
     return 0 if all("| no |" not in line for line in text.splitlines() if line.startswith("| ours")) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -6,6 +6,7 @@ Two contenders whose interval holds 1 are called equal. Not here: how anything i
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -108,6 +109,24 @@ def write(
     record = {"command": command, "about": about, **numbers}
     (RESULTS / f"{stem}.json").write_text(json.dumps(record, indent=1, default=vars) + "\n", encoding="utf-8")
     return page
+
+
+def standing(stem: str, *, piece: str = "", short: bool = False) -> dict[str, Any]:
+    """What was written before, of one piece or of all; empty where nothing was. --add begins with it."""
+    path = RESULTS / f"{stem}{'-short' if short else ''}.json"
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return found.get("pieces", {}).get(piece, {}) if piece else found
+
+
+def check_add(parser: argparse.ArgumentParser, before: Mapping[str, Any] | None, names: Sequence[str]) -> None:
+    """Rounds are added for all contenders alike, or a ratio would be of other rounds than its neighbour's."""
+    if before and set(before) != set(names):
+        parser.error(f"--add: what stands has {','.join(before)}, these are {','.join(names)}. HINT: --only {','.join(before)}")
+
+
+def joined(before: str, now: str) -> str:
+    """Machine and load of rounds that were taken in several sittings."""
+    return f"{before}; then {now.rpartition('load ')[1]}{now.rpartition('load ')[2]}" if before else now
 
 
 def write_piece(

@@ -119,19 +119,22 @@ def _share(work: str, per_s: Sequence[float]) -> str:
     return "" if of_peak is None else f", MFU {of_peak:.1%}"
 
 
-def piece(work: str, ranks: int, names: list[str], rounds: int, memory: bool, short: bool) -> None:
-    print(f"\n{WORKS[work].what}; {ranks} ranks, {rounds} rounds of {TURN[work]} steps", flush=True)
+def piece(work: str, ranks: int, names: list[str], options: argparse.Namespace) -> None:
+    rounds, threads = options.rounds, max(1, len(os.sched_getaffinity(0)) // ranks)
+    title = f"{WORKS[work].what}; {ranks} ranks, {threads} threads each, {rounds} rounds of {TURN[work]} steps"
+    print(f"\n{title}", flush=True)
     about = tables.machine()
-    seen = measure(work, ranks, names, rounds, memory)
+    seen = measure(work, ranks, names, rounds, memory=not options.no_memory)
     check_same(seen)
     found = rows(seen, Place(WORKS[work], 0, ranks).samples_a_step)
     text = shown(found, work)
-    print(text, flush=True)
-    title = f"{WORKS[work].what}; {ranks} ranks, {max(1, len(os.sched_getaffinity(0)) // ranks)} threads each"
+    print(f"{about}\n\n{text}", flush=True)
+    command = f"python -m bench.train --work {work} --ranks {ranks} --rounds {rounds}"
+    command += f" --only {options.only}" * bool(options.only) + " --no-memory" * options.no_memory
     tables.write_piece(
-        "train", f"{work}@{ranks}", short=short, title="Training side by side", piece_title=title,
-        command=f"python -m bench.train --work {work} --ranks {ranks} --rounds {rounds}", about=about, text=text,
-        notes="\n".join(f"- {line}" for line in [*settings(names), *absent(list(ROSTER))]), numbers={"rows": found},
+        "train", f"{work}@{ranks} {options.only}".strip(), short=options.short, title="Training side by side",
+        piece_title=title, command=command, about=about, text=text,
+        notes="\n".join(f"- {line}" for line in [*settings(list(ROSTER)), *absent(list(ROSTER))]), numbers={"rows": found},
     )  # fmt: skip
 
 
@@ -174,8 +177,9 @@ def main(argv: Sequence[str]) -> int:
         pieces = [(options.work, options.ranks)]
     else:
         pieces = [("tiny", 2), ("decoder", 2)] if options.short else [*PIECES, *(ON_CUDA if _cuda() else ())]
+    options.rounds = options.rounds or (5 if options.short else 20)
     for work, ranks in pieces:
-        piece(work, ranks, names, options.rounds or (5 if options.short else 20), not options.no_memory, options.short)
+        piece(work, ranks, names, options)
     return 0
 
 

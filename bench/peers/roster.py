@@ -50,10 +50,8 @@ ROSTER = {
 
 
 def ready(names: list[str]) -> list[str]:
-    """Those of `names` that can be run here; peers that are not set up yet are, first."""
-    for name in names:
-        if ROSTER[name].peer:
-            setup.set_up(ROSTER[name].peer)
+    """Those of `names` that can be run here; peers that were never set up are, first."""
+    setup.set_up_all(ROSTER[name].peer for name in names if ROSTER[name].peer)
     return [name for name in names if not ROSTER[name].missing]
 
 

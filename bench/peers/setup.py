@@ -2,20 +2,27 @@
 
     python -m bench.peers.setup [NAME …]        into .cache/peers/NAME; a second call finds them there
 
-What cannot be installed or cannot run on a machine is told with the reason, here and under every table.
+What cannot be installed or cannot run on a machine is told with the reason, here and under every table. A bench sets its peers
+up on the way, within a bound; one that failed is not tried again until this command is typed.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 HOME = ROOT / ".cache" / "peers"
+PTH = "after_its_own.pth"
+BOUND_S = 90.0
+"""What a bench waits for all of its peers together; pip by hand takes as long as it needs."""
 
 
 @dataclass(frozen=True)
@@ -52,39 +59,67 @@ def environment_of(name: str) -> dict[str, str]:
 
 def missing(name: str) -> str:
     """Why this peer cannot be run here; empty where it can."""
-    peer = PEERS[name]
-    if peer.why_not:
-        return peer.why_not
-    reason = HOME / name / "REASON"
-    if reason.exists():
-        return reason.read_text().strip()
-    return "" if (HOME / name / "READY").exists() else f"not set up: python -m bench.peers.setup {name}"
-
-
-def set_up(name: str) -> str:
-    """Install and try one peer; why not, or nothing."""
     peer, home = PEERS[name], HOME / name
     if peer.why_not:
         return peer.why_not
-    if not (home / "READY").exists():
-        subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
-        own = Path(
-            subprocess.check_output(
-                [python_of(name), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
-            ).strip()
-        )
-        (own / "after_its_own.pth").write_text(sysconfig.get_path("purelib") + "\n")
-        why = _install(name, peer)
-        (home / ("REASON" if why else "READY")).write_text(why + "\n")
-        (home / ("READY" if why else "REASON")).unlink(missing_ok=True)
+    by_hand = f"python -m bench.peers.setup {name}"
+    if not _of_this_interpreter(home):
+        return f"not installed here: {by_hand}"
+    reason = home / "REASON"
+    return f"{reason.read_text().strip()} (again: {by_hand})" if reason.exists() else ""
+
+
+def _of_this_interpreter(home: Path) -> bool:
+    """Whether it was tried, and beside the torch that ours is run with."""
+    tried = (home / "READY").exists() or (home / "REASON").exists()
+    return tried and (home / "BESIDE").exists() and (home / "BESIDE").read_text() == _beside()
+
+
+def _beside() -> str:
+    """The packages of the interpreter that runs this, which come after the peer's own."""
+    return sysconfig.get_path("purelib") + "\n"
+
+
+def set_up_all(names: Iterable[str], bound_s: float = BOUND_S) -> None:
+    """Those that were not tried yet, one after another, within the bound."""
+    deadline = time.monotonic() + bound_s
+    for name in names:
+        if not PEERS[name].why_not and not _of_this_interpreter(HOME / name):
+            set_up(name, max(1.0, deadline - time.monotonic()))
+
+
+def set_up(name: str, bound_s: float | None = None) -> str:
+    """Install and try one peer; why not, or nothing."""
+    peer, home = PEERS[name], HOME / name
+    if peer.why_not or ((home / "READY").exists() and _of_this_interpreter(home)):
+        return peer.why_not
+    shutil.rmtree(home, ignore_errors=True)
+    try:
+        why = _install(name, peer, None if bound_s is None else time.monotonic() + bound_s)
+    except subprocess.TimeoutExpired:
+        why = f"not installed within {bound_s:.0f} s"
+    home.mkdir(parents=True, exist_ok=True)
+    (home / "BESIDE").write_text(_beside())
+    (home / ("REASON" if why else "READY")).write_text(why + "\n")
     return missing(name)
 
 
-def _install(name: str, peer: Peer) -> str:
-    environment = {**os.environ, **environment_of(name), "PYTHONPATH": str(ROOT)}
-    pip = [str(python_of(name)), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *peer.packages]
-    for words in (pip, [str(python_of(name)), "-c", f"{peer.proof}; import torch; print(torch.__version__)"]):
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, cwd=ROOT)
+def _install(name: str, peer: Peer, deadline: float | None) -> str:
+    """Its environment, its packages, its import; what went wrong. Past the deadline: subprocess.TimeoutExpired."""
+    environment, python = {**os.environ, **environment_of(name), "PYTHONPATH": str(ROOT)}, str(python_of(name))
+    steps = (
+        [sys.executable, "-m", "venv", str(HOME / name)],
+        [
+            python,
+            "-c",
+            f"import sysconfig as s, pathlib as p; p.Path(s.get_path('purelib'), {PTH!r}).write_text({_beside()!r})",
+        ],
+        [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *peer.packages],
+        [python, "-c", f"{peer.proof}; import torch; print(torch.__version__)"],
+    )
+    for words in steps:
+        left = None if deadline is None else max(0.1, deadline - time.monotonic())
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, cwd=ROOT, timeout=left)
         if done.returncode:
             last = (done.stderr.strip() or "no word").splitlines()[-1]
             return f"{' '.join(words[1:4])} …: {last[:300]}"
@@ -92,6 +127,9 @@ def _install(name: str, peer: Peer) -> str:
 
 
 def main(names: list[str]) -> int:
+    if unknown := [name for name in names if name not in PEERS]:
+        print(f"unknown peer {unknown[0]!r}. HINT: python -m bench.peers.setup {' '.join(PEERS)}", file=sys.stderr)
+        return 2
     for name in names or PEERS:
         why = set_up(name)
         print(f"{name:<12} {' '.join(PEERS[name].packages):<24} {why or 'ready in ' + str(HOME / name)}", flush=True)

@@ -1,0 +1,176 @@
+"""What each bench makes of its measurements, on numbers made up here; all of them take their flags; the cheap ones in short."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import bench.__main__ as whole
+from bench import goodput, ray_tutorial, restart, start, start_memory, tables, train
+from bench.peers import setup
+
+HERE = (*whole.SHORT, "simulated")
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_each_says_how_it_is_called(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"bench.{name}").main(["--help"])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    assert f"python -m bench.{name}" in said
+    assert name == "simulated" or "--short" in said
+
+
+def test_make_bench_takes_no_other_word(capsys: pytest.CaptureFixture[str]) -> None:
+    assert whole.main(["--long"]) == 2
+    assert "python -m bench" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- what is made of measurements
+
+
+def test_a_higher_throughput_and_less_processor_time_are_better() -> None:
+    ours, bare = train.Seen(wall_s=[1.0] * 4, cpu_s=[0.5] * 4), train.Seen(wall_s=[1.25] * 4, cpu_s=[1.0] * 4)
+    own, other = train.rows({"ours": ours, "bare": bare}, samples=10)
+    assert own["per_s"] == [10.0] * 4
+    assert "ours_over_it" not in own
+    assert (other["ours_over_it"].value, other["cpu_over_it"].value) == (1.25, 0.5)
+    text = train.shown([own, other], "tiny")
+    assert "1.250 [1.250, 1.250] better" in text
+    assert "0.500 [0.500, 0.500] better" in text
+
+
+def test_replicated_is_held_against_replicated() -> None:
+    def seen(wall_s: float) -> train.Seen:
+        return train.Seen(wall_s=[wall_s] * 3, cpu_s=[1.0] * 3)
+
+    found = train.rows({"bare": seen(2.0), "ours": seen(2.0), "ddp": seen(3.0), "ours-ddp": seen(1.0)}, samples=1)
+    assert {row["name"]: row["ours_over_it"].value for row in found if "ours_over_it" in row} == {"bare": 1.0, "ddp": 3.0}
+
+
+def test_another_work_is_no_comparison() -> None:
+    with pytest.raises(SystemExit, match="not the same work"):
+        train.check_same({"bare": train.Seen(losses=[2.0, 1.0]), "ours": train.Seen(losses=[2.0, 1.01])})
+
+
+@pytest.mark.parametrize(("ours_s", "word"), [(4.4, "within it"), (4.6, "not within it")])
+def test_start_is_judged_by_half_of_the_fastest_frameworks_extra(ours_s: float, word: str) -> None:
+    walls = {"bare": 4.0, "ours": ours_s, "accelerate": 5.5, "fabric": 5.0}
+    text, said = start.shown({name: [start.Started(wall, 8.0, 300.0)] * 3 for name, wall in walls.items()})
+    assert "Lightning Fabric, ModelParallel, takes +1.00 s" in said[0]
+    assert said[1].endswith(word + ".")
+    assert "| shardrun, train.py | " + f"{ours_s} ({ours_s} to {ours_s})" in text
+
+
+@pytest.mark.parametrize(("ours_s", "lost", "word"), [(3.0, 10, "reached"), (3.5, 3, "not reached"), (3.0, 11, "not reached")])
+def test_restart_is_judged_by_a_third_and_one_interval(ours_s: float, lost: int, word: str) -> None:
+    seen = {"local": [restart.Back(1.0, ours_s, lost)] * 3, "bare": [restart.Back(8.0, 10.0, 5)] * 3}
+    assert restart.verdict(seen, every=10).endswith(f"{lost} steps lost at most: {word}.")
+    assert f"{ours_s / 10:.3f}" in restart.shown(seen)
+
+
+def test_goodput_is_of_new_steps_at_the_undisturbed_rate() -> None:
+    ran = goodput.Ran(kills=3, new=120, done=150, seconds=60.0, quiet_per_s=4.0)
+    assert (ran.useful, ran.goodput) == (0.8, 0.5)
+    assert "| 120 of 150 | 0.80 | 4.0 | 2.0 | 0.50 |" in goodput.shown({"local": ran})
+
+
+def test_rays_tutorial_is_the_lower_row_of_the_ratio() -> None:
+    seen = {"tutorial": [ray_tutorial.Seen(20.0, 2.0, 1.0, 2.0)] * 2, "ours": [ray_tutorial.Seen(10.0, 3.0, 0.5, 1.0)] * 2}
+    last = ray_tutorial.table(seen).splitlines()[-1]
+    assert [cell.split()[0] for cell in last.split("|")[2:6]] == ["0.500", "1.500", "0.500", "0.500"]
+
+
+def test_memory_at_start_is_bound_by_shard_block_and_150() -> None:
+    ranks = [{"parameters": 1e8, "shard_mb": 100, "block_mb": 20, "peak_mb": 271, "rest_mb": 1, "seconds": 2}] * 2
+    assert start_memory.table({"ours, drawn": ranks}).endswith("| 271 | 271 | 1 | 2.0 | no |")
+    assert "150 = 270 MB" in start_memory.table({"ours, drawn": ranks})
+
+
+# ---------------------------------------------------------------- rounds in several sittings
+
+
+def test_added_rounds_keep_both_loads() -> None:
+    assert tables.joined("", "4 cores; load before 1.0") == "4 cores; load before 1.0"
+    assert (
+        tables.joined("4 cores; load before 1.0", "4 cores; load before 2.0")
+        == "4 cores; load before 1.0; then load before 2.0"
+    )
+
+
+def test_rounds_are_added_for_the_same_contenders_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    back = vars(restart.Back(1.0, 2.0, 3))
+    tables.write(
+        "restart", title="R", command="c", about="a", text="t",
+        numbers={"machine": "load 1", "kills": {"local": [back], "bare": [back]}},
+    )  # fmt: skip
+    with pytest.raises(SystemExit):
+        restart.main(["--add", "--only", "bare"])
+    drawn = []
+
+    def kill(name: str, ranks: int, every: int, at: int, draw: object) -> restart.Back:
+        drawn.append((name, at))
+        return restart.Back(1.0, 4.0, 3)
+
+    monkeypatch.setattr(restart, "one_kill", kill)
+    assert restart.main(["--add", "--only", "local,bare", "--rounds", "2"]) == 0
+    kills = json.loads((tmp_path / "restart.json").read_text())["kills"]
+    assert [len(one) for one in kills.values()] == [3, 3]
+    assert len(drawn) == 4
+    assert "--rounds 3`" in (tmp_path / "restart.md").read_text()
+
+
+# ---------------------------------------------------------------- peers
+
+
+def test_a_peer_that_takes_too_long_is_listed_and_not_waited_for_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(setup, "HOME", tmp_path)
+    began = time.monotonic()
+    setup.set_up_all(["accelerate"], bound_s=0.0)
+    assert time.monotonic() - began < 20
+    said = setup.missing("accelerate")
+    assert said.startswith("not installed within")
+    assert said.endswith("python -m bench.peers.setup accelerate)")
+    monkeypatch.setattr(setup, "set_up", lambda *_: pytest.fail("tried again"))
+    setup.set_up_all(["accelerate", "torchtitan"])
+
+
+def test_a_peer_beside_another_torch_is_not_ready(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(setup, "HOME", tmp_path)
+    (tmp_path / "lightning").mkdir()
+    for name, text in (("READY", ""), ("BESIDE", setup._beside())):
+        (tmp_path / "lightning" / name).write_text(text)
+    assert setup.missing("lightning") == ""
+    (tmp_path / "lightning" / "BESIDE").write_text("/elsewhere/site-packages\n")
+    assert setup.missing("lightning").startswith("not installed here: python -m bench.peers.setup lightning")
+
+
+def test_a_peer_that_nobody_knows_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    assert setup.main(["lightnin"]) == 2
+    assert "HINT: python -m bench.peers.setup accelerate lightning" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- the cheap ones, in short
+
+
+@pytest.mark.slow
+def test_start_in_short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert start.main(["--short", "--rounds", "1", "--only", "bare,local"]) == 0
+    assert "shardrun, python -m launch.local" in capsys.readouterr().out
+    rounds = json.loads((tmp_path / "start-short.json").read_text())["pieces"]["warm@2"]["rounds"]
+    assert {name: len(one) for name, one in rounds.items()} == {"bare": 1, "local": 1}
+
+
+@pytest.mark.slow
+def test_simulated_ranks_from_the_command_line() -> None:
+    said = subprocess.check_output([sys.executable, "-m", "bench.simulated", "256", "--preset", "toy"], text=True)
+    assert json.loads(said)["ranks"] == 256
