@@ -1,4 +1,5 @@
-"""What every start looks at before it trains: do the ranks run the same programs, and do their nodes see one run directory.
+"""What every start looks at before it trains: can its nodes call one another, do the ranks run the same programs on devices
+that nobody else holds, and do their nodes see one run directory.
 
 A few milliseconds and one exchange, always. What takes seconds (devices, links, rates of storage) is fsdp/doctor's, which
 begins with these facts too.
@@ -6,12 +7,15 @@ begins with these facts too.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import importlib.metadata
 import logging
 import os
 import platform
 import secrets
 import socket
+import struct
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,15 +24,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fsdp import agree
-from fsdp.env import DistEnv
+from fsdp.env import DistEnv, interface_is_given, meeting_address
 from fsdp.errors import LaunchError
 
 log = logging.getLogger(__name__)
 
 PACKAGES = ("numpy", "triton", "torchvision", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
+SIOCGIFADDR = 0x8915
 MUST_BE_EQUAL = ("torch", "cuda", "nccl")
+TAKEN = 0.1
+"""The share of a device's memory that somebody else may hold without a word."""
 SAME_FILE_S = 5.0
 """How long a shared folder may take to show another node's file: NFS keeps what it knows of a folder for some seconds."""
 
@@ -47,6 +55,8 @@ class Facts:
     driver: str
     device: str
     packages: Mapping[str, str] = field(default_factory=dict)
+    taken: float = 0.0
+    """The share of its device's memory that is not free, before the run takes any."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -65,7 +75,13 @@ def facts_of(env: DistEnv) -> Facts:
         driver=_driver(),
         device=torch.cuda.get_device_name(env.device) if on_cuda else "cpu",
         packages=_packages(),
+        taken=_taken(env.device) if on_cuda else 0.0,
     )
+
+
+def _taken(device: torch.device) -> float:
+    free, total = torch.cuda.mem_get_info(device)
+    return 1 - free / total
 
 
 def _driver() -> str:
@@ -121,15 +137,71 @@ def _difference(what: str, values: Mapping[int, str]) -> Difference | None:
     return Difference(what, usual, others, what in MUST_BE_EQUAL) if others else None
 
 
+# ---------------------------------------------------------------- names
+
+
+def resolves(name: str) -> str:
+    """The address of a name, or empty."""
+    try:
+        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return ""
+
+
+def address_towards(host: str) -> str:
+    """This node's own address on the way to another. Nothing is sent."""
+    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
+        try:
+            probe.connect((host, 9))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return ""
+
+
+def check_names(env: DistEnv) -> None:
+    """Before the process group: gloo tells the others the address of this host's own name, and where that is none, or one that
+    only this host reaches, they wait for half an hour."""
+    if (
+        env.num_nodes < 2
+        or interface_is_given()
+        or dist.is_initialized()
+        or not (towards := address_towards(meeting_address()))
+    ):
+        return
+    host = socket.gethostname()
+    own = resolves(host)
+    # All on one machine, as in a trial of two "nodes", meet on the loopback and may well name themselves by it.
+    if towards.startswith("127.") or (own and not own.startswith("127.")):
+        return
+    error = LaunchError(
+        f"the name {host} {f'resolves to {own}, which only {host} itself reaches' if own else 'does not resolve'}, "
+        f"and {env.num_nodes} nodes are to meet.",
+        f"export GLOO_SOCKET_IFNAME={_interface_of(towards) or 'INTERFACE'} on {host}, or mend its /etc/hosts",
+    )
+    error.scope = "node"
+    raise error
+
+
+def _interface_of(address: str) -> str:
+    """The name of the interface that has it: asked of Linux, one by one."""
+    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # one without an address
+                said = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
+                if socket.inet_ntoa(said[20:24]) == address:
+                    return name
+    return ""
+
+
 # ---------------------------------------------------------------- at each start
 
 
-def check(env: DistEnv, run: Path) -> None:
+def check(env: DistEnv, run: Path, patience_s: float = SAME_FILE_S) -> None:
     """LaunchError on every rank alike where ranks cannot work together; what is only odd is said."""
     if env.world_size == 1:
         return
     token = agree.on_main(env.rank, lambda: _lay(run)) if env.num_nodes > 1 else ""
-    seen = not token or env.local_rank != 0 or _sees(run / token)
+    seen = not token or env.local_rank != 0 or _sees(run / token, patience_s)
     told: list[tuple[Facts, bool]] = agree.everyones((facts_of(env), seen))
     if token and env.is_main:
         (run / token).unlink(missing_ok=True)
@@ -142,6 +214,12 @@ def check(env: DistEnv, run: Path) -> None:
             )
         if env.is_main:
             log.warning("%s", one.say(everyone))
+    for facts in everyone:
+        if facts.taken > TAKEN and env.is_main:
+            log.warning(
+                "rank %d on %s: %.0f%% of the memory of its %s are taken. HINT: nvidia-smi on %s says by whom",
+                facts.rank, facts.host, 100 * facts.taken, facts.device, facts.host,
+            )  # fmt: skip
     blind = sorted({facts.host for facts, sees in told if not sees})
     if blind and env.is_main:
         # Only checkpoints need the folder on every node; where they lie elsewhere this is no error.
@@ -154,7 +232,7 @@ def _lay(run: Path) -> str:
     return name
 
 
-def _sees(file: Path, patience_s: float = SAME_FILE_S) -> bool:
+def _sees(file: Path, patience_s: float) -> bool:
     deadline = time.monotonic() + patience_s
     while not file.exists():
         if time.monotonic() > deadline:

@@ -139,11 +139,15 @@ show_what_would_run() {
     exit 0
 }
 
-# Instead of training: what each rank's device, links and storage can do, and which nodes to leave out. Its verdict is the job's.
+# Instead of training: what each rank's device, links and storage can do, and which nodes to leave out. Its verdict is the job's:
+# it comes as a file, so that a torchrun that ends well has nothing to say after it.
 examine_nodes() {
+    local told=$run/doctor/verdict
     export SHARDRUN_PREFLIGHT=1
     srun_ranks
-    "${by_srun[@]}" bash "$here/node.sh" ranks -m fsdp.doctor --dir "$run" || die "not fit: $run/doctor/doctor.html says more"
+    on_head rm -f "$told"
+    "${by_srun[@]}" bash "$here/node.sh" ranks -m fsdp.doctor --dir "$run" --verdict-to "$told" || say "its ranks ended with $?"
+    [ "$(on_head cat "$told")" = 0 ] || die "not fit to train: $run/doctor/doctor.html; whom to leave out: $run/doctor/exclude"
     exit 0
 }
 

@@ -10,21 +10,20 @@ It prints a table, a verdict and what to do, and writes DIR/doctor: doctor.html,
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
-from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
 from fsdp.errors import ConfigError, LaunchError, ShardrunError
 
-ENDED = 3
+ENDED = LaunchError.exit_code
+MOST_S = 86400.0
+COME_UP_S = 60.0
+"""What the ranks that it starts itself have for their imports, before their own bound begins to run, and for their end."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -48,8 +47,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=0, help="alone: how many to start (default: a rank a GPU, or two)")
     parser.add_argument("--verdict-to", type=Path, help=argparse.SUPPRESS)  # how ranks tell the process that started them
     options = parser.parse_args(argv)
-    if options.limit_s < 5:
-        parser.error(f"--limit-s {options.limit_s:g} is shorter than its shortest stage takes: at least 5")
+    if not 5 <= options.limit_s <= MOST_S:
+        parser.error(f"--limit-s {options.limit_s:g}: at least 5, which its stages take, and at most {MOST_S:.0f}")
+    if options.ranks < 0:
+        parser.error(f"--ranks {options.ranks}: 0 starts a rank a GPU, or two")
     return options
 
 
@@ -61,11 +62,12 @@ def main(argv: Sequence[str]) -> int:
         env = from_environment()
         if env.launcher == "a single process" and options.ranks != 1:
             return _start_ranks(options, env.device.type == "cuda")
-        code = as_rank(options)
+        from fsdp.doctor.rank import as_rank
+
+        return as_rank(options.dir.absolute(), options.limit_s, options.verdict_to)
     except ShardrunError as error:
         print(f"fsdp.doctor: {error}", file=sys.stderr)
         return error.exit_code
-    return 0 if options.verdict_to else code
 
 
 def _start_ranks(options: argparse.Namespace, on_cuda: bool) -> int:
@@ -78,62 +80,17 @@ def _start_ranks(options: argparse.Namespace, on_cuda: bool) -> int:
         words = ["--dir", str(options.dir), "--limit-s", str(options.limit_s), "--verdict-to", str(told)]
         starter = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
         environ = {"OMP_NUM_THREADS": "1", **os.environ}
-        ended = subprocess.run([*starter, "fsdp.doctor", *words], env=environ).returncode
+        command = [*starter, "fsdp.doctor", *words]
+        with subprocess.Popen(command, env=environ) as process:
+            try:
+                ended = process.wait(options.limit_s + COME_UP_S)
+            except subprocess.TimeoutExpired:
+                process.terminate()  # torchrun then ends its ranks, by force after half a minute
+                process.wait()
+                raise LaunchError(
+                    f"its {ranks} ranks were not done {COME_UP_S:.0f} s after their time.", "--limit-s more, or fewer --ranks"
+                ) from None
         return int(told.read_text()) if told.exists() else ended or ENDED
-
-
-def as_rank(options: argparse.Namespace) -> int:
-    import torch.distributed as dist
-
-    from fsdp.doctor import examine
-    from fsdp.doctor.verdict import Scene
-    from fsdp.env import from_environment, meeting_store
-
-    env, began = from_environment(), time.monotonic()
-
-    def tell(scene: Scene) -> int:
-        return _tell(scene, options, time.monotonic() - began)
-
-    store = dist.PrefixStore("doctor", meeting_store(env, options.limit_s))
-    visit = examine.Visit(env, store, options.dir.absolute(), began + options.limit_s)
-    with examine.bounded(visit, options.limit_s, tell):
-        try:
-            examine.examine(visit)
-        except (RuntimeError, dist.DistError) as error:
-            # A stage that failed for one fails for others too: what each saw is told, and rank 0 tells of all.
-            visit.tell(failure=str(error).splitlines()[0][:200])
-            if not env.is_main:
-                return LaunchError.exit_code
-        if env.is_main:
-            code = tell(examine.scene_of(visit, store))
-            store.set("verdict", str(code))
-            store.wait([f"bye/{rank}" for rank in range(1, env.world_size)], timedelta(seconds=examine.LEAVE_S))
-            return code
-        code = int(store.get("verdict"))
-        store.set(f"bye/{env.rank}", "")
-        return code
-
-
-def _tell(scene: object, options: argparse.Namespace, seconds: float) -> int:
-    from fsdp.doctor import table
-    from fsdp.doctor.verdict import Scene, judge
-
-    assert isinstance(scene, Scene)
-    verdict = judge(scene)
-    print(table.text(scene, verdict, seconds), flush=True)
-    code = 0 if verdict.fit else ENDED
-    folder = options.dir.absolute() / "doctor"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "doctor.html").write_text(table.page(scene, verdict, seconds), encoding="utf-8")
-        record = {"verdict": str(verdict), "fit": verdict.fit, "findings": [asdict(one) for one in verdict.findings]}
-        (folder / "doctor.json").write_text(json.dumps(record | {"looks": scene.looks}, indent=1) + "\n", encoding="utf-8")
-        (folder / "exclude").write_text(",".join(verdict.exclude) + "\n" if verdict.exclude else "", encoding="utf-8")
-    except OSError as error:
-        print(f"fsdp.doctor: {folder} cannot be written ({error.strerror}): the table above is all there is", file=sys.stderr)
-    if options.verdict_to:
-        options.verdict_to.write_text(str(code))
-    return code
 
 
 if __name__ == "__main__":

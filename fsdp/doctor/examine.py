@@ -23,7 +23,6 @@ import torch.distributed as dist
 from fsdp.doctor import device, links, network, storage
 from fsdp.doctor.verdict import Scene, can_meet, slow_ranks
 from fsdp.env import DistEnv, interface_is_given, meeting_address, meeting_store, process_group
-from fsdp.errors import LaunchError
 from fsdp.preflight import facts_of
 
 log = logging.getLogger(__name__)
@@ -183,11 +182,12 @@ def _look_at_storage(visit: Visit) -> None:
 
 
 @contextlib.contextmanager
-def bounded(visit: Visit, limit_s: float, tell: Callable[[Scene], int]) -> Iterator[None]:
-    """When time is up this process ends, wherever it stands: rank 0 after it has told what is known."""
+def bounded(visit: Visit, limit_s: float, tell: Callable[[Scene], int], late: int) -> Iterator[None]:
+    """When time is up this process ends, wherever it stands, with the code `late`: rank 0 after it has told what is known, and
+    with what telling returned."""
 
     def end() -> None:
-        code = LaunchError.exit_code
+        code = late
         try:
             if visit.env.is_main:
                 code = tell(scene_of(visit, dist.PrefixStore("doctor", meeting_store(visit.env, 10.0, serves=False))))

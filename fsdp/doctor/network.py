@@ -8,27 +8,11 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from fsdp.preflight import address_towards, resolves
+
 CONNECT_S = 3.0
 NEIGHBOURS = 16
 """Above twice as many nodes each tries these, behind and before it, and not all."""
-
-
-def address_towards(host: str) -> str:
-    """This node's own address on the way to another. Nothing is sent."""
-    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
-        try:
-            probe.connect((host, 9))
-            return str(probe.getsockname()[0])
-        except OSError:
-            return ""
-
-
-def resolves(name: str) -> str:
-    """The address of a name, or empty."""
-    try:
-        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError:
-        return ""
 
 
 @contextlib.contextmanager

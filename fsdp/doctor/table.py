@@ -12,9 +12,10 @@ from fsdp.report.tables import table as html_table
 
 MOST_ROWS = 40
 """Above so many ranks a node has one row: its slowest rank."""
-HEADS = ("node", "rank", "device", "TFLOP/s", "free GiB", "gather", "scatter", "µs", "write", "read", "clock")
-UNITS = ("", "", "", "", "", "GB/s", "GB/s", "", "MB/s", "MB/s", "ms")
-LINK_HEADS = ("link", "gather GB/s", "scatter GB/s", "µs")
+HEADS = ("node", "rank", "device", "TFLOP/s", "free", "gather", "scatter", "small", "write", "read", "clock")
+UNITS = ("", "", "", "", "GiB", "GB/s", "GB/s", "µs", "MB/s", "MB/s", "ms")
+DEVICE = HEADS.index("device")
+LINK_HEADS = ("link", "gather GB/s", "scatter GB/s", "small µs")
 
 
 def rows(scene: Scene) -> list[list[str]]:
@@ -38,7 +39,7 @@ def _row(host: str, rank: str, look: Look, head: Look) -> list[str]:
     return [
         host,
         rank,
-        look["facts"]["device"].removeprefix("NVIDIA "),
+        _device(look),
         f"{device['tflops']:.3g}" if device else "",
         f"{device['memory_free'] / GIB:.1f}" if device else "",
         *([f"{within[name]:.3g}" for name in ("gather_gb_s", "scatter_gb_s")] if within else ["", ""]),
@@ -46,6 +47,17 @@ def _row(host: str, rank: str, look: Look, head: Look) -> list[str]:
         *[f"{storage[name]:.0f}" if name in storage else "" for name in ("write_mb_s", "read_mb_s")],
         f"{links['clock_s'] * 1e3:+.0f}" if "clock_s" in links else "",
     ]
+
+
+def _device(look: Look) -> str:
+    return str(look["facts"]["device"]).removeprefix("NVIDIA ")
+
+
+def the_device(scene: Scene) -> str:
+    """What all ranks have; empty where they differ, or some never came."""
+    ranks = sum(len(ranks) for ranks in scene.nodes)
+    kinds = {_device(look) for look in scene.looks.values()}
+    return kinds.pop() if len(kinds) == 1 and len(scene.looks) == ranks else ""
 
 
 def links(scene: Scene) -> list[list[str]]:
@@ -72,21 +84,31 @@ def about(scene: Scene) -> str:
     facts = look["facts"]
     words = [f"torch {facts['torch']}", f"Python {facts['python']}"]
     words += [f"{name} {facts[key]}" for name, key in (("NCCL", "nccl"), ("driver", "driver")) if facts[key]]
-    ranks = sum(len(ranks) for ranks in scene.nodes)
-    return f"{ranks} ranks on {len(scene.nodes)} node{'s' * (len(scene.nodes) > 1)}; rank 0 has {', '.join(words)}"
+    return f"rank 0 has {', '.join(words)}"
+
+
+def size(scene: Scene, seconds: float) -> str:
+    ranks, nodes = sum(len(ranks) for ranks in scene.nodes), len(scene.nodes)
+    device = f", {the_device(scene)}" if the_device(scene) else ""
+    return f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}{device}; looked at in {seconds:.0f} s"
 
 
 # ---------------------------------------------------------------- as text
 
 
 def text(scene: Scene, verdict: Verdict, seconds: float) -> str:
-    parts = [f"{about(scene)}; looked at in {seconds:.0f} s", "", _columns([HEADS, UNITS, *rows(scene)])]
-    if any(row[1].endswith("*") for row in rows(scene)):
+    """Within 80 columns where hosts' names are short: a device that all have stands above the table and not in it."""
+    shown = rows(scene)
+    if the_device(scene):
+        shown = [[*row[:DEVICE], "", *row[DEVICE + 1 :]] for row in shown]
+    parts = [size(scene, seconds), about(scene), "", _columns([HEADS, UNITS, *shown])]
+    if any(row[1].endswith("*") for row in shown):
         parts.append("* the slowest rank of its node")
     if pairs := links(scene):
         parts += ["", _columns([LINK_HEADS, *pairs])]
-    parts += ["", *(f"{'OUT ' if finding.out else 'odd '} {finding}" for finding in verdict.findings)]
-    return "\n".join([*parts, *([""] if verdict.findings else []), f"verdict: {verdict}"])
+    for finding in verdict.findings:
+        parts += ["", f"{'OUT ' if finding.out else 'odd '} {finding.where}: {finding.what}.", f"     HINT: {finding.hint}"]
+    return "\n".join([*parts, "", f"verdict: {verdict}"])
 
 
 def _columns(lines: Sequence[Sequence[str]]) -> str:
@@ -123,7 +145,7 @@ def page(scene: Scene, verdict: Verdict, seconds: float) -> str:
     numeric = [heads[at] for at in kept if HEADS[at] not in ("node", "device")]
     body = (
         f"<header><h1>Before it starts {state}</h1>"
-        f'<p class="about">{html.escape(about(scene))}; looked at in {seconds:.0f} s</p></header>'
+        f'<p class="about">{html.escape(size(scene, seconds))}<br>{html.escape(about(scene))}</p></header>'
         + section("Verdict", f"<p>{html.escape(str(verdict))}</p>")
         + (
             section("What was found", html_table(("", "node", "rank", "what", "what to do"), found, numeric=("rank",)))

@@ -38,9 +38,12 @@ class Finding:
     hint: str
     out: bool
 
+    @property
+    def where(self) -> str:
+        return self.host + (f" (rank {self.rank})" if self.rank is not None else "")
+
     def __str__(self) -> str:
-        where = self.host + (f" (rank {self.rank})" if self.rank is not None else "")
-        return f"{where}: {self.what}. HINT: {self.hint}"
+        return f"{self.where}: {self.what}. HINT: {self.hint}"
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Verdict:
     findings: tuple[Finding, ...]
     exclude: tuple[str, ...]
     complete: bool
+    nodes: int
 
     @property
     def fit(self) -> bool:
@@ -55,12 +59,13 @@ class Verdict:
 
     def __str__(self) -> str:
         if self.fit:
-            odd = f"; {len(self.findings)} things are odd" if self.findings else ""
+            count = len(self.findings)
+            odd = f"; {count} thing{'s are' if count > 1 else ' is'} odd" if count else ""
             return f"fit to train{odd}."
         if self.exclude:
             count = len(self.exclude)
             return f"{count} node{'s fall' if count > 1 else ' falls'} out: --exclude={','.join(self.exclude)}"
-        return "not fit to train, and no single node is at fault: see above."
+        return f"not fit to train{', and no single node is at fault' * (self.nodes > 1)}: see above."
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,7 @@ def judge(scene: Scene) -> Verdict:
     # With two nodes each is half: one may still be named. With one node there is none to leave out.
     few = len(out) * 2 <= len(scene.hosts) and len(scene.hosts) > 1
     complete = all(rank in scene.looks for ranks in scene.nodes for rank in ranks) and not scene.stages
-    return Verdict(tuple(findings), tuple(out) if few else (), complete)
+    return Verdict(tuple(findings), tuple(out) if few else (), complete, len(scene.hosts))
 
 
 # ---------------------------------------------------------------- who is there
@@ -112,7 +117,9 @@ def _unfinished(scene: Scene) -> Iterator[Finding]:
     rarest = min(stages, key=stages.count)
     for rank, stage in scene.stages.items():
         blamed = stage == rarest and len(set(stages)) > 1
-        yield Finding(scene.host(rank), rank, f"not done in time, still in: {stage}", "--limit-s more, or leave it out", blamed)
+        failure = scene.looks.get(rank, {}).get("failure")
+        what = f"failed in: {stage} ({failure})" if failure else f"not done in time, still in: {stage}"
+        yield Finding(scene.host(rank), rank, what, "--limit-s more, or leave it out", blamed)
 
 
 def _programs(scene: Scene) -> Iterator[Finding]:
@@ -178,7 +185,8 @@ def slow_ranks(looks: Mapping[int, Look]) -> dict[int, float]:
 
 def _devices(scene: Scene) -> Iterator[Finding]:
     seen = {rank: look for rank, look in scene.looks.items() if "device" in look}
-    for rank, share in slow_ranks(seen).items():
+    slow = slow_ranks(seen)
+    for rank, share in slow.items():
         what = f"matrix product at {seen[rank]['device']['tflops']:.3g} TFLOP/s, {share:.0%} of the median"
         yield Finding(scene.host(rank), rank, what, "another job on it, its clocks, its cooling", True)
     products = {rank: look["device"]["product"] for rank, look in seen.items()}
@@ -190,7 +198,7 @@ def _devices(scene: Scene) -> Iterator[Finding]:
         for complaint in look["device"]["health"]:
             yield Finding(scene.host(rank), rank, complaint, "drain the node and reset the device", True)
         peak = look["device"]["peak_tflops"]
-        if peak and look["device"]["tflops"] < OF_PEAK * peak:
+        if peak and look["device"]["tflops"] < OF_PEAK * peak and rank not in slow:
             what = f"matrix product at {look['device']['tflops']:.0f} of {peak:.0f} TFLOP/s that its maker gives"
             yield Finding(scene.host(rank), rank, what, "power limit, clocks, or another job on it", False)
 

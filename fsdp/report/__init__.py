@@ -2,5 +2,5 @@
 
     python -m fsdp.report RUN [RUN] [--out FILE]
 
-Reads a run directory and runs nothing from it. read.py gathers, curves.py draws, page.py lays out.
+Reads a run directory and runs nothing from it. read.py and watched.py gather, curves.py draws, page.py lays out.
 """

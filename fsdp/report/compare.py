@@ -8,6 +8,8 @@ from typing import Any
 
 from fsdp.report.read import RunStory
 from fsdp.report.tables import Raw, seconds
+from fsdp.report.timing import WORDS
+from fsdp.report.watched import WAITING
 
 NOISE = 0.02
 """A smaller share is no verdict between two runs of the same thing."""
@@ -39,6 +41,10 @@ def median(name: str) -> Callable[[RunStory], float | None]:
     return lambda story: story.series[name].median if name in story.series else None
 
 
+def phase(name: str) -> Callable[[RunStory], float | None]:
+    return lambda story: story.watched.timing.mean(name)
+
+
 FIGURES = (
     Figure("last step", lambda story: float(story.last_step), lambda v: f"{v:,.0f}"),
     Figure("last loss", last("loss"), lambda v: f"{v:.4f}", -1),
@@ -48,6 +54,10 @@ FIGURES = (
     Figure("last held-out accuracy", last("eval_accuracy"), lambda v: f"{v:.2%}", 1),
     Figure("median step", median("step_time_s"), seconds, -1),
     Figure("median wait for data", median("data_wait_s"), seconds, -1),
+    *(
+        Figure(f"a step's {WORDS.get(name, name)}", phase(name), seconds, -1)
+        for name in ("forward", "backward", WAITING, "optimizer")
+    ),
     Figure("median a second", median("per_s"), lambda v: f"{v:,.0f}", 1),
     Figure("peak memory", best("max_mem_gib", 1), lambda v: f"{v:.2f} GiB", -1),
     Figure("starts", lambda story: float(len(story.starts)), lambda v: f"{v:.0f}"),

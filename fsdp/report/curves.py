@@ -15,7 +15,7 @@ import numpy as np
 
 from fsdp.report.series import Band, Series, thin
 
-COLOURS = 6
+COLOURS = 9
 SPIKE = 3.0
 """The frame leaves out what is this many times its height above it, and says so."""
 SMOOTH_FROM = 80

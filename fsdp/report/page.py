@@ -1,6 +1,7 @@
 """The page itself: HTML with its style and its small script inside. Its own policy forbids it to load anything.
 
-Order: what became of it, curves, where the time and the memory go, samples, checkpoints, starts, configuration.
+Order: what became of it, what stopped it, curves, where the time and the memory go, plan, samples, checkpoints, starts,
+configuration.
 """
 
 from __future__ import annotations
@@ -11,11 +12,16 @@ from pathlib import Path
 
 from fsdp.report import compare
 from fsdp.report.curves import Marks, chart
+from fsdp.report.faults import faults
+from fsdp.report.plan import ABOUT as PLAN
+from fsdp.report.plan import planned
 from fsdp.report.profile import memory_by_rank, read_accounts
 from fsdp.report.read import RunStory, Start
 from fsdp.report.samples import Samples
 from fsdp.report.series import Series
 from fsdp.report.tables import Raw, cell, chip, seconds, section, size, table, tiles
+from fsdp.report.timing import ABOUT as TIME
+from fsdp.report.timing import time_by_rank
 
 STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 SCRIPT = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
@@ -31,9 +37,12 @@ MEMORY = "The highest moment of the profiled steps on each rank, by what held it
 def page(stories: Sequence[RunStory], samples: Sequence[Samples] = ()) -> str:
     names = " and ".join(story.name for story in stories)
     body = [_head(stories), *([_differences(stories)] if len(stories) > 1 else [])]
+    body += [faults(story.watched, _of(story, stories)) for story in stories]
     body += [section("Curves", _curves(stories), _about_curves(stories))]
     for story, said in zip(stories, [*samples, *[Samples()] * len(stories)], strict=False):
-        of = f" of {story.name}" if len(stories) > 1 else ""
+        of = _of(story, stories)
+        body += [section(f"Where the time goes{of}", time_by_rank(story.watched.timing, _marks(story)), TIME)]
+        body += [section(f"Planned and measured{of}", planned(story), PLAN)]
         body += [section(f"Memory{of}", memory_by_rank(read_accounts(story.path / "profile")), MEMORY)]
         body += [_samples(of, said), section(f"Checkpoints{of}", _checkpoints(story))]
         body += [section(f"Starts{of}", _starts(story))]
@@ -45,6 +54,14 @@ def page(stories: Sequence[RunStory], samples: Sequence[Samples] = ()) -> str:
         f"<title>{html.escape(names)} · report</title><style>{STYLE}</style></head>"
         f"<body><main>{''.join(body)}</main><script>{SCRIPT}</script></body></html>\n"
     )
+
+
+def _of(story: RunStory, stories: Sequence[RunStory]) -> str:
+    return f" of {story.name}" if len(stories) > 1 else ""
+
+
+def _marks(story: RunStory) -> Marks:
+    return Marks([start.from_step for start in story.starts if start.from_step])
 
 
 # ---------------------------------------------------------------- what became of it
@@ -132,7 +149,7 @@ def _about_curves(stories: Sequence[RunStory]) -> str:
 
 def _curves(stories: Sequence[RunStory]) -> str:
     several = len(stories) > 1
-    marks = Marks([] if several else [start.from_step for start in stories[0].starts if start.from_step])
+    marks = Marks() if several else _marks(stories[0])
 
     def of(*wanted: tuple[str, str]) -> dict[str, Series]:
         return {

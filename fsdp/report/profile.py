@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -10,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fsdp.phases import PHASES
+from fsdp.report.bars import bars, chosen
 from fsdp.report.tables import size, table
-
-SHOWN = 16
-"""Ranks that get a row: the first ones and the fullest."""
 
 
 def read_accounts(folder: Path) -> dict[int, Mapping[str, Any]]:
@@ -34,17 +31,9 @@ def memory_by_rank(accounts: Mapping[int, Mapping[str, Any]]) -> str:
     """A bar a rank, its peak by kind; then each phase's highest moment."""
     if not accounts:
         return ""
-    ranks = _chosen(accounts)
+    ranks = chosen(list(accounts), sorted(accounts, key=lambda rank: -accounts[rank]["peak"]["bytes"]))
     kinds = _kinds([accounts[rank]["peak"] for rank in ranks])
-    most = max(accounts[rank]["peak"]["bytes"] for rank in ranks) or 1
-    key = "".join(f'<span><i class="c{nth % 6}"></i>{html.escape(kind)}</span>' for nth, kind in enumerate(kinds))
-    rows = "".join(_bar(f"rank {rank}", accounts[rank]["peak"], kinds, most) for rank in ranks)
-    return f'<div class="key">{key}</div><div class="bars">{rows}</div>{_phases(accounts, ranks)}'
-
-
-def _chosen(accounts: Mapping[int, Mapping[str, Any]]) -> list[int]:
-    fullest = sorted(accounts, key=lambda rank: -accounts[rank]["peak"]["bytes"])
-    return sorted({*list(accounts)[: SHOWN // 2], *fullest[: SHOWN // 2]})
+    return bars({f"rank {rank}": accounts[rank]["peak"]["kinds"] for rank in ranks}, kinds, size) + _phases(accounts, ranks)
 
 
 def _kinds(peaks: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -53,15 +42,6 @@ def _kinds(peaks: Sequence[Mapping[str, Any]]) -> list[str]:
         for kind, count in peak["kinds"].items():
             totals[kind] = totals.get(kind, 0) + count
     return sorted((kind for kind in totals if totals[kind] > 0), key=lambda kind: -totals[kind])
-
-
-def _bar(name: str, peak: Mapping[str, Any], kinds: Sequence[str], most: float) -> str:
-    parts = "".join(
-        f'<i class="c{nth % 6}" style="width:{peak["kinds"].get(kind, 0) / most * 100:.2f}%" '
-        f'title="{html.escape(kind)} {size(peak["kinds"].get(kind, 0))}"></i>'
-        for nth, kind in enumerate(kinds)
-    )
-    return f'<div class="row"><span>{name}</span><span class="bar">{parts}</span><span>{size(peak["bytes"])}</span></div>'
 
 
 def _phases(accounts: Mapping[int, Mapping[str, Any]], ranks: Sequence[int]) -> str:

@@ -1,13 +1,15 @@
 """What a report shows, gathered from a run directory's own files. Missing, cut off or garbled leaves a note, not an error.
 
-Here: what ran, when, and what is left of it. Not here: numbers over steps (series.py), what the model says (samples.py).
+Here: what ran, when, and what is left of it. Not here: numbers over steps (series.py), the watch's files (watched.py), what
+the model says (samples.py).
 """
 
 from __future__ import annotations
 
+import datetime
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +19,7 @@ from fsdp.checkpoint.store import open_store
 from fsdp.config import FIELDS, read_recipe
 from fsdp.errors import ConfigError, ShardrunError
 from fsdp.report.series import Series, read_lines, read_numbers
+from fsdp.report.watched import Verdict, Watched, read_watched
 from fsdp.rundir import RunDir
 
 Outcome = Literal["finished", "stopped", "failed", "killed", "running"]
@@ -61,6 +64,9 @@ class RunStory:
     starts: tuple[Start, ...]
     checkpoints: tuple[Found, ...]
     saves: Mapping[int, Save]
+    watched: Watched = field(default_factory=Watched)
+    planned: Mapping[str, float] = field(default_factory=dict)
+    """What came of a plan, by the last start that ended."""
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -93,8 +99,11 @@ def read_run(path: Path) -> RunStory:
         starts=tuple(_starts(run)),
         checkpoints=tuple(_checkpoints(str(config.get("checkpoint.dir") or path / "checkpoints"), notes)),
         saves=_saves(path / "saves.jsonl"),
+        watched=read_watched(path),
+        planned=_planned(run),
     )
-    return replace(story, starts=_last_word(run, story), notes=tuple(notes))
+    starts = _explained(_last_word(run, story), story.watched.verdicts)
+    return replace(story, starts=starts, notes=tuple(notes))
 
 
 def _config(run: RunDir, notes: list[str]) -> dict[str, Any]:
@@ -153,6 +162,14 @@ def _ended(start: Start, event: Mapping[str, Any]) -> Start:
     )
 
 
+def _planned(run: RunDir) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for event in read_lines(run.history):
+        if event and event.get("event") == "planned":
+            found = {name: value for name, value in event.items() if type(value) in (int, float)}
+    return found
+
+
 def _whole(value: object) -> int | None:
     return int(value) if isinstance(value, (int, float)) and value == value and abs(value) < 1e15 else None
 
@@ -169,6 +186,26 @@ def _last_word(run: RunDir, story: RunStory) -> tuple[Start, ...]:
     except OSError:
         pass  # no claim, so nobody runs
     return (*story.starts[:-1], last)
+
+
+def _explained(starts: tuple[Start, ...], verdicts: Sequence[Verdict]) -> tuple[Start, ...]:
+    """A start that fell gets the first words that the watch had on it."""
+    moments = [_seconds(start.time) for start in starts]
+    told = []
+    for start, begun, following in zip(starts, moments, [*moments[1:], float("inf")], strict=False):
+        within = [one for one in verdicts if begun <= one.time < following]
+        if within and start.outcome in ("failed", "killed") and within[0].what not in start.why:
+            first = within[0]
+            start = replace(start, why=f"{start.why}; rank {', '.join(map(str, first.ranks[:8]))} {first.kind}: {first.what}")
+        told.append(start)
+    return tuple(told)
+
+
+def _seconds(text: str) -> float:
+    try:
+        return datetime.datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return float("inf")  # a time that cannot be read explains nothing
 
 
 def _checkpoints(place: str, notes: list[str]) -> list[Found]:

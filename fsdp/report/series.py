@@ -113,7 +113,11 @@ def _object(line: str) -> dict[str, Any] | None:
 
 
 def _series(steps: array[float], values: array[float]) -> Series:
-    at, of = np.frombuffer(steps), np.frombuffer(values)
+    return in_order(np.frombuffer(steps), np.frombuffer(values))
+
+
+def in_order(at: np.ndarray, of: np.ndarray) -> Series:
+    """By step, the newest of each: a start that went back made some again."""
     if len(at) > 1 and not (np.diff(at) > 0).all():
         order = np.argsort(at, kind="stable")
         at, of = at[order], of[order]

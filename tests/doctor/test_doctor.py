@@ -15,6 +15,7 @@ import pytest
 from fsdp.doctor import network, storage
 from fsdp.doctor.__main__ import main
 from fsdp.doctor.verdict import Verdict, judge
+from fsdp.preflight import resolves
 from tests.doctor.patients import examined
 from tests.world import run_world
 
@@ -51,8 +52,10 @@ def test_the_command_alone_starts_its_own_ranks_and_leaves_a_page(tmp_path: Path
     lines = said.stdout.splitlines()
     assert lines[-1].startswith("verdict: "), said.stderr
     assert said.returncode == (0 if "fit to train" in lines[-1] and "not fit" not in lines[-1] else 3)
-    assert sum(line.startswith(socket.gethostname()) and " cpu " in line for line in lines) == 2
-    assert all(len(line) <= 100 for line in lines)
+    assert lines[0].startswith("2 ranks on 1 node, cpu; looked at in ")
+    rows = [line.split() for line in lines if line.startswith(f"{socket.gethostname()} ")]
+    assert [row[1] for row in rows] == ["0", "1"]
+    assert all(len(line) <= 80 for line in lines if not line.startswith(("OUT", "odd", "    ", "verdict")))
     record = json.loads((tmp_path / "doctor" / "doctor.json").read_text())
     assert record["looks"]["1"]["links"]["within"]["gather_gb_s"] > 0
     assert "</html>" in (tmp_path / "doctor" / "doctor.html").read_text()
@@ -96,8 +99,8 @@ def test_many_nodes_each_try_some() -> None:
 
 
 def test_a_name_that_does_not_resolve_is_empty() -> None:
-    assert network.resolves("localhost")
-    assert network.resolves("no-such-host.invalid") == ""
+    assert resolves("localhost")
+    assert resolves("no-such-host.invalid") == ""
 
 
 def test_a_folder_that_is_not_shared_shows_no_file(tmp_path: Path) -> None:
@@ -116,7 +119,16 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "says"), [(["--limit-s", "1"], "shorter than its shortest stage"), (["--nonsense"], "unrecognized arguments")]
+    ("argv", "says"),
+    [
+        (["--limit-s", "1"], "--limit-s 1: at least 5"),
+        (["--limit-s", "nan"], "--limit-s nan: at least 5"),
+        (["--limit-s", "soon"], "invalid float value: 'soon'"),
+        (["--ranks", "-1"], "--ranks -1: 0 starts"),
+        (["--ranks"], "expected one argument"),
+        (["--nonsense"], "unrecognized arguments: --nonsense"),
+        (["folder"], "unrecognized arguments: folder"),
+    ],
 )
 def test_a_wrong_flag_is_one_line(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 2

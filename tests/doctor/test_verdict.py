@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -185,17 +187,34 @@ def test_what_the_driver_says_against_a_device(line: str, found: list[str]) -> N
 def test_the_table_has_a_row_a_rank_and_the_verdict_last() -> None:
     seen = scene(put(3, "device", "tflops", value=300.0))
     lines = text(seen, judge(seen), 12.3).splitlines()
-    assert sum(line.startswith(HOSTS) and "H100" in line for line in lines) == 8
+    table = [line for line in lines if line.startswith(HOSTS) and " – " not in line]
+    assert [line.split()[1] for line in table] == [str(rank) for rank in range(8)]
+    assert "H100" in lines[0]
     assert lines[-1] == "verdict: 1 node falls out: --exclude=n1"
-    assert any(line.startswith("OUT  n1 (rank 3): matrix product") for line in lines)
+    at = next(at for at, line in enumerate(lines) if line.startswith("OUT  n1 (rank 3): matrix product"))
+    assert lines[at + 1].startswith("     HINT: ")
     assert any("n0 – n1" in line for line in lines)
+
+
+def test_a_table_of_usual_nodes_fits_eighty_columns() -> None:
+    hosts = tuple(f"gpu-node-{n:04d}" for n in range(4))
+    seen = replace(scene(put(3, "device", "tflops", value=300.0)), hosts=hosts)
+    lines = text(seen, judge(seen), 12.3).splitlines()
+    assert all(len(line) <= 80 for line in lines if not line.startswith(("OUT", "odd")))
+
+
+def test_devices_of_two_kinds_stand_in_the_table() -> None:
+    seen = scene(put(3, "facts", value=facts(3, device="NVIDIA A100-SXM4-80GB")))
+    lines = text(seen, judge(seen), 12.3).splitlines()
+    assert "H100" not in lines[0]
+    assert sum("H100 80GB HBM3" in line for line in lines) >= 7
 
 
 def test_many_ranks_have_a_row_a_node() -> None:
     looks = {rank: look(0) for rank in range(64)}
     many = Scene(looks, [list(range(n * 8, n * 8 + 8)) for n in range(8)], [f"m{n}" for n in range(8)], {})
     shown = text(many, judge(many), 1.0)
-    assert sum(line.startswith("m") for line in shown.splitlines() if "H100" in line) == 8
+    assert sum(bool(re.match(r"m\d +\d+\* ", line)) for line in shown.splitlines()) == 8
     assert "slowest rank of its node" in shown
 
 

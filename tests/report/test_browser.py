@@ -14,6 +14,7 @@ from fsdp.report.samples import Samples
 from tests.browser import Browser, Page
 from tests.looks import FAINT, assert_fits, assert_keeps_to_itself, assert_legible, listed
 from tests.report.test_report import made
+from tests.report.test_watched import watched
 
 PIXEL = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 PICTURES = Samples(
@@ -30,7 +31,7 @@ LONG = "a-run-with-a-name-that-somebody-made-of-all-its-settings-lr-0.0004-width
 
 def full(folder: Path) -> Path:
     """A run with all that a page can show."""
-    run = made(folder, steps=900, mesh__reshard_after_forward="false")
+    run = watched(made(folder, steps=900, mesh__reshard_after_forward="false", plan__predicted_step_s=0.1))
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 901, "loss": NaN, "mfu": 0.41}\n{"step": 902, "loss": 1e9, "mfu": 0.42}\nhalf a li')
     with (run / "history.jsonl").open("a") as file:
@@ -103,6 +104,7 @@ def readout(page: Page) -> str:
 def test_the_pointer_and_the_arrow_keys_read_a_curve(browser: Browser, files: dict[str, Path]) -> None:
     page = browser.open(files["one"])
     usual = readout(page)
+    page.ask("document.querySelector('.area').scrollIntoView({block: 'center'})")
     box = page.ask(
         "(({x, y, width, height}) => [x, y, width, height])(document.querySelector('.area').getBoundingClientRect())"
     )

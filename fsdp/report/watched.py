@@ -1,0 +1,193 @@
+"""What the watch left in RUN/watch (fsdp/watch/files.py says in which form): times by rank, late ranks, verdicts, spikes.
+
+Here it is read; faults.py beside it and timing.py show it. A line that is cut off or of another form is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fsdp.phases import PHASES
+from fsdp.report.series import Series, in_order, read_lines
+
+WAITING = "waiting"
+"""In collectives, for others: what no computing hides."""
+SHOWN = (
+    "forward",
+    "backward",
+    WAITING,
+    "optimizer",
+    "data",
+    *(p for p in PHASES if p in ("reduce", "record", "evaluate", "save")),
+)
+MOST_STACKS = 4
+STACK = 6000
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Mean seconds a step: by rank over all its steps, and of all ranks over the steps."""
+
+    ranks: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    course: Mapping[str, Series] = field(default_factory=dict)
+
+    def mean(self, phase: str) -> float | None:
+        return sum(one.get(phase, 0.0) for one in self.ranks.values()) / len(self.ranks) if self.ranks else None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What stopped the run, or would have, and what it rests on."""
+
+    time: float
+    kind: str
+    ranks: tuple[int, ...]
+    nodes: tuple[str, ...]
+    step: int
+    what: str
+    others: str
+    hint: str
+    folder: str
+    ended: bool
+    """Whether the watch ended the job over it."""
+    stacks: str = ""
+
+
+@dataclass(frozen=True)
+class Late:
+    rank: int
+    node: str
+    percent: float
+    since_step: int
+    over: str
+
+
+@dataclass(frozen=True)
+class Spike:
+    step: int
+    grad_norm: float
+    usual: float
+    samples: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Watched:
+    timing: Timing = field(default_factory=Timing)
+    verdicts: tuple[Verdict, ...] = ()
+    late: tuple[Late, ...] = ()
+    spikes: tuple[Spike, ...] = ()
+
+
+def read_watched(run: Path) -> Watched:
+    folder = run / "watch"
+    return Watched(
+        _timing(folder / "timing.jsonl"), tuple(_verdicts(folder)), tuple(_late(folder / "late.jsonl")),
+        tuple(_spikes(folder / "spikes.jsonl")),
+    )  # fmt: skip
+
+
+def _records(path: Path, *needed: str) -> Iterator[Mapping[str, Any]]:
+    for record in read_lines(path):
+        if record is not None and all(name in record for name in needed):
+            yield record
+
+
+# ---------------------------------------------------------------- times
+
+
+def _timing(path: Path) -> Timing:
+    """Summed up line by line: with thousands of ranks a line alone is large."""
+    sums: dict[int, dict[str, float]] = {}
+    counts: dict[int, float] = {}
+    steps: dict[str, array[float]] = {}
+    means: dict[str, array[float]] = {}
+    for record in _records(path, "ranks", "from_step", "step"):
+        try:
+            count = record["step"] - record["from_step"]
+            ranks = {int(rank): [float(times.get(name, 0.0)) for name in SHOWN] for rank, times in record["ranks"].items()}
+        except (TypeError, ValueError, AttributeError):
+            continue
+        if count <= 0 or not ranks:
+            continue
+        for rank, times in ranks.items():
+            into = sums.setdefault(rank, dict.fromkeys(SHOWN, 0.0))
+            counts[rank] = counts.get(rank, 0.0) + count
+            for name, value in zip(SHOWN, times, strict=True):
+                into[name] += value * count
+        for name, values in zip(SHOWN, zip(*ranks.values(), strict=True), strict=True):
+            steps.setdefault(name, array("d")).append(record["step"])
+            means.setdefault(name, array("d")).append(sum(values) / len(values))
+    by_rank = {rank: {name: value / counts[rank] for name, value in sums[rank].items()} for rank in sorted(sums)}
+    return Timing(by_rank, {name: in_order(np.array(steps[name]), np.array(means[name])) for name in steps})
+
+
+# ---------------------------------------------------------------- what went wrong
+
+
+def _verdicts(folder: Path) -> Iterator[Verdict]:
+    found: list[dict[str, Any]] = []
+    for record in _records(folder / "verdicts.jsonl", "kind"):
+        if record["kind"] == "ended":
+            if found:
+                found[-1]["ended"] = True
+        else:
+            found.append(dict(record))
+    for nth, record in enumerate(found):
+        with contextlib.suppress(TypeError, ValueError):
+            verdict = _verdict(record)
+            late = nth >= len(found) - MOST_STACKS and verdict.folder
+            yield replace(verdict, stacks=_stacks(folder / verdict.folder, verdict.ranks)) if late else verdict
+
+
+def _verdict(record: Mapping[str, Any]) -> Verdict:
+    def words(name: str) -> str:
+        return str(record.get(name) or "")
+
+    return Verdict(
+        time=float(record.get("time") or 0.0), kind=words("kind"), ranks=tuple(int(rank) for rank in record.get("ranks") or ()),
+        nodes=tuple(str(node) for node in record.get("nodes") or ()), step=int(record.get("step") or 0), what=words("what"),
+        others=words("others"), hint=words("hint"), folder=words("folder"), ended=bool(record.get("ended")),
+    )  # fmt: skip
+
+
+def _stacks(folder: Path, ranks: Sequence[int]) -> str:
+    """Of the first rank that is to blame: its innermost frames stand first."""
+    for rank in ranks:
+        try:
+            return (folder / f"rank-{rank}.txt").read_text(encoding="utf-8", errors="replace")[:STACK].rstrip()
+        except OSError:
+            continue
+    return ""
+
+
+def _late(path: Path) -> Iterator[Late]:
+    """Each rank that was late, with the line that says that it is over."""
+    open_one: Late | None = None
+    for record in read_lines(path):
+        if record is None:
+            continue
+        if "over" in record and open_one is not None:
+            yield Late(open_one.rank, open_one.node, open_one.percent, open_one.since_step, str(record["over"]))
+            open_one = None
+        elif "rank" in record:
+            if open_one is not None and open_one.rank != record["rank"]:
+                yield open_one
+            with contextlib.suppress(TypeError, ValueError):
+                numbers = float(record.get("percent", 0.0)), int(record.get("since_step", 0))
+                open_one = Late(int(record["rank"]), str(record.get("node", "")), *numbers, "")
+    if open_one is not None:
+        yield open_one
+
+
+def _spikes(path: Path) -> Iterator[Spike]:
+    for record in _records(path, "step", "grad_norm"):
+        with contextlib.suppress(TypeError, ValueError):
+            samples = tuple(int(one) for one in record.get("samples") or ())
+            yield Spike(int(record["step"]), float(record["grad_norm"]), float(record.get("usual") or 0.0), samples)
