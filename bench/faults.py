@@ -1,11 +1,12 @@
 """Faults put in on purpose, on four ranks: does the watch name the right rank and the right kind, and how soon?
 
     python -m bench.faults [--times N] [--kinds SIGKILL,"slow storage"]     each kind N times at a random step and rank
+    python -m bench.faults --times N --keep [--minutes M]     the same, added to what bench/results/faults.{json,md} hold
     python -m bench.faults --late N                  a rank slowed by a tenth, N times: whom, and after how many steps
     python -m bench.faults --ordinary MINUTES        ordinary training with evaluation, saves and compile: nothing may be said
 
 Each case is a real run of four rank processes, forked from this one so that nobody waits for imports; the partitioned node is a
-network namespace (root) whose cable is pulled. Seconds count from fault to verdict. Writes bench/results/faults.{json,md}.
+network namespace (root) whose cable is pulled. Seconds count from fault to verdict.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.fault_kinds import KINDS, SLOWED, Kind, Where
+from bench.tables import RESULTS, machine, write
 
-RESULTS = Path(__file__).parent / "results"
 RANKS = 4
 PATIENCE_S = 60.0
 FLAGS = (
@@ -265,25 +266,47 @@ def table(cases: Sequence[Case]) -> str:
 
 def faults(options: argparse.Namespace) -> int:
     import_once()
-
+    cases = kept() if options.keep and not options.anew else []
     chosen = [kind for kind in KINDS if not options.kinds or kind.name in options.kinds.split(",")]
-    dice = random.Random(options.seed)
-    cases: list[Case] = []
+    until = time.monotonic() + 60 * options.minutes
     for number in range(options.times):
         for kind in chosen:
-            case = tried(kind, dice.randrange(RANKS), dice.randrange(10, 40))
+            if sum(case.kind == kind.name for case in cases) > number:
+                continue
+            if time.monotonic() > until:
+                print(f"{options.minutes:g} minutes are over; the same command goes on")
+                return summed_up(cases, options)
+            dice = random.Random(f"{options.seed} {kind.name} {number}")
+            case = tried(kind, dice.randrange(RANKS), dice.randrange(10, options.steps))
             cases.append(case)
+            if options.keep:
+                keep(cases, options)
             print(
                 f"{number + 1}. {kind.name}, rank {case.rank}, step {case.step}: {case.seconds:.1f} s  {case.what}", flush=True
             )
-    text = table(cases)
-    print(text)
-    if not options.kinds:
-        words = {"times": options.times, "ranks": RANKS, "cores": os.cpu_count(), "load": os.getloadavg()[0]}
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "faults.json").write_text(json.dumps({**words, "cases": [asdict(c) for c in cases]}, indent=1) + "\n")
-        head = f"python -m bench.faults --times {options.times}: {RANKS} ranks on {os.cpu_count()} shared cores, gloo.\n\n"
-        (RESULTS / "faults.md").write_text(head + text + "\n")
+    return summed_up(cases, options)
+
+
+def kept() -> list[Case]:
+    """What earlier calls have found."""
+    file = RESULTS / "faults.json"
+    return [Case(**one) for one in json.loads(file.read_text())["cases"]] if file.exists() else []
+
+
+def keep(cases: Sequence[Case], options: argparse.Namespace) -> None:
+    """After each case: a call that is cut off loses one."""
+    write(
+        "faults", title="Faults put in on purpose: who is named, as what, how soon",
+        command=f"python -m bench.faults --times {options.times} --keep",
+        about=f"{RANKS} ranks, gloo, one machine with other work on it. {machine()}. Seconds from the fault to the verdict.",
+        text=table(cases), numbers={"cases": [asdict(case) for case in cases]},
+    )  # fmt: skip
+
+
+def summed_up(cases: Sequence[Case], options: argparse.Namespace) -> int:
+    print(table(cases))
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(case) for case in cases]))
     by_name = {kind.name: kind for kind in KINDS}
     return 0 if all(case.right(by_name[case.kind]) for case in cases) else 1
 
@@ -348,6 +371,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--kinds", default="", help="names, with commas between; empty is all")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--keep", action="store_true", help="add to what bench/results/faults.json holds")
+    parser.add_argument("--anew", action="store_true", help="with --keep: begin with nothing")
+    parser.add_argument("--steps", type=int, default=40, help="the fault comes between the 10th step and this one")
+    parser.add_argument("--json", type=Path, help="write the cases there")
+    parser.add_argument("--minutes", type=float, default=1e6, help="begin no case after so many minutes")
     parser.add_argument("--ordinary", type=float, default=0.0, metavar="MINUTES")
     parser.add_argument("--late", type=int, default=0, metavar="N", help="slow a rank by a tenth, N times")
     options = parser.parse_args(argv)

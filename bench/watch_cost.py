@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.faults import RESULTS, free_port, import_once
+from bench.faults import free_port, import_once
+from bench.tables import machine, write
 
 STEPS = 150
 TIMES = 100_000
@@ -110,15 +111,9 @@ def _rank(rank: int, address: tuple[str, int], folder: Path) -> int:
     Phases.enter = counting  # type: ignore[method-assign]
     Watch.__exit__ = leaving  # type: ignore[method-assign, assignment]
     quiet = (
-        "--checkpoint.every_steps",
-        "0",
-        "--checkpoint.export",
-        "false",
-        "--train.steps",
+        "--checkpoint.every_steps", "0", "--checkpoint.export", "false", "--train.global_batch", "16", "--train.steps",
         str(STEPS),
-        "--train.global_batch",
-        "16",
-    )
+    )  # fmt: skip
     os.dup2(os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_CREAT), 1)
     return train.run_here(configuration.load(["--run.dir", str(folder / "run"), *quiet]))
 
@@ -136,12 +131,10 @@ def main() -> int:
         f"the monitor took {counts['monitor_percent']:.1f}% of one processor beside steps of {counts['step_ms']:.0f} ms"
     )
     print(text)
-    (RESULTS / "watch_cost.json").write_text(
-        json.dumps({name: round(value, 4) for name, value in row.items()}, indent=1) + "\n"
-    )
-    (RESULTS / "watch_cost.md").write_text(
-        f"python -m bench.watch_cost, two ranks on {os.cpu_count()} shared cores.\n\n{text}\n"
-    )
+    about = f"Two ranks. {machine()}."
+    numbers = {name: round(value, 4) for name, value in row.items()}
+    write("watch_cost", title="What the watch costs a step", command="python -m bench.watch_cost", about=about, text=text,
+          numbers=numbers)  # fmt: skip
     return 0 if cost <= 40 else 1
 
 

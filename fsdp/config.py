@@ -604,6 +604,13 @@ def _check_watch(config: Config) -> None:
             f"--watch.divergence {config.watch.divergence}: --mesh.strategy fsdp has one replica, and nothing to compare.",
             "--watch.divergence 0, or --mesh.strategy hsdp",
         )
+    hang = config.watch.hang_s
+    if -1 < hang < 0:
+        raise ConfigError(f"--watch.hang_s {hang:g} is neither -1 nor a time.", "--watch.hang_s -1")
+    if hang > 0 and not config.watch.enabled:
+        raise ConfigError(
+            f"--watch.hang_s {hang:g} says nothing under --watch.enabled false: nobody looks.", "--watch.enabled true"
+        )
 
 
 def _check_checkpoint(config: Config) -> None:

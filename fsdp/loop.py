@@ -340,7 +340,7 @@ class _Loop:
         self.phases.enter("evaluate")
         found = evaluate(
             self.sharded, self.loss_function, self.job.data, section=self.config.train, reading=self.config.data,
-            batch=self.job.batch, rank=data_rank(self.env), asked_to_stop=lambda: self.stopper.check_now().stop,
+            batch=self.job.batch, rank=data_rank(self.env), asked_to_stop=self._between_batches,
         )  # fmt: skip
         if found.stopped:
             self.stopped = found.stopped
@@ -348,6 +348,10 @@ class _Loop:
         self.evaluation = found
         self._look()
         self.recorder.evaluation(self.state.step, found.values())
+
+    def _between_batches(self) -> str | None:
+        self.phases.enter("evaluate")
+        return self.stopper.check_now().stop
 
     def _save(self, reason: str, *, wait: bool) -> None:
         self.phases.enter("save")

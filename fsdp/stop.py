@@ -45,6 +45,8 @@ AGAIN_S = 1.0
 LOOK_S = 0.5
 """The stop file is looked at no oftener: on a shared folder each look is a question to a server."""
 MARGIN_S = 1.0
+LAST_ACTS: list[Callable[[], None]] = []
+"""Called when a second Ctrl-C ends the process at once; on another thread, and nothing may wait."""
 
 
 @dataclass(frozen=True)
@@ -209,6 +211,8 @@ class _Marks:
             if heard[0] != signal.SIGINT:
                 continue
             if interrupted and now - interrupted >= AGAIN_S:
+                for act in LAST_ACTS:
+                    act()
                 os.write(2, b"interrupted again: leaving at once, nothing is saved\n")
                 os._exit(130)
             interrupted = interrupted or now

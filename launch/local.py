@@ -188,6 +188,7 @@ def _train(config: Config, env: DistEnv, store: str) -> int:
     from fsdp.agree import Elsewhere, lost_a_neighbour
     from fsdp.loop import train
     from fsdp.summary import summary
+    from fsdp.watch.rank import told
 
     try:
         with process_group(env, config.run.process_group_timeout_s, dist.FileStore(store, env.world_size)):
@@ -195,10 +196,12 @@ def _train(config: Config, env: DistEnv, store: str) -> int:
     except Elsewhere as error:
         return error.exit_code
     except ShardrunError as error:
-        if env.is_main or error.scope == "rank":
+        if not told(error) and (env.is_main or error.scope == "rank"):
             print(f"launch.local{'' if env.is_main else f' (rank {env.rank})'}: {error}", file=sys.stderr)
         return error.exit_code
     except Exception as error:
+        if told(error):
+            return 1
         if lost_a_neighbour(error):
             print(f"[rank {env.rank}] ended because another rank did", file=sys.stderr)
             return 1

@@ -28,8 +28,8 @@ STARTING, TRAINING, OVER, FAILED = range(4)
 
 (
     PID, THREAD, STATE, STEP, PHASE, SINCE, BEGUN, ENDED, OP, NUMEL, WAITED, STEPS, TEXT, STEP_S, CUDA,
-    MONITOR,
-) = range(16)  # fmt: skip
+    MONITOR, SAID,
+) = range(17)  # fmt: skip
 SPENT = 32
 """From here one cell a phase: seconds in it so far, less the waiting in collectives, which is WAITED's."""
 RING = 128
@@ -122,8 +122,9 @@ class Beat:
     cuda: bool
 
     @property
-    def progress(self) -> tuple[int, ...]:
-        return (self.state, self.step, PHASES.index(self.phase), self.begun, self.ended)
+    def progress(self) -> tuple[float, ...]:
+        """Differs whenever the rank has moved; `since` tells two batches of one evaluation apart."""
+        return (self.state, self.step, self.since, self.begun, self.ended)
 
 
 def read(numbers: memoryview[float]) -> Beat:

@@ -6,6 +6,7 @@ A process number may be given again: a rank is known by its number and its birth
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ import socket
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from fsdp.watch import cells
 from fsdp.watch.cells import OVER, Beat
@@ -60,17 +61,22 @@ class LocalRank:
         self.rank, self.node = rank, node
         self.cells = cells.attach(path)
         self.path = path
-        self.stacks = path.with_suffix(".stacks").open(encoding="utf-8", errors="replace")
+        self.stacks: TextIO
+        try:
+            self.stacks = path.with_suffix(".stacks").open(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            self.stacks = io.StringIO()  # it has failed already, in words
         # Both ends are open: without names nothing is left behind, however the two end.
         for one in (path, path.with_suffix(".stacks")):
-            one.unlink()
+            one.unlink(missing_ok=True)
         self.pid = int(self.cells.numbers[cells.PID])
         first = kernel(self.pid, 0)
         self.born = first.born if first else ""
-        self._progress: tuple[int, ...] = ()
+        self._progress: tuple[float, ...] = ()
         self._moved_at = time.monotonic()
         self._at_move: Kernel | None = first
         self._lasti: tuple[int, ...] = ()
+        self._died_at = 0.0
         self.evidence = Evidence(rank, node, self.pid)
         self.beat: Beat = cells.read(self.cells.numbers)
 
@@ -93,7 +99,8 @@ class LocalRank:
         )  # fmt: skip
         if not alive:
             fatal = self._fault()
-            self.evidence = replace(self.evidence, fatal=fatal, stack=parse_stacks(fatal))
+            self._died_at = self._died_at or now
+            self.evidence = replace(self.evidence, fatal=fatal, stack=parse_stacks(fatal), dead_s=now - self._died_at)
         return self.evidence
 
     def _fault(self) -> str:
@@ -152,6 +159,10 @@ class LocalRank:
         time.sleep(0.1)  # the handler needs a moment; nothing tells when it has written
         self.stacks.seek(before)
         return parse_stacks(self.stacks.read())
+
+    def hear_that_it_is_said(self) -> None:
+        """Whoever has failed may go: its story has been told."""
+        self.cells.numbers[cells.SAID] = 1
 
     def all_stacks(self) -> str:
         self.stacks.seek(0)

@@ -3,7 +3,7 @@
 Started by the first rank of a node with what it must know as one JSON argument; its standard input is that rank's, and closes
 with it. It ends when its ranks have. On several nodes the head's judges for all; a node that is cut off judges for itself.
 
-Exit code of the ranks that it ends: 6, or 137 (killed) of one that cannot hear any more.
+Exit code of the ranks that it ends: 7, or 137 (killed) of one that cannot hear any more.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fsdp.watch.look import ANSWER_S, LocalRank
 from fsdp.watch.nodes import SILENT_S, Head, Peer
 from fsdp.watch.verdict import Evidence, Verdict, decode, judge
 
-ENDED_BY_THE_WATCH = 6
+ENDED_BY_THE_WATCH = 7
 BEAT_S = 0.2
 ASK_S = 1.5
 """Stillness after which the ranks are asked, at least; a verdict comes with the second answer."""
@@ -37,8 +37,10 @@ STEPS_STILL = 6
 NO_STEP_YET_S = 20.0
 HANG_LEAST_S, HANG_STEPS = 60.0, 30
 """A rank that may come back is waited for at least so long, or so many steps."""
-SETTLE_S, ECHO_S, GRACE_S = 0.5, 3.0, 10.0
-"""After a first failure: for the others' words; where all words are echoes; until who is left is ended."""
+UNREACHED_S = 10.0
+"""A node that has not reached the head by then judges for itself what it sees."""
+SETTLE_S, ECHO_S, GRACE_S = 1.5, 3.0, 10.0
+"""After a first failure: for the others' words, if they come at all; where all words are echoes; until who is left is ended."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,9 @@ class Orders:
 class Monitor:
     def __init__(self, orders: Orders) -> None:
         self.orders = orders
-        self.ranks = [LocalRank(rank, Path(path), orders.node) for rank, path in orders.ranks.items()]
+        # a run of a few steps may be over before this process is there
+        there = {rank: Path(path) for rank, path in orders.ranks.items() if Path(path).exists()}
+        self.ranks = [LocalRank(rank, path, orders.node) for rank, path in there.items()]
         for one in self.ranks:
             one.cells.numbers[cells.MONITOR] = os.getpid()
         self.files = Files(Path(orders.run) / "watch")
@@ -73,7 +77,8 @@ class Monitor:
         self.shown_at = 0.0
         self._candidate: tuple[str, tuple[int, ...]] | None = None
         self._asked_at = self._trouble_at = self._shown_still = 0.0
-        self._lead_gone = False
+        self._lead_gone = self._head_over = False
+        self._began = time.monotonic()
 
     # ------------------------------------------------------------ the loop
 
@@ -85,7 +90,7 @@ class Monitor:
             before = now
             self.local = [one.look(now, lost) for one in self.ranks]
             self._exchange()
-            if self.peer is None or self._cut_off():
+            if self._judges():
                 self._judge(now)
             if all(e.over or not e.alive for e in self.local) and self._nothing_left(now):
                 break
@@ -110,6 +115,9 @@ class Monitor:
     def _leave(self) -> None:
         if self.peer is not None:
             self.peer.beat(self._report())
+        if self.head is not None:
+            self.head.beat()  # what is left unread when a line closes would take the last word with it
+            self.head.tell({"bye": True})
         if self.shown is None and self.peer is None:
             self.ledger.beat(time.monotonic(), self._told, last=True)
         self.files.close()
@@ -140,12 +148,21 @@ class Monitor:
                 self.peer.beat(self._report(self._ask_local("look")))
             if word.get("keep"):
                 self._keep(word["keep"], self._answers("dump"))
+            if word.get("said"):
+                self.shown = self.shown or Verdict("told", (), "by the head")
+                self._let_go()
+            self._head_over |= word.get("bye", False)
             if word.get("end"):
                 self.shown = Verdict("told", (), "by the head")
                 self._end_ranks()
 
+    def _judges(self) -> bool:
+        """The head does, and a node that is cut off from it or never reached it, for itself."""
+        if self.peer is None or self._cut_off():
+            return True
+        return self.peer.line is None and time.monotonic() - self._began > UNREACHED_S
+
     def _cut_off(self) -> bool:
-        """Is this node on its own? Then it judges for itself."""
         line = self.peer.line if self.peer is not None else None
         return line is not None and (line.silent_s > SILENT_S or line.closed)
 
@@ -158,7 +175,7 @@ class Monitor:
                 if silent > SILENT_S and not all(e.over for e in ranks):
                     ranks = [replace(e, silent_node_s=silent) for e in ranks]
                 found += ranks
-        elif self._cut_off():
+        elif self._cut_off() and not self._head_over:
             assert self.peer is not None
             assert self.peer.line is not None
             silent = self.peer.line.silent_s
@@ -223,6 +240,8 @@ class Monitor:
 
     def _decide(self, now: float, still: float, found: list[Evidence]) -> None:
         verdict = judge(found)
+        if verdict is not None and verdict.kind == "network" and len(found) < sum(map(len, self.orders.nodes.values())):
+            verdict = None  # who is not seen from here may be the one that has not come
         key = (verdict.kind, verdict.ranks) if verdict is not None else None
         same, self._candidate = key == self._candidate, key
         if verdict is None or not same:
@@ -291,12 +310,15 @@ class Monitor:
             ends = f"  ends the job in {ends_in:.0f} s unless it goes on" if verdict.recoverable else ""
             self._say(["watch: " + verdict.lines()[0], *verdict.lines()[1:], *([ends] if ends else [])])
         self.files.append("verdicts.jsonl", record)
-        if words is None or verdict.kind not in ("config",):
+        if verdict.kind != "config":
             self._keep_all(folder, found)
+        self._let_go()
 
     def _say(self, lines: Sequence[str]) -> None:
         with contextlib.suppress(OSError):
-            os.write(2, ("\n".join(lines) + "\n").encode())
+            # in the place of the run's live line, which is drawn anew
+            clear = "\r\x1b[2K" if os.isatty(2) and os.environ.get("TERM") != "dumb" else ""
+            os.write(2, (clear + "\n".join(lines) + "\n").encode())
 
     def _keep_all(self, folder: str, found: Sequence[Evidence]) -> None:
         self.files.write(f"{folder}/evidence.json", json.dumps([e.encoded() for e in found], indent=1))
@@ -304,12 +326,22 @@ class Monitor:
             self.head.tell({"keep": folder})
         self._keep(folder, self._answers("dump"))
 
+    def _let_go(self) -> None:
+        """Ranks that have failed wait until their story is told: with the last of them the screen may be gone."""
+        if self.shown is None or self.shown.recoverable:
+            return
+        if self.head is not None:
+            self.head.tell({"said": True})
+        for one in self.ranks:
+            one.hear_that_it_is_said()
+
     def _keep(self, folder: str, answers: dict[int, dict[str, Any] | None]) -> None:
         """The stacks of all threads of this node's ranks, and their flight recorders."""
         for one in self.ranks:
             answer = answers[one.rank]
             if answer is None:
-                self.files.write(f"{folder}/rank-{one.rank}.txt", one.all_stacks() or "did not answer\n")
+                trace = one.evidence.words["trace"] if one.evidence.words else ""
+                self.files.write(f"{folder}/rank-{one.rank}.txt", trace or one.all_stacks() or "did not answer\n")
                 continue
             stacks = {"training": answer["training"], **answer["threads"]}
             text = "".join(
@@ -361,7 +393,9 @@ def main(argument: str) -> None:
     data = json.loads(argument)
     data["ranks"] = {int(rank): path for rank, path in data["ranks"].items()}
     data["addresses"] = tuple((host, port) for host, port in data["addresses"])
-    Monitor(Orders(**data)).run()
+    monitor = Monitor(Orders(**data))
+    if monitor.ranks:
+        monitor.run()
 
 
 if __name__ == "__main__":

@@ -8,9 +8,12 @@ itself for longer than that, and may be there where the ranks' own network is go
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import socket
+import termios
 import time
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +31,17 @@ class Line:
         self._connection, self._coming, self._going = connection, b"", b""
         self.heard_at = time.monotonic()
         self.closed = False
+
+    def look(self) -> None:
+        """Before this beat's word: has the other kernel confirmed all the earlier ones? Then it is in reach, though its monitor
+        may wait for a processor."""
+        left = array("i", [0])
+        if self.closed or self._going:
+            return
+        with contextlib.suppress(OSError):
+            fcntl.ioctl(self._connection, termios.TIOCOUTQ, left)
+            if not left[0]:
+                self.heard_at = time.monotonic()
 
     def say(self, word: dict[str, Any]) -> None:
         if not self._going or len(self._going) < 1 << 22:
@@ -60,7 +74,11 @@ class Line:
             self.heard_at = time.monotonic()
             self._coming += more
         *lines, self._coming = self._coming.split(b"\n")
-        return [json.loads(line) for line in lines]
+        try:
+            return [json.loads(line) for line in lines]
+        except ValueError:
+            self.closed = True  # whoever tries all ports of a host
+            return []
 
     @property
     def silent_s(self) -> float:
@@ -86,12 +104,15 @@ class Head:
             while True:
                 self._strangers.append(Line(self._ear.accept()[0]))
         for line in list(self._strangers):
-            for word in line.hear()[:1]:
-                if word.get("token") == self._token:
-                    self.lines[word["node"]] = line
-                    self.said[word["node"]] = word
+            word = next(iter(line.hear()), None)
+            if isinstance(word, dict) and word.get("token") == self._token:
+                self.lines[word["node"]], self.said[word["node"]] = line, word
+                self._strangers.remove(line)
+            elif word is not None or line.closed:
+                line.close()
                 self._strangers.remove(line)
         for node, line in self.lines.items():
+            line.look()
             for word in line.hear():
                 self.said[node] = word
             if not line.closed:
@@ -120,6 +141,7 @@ class Peer:
             self._connect()
         if self.line is None:
             return []
+        self.line.look()
         self.line.say({"token": self._token, "node": self._node, **word})
         return self.line.hear()
 

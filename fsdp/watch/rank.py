@@ -4,7 +4,7 @@
         phases.listen(watch.phase)
 
 Building one costs a collective and, on each node's first rank, the start of a small process. Leaving by an exception hands the
-rank's last words to the monitor, who tells the first failure of all; `error.told` then says that nobody else needs to.
+rank's last words to the monitor, who tells the first failure of all; told(error) then waits for that, and says whether it came.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -26,9 +27,10 @@ from fsdp import agree
 from fsdp.claim import here
 from fsdp.config import WatchSection
 from fsdp.env import DistEnv, meeting_address
+from fsdp.stop import LAST_ACTS
 from fsdp.watch import cells
 from fsdp.watch.calls import Calls
-from fsdp.watch.cells import FAILED, MONITOR, OVER, PID, STATE, THREAD, Cells, Writer
+from fsdp.watch.cells import FAILED, MONITOR, OVER, PID, SAID, STATE, THREAD, Cells, Writer
 from fsdp.watch.device import device_clock
 from fsdp.watch.monitor import Orders
 from fsdp.watch.witness import Witness
@@ -36,6 +38,8 @@ from fsdp.watch.words import last_words
 
 ROOT = Path(__file__).resolve().parents[2]
 FAREWELL_S = 2.0
+TELLS_S = 5.0
+"""Longer than the monitor waits for a first failure that is not another's echo."""
 
 
 class Watch:
@@ -57,6 +61,7 @@ class Watch:
         self._start_monitor(own.path)
         self._calls = Calls(self._writer)
         self._device = device_clock(self._writer) if own.numbers[cells.CUDA] else None
+        LAST_ACTS.append(self._over)
         return self
 
     def phase(self, name: str, step: int) -> None:
@@ -69,6 +74,7 @@ class Watch:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._cells is None:
             return
+        LAST_ACTS.remove(self._over)
         self._calls.close()
         if self._device is not None:
             self._device.close()
@@ -80,11 +86,17 @@ class Watch:
         self._witness.close()
         if self._monitor is not None:
             self._let_go(self._monitor, error is None)
-        self._cells.path.unlink(missing_ok=True)  # where no monitor came to take the name away
-        self._cells.close()
+        if not hasattr(error, "told"):
+            self._cells.path.unlink(missing_ok=True)  # where no monitor came to take the name away
+            self._cells.close()
         self._cells = None
 
     # ------------------------------------------------------------ the end
+
+    def _over(self) -> None:
+        """At a second Ctrl-C the process is gone in a moment: nobody needs to wonder why."""
+        if self._cells is not None:
+            self._cells.numbers[STATE] = OVER
 
     def _hand_over(self, error: Exception) -> None:
         assert self._cells is not None
@@ -92,17 +104,8 @@ class Watch:
         self._cells.tell(words)
         tell_torchrun(words)
         self._cells.numbers[STATE] = FAILED
-        error.told = self._heard()  # type: ignore[attr-defined]
-
-    def _heard(self) -> bool:
-        """Is there a monitor that will tell it? Ray's driver tells its ranks' failures itself."""
-        assert self._cells is not None
-        if self._env.launcher == "ray":
-            return False
-        if self._monitor is not None:
-            return self._monitor.poll() is None
-        pid = int(self._cells.numbers[MONITOR])
-        return pid > 0 and Path(f"/proc/{pid}").exists()
+        if self._env.launcher != "ray":  # whose driver tells its ranks' failures itself
+            error.told = _Told(self._cells, self._monitor)  # type: ignore[attr-defined]
 
     def _let_go(self, monitor: subprocess.Popen[bytes], well: bool) -> None:
         """It ends with its ranks. After a failure it has more to do than this rank may wait for."""
@@ -169,8 +172,16 @@ def _spawn(orders: Orders) -> subprocess.Popen[bytes]:
     words = json.dumps(asdict(orders))
     return subprocess.Popen(
         [sys.executable, "-S", "-m", "fsdp.watch.monitor", words], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-        env=environ, pass_fds=(orders.ear,) if orders.ear >= 0 else (), cwd="/",
+        stderr=_screen(), env=environ, pass_fds=(orders.ear,) if orders.ear >= 0 else (), cwd="/",
     )  # fmt: skip
+
+
+def _screen() -> int | None:
+    """Where this process's errors are read: under Ray a file that the driver follows, which is not descriptor 2."""
+    try:
+        return sys.stderr.fileno()
+    except (AttributeError, OSError, ValueError):
+        return None
 
 
 def tell_torchrun(words: dict[str, Any]) -> None:
@@ -183,6 +194,44 @@ def tell_torchrun(words: dict[str, Any]) -> None:
             Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}), encoding="utf-8")
 
 
+class _Told:
+    """Asked once, at the very end: has the monitor said what happened?"""
+
+    def __init__(self, own: Cells, monitor: subprocess.Popen[bytes] | None) -> None:
+        self._cells, self._monitor = own, monitor
+
+    def __call__(self) -> bool:
+        deadline = time.monotonic() + TELLS_S
+        while not self._cells.numbers[SAID] and time.monotonic() < deadline and self._lives():
+            time.sleep(0.02)
+        said = bool(self._cells.numbers[SAID])
+        self._cells.path.unlink(missing_ok=True)
+        self._cells.close()
+        return said
+
+    def _lives(self) -> bool:
+        if self._monitor is not None:
+            return self._monitor.poll() is None
+        pid = int(self._cells.numbers[MONITOR])
+        return not pid or Path(f"/proc/{pid}").exists()  # none yet: it may be on its way
+
+
 def told(error: Exception) -> bool:
-    """Will the monitor print what this rank met? It knows what came first, and who only fell after it."""
-    return bool(getattr(error, "told", False))
+    """Has the monitor printed what happened? It knows what came first, and who only fell after it. Waits for it, for others may
+    have to fail too before that is known; to be asked once, as the last thing a process does."""
+    ask = getattr(error, "told", None)
+    if ask is None:
+        return False
+    _hang_up()
+    return bool(ask())
+
+
+def _hang_up() -> None:
+    """The others hear of this rank's end now and not when it has left: what failed frames and torch's caches hold keeps gloo's
+    connections open, though the group is destroyed, and the others in their collective."""
+    for name in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            one = socket.socket(fileno=int(name.name))
+            if one.family in (socket.AF_INET, socket.AF_INET6):
+                one.shutdown(socket.SHUT_RDWR)
+            one.detach()

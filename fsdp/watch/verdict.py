@@ -20,6 +20,8 @@ Frame = tuple[str, int, str]
 
 BUSY_S = 2.0
 """Less computing than this on one spot proves nothing."""
+AT_ONCE_S = 0.05
+"""Found dead by the same look: of these nobody was first."""
 NETWORK_S = 10.0
 """All in one collective: on a full machine its transport may only be waiting for a processor."""
 RECOVERABLE = ("stopped", "data", "loop", "lock", "blocked", "storage", "network")
@@ -59,6 +61,8 @@ class Evidence:
     words: dict[str, Any] | None = None
     fatal: str = ""
     """What faulthandler wrote of a fault in C."""
+    dead_s: float = 0.0
+    """For how long it has been gone."""
     silent_node_s: float = 0.0
     """Its node's monitor has not been heard of for so long."""
 
@@ -158,7 +162,7 @@ def judge(found: Sequence[Evidence]) -> Verdict | None:
     live = [e for e in found if e.alive and not e.over]
     if live and all(e.state == "T" for e in live):
         return None  # the scheduler has suspended the job
-    for one in (_words, _dead, _partition, _stopped, _apart, _absent, _network):
+    for one in (_words, _dead, _echoes, _partition, _stopped, _apart, _absent, _network):
         verdict = one(found)
         if verdict is not None:
             return verdict
@@ -205,7 +209,7 @@ def _words(found: Sequence[Evidence]) -> Verdict | None:
     alike = [e.rank for e in own if e.words and e.words["message"] == message]
     if len(alike) == len(found) or set(late) <= set(alike):
         late = [rank for rank in late if rank not in alike]
-    others = f"{_named(late)} ended after it" if late else ""
+    others = "" if set(alike) >= {e.rank for e in found} else _after(late) or _waiting(found, about)
     return Verdict(kind, about, what, others, words["hint"], words["trace"])
 
 
@@ -213,19 +217,35 @@ def _dead(found: Sequence[Evidence]) -> Verdict | None:
     dead = [e for e in found if not e.alive and not e.over and e.words is None and not e.silent_node_s]
     if not dead:
         return None
-    aborted = [e for e in dead if e.fatal]
-    if aborted and (verdict := _differing([e for e in found if e.in_call])) is not None:
+    longest = max(e.dead_s for e in dead)
+    first = [e for e in dead if e.dead_s > longest - AT_ONCE_S]
+    who = tuple(e.rank for e in first)
+    others = _waiting(found, [e.rank for e in dead]) or _after([e.rank for e in found if e.rank not in who and not e.over])
+    aborted = [e for e in first if e.fatal]
+    if aborted and "Aborted" in aborted[0].fatal and (verdict := _differing(_called(found))) is not None:
         return verdict
-    who = tuple(e.rank for e in dead)
-    one = aborted[0] if aborted else dead[0]
     if aborted:
-        how = aborted[0].fatal.splitlines()[0].removeprefix("Fatal Python error: ")
+        one, how = aborted[0], aborted[0].fatal.splitlines()[0].removeprefix("Fatal Python error: ")
         what = f"{_who(one)} died of a fault in C ({how}): {_at(one)}"
-        return Verdict("fault", (one.rank,), what, _waiting(found, who), "the stacks are in its file under RUN/watch/")
-    what = f"{_who(one) if len(who) == 1 else _named(who)} died without a word (killed, or out of memory): {_at(one)}"
-    return Verdict(
-        "died", who, what, _waiting(found, who), "dmesg or the scheduler says who killed it; memory is the usual reason"
-    )
+        return Verdict("fault", (one.rank,), what, others, "the stacks are in its file under RUN/watch/")
+    name = _who(first[0]) if len(who) == 1 else _named(who)
+    what = f"{name} died without a word (killed, or out of memory): {_at(first[0])}"
+    return Verdict("died", who, what, others, "dmesg or the scheduler says who killed it; memory is the usual reason")
+
+
+def _called(found: Sequence[Evidence]) -> list[Evidence]:
+    """Those whose last collective is known: they are in it, or it was what failed. gloo ends a rank that is sent more than it
+    asked for, and that is a neighbour of the one to blame."""
+    return [e for e in found if e.in_call or (e.words is not None and e.words["secondary"])]
+
+
+def _echoes(found: Sequence[Evidence]) -> Verdict | None:
+    """Nobody is dead and all have failed in a collective: not in the same one?"""
+    return _differing(found) if all(e.words is not None and e.words["secondary"] for e in found) else None
+
+
+def _after(ranks: Sequence[int]) -> str:
+    return f"{_named(ranks)} ended after it" if ranks else ""
 
 
 def _partition(found: Sequence[Evidence]) -> Verdict | None:

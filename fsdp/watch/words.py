@@ -14,6 +14,7 @@ from typing import Any
 from fsdp.agree import Elsewhere, lost_a_neighbour
 from fsdp.env import DistEnv
 from fsdp.errors import CheckpointError, ConfigError, LaunchError, ShardrunError, TrainingError
+from fsdp.memory.oom import OutOfMemory
 
 TRACE_LINES = 30
 
@@ -35,7 +36,7 @@ KNOWN = (
 def last_words(error: BaseException, env: DistEnv) -> dict[str, Any]:
     """Plain values: they go through the cells, and to another node."""
     ours = isinstance(error, ShardrunError)
-    secondary = isinstance(error, Elsewhere) or lost_a_neighbour(error)
+    secondary = isinstance(error, Elsewhere) or _echo(error)
     message = str(error) if ours else f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     kind, hint = kind_and_hint(error)
     return {
@@ -52,6 +53,12 @@ def last_words(error: BaseException, env: DistEnv) -> dict[str, Any]:
     }
 
 
+def _echo(error: BaseException) -> bool:
+    """Of another rank's end: whatever gloo's or NCCL's transport says is about the other side."""
+    transport = ("gloo/transport", "NCCL communicator was aborted", "Broken pipe")
+    return lost_a_neighbour(error) or (isinstance(error, RuntimeError) and any(words in str(error) for words in transport))
+
+
 def _named(message: str) -> list[int]:
     """Who a checkpoint's error is about stands in it: `rank 2: …/__2_0.distcp: ENOSPC`."""
     return sorted({int(rank) for rank in re.findall(r"\brank (\d+):", message)})
@@ -66,7 +73,13 @@ def kind_and_hint(error: BaseException) -> tuple[str, str]:
     for pattern, kind, hint in KNOWN:
         if re.search(pattern, text):
             return kind, "" if "HINT:" in text else hint
-    kinds = {ConfigError: "config", LaunchError: "launcher", CheckpointError: "checkpoint", TrainingError: "training"}
+    kinds = {
+        OutOfMemory: "memory",
+        ConfigError: "config",
+        LaunchError: "launcher",
+        CheckpointError: "checkpoint",
+        TrainingError: "training",
+    }
     return next((kind for cls, kind in kinds.items() if isinstance(error, cls)), "exception"), ""
 
 
@@ -75,7 +88,7 @@ def printed(error: BaseException, env: DistEnv) -> str:
     if isinstance(error, ShardrunError):
         alone = env.is_main or error.scope == "all"
         return f"train.py{'' if alone else f' (rank {env.rank})'}: {error}"
-    if lost_a_neighbour(error):
+    if _echo(error):
         return f"[rank {env.rank}] ended because another rank did: {str(error).splitlines()[0][:160]}"
     hint = kind_and_hint(error)[1]
     return f"[rank {env.rank}] failed on {env.device}:\n{_trace(error)}" + (f"\nHINT: {hint}" if hint else "")

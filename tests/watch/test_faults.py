@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,29 +10,32 @@ from pathlib import Path
 
 import pytest
 
+from bench.fault_kinds import KINDS, Kind
+from bench.faults import Case
+
 ROOT = Path(__file__).parents[2]
-
-EARLY = ("SIGKILL", "exception", "other shape", "another collective", "NaN", "full disk", "fault in C", "collective left out")
-STILL = ("SIGSTOP", "sleep in data", "endless loop", "lock held in C", "deadlock in Python", "slow storage")
+HERE = [kind for kind in KINDS if not kind.two_nodes or os.geteuid() == 0]
 
 
-def right(*kinds: str) -> None:
-    command = [sys.executable, "-m", "bench.faults", "--times", "1", "--kinds", ",".join(kinds), "--seed", str(os.getpid())]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.slow
-def test_what_ends_a_rank_is_named() -> None:
-    right(*EARLY)
-
-
-@pytest.mark.slow
-def test_what_holds_a_rank_up_is_named() -> None:
-    right(*STILL)
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    """One process for all kinds: their ranks are forks of it, and nobody waits for imports."""
+    found = tmp_path_factory.mktemp("faults") / "cases.json"
+    names = ",".join(kind.name for kind in HERE)
+    command = [sys.executable, "-m", "bench.faults", "--times", "1", "--kinds", names, "--steps", "14", "--json", str(found)]
+    done = subprocess.run([*command, "--seed", str(os.getpid())], cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert found.exists(), done.stdout + done.stderr
+    print(done.stdout)
+    return {one["kind"]: Case(**one) for one in json.loads(found.read_text())}
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.geteuid() != 0, reason="a network namespace needs root")
-def test_a_node_that_cannot_be_reached_is_named() -> None:
-    right("partitioned node")
+@pytest.mark.parametrize("kind", KINDS, ids=[kind.name for kind in KINDS])
+def test_the_rank_and_what_it_has_are_named(cases: dict[str, Case], kind: Kind) -> None:
+    if kind not in HERE:
+        pytest.skip("a network namespace needs root")
+    case = cases[kind.name]
+    assert case.right(kind), case
+    if kind.ends and not kind.two_nodes:
+        assert len(case.codes) == 4
+        assert 0 not in case.codes

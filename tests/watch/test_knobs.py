@@ -44,7 +44,7 @@ def fault(kind: str, flags: str, *more: str) -> tuple[str, list[int], str]:
 def test_a_rank_that_does_not_come_back_ends_the_job(tmp_path: Path) -> None:
     said, codes, log = fault("SIGSTOP", "--watch.hang_s 4", "ends")
     assert said == "stopped"
-    assert sorted(codes) == [-9, 6, 6, 6]
+    assert sorted(codes) == [-9, 7, 7, 7]
     assert "watch: rank 1" in log
     assert "ends the job in" in log
 
@@ -77,6 +77,26 @@ def test_what_is_watched_does_not_change_what_is_trained() -> None:
         name, value = flag.split()
         assert config_hash(configuration.load([f"--watch.{name}", value])) == config_hash(plain)
     assert config_hash(configuration.load(["--watch.deterministic"])) != config_hash(plain)
+
+
+BAD = {
+    "--watch.enabled maybe": "--watch.enabled maybe is not true or false. HINT: --watch.enabled true",
+    "--watch.hang_s -2": "--watch.hang_s -2.0 is out of range: at least -1. HINT: --watch.hang_s -1.0",
+    "--watch.hang_s -0.5": "--watch.hang_s -0.5 is neither -1 nor a time. HINT: --watch.hang_s -1",
+    "--watch.hang_s 5 --watch.enabled false": "--watch.hang_s 5 says nothing under --watch.enabled false: nobody looks. HINT: ",
+    "--watch.late_percent -1": "--watch.late_percent -1.0 is out of range: at least 0. HINT: --watch.late_percent 7.0",
+    "--watch.divergence 1.5": "--watch.divergence 1.5 is not a whole number. HINT: --watch.divergence 0",
+    "--watch.unit_norms -1": "--watch.unit_norms -1 is out of range: at least 0. HINT: --watch.unit_norms 0",
+    "--watch.spike big": "--watch.spike big is not a number. HINT: --watch.spike 10.0",
+    "--watch.deterministic 2": "--watch.deterministic 2 is not true or false. HINT: --watch.deterministic false",
+}
+
+
+@pytest.mark.parametrize("flags", BAD)
+def test_what_cannot_be_is_refused(flags: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        configuration.load(flags.split())
+    assert str(error.value).startswith(BAD[flags])
 
 
 def test_a_changing_number_of_ranks_does_not_repeat() -> None:

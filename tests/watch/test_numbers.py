@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from fsdp import config as configuration
 from fsdp.env import DistEnv
+from fsdp.errors import ConfigError
 from fsdp.loop import _Loop
 from fsdp.watch.numbers import Spikes, odd_ones
 from tests.core.runs import failures, flags, on_a_rank, run
@@ -80,5 +82,10 @@ def test_replicas_that_agree_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_without_replicas_there_is_nothing_to_compare(tmp_path: Path) -> None:
-    said = failures(2, tmp_path, "--watch.divergence 2 --mesh.strategy fsdp")
-    assert all(one is not None and "--watch.divergence 2: there is one replica" in one for one in said)
+    with pytest.raises(
+        ConfigError, match=r"--watch.divergence 2: --mesh.strategy fsdp has one replica.*HINT: --watch.divergence 0"
+    ):
+        configuration.load(["--watch.divergence", "2", "--mesh.strategy", "fsdp"])
+    alone = failures(1, tmp_path, "--watch.divergence 2 --mesh.strategy ddp")
+    assert alone[0] is not None
+    assert "--watch.divergence 2: there is one replica" in alone[0]

@@ -127,6 +127,22 @@ def test_an_abort_of_gloo_is_laid_to_the_rank_with_the_other_shape() -> None:
     assert (verdict.kind, verdict.ranks) == ("shapes", (2,))
 
 
+def test_so_it_is_where_the_one_with_the_other_shape_has_failed_in_words_by_then() -> None:
+    echo = said(1.0, "Connection closed by peer", secondary=True)
+    ranks = [replace(one, ended=50, words=echo) for one in world(numel=99)]
+    ranks[0] = replace(ranks[0], ended=49, words=None, alive=False, fatal="Fatal Python error: Aborted")
+    verdict = judge(ranks)
+    assert verdict is not None
+    assert (verdict.kind, verdict.ranks) == ("shapes", (2,))
+
+
+def test_so_it_is_where_all_have_failed_in_words() -> None:
+    echo = said(1.0, "op.preamble.length <= op.nbytes", secondary=True)
+    verdict = judge([replace(one, ended=50, words=echo) for one in world(numel=99)])
+    assert verdict is not None
+    assert (verdict.kind, verdict.ranks) == ("shapes", (2,))
+
+
 def test_of_two_ranks_the_one_further_on_has_left_something_out() -> None:
     verdict = judge([WAITING, replace(WAITING, rank=1, step=8, op="all_reduce")])
     assert verdict is not None
@@ -148,3 +164,19 @@ def test_stacks_that_c_wrote_are_read() -> None:
         'Current thread 0x00008f (most recent call first):\n  File "/b.py", line 2 in y\n  File "/c.py", line 3 in z\n'
     )
     assert parse_stacks(text) == (("/b.py", 2, "y"), ("/c.py", 3, "z"))
+
+
+def test_of_several_deaths_the_first_is_told_and_the_others_are_those_whom_a_launcher_ended() -> None:
+    ranks = [replace(one, alive=False, state="X", dead_s=0.1) for one in world()]
+    ranks[3] = replace(ranks[3], dead_s=0.7)
+    verdict = judge(ranks)
+    assert verdict is not None
+    assert (verdict.kind, verdict.ranks, verdict.others) == ("died", (3,), "ranks 0, 1, 2 ended after it")
+
+
+def test_an_abort_after_a_death_is_its_echo() -> None:
+    ranks = world(alive=False, state="X", dead_s=0.6)
+    ranks[0] = replace(ranks[0], alive=False, state="X", dead_s=0.2, fatal="Fatal Python error: Aborted")
+    verdict = judge(ranks)
+    assert verdict is not None
+    assert (verdict.kind, verdict.ranks) == ("died", (2,))
