@@ -130,6 +130,16 @@ def rank_killed_under_srun(folder: Path) -> Left:
     return rank_killed(folder, "srun")
 
 
+def rank_stopped(folder: Path) -> Left:
+    """On the node whose monitor does not judge: it tells the head's."""
+    with Cluster(folder / "slurm") as cluster:
+        job = sbatch(cluster, folder, flags=[*FLAGS, "--watch.hang_s", "5"], env={**SLOWLY, "SLOW_STARTS": "1"})
+        job.until_step(13)
+        reached = max(job.run.steps)
+        os.kill(rank_pid(job, "n2", rank=1), signal.SIGSTOP)
+        return left(job, reached)
+
+
 def rank_pid(job: Job, node: str, rank: int) -> int:
     """The training process itself: torchrun sets RANK, Slurm SLURM_PROCID."""
     found = [
@@ -199,6 +209,18 @@ def network(folder: Path) -> Network:
         cluster.on_node("n2", "ip", "route", "add", "10.99.0.1/32", "via", "10.77.0.254")
         cut = sbatch(cluster, folder / "cut", env={"RDZV_HOST": "10.99.0.1", "RDZV_TIMEOUT_S": "3"})
         return Network({mode: left(job) for mode, job in jobs.items()}, left(checked), left(cut), _seconds(cut))
+
+
+def preflight(folder: Path) -> dict[str, Left]:
+    """The doctor in a job's place, one after the other: two measuring at once would find each other slow. Then the second node
+    has another folder where the run directory is."""
+    run = folder / "sick-run"
+    run.mkdir()
+    with Cluster(folder / "slurm", mode="netns") as cluster:
+        fit = left(sbatch(cluster, folder / "fit", flags=[*FLAGS, "--preflight"], env={"LAUNCHER": "srun"}))
+        cluster.on_node("n2", "mount", "-t", "tmpfs", "tmpfs", str(run))
+        job = sbatch(cluster, folder, flags=[*FLAGS, "--preflight", "--run.dir", str(run)])
+        return {"fit": fit, "sick": left(Job(cluster, job.id, Run(run)))}
 
 
 def _seconds(job: Job) -> float:

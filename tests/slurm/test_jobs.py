@@ -141,6 +141,16 @@ def test_a_killed_rank_is_back_in_the_same_allocation(outcome: Left, undisturbed
     check_rank_killed(outcome, undisturbed)
 
 
+@pytest.mark.scenario("rank_stopped")
+def test_a_stopped_rank_is_named_across_nodes_and_the_job_goes_on_without_it(outcome: Left, undisturbed: Undisturbed) -> None:
+    check_rank_killed(outcome, undisturbed)
+    assert re.search(r"^0: watch: rank 1 \(n2\) is stopped \(SIGSTOP\): step \d+", outcome.log, re.MULTILINE)
+    assert re.search(r"^0:   ranks? 0 waits in \w+ \(step \d+, \w+\)", outcome.log, re.MULTILINE)
+    assert re.search(r"^0:   HINT: kill -CONT \d+ on n2", outcome.log, re.MULTILINE)
+    (folder,) = (outcome.run.path / "watch").glob("stopped-*")
+    assert {path.name for path in folder.iterdir()} >= {"evidence.json", "rank-0.txt", "rank-0.fr.json", "rank-1.txt"}
+
+
 @pytest.mark.long
 @pytest.mark.scenario("rank_killed_under_srun")
 def test_a_killed_rank_is_back_under_srun_too(outcome: Left, undisturbed: Undisturbed) -> None:
@@ -206,6 +216,29 @@ def test_a_dry_run_shows_each_node_and_the_command_and_trains_nothing(outcome: N
         assert re.search(rf"^{node}: 1 ranks on cpu; Python 3\S+ at \S+; torch 2\.", left.log, re.MULTILINE)
     assert re.search(r"would run: srun .*train\.py --run\.dir \S+ --model\.name mlp", left.log)
     assert not left.run.path.exists()
+
+
+@pytest.mark.scenario("preflight")
+def test_a_preflight_looks_at_the_jobs_nodes_and_trains_nothing(netns: None, outcome: dict[str, Left]) -> None:
+    left = outcome["fit"]
+    assert left.state == "COMPLETED", left.log
+    for rank, node in enumerate(("n1", "n2")):
+        assert re.search(rf"^0: {node} +{rank} +[\d.]+", left.log, re.MULTILINE), left.log
+    assert re.search(r"^0: verdict: fit to train", left.log, re.MULTILINE)
+    assert (left.run.path / "doctor" / "doctor.html").exists()
+    assert not left.run.starts
+
+
+@pytest.mark.scenario("preflight")
+def test_a_node_that_falls_out_fails_the_job_and_is_written_for_sbatch(netns: None, outcome: dict[str, Left]) -> None:
+    left = outcome["sick"]
+    assert left.state == "FAILED", left.log
+    assert "verdict: 1 node falls out: --exclude=n2" in left.log
+    assert re.search(r"^OUT +n2: does not see what n1 wrote into ", left.log, re.MULTILINE), left.log
+    assert "HINT: mount the shared storage there" in left.log
+    assert (left.run.path / "doctor" / "exclude").read_text() == "n2\n"
+    assert "Traceback" not in left.log
+    assert "slurm: not fit to train: " in left.log.splitlines()[-1]
 
 
 def test_a_bare_srun_needs_no_script(slurm: Cluster, tmp_path: Path, undisturbed: Undisturbed) -> None:
