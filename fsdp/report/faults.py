@@ -13,13 +13,17 @@ MOST = 24
 FEW_SAMPLES = 12
 
 
-def faults(watched: Watched, of: str) -> str:
-    return (
-        section(f"What stopped it{of}", _verdicts(watched.verdicts), "Each with the rank that did not come, and what to do.")
-        + section(f"Late ranks{of}", _late(watched.late), "By when a rank arrives at collectives, not by how long they take.")
-        + section(
-            f"Spikes of the gradient{of}", _spikes(watched.spikes), "Steps far above the usual, with samples of their batch."
-        )
+def stopped(watched: Watched, of: str) -> str:
+    about = "Each with the rank that did not come, and what to do."
+    return section(f"What stopped it{of}", _verdicts(watched.verdicts), about)
+
+
+def odd(watched: Watched, of: str) -> str:
+    """What did not stop it."""
+    late = "By when a rank arrives at collectives, not by how long they take."
+    spikes = "Steps far above the usual, with samples of their batch."
+    return section(f"Late ranks{of}", _late(watched.late), late) + section(
+        f"Spikes of the gradient{of}", _spikes(watched.spikes), spikes
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fsdp.report import compare
 from fsdp.report.curves import Marks, chart
-from fsdp.report.faults import faults
+from fsdp.report.faults import odd, stopped
 from fsdp.report.plan import ABOUT as PLAN
 from fsdp.report.plan import planned
 from fsdp.report.profile import memory_by_rank, read_accounts
@@ -37,11 +37,12 @@ MEMORY = "The highest moment of the profiled steps on each rank, by what held it
 def page(stories: Sequence[RunStory], samples: Sequence[Samples] = ()) -> str:
     names = " and ".join(story.name for story in stories)
     body = [_head(stories), *([_differences(stories)] if len(stories) > 1 else [])]
-    body += [faults(story.watched, _of(story, stories)) for story in stories]
+    body += [stopped(story.watched, _of(story, stories)) for story in stories]
     body += [section("Curves", _curves(stories), _about_curves(stories))]
     for story, said in zip(stories, [*samples, *[Samples()] * len(stories)], strict=False):
         of = _of(story, stories)
         body += [section(f"Where the time goes{of}", time_by_rank(story.watched.timing, _marks(story)), TIME)]
+        body += [odd(story.watched, of)]
         body += [section(f"Planned and measured{of}", planned(story), PLAN)]
         body += [section(f"Memory{of}", memory_by_rank(read_accounts(story.path / "profile")), MEMORY)]
         body += [_samples(of, said), section(f"Checkpoints{of}", _checkpoints(story))]
@@ -110,8 +111,8 @@ def _tiles(story: RunStory) -> str:
     for name, label in (("loss", "training loss"), ("eval_loss", "held-out loss")):
         if series := get(name):
             lowest = series.finite
-            under = f"lowest {lowest.values.min():.4f}" if len(lowest) else ""
-            shown.append((label, f"{series.last:.4f}", under))
+            under = f"lowest {_loss(float(lowest.values.min()))}" if len(lowest) else ""
+            shown.append((label, _loss(series.last), under))
     if series := get("eval_accuracy"):
         shown.append(
             ("held-out accuracy", f"{series.last:.2%}", f"best {series.finite.values.max():.2%}" if len(series.finite) else "")
@@ -128,6 +129,10 @@ def _tiles(story: RunStory) -> str:
         shown.append(("peak memory", f"{series.finite.values.max():.2f} GiB" if len(series.finite) else "?", "rank 0"))
     shown.append(("starts", str(len(story.starts)), f"{sum(s.outcome == 'failed' for s in story.starts)} failed"))
     return tiles(shown)
+
+
+def _loss(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.3g}"
 
 
 def _unit(story: RunStory) -> str:

@@ -90,7 +90,8 @@ def read_run(path: Path) -> RunStory:
     config = _config(run, notes)
     numbers = read_numbers(run.metrics)
     if numbers.unreadable:
-        notes.append(f"{numbers.unreadable} lines of metrics.jsonl could not be read and are left out")
+        lines = "1 line" if numbers.unreadable == 1 else f"{numbers.unreadable} lines"
+        notes.append(f"left out: {lines} of metrics.jsonl that could not be read")
     story = RunStory(
         name=path.resolve().name,
         path=path,

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.console import LOG_COLUMNS, Console, fit
+from fsdp.console import BOLD, GREEN, LOG_COLUMNS, PLAIN, Console, fit
 from fsdp.metrics import StepMetrics
 
 ROOT = Path(__file__).parents[2]
@@ -172,9 +172,10 @@ def command(run: Path, *flags: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_real_run_on_a_terminal_of_eighty_columns(tmp_path: Path) -> None:
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_a_real_run_on_a_terminal_of_eighty_columns(tmp_path: Path, no_color: str) -> None:
     terminal = Terminal(80)
-    environ = {**os.environ, "TERM": "xterm", "NO_COLOR": ""}
+    environ = {**os.environ, "TERM": "xterm", "NO_COLOR": no_color}
     with subprocess.Popen(
         [sys.executable, *command(tmp_path / "run")], cwd=ROOT, env=environ, stdout=terminal.theirs, stderr=subprocess.PIPE
     ) as process:
@@ -184,6 +185,21 @@ def test_a_real_run_on_a_terminal_of_eighty_columns(tmp_path: Path) -> None:
     assert live
     assert live[-1].startswith("step 6/6  loss")
     assert all(len(line) < 80 for line in live)
+    assert set(ESCAPE.findall(text)) == ({"\x1b[2K"} if no_color else {"\x1b[2K", BOLD, GREEN, PLAIN})
+
+
+@pytest.mark.slow
+def test_a_real_run_into_a_pipe_is_plain_lines(tmp_path: Path) -> None:
+    said = subprocess.run(
+        [sys.executable, *command(tmp_path / "run", "--run.log_every_steps", "2")],
+        cwd=ROOT, env={**os.environ, "TERM": "xterm"}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    for text in (said.stdout, said.stderr):
+        assert not ESCAPE.search(text)
+        assert "\r" not in text
+    steps = [line for line in said.stdout.splitlines() if line.startswith("step ")]
+    assert [line.split()[1] for line in steps] == ["2/6", "4/6", "6/6"]
+    assert all(len(line) <= LOG_COLUMNS for line in steps)
 
 
 @pytest.mark.slow

@@ -142,7 +142,7 @@ def test_lines_cut_off_or_garbled_are_counted_and_left_out(run: Path) -> None:
     found = read_numbers(run / "metrics.jsonl")
     assert found.unreadable == 4
     assert len(found.series["loss"]) == 199
-    assert "4 lines of metrics.jsonl could not be read" in report(run)
+    assert "left out: 4 lines of metrics.jsonl that could not be read" in report(run)
 
 
 def test_numbers_that_are_not_finite_are_told_and_not_drawn(run: Path) -> None:
