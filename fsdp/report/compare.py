@@ -11,6 +11,7 @@ from fsdp.report.tables import Raw, seconds
 from fsdp.report.timing import WORDS
 from fsdp.report.watched import WAITING
 
+MANY = 10
 NOISE = 0.02
 """A smaller share is no verdict between two runs of the same thing."""
 
@@ -53,9 +54,9 @@ FIGURES = (
     Figure("lowest held-out loss", best("eval_loss", -1), lambda v: f"{v:.4f}", -1),
     Figure("last held-out accuracy", last("eval_accuracy"), lambda v: f"{v:.2%}", 1),
     Figure("median step", median("step_time_s"), seconds, -1),
-    Figure("median wait for data", median("data_wait_s"), seconds, -1),
+    Figure("median wait for data", median("data_wait_s"), seconds),
     *(
-        Figure(f"a step's {WORDS.get(name, name)}", phase(name), seconds, -1)
+        Figure(f"a step's {WORDS.get(name, name)}", phase(name), seconds)
         for name in ("forward", "backward", WAITING, "optimizer")
     ),
     Figure("median a second", median("per_s"), lambda v: f"{v:,.0f}", 1),
@@ -82,6 +83,8 @@ def _difference(figure: Figure, a: float | None, b: float | None) -> object:
     if a is None or b is None or not (a == a and b == b) or a == b:
         return "" if a is None or b is None else "the same"
     text = f"{(b - a) / abs(a):+.1%}" if a else f"{b - a:+.4g}"
+    if a > 0 and b / a >= MANY:
+        text = f"{b / a:.3g} times"
     good = figure.better * (b - a) if abs(b - a) > NOISE * abs(a) else 0
     kind = "better" if good > 0 else "worse" if good < 0 else ""
     return Raw(f'<span class="{kind}">{text}{" " + kind if kind else ""}</span>')

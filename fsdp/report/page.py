@@ -58,7 +58,7 @@ def page(stories: Sequence[RunStory], samples: Sequence[Samples] = ()) -> str:
 
 
 def _of(story: RunStory, stories: Sequence[RunStory]) -> str:
-    return f" of {story.name}" if len(stories) > 1 else ""
+    return f": {story.name}" if len(stories) > 1 else ""
 
 
 def _marks(story: RunStory) -> Marks:
@@ -219,7 +219,7 @@ def _checkpoints(story: RunStory) -> str:
             rows.append([f"{found.step:,}", "", *took, "", chip("not whole", "failed"), found.detail])
         else:
             total = sum(count for count, _ in about.files.values())
-            where = f"{about.ranks} ranks, {about.mesh}"
+            where = f"{about.ranks} rank{'s' * (about.ranks != 1)}, {about.mesh}"
             rows.append([f"{found.step:,}", size(total), *took, where, chip("whole", "finished"), about.reason])
     heads = ("step", "size", "written in", "held steps up", "by", "state", "why")
     return table(heads, rows, numeric=heads[:4], nothing="no checkpoint")

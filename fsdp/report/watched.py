@@ -19,14 +19,9 @@ from fsdp.report.series import Series, in_order, read_lines
 
 WAITING = "waiting"
 """In collectives, for others: what no computing hides."""
-SHOWN = (
-    "forward",
-    "backward",
-    WAITING,
-    "optimizer",
-    "data",
-    *(p for p in PHASES if p in ("reduce", "record", "evaluate", "save")),
-)
+STEP_PHASES = ("forward", "backward", "optimizer", "data", "reduce")
+SHOWN = ("forward", "backward", WAITING, "optimizer", "data", "reduce", "record", "evaluate", "save")
+assert set(SHOWN) - {WAITING} < set(PHASES)
 MOST_STACKS = 4
 STACK = 6000
 

@@ -139,7 +139,7 @@ def test_two_runs_are_held_against_each_other_in_their_times(run: Path, tmp_path
     out = tmp_path / "both.html"
     assert main([str(run), str(other), "--out", str(out)]) == 0
     assert "a step&#x27;s forward" in out.read_text()
-    assert "Where the time goes of other" in out.read_text()
+    assert "Where the time goes: other" in out.read_text()
 
 
 # ---------------------------------------------------------------- planned
