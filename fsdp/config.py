@@ -160,6 +160,9 @@ class OptimSection:
     weight_decay: float = knob(0.1, "decay of matrices; vectors and scalars never decay", low=0)
     momentum: float = knob(0.9, "SGD's momentum", low=0, high=1)
     fused: Literal["auto", "true", "false"] = knob("auto", "one kernel for the whole update where it exists")
+    state: Literal["master", "bf16", "8bit"] = knob(
+        "master", "what Adam's moments are kept in: the master's dtype, bf16 rounded at random, or 8 bits and a scale a block"
+    )
     schedule: Literal["cosine", "linear", "constant"] = knob("cosine", "how the rate falls after warm-up")
     warmup_steps: int = knob(-1, "steps from 0 to the peak; -1 is a twentieth of the run", "steps", low=-1)
     min_lr_ratio: float = knob(0.1, "the last rate over the peak", low=0, high=1)
@@ -197,6 +200,7 @@ class MemorySection:
     activation_budget: float = knob(
         1.0, "share of their activations that units keep; what is cheapest to make again is recomputed", low=0, high=1
     )
+    activation_offload: bool = knob(False, "what units keep for backward, or checkpointing keeps of them, lies in host memory")
     cpu_offload: bool = knob(False, "parameters, gradients and optimizer rest in host memory")
     nvme: Literal["off", "optimizer", "all"] = knob(
         "off", "what rests in files under nvme_dir: the optimizer's states, or sharded parameters and gradients too"
@@ -510,7 +514,7 @@ def check(config: Config) -> None:
     _check_profile(config)
     for one in (_check_train, _check_mesh, _check_precision, _check_checkpoint, _check_ray, _check_memory, _check_watch):
         one(config)
-    for one in (_check_lora, _check_comm, _check_float8):
+    for one in (_check_lora, _check_comm, _check_float8, _check_states):
         one(config)
 
 
@@ -690,6 +694,16 @@ def _check_activations(config: Config) -> None:
             f"{memory.activation_checkpointing} both say what is kept.",
             "--memory.activation_checkpointing none",
         )
+    for flag, value, wrong in (
+        ("memory.activation_checkpointing", "ops", memory.activation_checkpointing == "ops"),
+        ("memory.activation_budget", f"{memory.activation_budget:g}", memory.activation_budget < 1),
+    ):
+        if memory.activation_offload and wrong:
+            raise ConfigError(
+                f"--memory.activation_offload true and --{flag} {value} do not go together: what the latter keeps, torch "
+                "shows to no hook.",
+                "--memory.activation_checkpointing full",
+            )
     if memory.activation_checkpointing_every > 1 and memory.activation_checkpointing == "none":
         raise ConfigError(
             f"--memory.activation_checkpointing_every {memory.activation_checkpointing_every} says nothing where nothing "
@@ -742,6 +756,20 @@ def _check_float8(config: Config) -> None:
     ):
         if wrong:
             raise ConfigError(f"--speed.float8 {speed.float8} and --{flag} {value} do not go together.", "--speed.float8 off")
+
+
+def _check_states(config: Config) -> None:
+    optim = config.optim
+    if optim.state == "master":
+        return
+    for flag, value, wrong in (
+        ("optim.name", "sgd", optim.name == "sgd"),
+        ("optim.fused", "true", optim.fused == "true"),
+        ("precision.master", "fp64", config.precision.master == "fp64"),
+        ("memory.nvme", config.memory.nvme, optim.state == "8bit" and config.memory.nvme != "off"),
+    ):
+        if wrong:
+            raise ConfigError(f"--optim.state {optim.state} and --{flag} {value} do not go together.", "--optim.state master")
 
 
 def _check_lora(config: Config) -> None:

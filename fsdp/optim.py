@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp.config import OptimSection
+from fsdp.small_states import SmallStateAdam, adapt_states, moment_bytes, places_of
 
 
 def lr_at(section: OptimSection, step: int, total_steps: int) -> float:
@@ -32,6 +33,11 @@ def lr_at(section: OptimSection, step: int, total_steps: int) -> float:
 
 def build_optimizer(section: OptimSection, model: nn.Module) -> torch.optim.Optimizer:
     groups = parameter_groups(section, model.parameters())
+    if section.state != "master":
+        return SmallStateAdam(
+            groups, kind=section.state, places=places_of(model.parameters()), lr=section.lr,
+            betas=(section.beta1, section.beta2), eps=section.eps,
+        )  # fmt: skip
     fused = section.fused != "false"
     if section.name == "sgd":
         # torch has a fused SGD for plain tensors alone.
@@ -54,8 +60,18 @@ def parameter_groups(section: OptimSection, parameters: Iterable[nn.Parameter]) 
     ]
 
 
+def state_bytes(section: OptimSection, parameters: Iterable[torch.Tensor], itemsize: int) -> int:
+    """What the optimizer keeps of whole parameters that are `itemsize` bytes an element."""
+    trained = [p for p in parameters if p.requires_grad]
+    if section.state != "master":
+        return sum(moment_bytes(p, section.state) for p in trained)
+    moments = {"adamw": 2, "adam": 2, "sgd": 1 if section.momentum else 0}[section.name]
+    return moments * itemsize * sum(p.numel() for p in trained)
+
+
 def apply_hyperparameters(section: OptimSection, optimizer: torch.optim.Optimizer) -> None:
-    """After a restore: what the checkpoint says of rates and decay gives way to what the person asks for now."""
+    """After a restore: what the checkpoint says of rates, decay and the states' form gives way to what is asked for now."""
+    adapt_states(optimizer)
     fresh = {"betas": (section.beta1, section.beta2), "eps": section.eps, "momentum": section.momentum}
     decay = section.weight_decay if section.name == "adamw" else 0.0
     for group in optimizer.param_groups:

@@ -1,4 +1,5 @@
-"""From a plain module to a sharded one, in the one order that works: float8 → checkpointing → compile → fully_shard (or DDP).
+"""From a plain module to a sharded one, in the one order that works: float8 → checkpointing → compile → activations' offload →
+fully_shard (or DDP).
 
 What becomes a unit is data from the model (fsdp/models/blocks.py); what is done to a unit is here, and who is in which group is
 the mesh's. Weights are not touched: the model may stand on the meta device.
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp.comm import Hooks, apply_comm, load_hooks
 from fsdp.config import CommSection, MemorySection, MeshSection, PrecisionSection, SpeedSection, reshard_policy
 from fsdp.float8 import apply_float8
+from fsdp.memory.activation_offload import apply_activation_offload
 from fsdp.memory.activations import apply_activation_checkpointing
 from fsdp.mesh import MeshSizes
 from fsdp.models.blocks import blocks_of, find_units
@@ -162,6 +164,7 @@ def shard_model(
     apply_float8(units, speed, sharded=sizes.strategy != "ddp")
     apply_activation_checkpointing(units, memory, compiled=compiles(speed, device))
     apply_compile(units, model, speed, device)
+    apply_activation_offload(units, memory, device, compiled=compiles(speed, device))
     policy = reshard_policy(section.reshard_after_forward)
     sharded = Sharded(
         root=model, sizes=sizes, mesh=mesh, dtypes=dtypes, device=device, units=units,

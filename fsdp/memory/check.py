@@ -21,3 +21,5 @@ def check_device(memory: MemorySection, device: torch.device) -> None:
         )
     if memory.cpu_offload and device.type == "cpu":
         log.warning("--memory.cpu_offload true changes nothing on a CPU: parameters are in host memory already")
+    if memory.activation_offload and device.type == "cpu":
+        log.warning("--memory.activation_offload true gains nothing on a CPU: what forward keeps is copied within host memory")

@@ -35,7 +35,8 @@ def maybe_shelf(
     """Collective where something rests in files. The model may stand on meta."""
     if memory.nvme == "off":
         return None
-    return Shelf(Path(memory.nvme_dir), root, units, optim=optim, state_dtype=state_dtype, everything=memory.nvme == "all")
+    kept = torch.bfloat16 if optim.state == "bf16" else state_dtype
+    return Shelf(Path(memory.nvme_dir), root, units, optim=optim, state_dtype=kept, everything=memory.nvme == "all")
 
 
 class Shelf:

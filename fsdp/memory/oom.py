@@ -36,6 +36,7 @@ from fsdp.memory.oom_advice import Advice, Footprint, Suggestion, advise
 from fsdp.memory.oom_estimate import activation_bytes
 from fsdp.mesh import BatchPlan, MeshSizes
 from fsdp.models.blocks import blocks_of, find_units
+from fsdp.optim import state_bytes
 from fsdp.phases import Phases
 
 WORDS = ("can't allocate memory", "not enough memory", "std::bad_alloc", "CUDA out of memory", "out of memory")
@@ -188,11 +189,11 @@ def footprint_of(config: Config, scene: Scene, device: torch.device) -> Footprin
 
     units = (*(count(unit) for unit in scene.units), count([scene.root]))
     trained = sum(p.numel() for p in scene.root.parameters() if p.requires_grad)
-    states = {"adamw": 2, "adam": 2, "sgd": 1 if config.optim.momentum else 0}[config.optim.name]
     master, param, reduce = (dtype.itemsize for dtype in scene.dtypes)
     return Footprint(
         units=units, trained=trained, shard=scene.sizes.shard, replicate=scene.sizes.replicate, master=master, param=param,
-        reduce=reduce, state=states * master, reshard=reshard_policy(config.mesh.reshard_after_forward),
+        reduce=reduce, state=state_bytes(config.optim, scene.root.parameters(), master) / max(1, trained),
+        reshard=reshard_policy(config.mesh.reshard_after_forward),
         accumulate=config.mesh.accumulate, accumulation=scene.batch.accumulation, micro=scene.batch.micro_batch,
         checkpointing=config.memory.activation_checkpointing, counted=param,
         offload=config.memory.cpu_offload and device.type == "cuda", nvme=getattr(config.memory, "nvme", "off") != "off",

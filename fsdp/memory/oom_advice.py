@@ -149,6 +149,9 @@ def _elsewhere(now: Footprint, device: str) -> Iterator[Step]:
     if now.param == 4:
         half = change(now, param=2)
         yield "--precision.param bf16", half, "computes in bf16: losses differ in the third digit"
+    if now.state == 2 * now.master == 8 and not now.nvme:
+        half = change(now, state=now.state / 2)
+        yield "--optim.state bf16", half, "keeps Adam's moments in bf16, rounded at random"
     if device == "cuda" and not now.offload and not now.ddp:
         yield "--memory.cpu_offload true", change(now, offload=True), "moves shards over the bus, the update runs on the host"
     if not now.nvme and not now.offload and now.state:
