@@ -1,12 +1,13 @@
 """The planner's predictions beside real runs: bytes of tensors, the process's true peak, torch's own tracker, published speeds.
 
     python -m bench.plan               48 real runs on CPU drawn at random (gloo, 1, 2 and 4 ranks), large ones, published rows
-    python -m bench.plan --short       8 of them and the published rows
+    python -m bench.plan --minutes 4   as many of them as that takes; typed again it goes on, with --again from the first
+    python -m bench.plan --short       6 of them, kept nowhere
     python -m bench.plan --published   the published rows alone; nothing is run
 
 A prediction is made before its run and from the flags alone. Measured tensor bytes are those of every storage that a real step
 makes, of all ranks; the true peak is what the kernel counts above the idle process, with malloc told to give memory back.
-Where a CUDA device is, its own counters stand in the table. Results: bench/results/plan.json and plan.md.
+Results: bench/results/plan.json and plan.md.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ import random
 import statistics
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from bench.plan_cases import Case, draw, large
 from bench.plan_published import published_table
 from bench.plan_real import Measured, Ranks
+from fsdp.rundir import write_atomically
 
-ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results"
 MARGIN = 0.03
 
 
@@ -62,52 +64,85 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true")
     parser.add_argument("--published", action="store_true")
-    parser.add_argument("--large", action="store_true", help="only the runs of 100M parameters and more")
+    parser.add_argument("--again", action="store_true", help="forget the runs that are kept")
+    parser.add_argument("--minutes", type=float, default=0.0, help="stop after so long; 0 never")
     parser.add_argument("--cases", type=int, default=48)
     parser.add_argument("--seed", type=int, default=7)
     given = parser.parse_args(argv)
-    cases = [] if given.published else draw(random.Random(given.seed), 8 if given.short else given.cases)
-    big = [] if given.short or given.published else large()
-    rows = run([] if given.large else cases)
-    big_rows = run(big)
-    text = "\n".join([*_memory_text(rows, big_rows), *published_table()])
+    if given.published:
+        print("\n".join(published_table()))
+        return 0
+    drawn = draw(random.Random(given.seed), 6 if given.short else given.cases)
+    if given.short:
+        rows = list(run(drawn))
+        print("\n".join(_table(rows)))
+        return int(any(row.says_fits_and_does_not for row in rows))
+    kept = {} if given.again else _kept()
+    until = time.monotonic() + given.minutes * 60 if given.minutes else float("inf")
+    cases = [*drawn, *large()]
+    for row in run([case for case in cases if case not in kept]):
+        kept[row.case] = row
+        _keep(list(kept.values()))
+        if time.monotonic() > until:
+            break
+    missing = [case for case in cases if case not in kept]
+    if missing:
+        print(f"{len(missing)} runs are left: the same command goes on")
+        return 0
+    text = "\n".join([*_memory_text([kept[case] for case in drawn], [kept[case] for case in large()]), *published_table()])
     print(text)
-    if not given.short and not given.published and not given.large:
-        _write(text, rows, big_rows)
-    return int(any(row.says_fits_and_does_not for row in [*rows, *big_rows]))
+    (RESULTS / "plan.md").write_text(text + "\n", encoding="utf-8")
+    return int(any(row.says_fits_and_does_not for row in kept.values()))
 
 
-def run(cases: list[Case]) -> list[Row]:
-    rows = []
+def run(cases: Sequence[Case]) -> Iterator[Row]:
     with Ranks() as ranks:
         for at, case in enumerate(cases, 1):
             began = time.monotonic()
             predicted, process = ranks.predict(case)
             torchs = ranks.torchs(case)
-            measured = ranks.measure(case)
-            row = Row(case, predicted, process, measured, torchs)
-            rows.append(row)
+            row = Row(case, predicted, process, ranks.measure(case), torchs)
             theirs = "-" if row.torchs_error is None else f"{row.torchs_error:+.2%}"
             print(
-                f"{at:3d} {case}: {measured.tensors / 2**20:.1f} MiB, {row.error:+.2%}; "
-                f"process {measured.process / 2**20:.0f} MiB, "
-                f"{row.process_error:+.1%}; torch's tracker {theirs}; {time.monotonic() - began:.1f} s",
+                f"{at:3d} {case}: {row.measured.tensors / 2**20:.1f} MiB, {row.error:+.2%}; "
+                f"process {row.measured.process / 2**20:.0f} MiB, {row.process_error:+.1%}; torch's tracker {theirs}; "
+                f"{time.monotonic() - began:.1f} s",
                 flush=True,
             )
-    return rows
+            yield row
+
+
+# ---------------------------------------------------------------- what is kept
+
+
+def _keep(rows: list[Row]) -> None:
+    kept = {"machine": _machine(), "runs": [{**asdict(row), "error": row.error} for row in rows]}
+    write_atomically(RESULTS / "plan.json", json.dumps(kept, indent=1) + "\n")
+
+
+def _kept() -> dict[Case, Row]:
+    try:
+        runs = json.loads((RESULTS / "plan.json").read_text(encoding="utf-8"))["runs"]
+    except (OSError, KeyError, ValueError):
+        return {}
+    rows = [
+        Row(
+            Case(run["case"]["ranks"], tuple(run["case"]["flags"])), run["predicted"], run["predicted_process"],
+            Measured(**run["measured"]), run["torchs"],
+        )
+        for run in runs
+    ]  # fmt: skip
+    return {row.case: row for row in rows}
 
 
 # ---------------------------------------------------------------- what is said of them
 
 
 def _memory_text(rows: list[Row], big: list[Row]) -> list[str]:
-    if not rows and not big:
-        return []
-    lines = [f"## Memory: predicted beside measured ({_machine()})", ""]
-    lines += _table(rows) if rows else []
-    if big:
-        lines += ["", "### 100M parameters and more: the process's true peak above idle", "", *_big_table(big)]
-    return [*lines, ""]
+    return [
+        f"## Memory: predicted beside measured ({_machine()})", "", *_table(rows), "",
+        "### 100M parameters and more: the process's true peak above idle", "", *_big_table(big), "",
+    ]  # fmt: skip
 
 
 def _table(rows: list[Row]) -> list[str]:
@@ -149,20 +184,6 @@ def _machine() -> str:
     import torch
 
     return f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}, gloo"
-
-
-def _write(text: str, rows: list[Row], big: list[Row]) -> None:
-    def plain(row: Row) -> dict[str, Any]:
-        return {
-            "run": str(row.case), "flags": list(row.case.flags), "ranks": row.case.ranks, "planned": row.predicted,
-            "measured": row.measured.tensors, "process": row.measured.process, "process_planned": row.predicted_process,
-            "torchs": row.torchs,
-        }  # fmt: skip
-
-    place = ROOT / "bench" / "results"
-    (place / "plan.md").write_text(text + "\n", encoding="utf-8")
-    kept = {"machine": _machine(), "runs": [plain(row) for row in rows], "large": [plain(row) for row in big]}
-    (place / "plan.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,8 @@ def draw(dice: random.Random, count: int) -> list[Case]:
 
 def _one(dice: random.Random) -> Case:
     ranks = dice.choice([1, 2, 2, 4, 4])
-    flags = [*_model(dice), *_mesh(dice, ranks), *_knobs(dice, ranks)]
+    model = _model(dice)
+    flags = [*model, *_mesh(dice, ranks), *_knobs(dice, ranks, units=model[1] != "mlp")]
     return Case(ranks, tuple(flags))
 
 
@@ -45,7 +46,8 @@ def _model(dice: random.Random) -> list[str]:
         width = str(dice.choice([64, 96, 128]))
         return ["--model.name", "vit", "--model.args.layers", layers, "--model.args.width", width, "--model.args.ffn", "256"]
     if kind == "mlp":
-        return ["--model.name", "mlp", "--model.args.width", str(dice.choice([128, 200, 512]))]
+        width = str(dice.choice([128, 200, 512]))
+        return ["--model.name", "mlp", "--model.args.hidden", width, "--model.args.in_features", "784"]
     words = ["--data.name", "synthetic", "--data.args.kind", "tokens", "--data.seq_len", str(dice.choice([32, 64, 96]))]
     words += ["--data.args.vocab_size", str(dice.choice([250, 512, 1003, 4096])), "--model.args.layers", layers]
     words += ["--model.args.width", str(dice.choice([64, 128, 192, 256]))]
@@ -73,10 +75,11 @@ def _mesh(dice: random.Random, ranks: int) -> list[str]:
     return ["--mesh.strategy", "fsdp", "--mesh.reshard_after_forward", policy]
 
 
-def _knobs(dice: random.Random, ranks: int) -> list[str]:
+def _knobs(dice: random.Random, ranks: int, *, units: bool) -> list[str]:
     micro, times = dice.choice([1, 2, 4]), dice.choice([1, 1, 2, 3])
     flags = ["--train.global_batch", str(micro * times * ranks), "--train.micro_batch", str(micro)]
-    flags += ["--memory.activation_checkpointing", dice.choice(["none", "none", "full", "ops"])]
+    recomputes = dice.choice(["none", "none", "full", "ops"])
+    flags += ["--memory.activation_checkpointing", recomputes if units else "none"]
     flags += ["--precision.param", dice.choice(["fp32", "fp32", "bf16"])]
     flags += ["--mesh.accumulate", dice.choice(["last", "shard", "every"])] if times > 1 else []
     flags += ["--optim.name", dice.choice(["adamw", "adamw", "sgd"])]

@@ -114,8 +114,12 @@ def meta_model(spec: ModelSpec) -> nn.Module:
 
 
 def trained_model(config: Config, job: Job) -> nn.Module:
+    return model_of(config, job.spec)
+
+
+def model_of(config: Config, spec: ModelSpec) -> nn.Module:
     """The meta model, with what is frozen frozen and its adapters in place: what a run shards."""
-    model = meta_model(job.spec)
+    model = meta_model(spec)
     if config.model.frozen:
         freeze(model, config.model.frozen)
     if config.lora.rank:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fsdp import agree, rundir
+from fsdp import agree, preflight, rundir
 from fsdp.adapters import maybe_base
 from fsdp.checkpoint import Checkpointer
 from fsdp.checkpoint.full import open_full_state
@@ -43,6 +43,7 @@ from fsdp.mesh import build_mesh, data_rank
 from fsdp.metrics import NoReporter, Reporter
 from fsdp.optim import apply_hyperparameters, build_optimizer, lr_at, set_lr
 from fsdp.phases import Phases
+from fsdp.planned import Planned, maybe_planned
 from fsdp.recorder import Pending, Recorder, Sink
 from fsdp.rundir import RunDir
 from fsdp.scaler import LossScaler
@@ -78,6 +79,7 @@ def train(config: Config, env: DistEnv, reporter: Reporter | None = None) -> Out
     job = prepare(config, world_size=env.world_size, num_nodes=env.num_nodes, device=env.device)
     if env.local_rank == 0:
         log.info("%s", env)
+    preflight.check_names(env)
     with (
         process_group(env, config.run.process_group_timeout_s),
         _claimed_run(config, env) as (run, claim),
@@ -91,6 +93,7 @@ def _train(
     config: Config, env: DistEnv, reporter: Reporter, job: Job, run: RunDir, claim: Claim | None, watch: Watch,
     witness: Witness,
 ) -> Outcome:  # fmt: skip
+    planned = maybe_planned(config.plan, env.device.type)
     mesh = build_mesh(job.sizes, env.device)
     set_compile_cache(config.speed, env.device)
     model = trained_model(config, job)
@@ -140,7 +143,7 @@ def _train(
     _begin_records(config, env, run, state.step, job.data_identity)
     recorder = Recorder(
         run, env, reporter, _console(config, env, job), from_step=state.step,
-        sinks=_sinks(config, env, run, job), mfu_of=mfu_of,
+        sinks=_sinks(config, env, run, job, planned), mfu_of=mfu_of,
     )  # fmt: skip
     if env.is_main:
         _say_start(run, facts, restored.step if restored else None, restored.notes if restored else ())
@@ -150,7 +153,7 @@ def _train(
         config=config, env=env, job=job, run=run, sharded=sharded, state=state, loss_function=loss_function,
         loader=loader, checkpointer=checkpointer, stopper=stopper, recorder=recorder, phases=phases,
         update=build_update(optimizer, shelf), in_turn=None if shelf is None else shelf.in_turn,
-        claim=claim, numbers=Numbers(config.watch, env, run.path, sharded),
+        claim=claim, numbers=Numbers(config.watch, env, run.path, sharded), planned=planned,
     )  # fmt: skip
     profile = memory_profile.start(config.profile, run.path, env, sharded.root, optimizer, loop.phases)
     scene.optimizer, scene.phases = optimizer, loop.phases
@@ -205,6 +208,7 @@ class _Loop:
     update: Update
     in_turn: InTurn | None
     numbers: Numbers
+    planned: Planned | None
 
     def __post_init__(self) -> None:
         group = self.sharded.mesh.get_group("dp_shard") if self.job.sizes.strategy != "ddp" else None
@@ -377,6 +381,9 @@ class _Loop:
             marker = self.run.stopped if self.stopped else self.run.done
             rundir.write_atomically(marker, f"{why} at step {self.state.step}\n")
             rundir.record_end(self.run, step=self.state.step, why=why)
+            if self.planned is not None and (compared := self.planned.compared()) is not None:
+                log.info("%s", compared)
+                rundir.append(self.run.history, {"event": "planned", "step": self.state.step, **compared.record()})
         return Outcome(self.run.path, self.state.step, self.stopped, self.evaluation)
 
 
@@ -408,6 +415,7 @@ def _claimed_run(config: Config, env: DistEnv) -> Iterator[tuple[RunDir, Claim |
 
     try:
         path = agree.on_main(env.rank, open_run)
+        preflight.check(env, Path(path))
         yield RunDir(Path(path)), held[0] if held else None
     finally:
         for claim in held:
@@ -424,11 +432,12 @@ def _begin_records(config: Config, env: DistEnv, run: RunDir, step: int, data: M
             log.warning("changed since the last start: %s", line)
 
 
-def _sinks(config: Config, env: DistEnv, run: RunDir, job: Job) -> list[Sink]:
+def _sinks(config: Config, env: DistEnv, run: RunDir, job: Job, planned: Planned | None) -> list[Sink]:
     if not env.is_main:
         return []
-    spikes = Spikes(config.watch.spike, run.path, job.cursor.indices)
-    return [spikes, WandbSink(config, run.path)] if config.run.wandb else [spikes]
+    sinks: list[Sink] = [Spikes(config.watch.spike, run.path, job.cursor.indices)]
+    sinks += [planned] if planned is not None else []
+    return [*sinks, WandbSink(config, run.path)] if config.run.wandb else sinks
 
 
 def _console(config: Config, env: DistEnv, job: Job) -> Console:

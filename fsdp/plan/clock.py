@@ -14,7 +14,7 @@ import numpy as np
 
 from fsdp.mesh import MeshSizes
 from fsdp.plan.count import Counted
-from fsdp.plan.rates import Rates
+from fsdp.plan.rates import FLOAT8, Rates
 from fsdp.plan.trace import CODE, OPS, Segment, unrolled
 
 _COMPUTE = frozenset({CODE["pointwise"], CODE["matmul"], CODE["attention"]})
@@ -36,11 +36,19 @@ class Links:
         ranks = self.sizes.replicate if replicas else self.sizes.shard
         if ranks == 1:
             return 0.0
-        within, nodes, rate = self._place(replicas)
         times = 2 if operation == "all_reduce" else 1
-        inside = size * (within - 1) / within / self.rates.link
+        return _START_S + _HOP_S * self._place(replicas)[1] + times * max(self._ways(size, replicas))
+
+    def slower_between(self, *, replicas: bool) -> bool:
+        """Whether the way between nodes is what such a collective waits for."""
+        inside, across = self._ways(1.0, replicas)
+        return across > inside
+
+    def _ways(self, size: float, replicas: bool) -> tuple[float, float]:
+        """Seconds within a node, and between nodes."""
+        within, nodes, rate = self._place(replicas)
         across = size * (nodes - 1) / nodes / rate if nodes > 1 else 0.0
-        return _START_S + _HOP_S * nodes + times * max(inside, across)
+        return size * (within - 1) / within / self.rates.link, across
 
     def _place(self, replicas: bool) -> tuple[int, int, float]:
         """Ranks of the group within a node, nodes that it spans, and its part of a node's adapters."""
@@ -75,6 +83,9 @@ class Step:
     exposed: float = 0.0
     within: float = 0.0
     between: float = 0.0
+    """Bytes that a rank sends."""
+    waits_between: float = 0.0
+    """Seconds of collectives for which the way between nodes is the slower one."""
     flops: float = 0.0
     model_flops: float = 0.0
     """Forward's, three times: what recomputing adds is no progress."""
@@ -86,7 +97,7 @@ class Step:
         named = {
             "matrix products": self.parts["matmul"], "attention": self.parts["attention"],
             "memory traffic": self.parts["pointwise"] + self.parts["optimizer"],
-            "links between nodes" if self.between > self.within / 8 else "links in a node": self.exposed,
+            "links between nodes" if self.waits_between > self.parts["communication"] / 2 else "links in a node": self.exposed,
         }  # fmt: skip
         return max(named, key=lambda name: named[name])
 
@@ -169,6 +180,7 @@ class _Queues:
         seconds = self.links.seconds(operation, size, replicas=replicas) + self._over_host_link(operation, size)
         self.step.parts["communication"] += seconds
         within, between = self.links.crossing(operation, size, replicas=replicas)
+        self.step.waits_between += seconds if self.links.slower_between(replicas=replicas) else 0.0
         self.step.within += within
         self.step.between += between
         if operation == "all_gather":
@@ -222,7 +234,7 @@ class _Queues:
         moved = np.where(work.code == CODE["pointwise"], work.fused_bytes if fused else work.bytes, work.bytes)
         on_host = self.setting.offload and segment.name.phase == "optimizer"
         memory = moved / (rates.host_link if on_host else rates.bandwidth)
-        speed = np.where(work.width >= 4, rates.matmul_fp32, rates.matmul * (1.7 if self.setting.float8 and fused else 1.0))
+        speed = np.where(work.width >= 4, rates.matmul_fp32, rates.matmul * (FLOAT8 if self.setting.float8 and fused else 1.0))
         speed = np.where(work.code == CODE["attention"], rates.attention, speed)
         compute = np.isin(work.code, list(_COMPUTE))
         least = rates.launch_s if not fused else np.where(work.code == CODE["pointwise"], 0.0, rates.launch_s)

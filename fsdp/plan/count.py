@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -18,12 +19,14 @@ import numpy as np
 import torch.distributed as dist
 
 from fsdp.config import Config
-from fsdp.plan.subject import subject_of
 from fsdp.plan.trace import CODE, COLUMNS, Segment, Trace, blend, edges
 from fsdp.plan.watch import Ask, blocks_in, watch
 
 TOLERANCE = 0.005
 """By how much a model of one's own may differ from its composition before it is run whole."""
+
+WORTH_A_POOL_S = 10.0
+"""A pool's processes import torch first."""
 
 Runs = dict[Ask, Trace]
 
@@ -55,25 +58,33 @@ class Counted:
 
 
 def shape_of(config: Config) -> Shape:
-    spec = subject_of(config.model, config.data).spec
     memory = config.memory
-    period = memory.activation_checkpointing_every if memory.activation_checkpointing == "full" else 1
+    period = memory.activation_checkpointing_every if memory.activation_checkpointing != "none" else 1
     ahead = max(1, config.speed.prefetch_forward, config.speed.prefetch_backward)
-    return Shape(blocks_in(spec, config.mesh.wrap), keep=period + ahead, period=period)
+    return Shape(blocks_in(config), keep=period + ahead, period=period)
 
 
 def run_all(asks: Iterable[Ask], known: Runs | None = None) -> Runs:
-    """Each distinct ask once; over two processes where there are many, and never in a process that is a rank."""
+    """Each distinct ask once; over two processes where that saves time, and never in a process that is a rank."""
     done: Runs = dict(known or {})
     missing = [ask for ask in dict.fromkeys(asks) if ask not in done]
-    if not dist.is_initialized() and (len(missing) < 6 or (os.cpu_count() or 1) < 2):
-        done.update((ask, watch(ask)) for ask in missing)
-    elif missing:
-        context = multiprocessing.get_context("spawn")
-        workers = min(len(missing), 2, os.cpu_count() or 1)
-        with ProcessPoolExecutor(workers, mp_context=context) as pool:
-            done.update(zip(missing, pool.map(watch, missing, chunksize=-(-len(missing) // (workers * 4))), strict=True))
+    if dist.is_initialized():
+        return done | _elsewhere(missing)
+    for at, ask in enumerate(missing):
+        began = time.monotonic()
+        done[ask] = watch(ask)
+        left = missing[at + 1 :]
+        # The first one imports what all need.
+        if at and left and (time.monotonic() - began) * len(left) > WORTH_A_POOL_S and (os.cpu_count() or 1) > 1:
+            return done | _elsewhere(left)
     return done
+
+
+def _elsewhere(asks: Sequence[Ask]) -> Runs:
+    context = multiprocessing.get_context("spawn")
+    workers = max(1, min(len(asks), 2, os.cpu_count() or 1))
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        return dict(zip(asks, pool.map(watch, asks, chunksize=max(1, len(asks) // (workers * 4))), strict=True))
 
 
 # ---------------------------------------------------------------- one question
@@ -91,11 +102,18 @@ def count(ask: Ask, *, check: bool | None = None) -> Counted:
     if own and third < shape.blocks:
         asks.append(replace(ask, blocks=third))
     runs = run_all(asks)
-    counted = compose(shape, [runs[one] for one in asks[:2]])
-    if len(asks) == 3 and _differs(compose(replace(shape, blocks=third), [runs[a] for a in asks[:2]]).trace, runs[asks[2]]):
-        whole = watch(replace(ask, blocks=0))
-        return Counted(whole, shape, (whole,))
-    return counted
+    first = [runs[one] for one in asks[:2]]
+    if _composable(first, shape) and (
+        len(asks) < 3 or not _differs(compose(replace(shape, blocks=third), first).trace, runs[asks[2]])
+    ):
+        return compose(shape, first)
+    whole = watch(replace(ask, blocks=0))
+    return Counted(whole, shape, (whole,))
+
+
+def _composable(runs: Sequence[Trace], shape: Shape) -> bool:
+    first, second = (edges(run, shape.keep).names() for run in runs)
+    return first == second
 
 
 def compose(shape: Shape, runs: Sequence[Trace]) -> Counted:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -38,6 +38,14 @@ class Memory:
     """Offloaded bytes in the host's memory."""
     state: float
     """Parameters and optimizer: what a checkpoint takes from this rank."""
+
+    def with_more(self, size: float) -> Memory:
+        """With so many bytes of inputs that are there all the time."""
+        return replace(
+            self, peak=self.peak + size, reserved=self.reserved + size, resting=self.resting + size,
+            kinds={**self.kinds, "buffers": self.kinds["buffers"] + size},
+            phases={name: highest + size for name, highest in self.phases.items()},
+        )  # fmt: skip
 
 
 def memory_of(counted: Counted, *, offload: bool = False) -> Memory:

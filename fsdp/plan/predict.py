@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -36,6 +37,8 @@ class Plan:
     """Bytes of a device: what the allocator reserves and what stands beside it. Of a process on CPU."""
     samples: int
     tokens_per_sample: int
+    staged: float = 0.0
+    """Bytes of the host that a save's copy takes on this rank."""
 
     @property
     def fits(self) -> bool:
@@ -73,8 +76,23 @@ def ranks_of(config: Config) -> int:
     return config.plan.gpus or max(1, config.mesh.replicate) * max(1, config.mesh.shard)
 
 
+def check_device(config: Config) -> None:
+    """What the device cannot do, as a run on it would say."""
+    float8, gpu = config.speed.float8, config.plan.gpu
+    if float8 != "off" and gpu in ("a100", "a100-40gb"):
+        raise ConfigError(
+            f"--speed.float8 {float8} needs compute capability 8.9, and --plan.gpu {gpu} has 8.0.", "--speed.float8 off"
+        )
+    if config.memory.nvme != "off" and gpu != "cpu" and not config.memory.cpu_offload:
+        raise ConfigError(
+            f"--memory.nvme {config.memory.nvme} keeps the optimizer on the host, and --plan.gpu {gpu} is none.",
+            "--memory.cpu_offload true",
+        )
+
+
 def ask_for(config: Config, ranks: int) -> Ask:
     rates = rates_for(config)
+    check_device(config)
     nodes = -(-ranks // rates.gpus_a_node)
     sizes, batch = resolve(config.mesh, ranks, nodes), plan_batch(config.train, ranks)
     if config.plan.rank >= ranks:
@@ -83,37 +101,57 @@ def ask_for(config: Config, ranks: int) -> Ask:
     return Ask(for_target(config), sizes, config.plan.rank, batch.micro_batch, min(batch.accumulation, 3), 0, device)
 
 
-def plan_one(config: Config, *, float8: bool = False) -> Plan:
+def plan_one(config: Config) -> Plan:
     """The configuration as it is, nothing searched."""
     ranks = ranks_of(config)
     ask = ask_for(config, ranks)
     subject = subject_of(config.model, config.data)
     accumulation = plan_batch(config.train, ranks).accumulation
-    return plan_of(ask, count(ask), subject, accumulation, rates_for(config), float8=float8)
+    return plan_of(ask, count(ask), subject, accumulation, rates_for(config))
 
 
-def plan_of(ask: Ask, counted: Counted, subject: Subject, accumulation: int, rates: Rates, *, float8: bool = False) -> Plan:
+def plan_of(ask: Ask, counted: Counted, subject: Subject, accumulation: int, rates: Rates) -> Plan:
     config, offload = ask.config, ask.config.memory.cpu_offload and rates.has_allocator
     memory = memory_of(counted, offload=offload)
-    setting = Setting(ask.sizes, rates, is_compiled(config), accumulation, offload=offload, float8=float8)
-    needed = memory.reserved + rates.overhead if rates.has_allocator else process_peak(counted)
+    setting = Setting(ask.sizes, rates, is_compiled(config), accumulation, offload=offload, float8=config.speed.float8 != "off")
+    if rates.has_allocator:
+        memory = memory.with_more(_read_ahead(config, subject, ask.micro_batch * accumulation))
+    # A save copies the rank's part of the state: into pinned memory of the host, which on CPU is the process's own.
+    staged = memory.state * ask.sizes.shard / ask.sizes.ranks if _saves(config) else 0.0
+    needed = memory.reserved + rates.overhead if rates.has_allocator else process_peak(counted) + staged
     return Plan(
         config=config, sizes=ask.sizes, micro_batch=ask.micro_batch, accumulation=accumulation, memory=memory,
         step=time_step(counted, setting), rates=rates, needed=needed,
-        samples=ask.micro_batch * accumulation * ask.sizes.ranks, tokens_per_sample=subject.tokens_per_sample,
+        samples=ask.micro_batch * accumulation * ask.sizes.ranks, tokens_per_sample=subject.tokens_per_sample, staged=staged,
     )  # fmt: skip
+
+
+def _read_ahead(config: Config, subject: Subject, samples: int) -> float:
+    """Bytes of the steps that the loader has copied to the device ahead of the one that computes."""
+    if not config.data.to_device or not config.data.workers:
+        return 0.0
+    a_sample = sum(math.prod(shape) * dtype.itemsize for shape, dtype in subject.sample.values())
+    return float(a_sample * samples * max(config.data.prefetch, config.data.workers))
+
+
+def _saves(config: Config) -> bool:
+    return bool(config.checkpoint.every_steps or config.checkpoint.every_minutes)
 
 
 # ---------------------------------------------------------------- what is left out
 
 _UNDERSTOOD = {
-    "memory.activation_checkpointing", "memory.activation_checkpointing_every", "memory.cpu_offload", "memory.nvme_dir",
-    "speed.compile", "speed.prefetch_forward", "speed.prefetch_backward",
+    "memory.activation_checkpointing", "memory.activation_checkpointing_every", "memory.activation_budget",
+    "memory.cpu_offload", "memory.nvme_dir", "speed.compile", "speed.compile_cache", "speed.prefetch_forward",
+    "speed.prefetch_backward", "comm.divide_by",
 }  # fmt: skip
+_OWN = "counted as FSDP's own; what it takes itself is not known here"
 _SAYS_WHY = {
-    "memory.nvme": "what rests on disk is counted as if it rested on the device",
-    "memory.activation_budget": "what the compiler recomputes for it is not known here: eager activations are counted",
-}
+    "memory.nvme": "what rests in files is counted as if it rested in memory",
+    "speed.float8": "time counts compiled products as faster; memory and bytes sent are bf16's",
+    "speed.float8_emulate": "time is that of hardware which has float8",
+    "comm.all_reduce_hook": _OWN, "comm.all_gather": _OWN, "comm.reduce_scatter": _OWN,
+}  # fmt: skip
 
 
 def not_modelled(config: Config) -> Iterator[str]:
@@ -121,12 +159,14 @@ def not_modelled(config: Config) -> Iterator[str]:
     flat = configuration.flatten(config)
     for name, spec in configuration.FIELDS.items():
         section = name.partition(".")[0]
-        if section in ("memory", "speed") and name not in _UNDERSTOOD and flat[name] != spec.default:
+        if section in ("memory", "speed", "comm") and name not in _UNDERSTOOD and flat[name] != spec.default:
             yield f"--{name} {flat[name]}: {_SAYS_WHY.get(name, 'planned as if it were not given')}"
     if is_compiled(config):
-        yield "torch.compile: time counts fused kernels; memory is eager's, which is more than compiled blocks keep"
-    if getattr(config.optim, "state", "auto") not in ("auto", "fp32", "master"):
-        yield f"--optim.state {config.optim.state}: counted as the optimizer that is built keeps it"  # type: ignore[attr-defined]
+        budget = config.memory.activation_budget
+        why = f", and --memory.activation_budget {budget:g} is kept as without a compiler" if budget < 1 else ""
+        yield f"torch.compile: time counts fused kernels; memory is eager's, which is more than compiled blocks keep{why}"
+    if config.train.eval_batch > config.train.micro_batch > 0:
+        yield f"--train.eval_batch {config.train.eval_batch}: an evaluation's own peak"
 
 
 def gib(size: float) -> float:

@@ -31,6 +31,8 @@ GIB = 2**30
 SUSTAINED = 0.9
 STREAMED = 0.85
 BUS = 0.8
+FLOAT8 = 1402.6 / 794.5
+"""Over bf16, of the same table's H100."""
 SHORT_NAMES = ("a100", "a100-40gb", "h100", "h100-pcie", "h200", "b200", "l4", "l40s", "cpu")
 
 

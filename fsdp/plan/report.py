@@ -87,8 +87,10 @@ def details(plan: Plan, config: Config) -> list[str]:
             f"tensors {gib(plan.memory.peak):.2f} GiB, held by the allocator {gib(plan.memory.reserved):.2f}, with driver and "
             f"NCCL {gib(plan.needed):.2f}; between steps {gib(plan.memory.resting):.2f}"
         )
-    if plan.memory.host:
-        lines.append(f"on the host, a rank: {gib(plan.memory.host):.2f} GiB")
+    if plan.rates.has_allocator and (plan.memory.host or plan.staged):
+        lines.append(
+            f"on the host, a rank: {gib(plan.memory.host + plan.staged):.2f} GiB, {gib(plan.staged):.2f} of it a save's copy"
+        )
     lines += [_time(plan), *_links(plan), *_checkpoints(plan, config), *_goal(plan, config)]
     return lines
 

@@ -11,11 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fsdp import config as configuration
+from fsdp.comm import check_divide
 from fsdp.config import Config
 from fsdp.errors import ConfigError
-from fsdp.mesh import MeshSizes
+from fsdp.mesh import MeshSizes, resolve
 from fsdp.plan.count import Family, Runs, run_all
-from fsdp.plan.predict import Plan, for_target, plan_of, plan_one
+from fsdp.plan.predict import Plan, check_device, for_target, plan_of, plan_one
 from fsdp.plan.rates import Rates, rates_for
 from fsdp.plan.subject import Subject, subject_of
 from fsdp.plan.watch import Ask, parameter_bytes
@@ -62,6 +64,7 @@ class Found:
 def search(config: Config, given: Given) -> Found:
     """For --plan.gpus, or for the fewest that are enough."""
     rates = rates_for(config)
+    check_device(config)
     if config.plan.gpus:
         return _search(config, given, config.plan.gpus, rates)
     for ranks in _numbers_of_ranks(config, rates):
@@ -86,11 +89,12 @@ def _numbers_of_ranks(config: Config, rates: Rates) -> Iterator[int]:
 
 def _search(config: Config, given: Given, ranks: int, rates: Rates, *, frugal: bool = False) -> Found:
     check_batch(config, given, ranks)
-    choices = [c for c in _choices(config, given, ranks, rates) if not frugal or _least_memory(c, config)]
+    choices = _allowed(config, _choices(config, given, ranks, rates))
+    choices = _least_memory(choices) if frugal else choices
     plans = _best_of_each(config, given, choices, rates)
     if not any(plan.fits for plan in plans) and "memory.cpu_offload" not in given and rates.has_allocator:
         offloaded = [replace(choice, offload=True) for choice in choices if choice.sizes.strategy != "ddp"]
-        plans += _best_of_each(config, given, offloaded, rates)
+        plans += _best_of_each(config, given, [c for c in offloaded if _refusal(config, c) is None], rates)
     plans.sort(key=_order)
     if not frugal:
         # The first few for themselves: what a family rounds may turn their order.
@@ -105,9 +109,12 @@ def _order(plan: Plan) -> tuple[Any, ...]:
     return (not plan.fits, -speed if plan.fits else plan.needed, plan.needed, *names)
 
 
-def _least_memory(choice: Choice, config: Config) -> bool:
-    fixed = config.memory.activation_checkpointing != "none"
-    return choice.reshard not in ("false", "step") and (fixed or choice.checkpointing == "full")
+def _least_memory(choices: Sequence[Choice]) -> list[Choice]:
+    """Those that free and recompute most, of what may be chosen."""
+    orders = ("full", "ops", "none"), ("true", "false", "step")
+    kind = min((c.checkpointing for c in choices), key=orders[0].index)
+    frees = min((c.reshard for c in choices), key=lambda how: orders[1].index(how) if how in orders[1] else 0)
+    return [c for c in choices if c.checkpointing == kind and (c.reshard == frees or c.sizes.strategy == "ddp")]
 
 
 def check_batch(config: Config, given: Given, ranks: int) -> None:
@@ -144,6 +151,26 @@ def _choices(config: Config, given: Given, ranks: int, rates: Rates) -> list[Cho
     ]
 
 
+def _allowed(config: Config, choices: Sequence[Choice]) -> list[Choice]:
+    """Those that train.py would take beside what a person gave; where there are none, why not."""
+    refusals = [_refusal(config, choice) for choice in choices]
+    allowed = [choice for choice, refusal in zip(choices, refusals, strict=True) if refusal is None]
+    if not allowed:
+        raise next(refusal for refusal in refusals if refusal is not None)
+    return allowed
+
+
+def _refusal(config: Config, choice: Choice) -> ConfigError | None:
+    chosen = choice.config(config)
+    try:
+        configuration.check(chosen)
+        resolve(chosen.mesh, choice.sizes.ranks)
+        check_divide(chosen.comm, choice.sizes)
+    except ConfigError as error:
+        return error
+    return None
+
+
 def _meshes(config: Config, given: Given, ranks: int, rates: Rates) -> list[MeshSizes]:
     mesh = config.mesh
     resting = parameter_bytes(for_target(config))
@@ -157,7 +184,10 @@ def _meshes(config: Config, given: Given, ranks: int, rates: Rates) -> list[Mesh
         small_enough = resting / shard < rates.memory or config.memory.cpu_offload
         fixed = bool(mesh.shard or mesh.replicate)
         if shard == 1 and ranks > 1:
-            if mesh.strategy in ("auto", "ddp") and (small_enough or fixed) and not config.memory.cpu_offload:
+            shards_wanted = config.memory.cpu_offload or (
+                "mesh.reshard_after_forward" in given and mesh.reshard_after_forward != "true"
+            )
+            if mesh.strategy in ("auto", "ddp") and (small_enough or fixed) and not shards_wanted:
                 found.append(MeshSizes("ddp", ranks, 1))
         elif mesh.strategy in ("auto", "fsdp" if replicate == 1 else "hsdp") and (small_enough or fixed or shard == ranks):
             found.append(MeshSizes("fsdp" if replicate == 1 else "hsdp", replicate, shard))

@@ -7,13 +7,13 @@ printed are not a step's. Not here: what is done with what was seen.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fsdp.agree import Sum
 from fsdp.gradients import Gradients
@@ -39,6 +39,8 @@ class Watched:
     clip: float
     scaled: bool
     tracker: Tracker
+    buckets: Buckets | None = None
+    """In DDP's place, where tensors are fake."""
     blocks: list[nn.Module] = field(init=False)
     micro: int = 0
 
@@ -59,6 +61,8 @@ class Watched:
             for value in state.values():
                 if isinstance(value, Tensor):
                     self.tracker.hold(value, "optimizer")
+        for bucket in self.buckets.tensors if self.buckets else ():
+            self.tracker.hold(bucket, "gradients")
 
     def step(self, batches: Iterator[Micro], count: int) -> None:
         with watching(self.tracker), self._marked():
@@ -72,7 +76,7 @@ class Watched:
 
     def _micro_batch(self, data: Mapping[str, Tensor], valid: Tensor, *, last: bool) -> None:
         sharded, tracker = self.sharded, self.tracker
-        with sharded.micro_batch(last):
+        with sharded.micro_batch(last), self.buckets.micro_batch(last) if self.buckets else contextlib.nullcontext():
             tracker.mark(self.micro, "forward")
             parts = self.loss_function(sharded.called, data, valid, len(valid))
             total = parts.loss_sum.detach().double()
@@ -169,31 +173,42 @@ def fill_optimizer(optimizer: torch.optim.Optimizer) -> None:
 # ---------------------------------------------------------------- DDP, where its own reducer cannot run
 
 
-def stand_in_for_ddp(root: nn.Module, sequence: Sequence[nn.Parameter], group: Any) -> list[Tensor]:
-    """DDP's reducer is C++ and takes no fake tensors: its buckets are held, gradients copied into them as they come."""
-    import torch.distributed as dist
+class Buckets:
+    """DDP's reducer is C++ and takes no fake tensors: its buckets are held here, gradients copied into them as they come.
 
-    trained = [p for p in sequence if p.requires_grad]
-    buckets: list[Tensor] = []
-    views: dict[nn.Parameter, Tensor] = {}
-    for dtype in {p.dtype for p in trained}:
-        same = [p for p in trained if p.dtype == dtype]
-        bucket = torch.zeros(sum(p.numel() for p in same), dtype=dtype)
-        at = 0
-        for p in same:
-            views[p] = bucket[at : at + p.numel()].view_as(p)
-            at += p.numel()
-        buckets.append(bucket)
+    Where a micro-batch is not synchronised DDP looks away, and gradients lie beside the buckets until one is.
+    """
 
-    def arrived(parameter: nn.Parameter) -> None:
-        assert not isinstance(parameter, DTensor)
+    def __init__(self, sharded: Sharded) -> None:
+        self.sharded, self.syncs = sharded, True
+        self._group: Any = sharded.mesh.get_group("dp_replicate")
+        trained = [p for p in sharded.root.parameters() if p.requires_grad]
+        self.tensors: list[Tensor] = []
+        self._views: dict[nn.Parameter, Tensor] = {}
+        for dtype in dict.fromkeys(p.dtype for p in trained):
+            same = [p for p in trained if p.dtype == dtype]
+            bucket = torch.zeros(sum(p.numel() for p in same), dtype=dtype)
+            self.tensors.append(bucket)
+            parts = bucket.split([p.numel() for p in same])
+            self._views.update((p, part.view_as(p)) for p, part in zip(same, parts, strict=True))
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(self._arrived)
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """What Sharded.micro_batch does for a model in DDP."""
+        self.syncs = last or self.sharded.accumulate != "last"
+        with self.sharded._autocast():
+            yield
+
+    def _arrived(self, parameter: Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
         assert parameter.grad is not None
-        if parameter.grad is not views[parameter]:
-            views[parameter].copy_(parameter.grad)
-            parameter.grad = views[parameter]
-        if group is not None and group.size() > 1:
-            dist.all_reduce(parameter.grad, group=group)
-
-    for parameter in trained:
-        parameter.register_post_accumulate_grad_hook(arrived)
-    return buckets
+        if not self.syncs:
+            return
+        view = self._views[parameter]
+        if parameter.grad is not view:
+            view.copy_(parameter.grad)
+            parameter.grad = view
+        if self._group.size() > 1:
+            dist.all_reduce(parameter.grad, group=self._group)

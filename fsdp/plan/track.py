@@ -49,7 +49,7 @@ class Tracker(TorchDispatchMode):
         self._segments: list[Segment] = []
         self._name = Name(0, "start", ("before", 0))
         self.events: list[tuple[int, int]] = []
-        self._fused: dict[int, int] = {}
+        self._fused: dict[int, tuple[int, int]] = {}
         self._start_segment()
 
     # ------------------------------------------------------------ bytes
@@ -150,19 +150,30 @@ class Tracker(TorchDispatchMode):
         """What a fused kernel still reads of this operation: inputs that the run of pointwise ones did not itself make."""
         moved = 0
         for tensor in inputs:
-            storage = _storage(tensor)
-            if storage is not None and storage._cdata not in self._fused:
-                self._fused[storage._cdata] = 0
+            key, serial = self._identity(tensor)
+            if serial and serial not in self._fused:
+                self._fused[serial] = (key, 0)
                 moved += _extent(tensor)
         for tensor in outputs:
-            storage = _storage(tensor)
-            if storage is not None and new:
-                self._fused[storage._cdata] = tensor.numel() * tensor.element_size()
+            key, serial = self._identity(tensor)
+            if serial and new:
+                self._fused[serial] = (key, tensor.numel() * tensor.element_size())
         return moved
+
+    def _identity(self, tensor: Tensor) -> tuple[int, int]:
+        """Where its storage is, and the storage's number: an address is given again to another."""
+        storage = _storage(tensor)
+        if storage is None:
+            return 0, 0
+        self._see(storage, self.kind)
+        return storage._cdata, self._live[storage._cdata][2]
 
     def _end_fusion(self) -> int:
         """Written to memory is what still lives when the run of pointwise operations ends."""
-        written = sum(size for key, size in self._fused.items() if size and key in self._live)
+        written = 0
+        for serial, (key, size) in self._fused.items():
+            entry = self._live.get(key)
+            written += size if entry is not None and entry[2] == serial else 0
         self._fused = {}
         return written
 

@@ -12,16 +12,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+)
+from torch.distributed.tensor import DTensor
 
-from fsdp.config import Config
-from fsdp.job import meta_model
+from fsdp.config import CommSection, Config, LoraSection
+from fsdp.errors import ConfigError
+from fsdp.job import model_of
 from fsdp.loss import LossFunction
 from fsdp.mesh import MeshSizes
 from fsdp.models import ModelSpec, to_empty
 from fsdp.models.blocks import blocks_of, find_units
 from fsdp.optim import build_optimizer
-from fsdp.plan.step import Micro, Watched, fill_optimizer, stand_in_for_ddp
+from fsdp.plan.step import Buckets, Micro, Watched, fill_optimizer
 from fsdp.plan.subject import Subject, subject_of
 from fsdp.plan.trace import Trace
 from fsdp.plan.track import Tracker
@@ -56,47 +63,77 @@ class Stage:
     sharded: Sharded
     loss_function: LossFunction
     optimizer: torch.optim.Optimizer
-    buckets: list[Tensor]
+    buckets: Buckets | None
     subject: Subject
 
 
 @contextlib.contextmanager
 def stage(ask: Ask) -> Iterator[Stage]:
     subject = subject_of(ask.config.model, ask.config.data)
-    model = meta_model(subject.spec)
-    if ask.blocks:
-        shorten(model, ask.blocks, ask.config.mesh.wrap)
-    loss_function = LossFunction(model)
     config = ask.config
+    model = model_of(config, subject.spec)
+    if ask.blocks:
+        shorten(model, ask.blocks, config.mesh.wrap)
+    loss_function = LossFunction(model)
+    # Compiled and float8 kernels cannot run on fake tensors; what that leaves out is said (predict.py).
+    speed = dataclasses.replace(config.speed, compile="false", float8="off", float8_emulate=False)
     with fake_world(ask.sizes, ask.rank) as mesh:
         sharded = shard_model(
             model, sizes=ask.sizes, mesh=mesh, device=CPU, section=config.mesh, precision=config.precision,
-            memory=config.memory, speed=dataclasses.replace(config.speed, compile="false"),
+            memory=config.memory, speed=speed, comm=CommSection(divide_by=config.comm.divide_by),
         )  # fmt: skip
         with fake_mode():
             to_empty(sharded.root, CPU)
-            buckets: list[Tensor] = []
-            if ask.sizes.strategy == "ddp":
-                group = sharded.mesh.get_group("dp_replicate")
-                buckets = stand_in_for_ddp(sharded.root, list(sharded.root.parameters()), group)
+            buckets = Buckets(sharded) if ask.sizes.strategy == "ddp" else None
             optimizer = build_optimizer(config.optim, sharded.root)
+            if ask.device == "cuda":
+                _group_kernels(optimizer)
             fill_optimizer(optimizer)
             yield Stage(sharded, loss_function, optimizer, buckets, subject)
 
 
+def _group_kernels(optimizer: torch.optim.Optimizer) -> None:
+    """What torch does by itself on CUDA, and never on CPU, with plain tensors that no fused kernel takes."""
+    for group in optimizer.param_groups:
+        if not group.get("fused") and not any(isinstance(p, DTensor) for p in group["params"]):
+            group["foreach"] = True
+
+
 def watch(ask: Ask) -> Trace:
     """One step, watched. Takes a fraction of a second."""
+    try:
+        return _watch(ask)
+    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException) as error:
+        raise ConfigError(
+            f"--model.name {ask.config.model.name} looks at numbers while it runs ({_first_line(error)}): a plan has shapes "
+            "alone.",
+            "torch.where, or masks of a fixed size, in place of .item(), nonzero() and if on a tensor",
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _watch(ask: Ask) -> Trace:
     with stage(ask) as made:
         tracker = Tracker(ask.device, fake=True)
         watched = Watched(
             made.sharded, made.loss_function, made.optimizer, clip=ask.config.train.clip_grad_norm,
-            scaled=resolve_dtypes(ask.config.precision, CPU).needs_loss_scale, tracker=tracker,
+            scaled=resolve_dtypes(ask.config.precision, CPU).needs_loss_scale, tracker=tracker, buckets=made.buckets,
         )  # fmt: skip
         watched.hold_state()
-        for bucket in made.buckets:
-            tracker.hold(bucket, "gradients")
-        watched.step(batches(made.subject, ask.micro_batch), ask.accumulation)
-        return tracker.trace(len(watched.blocks))
+        samples = batches(made.subject, ask.micro_batch)
+        if ask.config.memory.activation_budget == 1:
+            watched.step(samples, ask.accumulation)
+            return tracker.trace(len(watched.blocks))
+        # In its first step each unit is run once more, to be measured: the second is like all that follow.
+        watched.step(samples, ask.accumulation)
+        watched.hold_state()
+        first = len(tracker.trace(0).segments)
+        watched.step(samples, ask.accumulation)
+        trace = tracker.trace(len(watched.blocks))
+        return dataclasses.replace(trace, segments=trace.segments[first:])
 
 
 def batches(subject: Subject, rows: int) -> Iterator[Micro]:
@@ -133,21 +170,22 @@ def shorten(model: nn.Module, blocks: int, wrap: str) -> None:
         del holder._modules[name]
 
 
-_BLOCKS: dict[tuple[int, str], tuple[ModelSpec, int]] = {}
+_BLOCKS: dict[tuple[int, str, str, LoraSection], tuple[ModelSpec, int]] = {}
 
 
-def blocks_in(spec: ModelSpec, wrap: str) -> int:
+def blocks_in(config: Config) -> int:
     """How many equal blocks the model has; 0 where it must be run whole."""
-    key = (id(spec), wrap)
+    spec = subject_of(config.model, config.data).spec
+    key = (id(spec), config.mesh.wrap, config.model.frozen, config.lora)
     if key not in _BLOCKS:
-        found = repeated_blocks(meta_model(spec), wrap)
-        _BLOCKS[key] = (spec, len(found[1]) if found else 0)
+        found = repeated_blocks(model_of(config, spec), config.mesh.wrap)
+        _BLOCKS[key] = (spec, len(found[1]) if found else 0)  # kept, so that no id is given twice
     return _BLOCKS[key][1]
 
 
 def parameter_bytes(config: Config) -> float:
     """Parameters, gradients and optimizer of the whole model: what shards divide."""
-    model = meta_model(subject_of(config.model, config.data).spec)
+    model = model_of(config, subject_of(config.model, config.data).spec)
     size = resolve_dtypes(config.precision, CPU).master.itemsize
     states = {"adamw": 2, "adam": 2, "sgd": 1 if config.optim.momentum else 0}.get(config.optim.name, 2)
     return float(sum(p.numel() * size * (2 + states if p.requires_grad else 1) for p in model.parameters()))

@@ -1,0 +1,72 @@
+"""What a plan said of a run beside what came: heard step by step on rank 0, said and kept at the end.
+
+Not here: the plan itself (fsdp/plan), which wrote its figures into the run's recipe.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from fsdp.config import PlanSection
+
+WARM_UP = 2
+"""First steps, in which kernels are compiled and memory is got; left out where others came."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Of rank 0. A peak on CPU is the process's above its size when it began, saves counted in."""
+
+    planned_peak_gib: float
+    peak_gib: float
+    planned_step_s: float
+    step_s: float
+
+    def __str__(self) -> str:
+        return (
+            f"planned {self.planned_peak_gib:.3f} GiB and {self.planned_step_s:.4g} s a step; came {self.peak_gib:.3f} GiB "
+            f"({self.peak_gib / self.planned_peak_gib - 1:+.1%}) and {self.step_s:.4g} s "
+            f"({self.step_s / self.planned_step_s - 1:+.1%})"
+        )
+
+    def record(self) -> dict[str, float]:
+        return asdict(self)
+
+
+class Planned:
+    """A sink of the recorder's. Made before the model, while the process is idle."""
+
+    def __init__(self, plan: PlanSection, device: str) -> None:
+        self._plan = plan
+        self._idle = _resident_gib() if device == "cpu" else 0.0
+        self._times: list[float] = []
+        self._peak = 0.0
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        if "train/step_time_s" in values:
+            self._times.append(values["train/step_time_s"])
+            self._peak = max(self._peak, values["train/max_mem_gib"])
+
+    def close(self) -> None:
+        return None
+
+    def compared(self) -> Compared | None:
+        """None before any step."""
+        if not self._times:
+            return None
+        step_s = statistics.median(self._times[WARM_UP:] or self._times)
+        return Compared(self._plan.predicted_peak_gib, self._peak - self._idle, self._plan.predicted_step_s, step_s)
+
+
+def maybe_planned(plan: PlanSection, device: str) -> Planned | None:
+    """None for a run that nobody planned, or that was planned for another kind of device."""
+    if not plan.predicted_step_s or not plan.predicted_peak_gib or (plan.gpu == "cpu") != (device == "cpu"):
+        return None
+    return Planned(plan, device)
+
+
+def _resident_gib() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**30

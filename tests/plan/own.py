@@ -1,0 +1,54 @@
+"""Models of a person's own that are planned for, and some that no plan can be made for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Words(nn.Module):
+    """Rows of `vocab_size` and of `width` that no number of ranks above one divides, if one likes."""
+
+    def __init__(self, vocab_size: int, width: int = 96, layers: int = 8) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.head = nn.Linear(width, vocab_size)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        x = self.embedding(inputs)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Growing(Words):
+    """Blocks that are alike in their parameters and not in what they do."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        x = self.embedding(inputs)
+        for at, block in enumerate(self.blocks):
+            for _ in range(1 + at % 3 * at):
+                x = block(x)
+        return self.head(x)
+
+
+class Looking(Words):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) * (2.0 if self.embedding(inputs).sum().item() > 0 else 1.0)
+
+
+class Reading(Words):
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(vocab_size)
+        if float(self.head.weight.sum()) > 0:
+            self.head = nn.Linear(96, vocab_size, bias=False)

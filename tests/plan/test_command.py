@@ -1,0 +1,123 @@
+"""python -m fsdp.plan as a person types it: the table, the line to paste, the recipe, and what is said of mistakes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fsdp.config import load
+from fsdp.plan.__main__ import main
+from tests.plan.asked import SMALL
+
+ROOT = Path(__file__).parents[2]
+QUICK = (*SMALL, "--plan.gpus", "4", "--memory.activation_checkpointing", "none", "--mesh.reshard_after_forward", "true")
+"""Few enough questions that they are answered in this process."""
+
+
+def said(capsys: pytest.CaptureFixture[str], *flags: str, code: int = 0) -> str:
+    assert main(list(flags)) == code
+    printed = capsys.readouterr()
+    return printed.err if code else printed.out
+
+
+def best_flags(text: str) -> list[str]:
+    return shlex.split(next(line for line in text.splitlines() if line.startswith("  best: ")).removeprefix("  best: "))
+
+
+@pytest.mark.slow
+def test_the_command_of_the_page_as_typed() -> None:
+    command = next(
+        line for line in (ROOT / "README.md").read_text().splitlines() if line.strip().startswith("python -m fsdp.plan")
+    ).strip()
+    words = [sys.executable, *shlex.split(command.partition("#")[0])[1:]]
+    done = subprocess.run(
+        words, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(
+        r"^  mesh +reshard +checkpointing +micro-batch +peak GiB +fits 79 +step s +tok/s/GPU +MFU +bound by$", done.stdout, re.M
+    )
+    assert re.search(r"^  \d+×\d+ +(true|false) ", done.stdout, re.M)
+    assert "not modelled: torch.compile" in done.stdout
+    assert "--mesh.strategy" in best_flags(done.stdout)
+
+
+def test_the_same_question_has_the_same_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, *QUICK) == said(capsys, *QUICK)
+
+
+def test_the_best_line_is_what_its_own_plan_says(capsys: pytest.CaptureFixture[str]) -> None:
+    """Pasted behind the question with --plan.fix, the best line gives the row that it was taken from."""
+    table = said(capsys, *QUICK)
+    first = table.splitlines()[3]
+    again = said(capsys, *SMALL, "--plan.gpus", "4", "--plan.fix", "true", *best_flags(table))
+    assert again.splitlines()[3].split() == first.split()
+
+
+def test_a_recipe_is_written_that_train_py_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    recipe = tmp_path / "planned.toml"
+    text = said(capsys, *QUICK, "--plan.write", str(recipe))
+    config = load(["--config", str(recipe)])
+    assert config.plan.predicted_peak_gib > 0
+    assert config.plan.predicted_step_s > 0
+    assert f"--train.micro_batch {config.train.micro_batch}" in text
+    done = subprocess.run(
+        [sys.executable, "train.py", "--config", str(recipe), "--dry-run"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"{config.mesh.replicate or 1} × shard {config.mesh.shard or 1}" in done.stdout
+
+
+def test_help_lists_the_planners_own_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--plan.failures_per_gpu_year" in said(capsys, "--help")
+
+
+WRONG = {
+    "--plan.gpu h900": "--plan.gpu h900 is not in the table: a100, .* HINT: --plan.gpu h200 or h100",
+    "--plan.gpus 4 --train.global_batch 6": "--train.global_batch 6 over 4 ranks is 1.5 samples a rank: no mesh divides it. "
+    "HINT: --train.global_batch 8",
+    "--plan.gpus 4 --train.global_batch 24 --train.micro_batch 4": "--train.micro_batch 4 does not divide a rank's share: .*"
+    "HINT: --train.micro_batch 3",
+    "--plan.gpus 6 --mesh.replicate 4": "--mesh.strategy auto, replicate 4 × shard any: no such mesh has 6 ranks. HINT: ",
+    "--plan.gpus 4 --mesh.reshard_after_forward 3": "--mesh.reshard_after_forward 3 does not divide shard .* HINT: ",
+    "--plan.gpus 4 --plan.fix true --plan.rank 4": "--plan.rank 4 is not among 4 ranks. HINT: --plan.rank 3",
+    "--plan.gpus 4 --plan.gpu a100 --speed.float8 tensorwise": "--speed.float8 tensorwise needs compute capability 8.9, .*"
+    "HINT: --speed.float8 off",
+    "--plan.gpus 4 --memory.nvme optimizer --memory.nvme_dir /tmp": "--memory.nvme optimizer keeps the .*"
+    "HINT: --memory.cpu_offload true",
+    "--plan.gpus 4 --plan.margin 2": "--plan.margin 2.0 is out of range: .* HINT: --plan.margin 0.03",
+    "--plan.gpus 4 --model.name tests.plan.own:Reading": "--model.name tests.plan.own:Reading failed: .*meta.* HINT: ",
+    "--plan.gpus 4 --model.name tests.plan.own:Looking": "--model.name tests.plan.own:Looking looks at numbers while it runs .*"
+    "HINT: torch.where",
+    "--plan.gpus 4 --model.name tests.plan.own:Nothing": "--model.name tests.plan.own:Nothing: .* HINT: ",
+    "--plan.calibrate true": "--plan.calibrate: no CUDA device is here to measure as h100. HINT: --plan.gpu cpu",
+}
+
+
+@pytest.mark.parametrize("flags", WRONG)
+def test_a_mistake_is_one_line_with_a_hint(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [] if "--model.name" in flags else ["--model.name", "transformer"]
+    own = ["--data.name", "synthetic", "--data.args.kind", "tokens", "--data.seq_len", "32"]
+    error = said(capsys, *words, *own, *QUICK_KNOBS, *flags.split(), code=2)
+    assert re.fullmatch(f"fsdp.plan: {WRONG[flags]}.*\n", error), error
+
+
+QUICK_KNOBS = ("--memory.activation_checkpointing", "none")
+
+
+def test_what_does_not_fit_is_said_with_what_to_turn(capsys: pytest.CaptureFixture[str]) -> None:
+    text = said(capsys, *QUICK, "--plan.memory_gib", "1.4")
+    assert "nothing fits. HINT: --plan.gpus 8, a --plan.gpu with more memory, or --data.seq_len lower" in text
+    assert "best:" not in text
+
+
+def test_a_model_of_ones_own_is_planned_too(capsys: pytest.CaptureFixture[str]) -> None:
+    own = ("--model.name", "tests.plan.own:Words", "--data.name", "synthetic", "--data.args.kind", "tokens")
+    text = said(capsys, *own, *QUICK[len(SMALL) :], "--data.seq_len", "32")
+    assert "  best: --mesh.strategy" in text

@@ -1,0 +1,78 @@
+"""What is chosen: the fastest that fits with its margin, on as few GPUs as are enough, and never what train.py would refuse."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdp.config import load
+from fsdp.plan.__main__ import given_in
+from fsdp.plan.search import Found, search
+from tests.plan.asked import SMALL
+
+KNOBS = ("--memory.activation_checkpointing", "none", "--mesh.reshard_after_forward", "true")
+
+
+def found(*flags: str) -> Found:
+    words = [*SMALL, *KNOBS, *flags]
+    return search(load(words), given_in(words))
+
+
+def test_the_first_is_the_fastest_that_fits() -> None:
+    plans = found("--plan.gpus", "8").plans
+    speeds = [plan.samples_s for plan in plans if plan.fits]
+    assert speeds == sorted(speeds, reverse=True)
+    assert len({(plan.sizes, plan.config.mesh.reshard_after_forward) for plan in plans}) == len(plans)
+
+
+def test_what_was_given_stays() -> None:
+    for plan in found("--plan.gpus", "8", "--mesh.shard", "4", "--train.global_batch", "32").plans:
+        assert plan.sizes.shard == 4
+        assert plan.micro_batch * plan.accumulation * 8 == 32
+        assert plan.config.memory.activation_checkpointing == "none"
+
+
+def test_a_strategy_that_was_given_is_kept() -> None:
+    assert {plan.sizes.strategy for plan in found("--plan.gpus", "4", "--mesh.strategy", "fsdp").plans} == {"fsdp"}
+    assert {plan.sizes.strategy for plan in found("--plan.gpus", "4", "--mesh.strategy", "ddp").plans} == {"ddp"}
+
+
+def test_nothing_is_proposed_that_train_py_refuses() -> None:
+    """DDP takes no factor of its own, so it is not among the choices."""
+    assert "ddp" in {plan.sizes.strategy for plan in found("--plan.gpus", "4").plans}
+    assert {plan.sizes.strategy for plan in found("--plan.gpus", "4", "--comm.divide_by", "4").plans} == {"fsdp", "hsdp"}
+
+
+def test_the_margin_decides_what_fits() -> None:
+    needed = found("--plan.gpus", "4", "--mesh.strategy", "fsdp", "--train.micro_batch", "1").plans[0].needed / 2**30
+    room = (
+        "--plan.gpus",
+        "4",
+        "--mesh.strategy",
+        "fsdp",
+        "--train.micro_batch",
+        "1",
+        "--plan.memory_gib",
+        f"{1.04 * needed:.6f}",
+    )
+    assert found(*room).fitting
+    assert not found(*room, "--plan.margin", "0.05", "--memory.cpu_offload", "false").plans[0].fits
+
+
+def test_the_fewest_ranks_that_are_enough() -> None:
+    wide = ("--model.args.width", "768", "--train.micro_batch", "1", "--mesh.strategy", "fsdp", "--memory.cpu_offload", "false")
+    whole = found(*wide, "--plan.gpus", "1").plans[0]
+    fixed = whole.rates.overhead / 2**30
+    least = found(*wide, "--plan.memory_gib", f"{fixed + 0.5 * (whole.needed / 2**30 - fixed):.4f}")
+    assert least.ranks > 1
+    assert least.fitting
+    half = ("--plan.gpus", str(least.ranks // 2), "--plan.memory_gib", f"{fixed + 0.5 * (whole.needed / 2**30 - fixed):.4f}")
+    assert not found(*wide, *half).fitting
+
+
+@pytest.mark.slow
+def test_offload_is_tried_where_nothing_else_fits() -> None:
+    wide = ("--model.args.width", "768", "--train.micro_batch", "1", "--mesh.strategy", "fsdp", "--plan.gpus", "2")
+    without = min(plan.needed for plan in found(*wide, "--memory.cpu_offload", "false").plans)
+    tight = found(*wide, "--plan.memory_gib", f"{without / 2**30 * 0.95:.4f}")
+    assert tight.plans[0].config.memory.cpu_offload
+    assert tight.plans[0].fits

@@ -1,0 +1,112 @@
+"""Seconds: each figure of a device or a link changes what it should, and communication hides where FSDP hides it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from fsdp.config import load
+from fsdp.mesh import MeshSizes
+from fsdp.plan.clock import Links
+from fsdp.plan.predict import plan_one
+from fsdp.plan.rates import SHORT_NAMES, rates_for
+from tests.plan.asked import plan
+
+BIG = (
+    "--model.args.width",
+    "4096",
+    "--model.args.heads",
+    "32",
+    "--data.seq_len",
+    "1024",
+    "--speed.compile",
+    "false",
+    "--mesh.strategy",
+    "fsdp",
+)
+
+
+def seconds(*flags: str, gpus: int = 16) -> float:
+    return plan(*BIG, *flags, gpus=gpus).step.seconds
+
+
+FASTER = {
+    "--plan.tflops 2000": (),
+    "--plan.memory_gb_s 20000": (),
+    "--plan.link_gb_s 5000 --plan.node_link_gb_s 8000": ("--plan.link_gb_s", "10", "--plan.node_link_gb_s", "8"),
+    "--plan.node_link_gb_s 800": ("--plan.node_link_gb_s", "2"),
+    "--plan.gpus_per_node 16": ("--plan.gpus_per_node", "2", "--plan.node_link_gb_s", "4"),
+    "--plan.gpu b200": ("--plan.gpu", "a100"),
+    "--memory.activation_checkpointing none": ("--memory.activation_checkpointing", "full"),
+    "--mesh.reshard_after_forward false": ("--mesh.reshard_after_forward", "true", "--plan.node_link_gb_s", "2"),
+    "--memory.cpu_offload false": ("--memory.cpu_offload", "true"),
+}
+
+
+@pytest.mark.parametrize("knob", FASTER)
+def test_what_is_faster_takes_less(knob: str) -> None:
+    slow = FASTER[knob]
+    fast = [*slow[2:]] if "reshard" in knob or "gpus_per_node" in knob else []
+    assert seconds(*knob.split(), *fast) < seconds(*slow)
+
+
+def test_every_device_of_the_table_has_rates() -> None:
+    for name in SHORT_NAMES:
+        if name != "cpu":
+            rates = rates_for(load(["--plan.gpu", name]))
+            assert rates.matmul < rates.peak
+            assert rates.memory > 0
+
+
+def test_a_gather_within_a_node_is_a_ring_of_its_links() -> None:
+    rates = rates_for(load(["--plan.link_gb_s", "100"]))
+    links = Links(MeshSizes("fsdp", 1, 8), rates)
+    assert links.seconds("all_gather", 8e9, replicas=False) == pytest.approx(7e9 / 80e9, rel=0.01)
+    assert links.seconds("all_reduce", 8e9, replicas=True) == 0
+
+
+def test_between_nodes_the_adapters_are_shared() -> None:
+    """Two nodes of eight, sharded within: each of eight groups of two sends its shard's part over a node's adapters."""
+    rates = rates_for(load(["--plan.node_link_gb_s", "100"]))
+    links = Links(MeshSizes("hsdp", 2, 8), rates)
+    shard = 1e9
+    assert links.seconds("all_reduce", shard, replicas=True) == pytest.approx(2 * shard / 2 / (80e9 / 8), rel=0.01)
+
+
+def test_communication_is_hidden_behind_what_computes() -> None:
+    fast = plan(*BIG, "--plan.node_link_gb_s", "400", "--train.global_batch", "128", gpus=16).step
+    slow = plan(*BIG, "--plan.node_link_gb_s", "4", "--train.global_batch", "128", gpus=16).step
+    assert fast.exposed < fast.parts["communication"]
+    assert slow.exposed > 0.5 * slow.parts["communication"]
+    assert slow.bound_by == "links between nodes"
+
+
+def test_accumulation_repeats_the_middle_micro_batch() -> None:
+    """Each micro-batch between the first and the last takes as long as any other of them."""
+    times = [seconds("--train.global_batch", str(16 * n), "--train.micro_batch", "1") for n in (4, 5, 6)]
+    assert times[2] - times[1] == pytest.approx(times[1] - times[0], rel=1e-6)
+    flops = [
+        plan(*BIG, "--train.global_batch", str(16 * n), "--train.micro_batch", "1", gpus=16).step.flops for n in (1, 2, 3, 6)
+    ]
+    assert flops[1:] == pytest.approx([flops[0] * n for n in (2, 3, 6)], rel=0.02)
+
+
+def test_tokens_and_operations_are_the_models() -> None:
+    one = plan(*BIG, gpus=8)
+    parameters = one.memory.state / 12 * 8
+    assert one.step.model_flops == pytest.approx(6 * parameters * 2 * 1024, rel=0.25)  # and attention
+    assert one.tokens_s == pytest.approx(2 * 1024 / one.step.seconds)
+
+
+@pytest.mark.slow
+def test_one_configuration_at_16384_ranks_takes_less_than_ten_seconds() -> None:
+    config = load(
+        ["--model.name", "transformer", "--model.preset", "llama-8b", "--data.seq_len", "8192", "--plan.fix", "true",
+         "--plan.gpus", "16384", "--train.global_batch", "16384", "--mesh.strategy", "hsdp", "--mesh.replicate", "32"]
+    )  # fmt: skip
+    began = time.monotonic()
+    found = plan_one(config)
+    assert time.monotonic() - began < 10
+    assert found.sizes == MeshSizes("hsdp", 32, 512)
+    assert found.fits
