@@ -158,11 +158,11 @@ class Page:
         """Everything that it asked for."""
         return [one["request"]["url"] for one in self._heard("Network.requestWillBeSent")]
 
-    def picture(self, file: Path, *, whole: bool = True, height: int = 0) -> None:
+    def picture(self, file: Path, *, whole: bool = True, top: int = 0, height: int = 0) -> None:
         clip: dict[str, Any] = {}
         if height:
             width = self.ask("document.documentElement.clientWidth")
-            clip = {"clip": {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}}
+            clip = {"clip": {"x": 0, "y": top, "width": width, "height": height, "scale": 1}}
         shot = self.call("Page.captureScreenshot", captureBeyondViewport=whole, **clip)
         file.write_bytes(base64.b64decode(shot["data"]))
 

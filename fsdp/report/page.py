@@ -127,8 +127,13 @@ def _tiles(story: RunStory) -> str:
         shown.append(("MFU", f"{series.median:.1%}", "median"))
     if series := get("max_mem_gib"):
         shown.append(("peak memory", f"{series.finite.values.max():.2f} GiB" if len(series.finite) else "?", "rank 0"))
-    shown.append(("starts", str(len(story.starts)), f"{sum(s.outcome == 'failed' for s in story.starts)} failed"))
+    shown.append(("starts", str(len(story.starts)), _fell(story)))
     return tiles(shown)
+
+
+def _fell(story: RunStory) -> str:
+    counts = {kind: sum(start.outcome == kind for start in story.starts) for kind in ("failed", "killed")}
+    return ", ".join(f"{count} {kind}" for kind, count in counts.items() if count) or "none fell"
 
 
 def _loss(value: float) -> str:

@@ -196,10 +196,18 @@ def _explained(starts: tuple[Start, ...], verdicts: Sequence[Verdict]) -> tuple[
     for start, begun, following in zip(starts, moments, [*moments[1:], float("inf")], strict=False):
         within = [one for one in verdicts if begun <= one.time < following]
         if within and start.outcome in ("failed", "killed") and within[0].what not in start.why:
-            first = within[0]
-            start = replace(start, why=f"{start.why}; rank {', '.join(map(str, first.ranks[:8]))} {first.kind}: {first.what}")
+            start = _with_words(start, within[0])
         told.append(start)
     return tuple(told)
+
+
+def _with_words(start: Start, verdict: Verdict) -> Start:
+    if start.ended:
+        return replace(start, why=f"{start.why}; {verdict.what}")
+    if not verdict.ended:
+        return replace(start, why=f"{verdict.what}; {start.why}")
+    reached = max(start.from_step, verdict.step - 1)
+    return replace(start, why=f"ended by the watch: {verdict.what}", outcome="failed", to_step=reached)
 
 
 def _seconds(text: str) -> float:

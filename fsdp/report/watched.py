@@ -24,6 +24,8 @@ SHOWN = ("forward", "backward", WAITING, "optimizer", "data", "reduce", "record"
 assert set(SHOWN) - {WAITING} < set(PHASES)
 MOST_STACKS = 4
 STACK = 6000
+SHORT = 100
+"""Such a file holds no stack, but why there is none."""
 
 
 @dataclass(frozen=True)
@@ -153,13 +155,20 @@ def _verdict(record: Mapping[str, Any]) -> Verdict:
 
 
 def _stacks(folder: Path, ranks: Sequence[int]) -> str:
-    """Of the first rank that is to blame: its innermost frames stand first."""
-    for rank in ranks:
-        try:
-            return (folder / f"rank-{rank}.txt").read_text(encoding="utf-8", errors="replace")[:STACK].rstrip()
-        except OSError:
-            continue
-    return ""
+    """Of the first rank that is to blame, innermost frames first; one that did not answer is shown by another's wait for it."""
+    blamed = _of_rank(folder, ranks[0]) if ranks else ""
+    if len(blamed) > SHORT:
+        return blamed
+    others = sorted(int(file.stem[5:]) for file in folder.glob("rank-*.txt") if file.stem[5:].isdigit())
+    other = next((rank for rank in others if rank not in ranks), None)
+    return blamed if other is None else f"{blamed}\n\nrank {other}:\n{_of_rank(folder, other)}".lstrip()
+
+
+def _of_rank(folder: Path, rank: int) -> str:
+    try:
+        return (folder / f"rank-{rank}.txt").read_text(encoding="utf-8", errors="replace")[:STACK].rstrip()
+    except OSError:
+        return ""
 
 
 def _late(path: Path) -> Iterator[Late]:

@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from fsdp import preflight
+from fsdp.config import load
 from fsdp.env import DistEnv
 from fsdp.errors import LaunchError
+from fsdp.loop import train
 from fsdp.preflight import Facts, check, check_names, differences
 from tests.doctor.patients import AILMENTS
 from tests.world import run_world
@@ -61,6 +63,22 @@ def test_a_node_that_does_not_see_the_run_directory_is_named_once(tmp_path: Path
     (_, first), (_, second) = run_world(2, on_two_nodes, str(tmp_path / "run"), str(tmp_path / "elsewhere"))
     assert [socket.gethostname() in line and "is it on shared storage" in line for line in first] == [True]
     assert second == []
+
+
+def trained(env: DistEnv, run: str) -> str:
+    flags = ["--model.name", "mlp", "--train.steps", "2", "--run.dir", run, "--watch.enabled", "false"]
+    with AILMENTS["another torch" if env.rank == 1 else "well"]():
+        try:
+            train(load(flags), env)
+        except LaunchError as error:
+            return str(error)
+    return ""
+
+
+def test_every_start_looks(tmp_path: Path) -> None:
+    for said in run_world(2, trained, str(tmp_path / "run")):
+        assert "torch is" in said
+    assert not (tmp_path / "run" / "history.jsonl").exists()
 
 
 def seconds(env: DistEnv, run: str) -> float:

@@ -91,14 +91,33 @@ def test_a_verdict_is_told_with_what_to_do_and_where_its_stacks_are(run: Path) -
     assert one.ended
 
 
+def test_a_rank_that_did_not_answer_is_shown_by_who_waits_for_it(run: Path) -> None:
+    folder = run / "watch" / "stopped-000412"
+    (folder / "rank-2.txt").write_text("did not answer\n")
+    (folder / "rank-0.txt").write_text("training:\n  torch/distributed.py:4394 all_gather_single\n")
+    (one,) = read_watched(run).verdicts
+    assert one.stacks.startswith("did not answer\n\nrank 0:\ntraining:")
+
+
 def test_a_start_without_a_written_end_has_the_watchs_words(tmp_path: Path) -> None:
     (tmp_path / "watch").mkdir()
     first = {"event": "start", "time": "2026-01-01T12:00:00+00:00", "from_step": 0, "ranks": 4}
     write(tmp_path / "history.jsonl", [first, first | {"time": "2026-01-01T12:02:00+00:00", "from_step": 9}])
-    write(tmp_path / "watch" / "verdicts.jsonl", [verdict(), verdict(time=NOON + 300, what="of the second")])
+    ended = {"time": NOON + 61, "kind": "ended", "ranks": [0]}
+    second = verdict(time=NOON + 300, what="of the second")
+    write(tmp_path / "watch" / "verdicts.jsonl", [verdict(), ended, second])
     one, other = read_run(tmp_path).starts
-    assert one.why.endswith("rank 2 stopped: rank 2 is stopped (SIGSTOP)")
-    assert other.why.endswith("of the second")
+    assert (one.why, one.outcome, one.to_step) == ("ended by the watch: rank 2 is stopped (SIGSTOP)", "failed", 411)
+    assert other.why == "of the second; no end was written: killed, or its node lost"
+
+
+def test_a_start_that_crashed_has_both_words(tmp_path: Path) -> None:
+    (tmp_path / "watch").mkdir()
+    start = {"event": "start", "time": "2026-01-01T12:00:00+00:00", "from_step": 0, "ranks": 4}
+    write(tmp_path / "history.jsonl", [start, {"event": "crash", "code": 7, "step": 400}])
+    write(tmp_path / "watch" / "verdicts.jsonl", [verdict()])
+    (one,) = read_run(tmp_path).starts
+    assert one.why == "its ranks ended with code 7; rank 2 is stopped (SIGSTOP)"
 
 
 def test_late_ranks_and_spikes_are_told(run: Path) -> None:
