@@ -514,7 +514,7 @@ def check(config: Config) -> None:
     _check_profile(config)
     for one in (_check_train, _check_mesh, _check_precision, _check_checkpoint, _check_ray, _check_memory, _check_watch):
         one(config)
-    for one in (_check_lora, _check_comm, _check_float8, _check_states):
+    for one in (_check_lora, _check_comm, _check_float8, _check_states, _check_ahead):
         one(config)
 
 
@@ -756,6 +756,19 @@ def _check_float8(config: Config) -> None:
     ):
         if wrong:
             raise ConfigError(f"--speed.float8 {speed.float8} and --{flag} {value} do not go together.", "--speed.float8 off")
+
+
+def _check_ahead(config: Config) -> None:
+    """What looks ahead needs something to look ahead with."""
+    for way in ("prefetch_forward", "prefetch_backward"):
+        if config.mesh.strategy == "ddp" and (count := getattr(config.speed, way)) > 1:
+            raise ConfigError(
+                f"--speed.{way} {count} gathers ahead, and --mesh.strategy ddp gathers nothing.", f"--speed.{way} 1"
+            )
+    if not config.data.workers and config.data.prefetch != DataSection().prefetch:
+        raise ConfigError(
+            f"--data.prefetch {config.data.prefetch} is read by threads, and --data.workers is 0.", "--data.workers 1"
+        )
 
 
 def _check_states(config: Config) -> None:

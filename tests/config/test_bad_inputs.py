@@ -53,6 +53,10 @@ CONTRADICTIONS = {
     "--train.steps 5 --train.epochs 2": "--train.steps 5 and --train.epochs 2 both say how long. HINT: give one of the two",
     "--train.micro_batch 128": "--train.micro_batch 128 is more than --train.global_batch 64. HINT: --train.micro_batch 64",
     "--train.steps 5 --train.stop_after 9": "--train.stop_after 9 lies behind --train.steps 5. HINT: --train.stop_after 5",
+    "--mesh.strategy ddp --speed.prefetch_backward 2":
+        "--speed.prefetch_backward 2 gathers ahead, and --mesh.strategy ddp gathers nothing. HINT: --speed.prefetch_backward 1",
+    "--data.workers 0 --data.prefetch 4":
+        "--data.prefetch 4 is read by threads, and --data.workers is 0. HINT: --data.workers 1",
     "--train.steps 40 --optim.warmup_steps 50":
         "--optim.warmup_steps 50 is longer than --train.steps 40. HINT: --optim.warmup_steps 2",
     "--mesh.strategy fsdp --mesh.replicate 2":
