@@ -105,7 +105,7 @@ def verdict(seen: dict[str, list[Back]], every: int) -> str:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=0, help="0 is 5, or 2 with --short")
+    parser.add_argument("--rounds", type=int, default=0, help="0 is 5, or 1 with --short")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--every", type=int, default=10, help="steps from one checkpoint to the next")
     parser.add_argument("--only", default="", help="these contenders: local,ours,bare")
@@ -118,7 +118,7 @@ def main(argv: Sequence[str]) -> int:
     before = tables.standing("restart", short=options.short) if options.add else {}
     tables.check_add(parser, before.get("kills"), names)
     done = len(before["kills"]["bare"]) if before else 0
-    last = done + (options.rounds or (2 if options.short else 5))
+    last = done + (options.rounds or (1 if options.short else 5))
     seen = measure(names, range(done, last), options.ranks, options.every)
     if before:
         seen = {name: [Back(**one) for one in before["kills"][name]] + more for name, more in seen.items()}

@@ -16,6 +16,7 @@ import argparse
 import os
 import statistics
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,15 +44,20 @@ class Seen:
     peak_mib: float = 0.0
 
 
-def measure(work: str, ranks: int, names: Sequence[str], rounds: int, memory: bool) -> dict[str, Seen]:
-    threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+def measure(
+    work: str, ranks: int, names: Sequence[str], rounds: int, threads: int, within_s: float = float("inf")
+) -> dict[str, Seen]:
+    """No round begins after `within_s`, where that is less than all of them take."""
     seen = {name: Seen() for name in names}
     teams: dict[str, Team] = {}
     try:
         for name in names:
             teams[name] = Team(name, work, ranks, threads=threads)
             seen[name].losses = teams[name].steps(WARM)["losses"]
+        began = time.monotonic()
         for nth in range(rounds):
+            if time.monotonic() - began > within_s:
+                break
             for name in tables.turned(list(names), nth):
                 turn = teams[name].steps(TURN[work])
                 seen[name].wall_s.append(turn["wall_s"])
@@ -59,11 +65,15 @@ def measure(work: str, ranks: int, names: Sequence[str], rounds: int, memory: bo
     finally:
         for team in teams.values():
             team.close()
-    for name in names if memory else ():
+    return seen
+
+
+def weigh(work: str, ranks: int, seen: dict[str, Seen], threads: int) -> None:
+    """Each contender's peak, in processes of their own."""
+    for name, one in seen.items():
         with Team(name, work, ranks, threads=threads, honest_memory=True) as team:
             team.steps(WARM)
-            seen[name].peak_mib = team.memory(WARM)["peak_mib"]
-    return seen
+            one.peak_mib = team.memory(WARM)["peak_mib"]
 
 
 def check_same(seen: dict[str, Seen]) -> None:
@@ -120,21 +130,33 @@ def _share(work: str, per_s: Sequence[float]) -> str:
 
 
 def piece(work: str, ranks: int, names: list[str], options: argparse.Namespace) -> None:
-    rounds, threads = options.rounds, max(1, len(os.sched_getaffinity(0)) // ranks)
-    title = f"{WORKS[work].what}; {ranks} ranks, {threads} threads each, {rounds} rounds of {TURN[work]} steps"
-    print(f"\n{title}", flush=True)
+    """What was timed is written before memory is weighed: that starts everybody again."""
+    threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+    print(f"\n{WORKS[work].what}; {ranks} ranks", flush=True)
     about = tables.machine()
-    seen = measure(work, ranks, names, rounds, memory=not options.no_memory)
+    seen = measure(work, ranks, names, options.rounds, threads, 60 * options.minutes)
     check_same(seen)
-    found = rows(seen, Place(WORKS[work], 0, ranks).samples_a_step)
-    text = shown(found, work)
-    print(f"{about}\n\n{text}", flush=True)
+    write(work, ranks, threads, seen, about, options)
+    if not options.no_memory and work != "tiny":
+        weigh(work, ranks, seen, threads)
+        write(work, ranks, threads, seen, about, options)
+    lines = tables.standing("train", piece=_key(work, ranks, options), short=options.short)
+    print(f"{lines['title']}\n{about}\n\n{lines['text']}", flush=True)
+
+
+def _key(work: str, ranks: int, options: argparse.Namespace) -> str:
+    return f"{work}@{ranks} {options.only}".strip()
+
+
+def write(work: str, ranks: int, threads: int, seen: dict[str, Seen], about: str, options: argparse.Namespace) -> None:
+    found, rounds = rows(seen, Place(WORKS[work], 0, ranks).samples_a_step), len(seen["bare"].wall_s)
+    title = f"{WORKS[work].what}; {ranks} ranks, {threads} threads each, {rounds} rounds of {TURN[work]} steps"
     command = f"python -m bench.train --work {work} --ranks {ranks} --rounds {rounds}"
     command += f" --only {options.only}" * bool(options.only) + " --no-memory" * options.no_memory
     tables.write_piece(
-        "train", f"{work}@{ranks} {options.only}".strip(), short=options.short, title="Training side by side",
-        piece_title=title, command=command, about=about, text=text,
-        notes="\n".join(f"- {line}" for line in [*settings(list(ROSTER)), *absent(list(ROSTER))]), numbers={"rows": found},
+        "train", _key(work, ranks, options), short=options.short, title="Training side by side", piece_title=title,
+        command=command, about=about, text=shown(found, work), numbers={"rows": found},
+        notes="\n".join(f"- {line}" for line in [*settings(list(ROSTER)), *absent(list(ROSTER))]),
     )  # fmt: skip
 
 
@@ -167,6 +189,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--work", choices=list(WORKS), help="one work alone, with --ranks")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=0, help="0 is 20, or 5 with --short")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no round after so many, of each piece")
     parser.add_argument("--only", default="", help="these contenders: bare,ours,fabric")
     parser.add_argument("--no-memory", action="store_true", help="leave out the second start of each, for memory")
     parser.add_argument("--short", action="store_true")
