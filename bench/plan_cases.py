@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from dataclasses import dataclass
 
 from torch import nn
 
+from fsdp.config import load
+from fsdp.errors import ConfigError
 from fsdp.models.transformer import Transformer, TransformerSizes
 
 
@@ -29,13 +32,21 @@ def half_frozen(vocab_size: int = 256, width: int = 64, layers: int = 4) -> nn.M
 
 
 def draw(dice: random.Random, count: int) -> list[Case]:
-    return [_one(dice) for _ in range(count)]
+    """What train.py would refuse is drawn again."""
+    cases: list[Case] = []
+    while len(cases) < count:
+        case = _one(dice)
+        with contextlib.suppress(ConfigError):
+            load(case.flags)
+            cases.append(case)
+    return cases
 
 
 def _one(dice: random.Random) -> Case:
     ranks = dice.choice([1, 2, 2, 4, 4])
     model = _model(dice)
     flags = [*model, *_mesh(dice, ranks), *_knobs(dice, ranks, units=model[1] != "mlp")]
+    flags += ["--lora.rank", "4"] if model[1] == "transformer" and dice.random() < 0.15 else []
     return Case(ranks, tuple(flags))
 
 
@@ -75,14 +86,29 @@ def _mesh(dice: random.Random, ranks: int) -> list[str]:
     return ["--mesh.strategy", "fsdp", "--mesh.reshard_after_forward", policy]
 
 
+_OPTIMIZERS = [
+    [],
+    [],
+    [],
+    ["--optim.name", "sgd"],
+    ["--optim.name", "sgd"],
+    ["--optim.state", "bf16"],
+    ["--optim.state", "8bit"],
+]
+_ACTIVATIONS = [
+    [], [], [], ["--memory.activation_checkpointing", "full"], ["--memory.activation_checkpointing", "full"],
+    ["--memory.activation_checkpointing", "ops"], ["--memory.activation_checkpointing", "ops"],
+    ["--memory.activation_budget", "0.5"], ["--memory.activation_offload", "true"],
+]  # fmt: skip
+
+
 def _knobs(dice: random.Random, ranks: int, *, units: bool) -> list[str]:
     micro, times = dice.choice([1, 2, 4]), dice.choice([1, 1, 2, 3])
     flags = ["--train.global_batch", str(micro * times * ranks), "--train.micro_batch", str(micro)]
-    recomputes = dice.choice(["none", "none", "full", "ops"])
-    flags += ["--memory.activation_checkpointing", recomputes if units else "none"]
+    flags += dice.choice(_ACTIVATIONS) if units else []
     flags += ["--precision.param", dice.choice(["fp32", "fp32", "bf16"])]
     flags += ["--mesh.accumulate", dice.choice(["last", "shard", "every"])] if times > 1 else []
-    flags += ["--optim.name", dice.choice(["adamw", "adamw", "sgd"])]
+    flags += dice.choice(_OPTIMIZERS)
     flags += ["--train.clip_grad_norm", "0"] if dice.random() < 0.2 else []
     return flags
 

@@ -162,7 +162,7 @@ def _real_steps(flags: tuple[str, ...], ranks: int, rank: int) -> tuple[float, f
     import torch.distributed as dist
 
     from fsdp.config import load
-    from fsdp.job import meta_model
+    from fsdp.job import model_of
     from fsdp.loss import LossFunction
     from fsdp.materialize import materialize
     from fsdp.mesh import build_mesh, plan_batch, resolve
@@ -180,11 +180,11 @@ def _real_steps(flags: tuple[str, ...], ranks: int, rank: int) -> tuple[float, f
     mesh = build_mesh(sizes, cpu)
     dist.barrier()
     idle = _resting()
-    model = meta_model(subject.spec)
+    model = model_of(config, subject.spec)
     loss_function = LossFunction(model)
     sharded = shard_model(
         model, sizes=sizes, mesh=mesh, device=cpu, section=config.mesh, precision=config.precision,
-        memory=config.memory, speed=config.speed,
+        memory=config.memory, speed=config.speed, comm=config.comm,
     )  # fmt: skip
     materialize(sharded, spec=subject.spec, seed=0, init="shard", rank=rank)
     replicate(sharded)

@@ -17,6 +17,9 @@ from fsdp.plan.count import Counted, peak_of
 from fsdp.plan.trace import KINDS, Segment
 
 MIB = 1 << 20
+OFFLOADED = KINDS.index("offloaded")
+_NOTHING_BACK = (("before", 0), ("end", 1))
+"""The head, and the last unit, which stayed."""
 HOST_KINDS = ("parameters", "gradients", "optimizer")
 """What rests on the host with --memory.cpu_offload."""
 
@@ -48,9 +51,12 @@ class Memory:
         )  # fmt: skip
 
 
-def memory_of(counted: Counted, *, offload: bool = False) -> Memory:
-    mask = np.array([not (offload and name in HOST_KINDS) for name in KINDS])
-    peaks = [(_peak(segment, mask), segment) for segment in counted.trace.segments]
+def memory_of(counted: Counted, *, apart: bool = False, offload: bool = False) -> Memory:
+    """`apart` where the host's memory is not the device's; `offload` where states rest there too."""
+    host = ("offloaded", *(HOST_KINDS if offload else ())) if apart else ()
+    mask = np.array([name not in host for name in KINDS])
+    unit = max(float(s.curve[:, OFFLOADED].max()) for s in counted.trace.segments) / max(1, counted.shape.blocks - 1)
+    peaks = [(_peak(segment, mask, unit), segment) for segment in counted.trace.segments]
     at, segment = max(peaks, key=lambda pair: float(pair[0].sum()))
     phases: dict[str, float] = {}
     for kinds, one in peaks:
@@ -65,8 +71,11 @@ def memory_of(counted: Counted, *, offload: bool = False) -> Memory:
     )  # fmt: skip
 
 
-def _peak(segment: Segment, mask: np.ndarray) -> np.ndarray:
+def _peak(segment: Segment, mask: np.ndarray, unit: float) -> np.ndarray:
     curve = segment.curve[:, : len(KINDS)] * mask
+    if not mask[OFFLOADED] and segment.name.phase == "backward" and segment.name.place not in _NOTHING_BACK:
+        # Two units' copies at most are back on the device: the one that is used, and the next.
+        curve[:, KINDS.index("activations")] += np.minimum(segment.curve[:, OFFLOADED], 2 * unit).astype(curve.dtype)
     return np.asarray(curve[curve.sum(1).argmax()])
 
 

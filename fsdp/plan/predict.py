@@ -112,7 +112,7 @@ def plan_one(config: Config) -> Plan:
 
 def plan_of(ask: Ask, counted: Counted, subject: Subject, accumulation: int, rates: Rates) -> Plan:
     config, offload = ask.config, ask.config.memory.cpu_offload and rates.has_allocator
-    memory = memory_of(counted, offload=offload)
+    memory = memory_of(counted, apart=rates.has_allocator, offload=offload)
     setting = Setting(ask.sizes, rates, is_compiled(config), accumulation, offload=offload, float8=config.speed.float8 != "off")
     if rates.has_allocator:
         memory = memory.with_more(_read_ahead(config, subject, ask.micro_batch * accumulation))
@@ -147,6 +147,7 @@ _UNDERSTOOD = {
 }  # fmt: skip
 _OWN = "counted as FSDP's own; what it takes itself is not known here"
 _SAYS_WHY = {
+    "memory.activation_offload": "its copies over the bus are counted as hidden",
     "memory.nvme": "what rests in files is counted as if it rested in memory",
     "speed.float8": "time counts compiled products as faster; memory and bytes sent are bf16's",
     "speed.float8_emulate": "time is that of hardware which has float8",

@@ -21,6 +21,7 @@ from fsdp.loss import LossFunction
 from fsdp.models.blocks import blocks_of
 from fsdp.plan.track import Tracker, kind, watching
 from fsdp.shard import Sharded
+from fsdp.small_states import SmallStateAdam, new_state
 
 Micro = tuple[Mapping[str, Tensor], Tensor]
 """The tensors of a micro-batch, and which of its rows count."""
@@ -166,8 +167,18 @@ def fill_optimizer(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
+    if isinstance(optimizer, SmallStateAdam):
+        _begin_counts(optimizer)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+
+
+def _begin_counts(optimizer: SmallStateAdam) -> None:
+    """Its first step would read the number of steps from a tensor."""
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        state = optimizer.state[parameter]
+        state.update(state or new_state(parameter, optimizer.kind))
+        optimizer._counts[parameter] = (state["step"], 0)
 
 
 # ---------------------------------------------------------------- DDP, where its own reducer cannot run

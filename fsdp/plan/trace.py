@@ -12,8 +12,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-KINDS = ("parameters", "gathered", "gradients", "whole_gradients", "optimizer", "activations", "buffers", "communication")
-"""gathered and whole_gradients are unsharded; communication: what collectives read and write; activations: all else."""
+KINDS = (
+    "parameters", "gathered", "gradients", "whole_gradients", "optimizer", "activations", "offloaded", "buffers",
+    "communication",
+)  # fmt: skip
+"""gathered and whole_gradients are unsharded; offloaded: activations that --memory.activation_offload keeps on the host;
+communication: what collectives read and write; activations: all else."""
 
 COLUMNS = (*KINDS, "workspace")
 """Of a curve. The last is no tensor of anybody's: what gloo's all-gather lays its result out in, on CPU."""

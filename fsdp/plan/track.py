@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from fsdp.memory import activation_offload
 from fsdp.plan.trace import CODE, COLUMNS, KINDS, Name, Place, Segment, Trace, Work
 
 KIND = {name: at for at, name in enumerate(KINDS)}
@@ -42,6 +44,7 @@ class Tracker(TorchDispatchMode):
         """The number of an FSDP parameter group: set by who knows the units."""
         self.replicate_group: str | None = None
         self._round = 512 if device == "cuda" else 1
+        self.fake = fake
         self._copies = fake and device == "cpu"
         self._alive = [0] * len(COLUMNS)
         self._live: dict[int, list[Any]] = {}
@@ -286,11 +289,18 @@ def watching(tracker: Tracker) -> Iterator[None]:
     group.post_backward = _reducing(tracker, saved["post_backward"])
     group.finalize_backward = _finishing(tracker, saved["finalize_backward"])
     torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+    kept: Any = activation_offload._Kept
+    leave = vars(kept)["leave"]
+    kept.leave = classmethod(_leaving(tracker, leave.__func__))
+    plain: Any = activation_offload.Tensor
+    if tracker.fake:
+        activation_offload.Tensor = FakeTensor  # type: ignore[misc, assignment]  # it asks for the very type
     try:
         with tracker:
             yield
     finally:
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        kept.leave, activation_offload.Tensor = leave, plain  # type: ignore[misc]
         for name, method in saved.items():
             setattr(group, name, method)
 
@@ -338,6 +348,16 @@ def _hold_gradients(tracker: Tracker, parameter: Any) -> None:
     shard = parameter.sharded_param.grad if parameter.sharded_param is not None else None
     if shard is not None:
         tracker.hold(shard, "gradients")
+
+
+def _leaving(tracker: Tracker, method: Any) -> Any:
+    def leave(cls: Any, *args: Any) -> Any:
+        made = method(cls, *args)
+        if made is not None:
+            tracker.hold(made.host, "offloaded")
+        return made
+
+    return leave
 
 
 def _finishing(tracker: Tracker, method: Any) -> Any:

@@ -27,13 +27,14 @@ from fsdp.loss import LossFunction
 from fsdp.mesh import MeshSizes
 from fsdp.models import ModelSpec, to_empty
 from fsdp.models.blocks import blocks_of, find_units
-from fsdp.optim import build_optimizer
+from fsdp.optim import build_optimizer, state_bytes
 from fsdp.plan.step import Buckets, Micro, Watched, fill_optimizer
 from fsdp.plan.subject import Subject, subject_of
 from fsdp.plan.trace import Trace
 from fsdp.plan.track import Tracker
 from fsdp.plan.world import fake_mode, fake_world
 from fsdp.shard import Sharded, resolve_dtypes, shard_model
+from fsdp.small_states import dynamic_map
 
 CPU = torch.device("cpu")
 
@@ -77,6 +78,8 @@ def stage(ask: Ask) -> Iterator[Stage]:
     loss_function = LossFunction(model)
     # Compiled and float8 kernels cannot run on fake tensors; what that leaves out is said (predict.py).
     speed = dataclasses.replace(config.speed, compile="false", float8="off", float8_emulate=False)
+    if config.optim.state == "8bit":  # kept for all that follow; on fake tensors there would be no values
+        dynamic_map(True), dynamic_map(False)
     with fake_world(ask.sizes, ask.rank) as mesh:
         sharded = shard_model(
             model, sizes=ask.sizes, mesh=mesh, device=CPU, section=config.mesh, precision=config.precision,
@@ -187,5 +190,5 @@ def parameter_bytes(config: Config) -> float:
     """Parameters, gradients and optimizer of the whole model: what shards divide."""
     model = model_of(config, subject_of(config.model, config.data).spec)
     size = resolve_dtypes(config.precision, CPU).master.itemsize
-    states = {"adamw": 2, "adam": 2, "sgd": 1 if config.optim.momentum else 0}.get(config.optim.name, 2)
-    return float(sum(p.numel() * size * (2 + states if p.requires_grad else 1) for p in model.parameters()))
+    kept = sum(p.numel() * size * (1 + p.requires_grad) for p in model.parameters())
+    return float(kept + state_bytes(config.optim, model.parameters(), size))

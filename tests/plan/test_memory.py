@@ -92,12 +92,14 @@ LESS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "--train.micro_batch 1": (LONG, ("--train.micro_batch", "2")),
     "--precision.param bf16": (LONG, ("--precision.param", "fp32")),
     "--memory.cpu_offload true": (WIDE, ()),
+    "--memory.activation_offload true": ((*LONG, "--model.args.layers", "9"), ()),
+    "--optim.state bf16": (WIDE, ()),
+    "--optim.state 8bit": (WIDE, ("--optim.state", "bf16")),
     "--precision.reduce bf16": (WIDE, ("--precision.reduce", "fp32")),
     "--precision.master fp32": (WIDE, ("--precision.master", "fp64")),
     "--optim.name sgd": (WIDE, ()),
     "--model.frozen blocks.*": (WIDE, ()),
     "--lora.rank 4": (WIDE, ()),
-    "--model.args.tied true": (WIDE, ()),
 }
 
 
@@ -112,6 +114,11 @@ def test_an_update_that_is_not_fused_has_temporaries() -> None:
     assert fused < single
     grouped = plan(*WIDE, "--optim.fused", "false", "--mesh.strategy", "ddp").memory
     assert grouped.phases["optimizer"] - grouped.resting > 0.9 * grouped.kinds["parameters"]
+
+
+def test_tied_weights_are_counted_once() -> None:
+    tied, own = (plan(*WIDE, "--model.args.tied", how).memory.state for how in ("true", "false"))
+    assert own - tied == 3 * 4 * 256 * 256 / 4 + 512  # over four ranks; and the count of steps, a grain
 
 
 def test_recomputing_each_second_unit_saves_half() -> None:
@@ -134,6 +141,13 @@ def test_offload_moves_what_rests_to_the_host() -> None:
     assert here.host == 0
 
 
+def test_what_forward_keeps_on_the_host_is_counted_there() -> None:
+    many = (*LONG, "--model.args.layers", "9")
+    there, here = plan(*many, "--memory.activation_offload", "true").memory, plan(*many).memory
+    assert there.kinds["offloaded"] == 0
+    assert there.host > 0.5 * here.kinds["activations"]
+
+
 def test_what_is_read_ahead_lies_on_the_device() -> None:
     here, there = plan("--data.to_device", "true"), plan("--data.to_device", "false")
     a_sample = 2 * 64 * 8  # inputs and targets, 64 numbers of 8 bytes
@@ -149,6 +163,7 @@ def test_a_save_copies_the_state_to_the_host() -> None:
 
 NAMED = {
     "--memory.nvme optimizer --memory.nvme_dir /tmp --plan.gpu cpu": "counted as if it rested in memory",
+    "--memory.activation_offload true": "counted as hidden",
     "--speed.float8 tensorwise": "compiled products as faster",
     "--comm.all_reduce_hook math:sqrt": "counted as FSDP's own",
     "--comm.all_gather a.b:c": "counted as FSDP's own",

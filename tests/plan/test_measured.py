@@ -1,0 +1,48 @@
+"""Predicted beside real steps on gloo ranks: the short form of python -m bench.plan."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from bench.plan import MARGIN
+from bench.plan_cases import Case, draw
+from bench.plan_real import _asks, _real_steps
+from fsdp.env import DistEnv
+from fsdp.plan.count import count
+from fsdp.plan.memory import memory_of
+from tests.world import run_world
+
+SMALL = ("--model.name", "transformer", "--data.name", "synthetic", "--data.args.kind", "tokens", "--data.seq_len", "32",
+         "--model.args.layers", "3", "--model.args.width", "64")  # fmt: skip
+BATCH = ("--train.global_batch", "12", "--train.micro_batch", "2")
+CASES = (
+    Case(2, (*SMALL, *BATCH, "--precision.param", "bf16", "--memory.activation_checkpointing", "ops")),
+    Case(2, (*SMALL, *BATCH, "--mesh.strategy", "ddp", "--precision.param", "bf16", "--optim.name", "sgd")),
+    Case(2, (*SMALL, *BATCH, "--lora.rank", "4", "--mesh.reshard_after_forward", "false")),
+    Case(2, (*SMALL, *BATCH, "--optim.state", "8bit", "--memory.activation_budget", "0.5")),
+    Case(2, (*SMALL, *BATCH, "--memory.activation_offload", "true", "--comm.divide_by", "4")),
+    Case(2, ("--model.name", "tests.plan.own:Words", *SMALL[2:], *BATCH, "--data.args.vocab_size", "257")),
+)
+
+
+def tensors(env: DistEnv, flags: tuple[str, ...]) -> float:
+    return _real_steps(flags, env.world_size, env.rank)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_planned_bytes_are_those_of_a_real_step(case: Case) -> None:
+    measured = run_world(case.ranks, tensors, case.flags)
+    planned = [memory_of(count(ask)).peak for ask in _asks(case.flags, case.ranks)]
+    assert planned == pytest.approx(measured, rel=0.01)
+    assert all(p * (1 + MARGIN) >= m for p, m in zip(planned, measured, strict=True))
+
+
+def test_the_draw_is_the_same_each_time_and_has_every_kind() -> None:
+    drawn = draw(random.Random(7), 48)
+    assert drawn == draw(random.Random(7), 48)
+    words = {word for case in drawn for word in case.flags}
+    assert {"ddp", "hsdp", "fsdp", "full", "ops", "bf16", "sgd", "mlp", "vit", "bench.plan_cases:half_frozen"} <= words
+    assert {case.ranks for case in drawn} == {1, 2, 4}
