@@ -41,6 +41,7 @@ from fsdp.memory.oom import Scene, Witness
 from fsdp.memory.update import Update, Whole, build_update
 from fsdp.mesh import build_mesh, data_rank
 from fsdp.metrics import NoReporter, Reporter
+from fsdp.models.real import seed_streams
 from fsdp.optim import apply_hyperparameters, build_optimizer, lr_at, set_lr
 from fsdp.phases import Phases
 from fsdp.planned import Planned, maybe_planned
@@ -244,7 +245,7 @@ class _Loop:
         step = self.state.step + 1
         self.phases.enter("data", step)
         began = time.perf_counter()
-        torch.manual_seed(stream_key(self.config.run.seed, step, self.env.rank) % 2**63)
+        seed_streams(stream_key(self.config.run.seed, step, self.env.rank) % 2**63, self.env.device)
         batch = self.loader.step(self.state.step)
         waited = time.perf_counter() - began
         if self.claim is not None and self.claim.lost is not None:

@@ -69,6 +69,7 @@ class Sharded:
     keep_gathered: bool
     divides_by: float = 0.0
     runs: nn.Module = field(init=False)
+    _told_last: bool | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.runs = self.root
@@ -96,7 +97,9 @@ class Sharded:
             with self.runs.no_sync() if quiet else contextlib.nullcontext(), self._autocast():
                 yield
             return
-        if isinstance(self.root, FSDPModule):
+        if isinstance(self.root, FSDPModule) and last is not self._told_last:
+            # Told once where each micro-batch is the last: the setters walk all modules.
+            self._told_last = last
             self.root.set_is_last_backward(last)
             if self.accumulate == "last":
                 self.root.set_requires_gradient_sync(last)
