@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fsdp.config import Config
+from fsdp.plan.watch import checkpoint_bytes
 
 if TYPE_CHECKING:
     from fsdp.plan.predict import Plan
@@ -57,7 +58,7 @@ def measured() -> tuple[float, float]:
 
 def costs_of(plan: Plan, config: Config) -> Costs:
     """A checkpoint is parameters and optimizer once, however many replicas; restoring reads it as fast as it was written."""
-    state = plan.memory.state * plan.sizes.shard
+    state = checkpoint_bytes(plan.config)
     write = state / (config.plan.store_gb_s * 1e9)
     stall, start = measured()
     return Costs(

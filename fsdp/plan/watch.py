@@ -192,3 +192,11 @@ def parameter_bytes(config: Config) -> float:
     size = resolve_dtypes(config.precision, CPU).master.itemsize
     kept = sum(p.numel() * size * (1 + p.requires_grad) for p in model.parameters())
     return float(kept + state_bytes(config.optim, model.parameters(), size))
+
+
+def checkpoint_bytes(config: Config) -> float:
+    """Parameters and states once, whatever the mesh; beside adapters without what they lie over."""
+    model = model_of(config, subject_of(config.model, config.data).spec)
+    size = resolve_dtypes(config.precision, CPU).master.itemsize
+    kept = sum(p.numel() * size for p in model.parameters() if p.requires_grad or not config.lora.rank)
+    return float(kept + state_bytes(config.optim, model.parameters(), size))

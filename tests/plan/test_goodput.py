@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from fsdp.plan.goodput import Costs, best_interval, goodput
+from fsdp.plan.goodput import Costs, best_interval, costs_of, goodput
 from fsdp.plan.report import details
 from tests.plan.asked import plan
 
@@ -40,6 +40,14 @@ def test_more_ranks_fail_more_often_and_save_more_often() -> None:
     few, many = best_interval(COSTS, 1000), best_interval(COSTS, 100_000)
     assert many[0] < few[0]
     assert many[1] < few[1]
+
+
+def test_a_checkpoint_has_each_parameter_once_on_any_mesh() -> None:
+    many, one = (plan("--mesh.strategy", "fsdp", gpus=gpus) for gpus in (512, 1))
+    assert costs_of(many, many.config).checkpoint_bytes == costs_of(one, one.config).checkpoint_bytes
+    assert costs_of(one, one.config).checkpoint_bytes == pytest.approx(one.memory.state, rel=0.05)
+    adapters = plan("--lora.rank", "4")
+    assert costs_of(adapters, adapters.config).checkpoint_bytes < 0.2 * costs_of(one, one.config).checkpoint_bytes
 
 
 def test_the_details_say_hours_and_the_stores_seconds() -> None:
