@@ -82,12 +82,12 @@ def read_numbers(path: Path) -> Numbers:
     return Numbers({name: _series(steps[name], values[name]) for name in steps}, unreadable)
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
+def read_lines(path: Path, together: int = BLOCK) -> Iterator[dict[str, Any] | None]:
     """Each line's object; None for a line that is none. A file that is not there has no lines."""
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as file:
-        while block := _block(file):
+        while block := _block(file, together):
             try:
                 # one call for many lines: half the time of a call a line
                 yield from (one if isinstance(one, dict) else None for one in json.loads(f"[{','.join(block)}]"))
@@ -95,11 +95,11 @@ def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
                 yield from (_object(line) for line in block if line.strip())
 
 
-def _block(file: TextIO) -> list[str]:
+def _block(file: TextIO, most: int) -> list[str]:
     block: list[str] = []
     for line in file:
         block.append(line)
-        if len(block) == BLOCK:
+        if len(block) == most:
             break
     return block
 

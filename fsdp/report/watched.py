@@ -22,6 +22,8 @@ WAITING = "waiting"
 STEP_PHASES = ("forward", "backward", "optimizer", "data", "reduce")
 SHOWN = ("forward", "backward", WAITING, "optimizer", "data", "reduce", "record", "evaluate", "save")
 assert set(SHOWN) - {WAITING} < set(PHASES)
+FEW_LINES = 8
+"""Read together: with thousands of ranks one line is a megabyte."""
 MOST_STACKS = 4
 STACK = 6000
 SHORT = 100
@@ -91,7 +93,7 @@ def read_watched(run: Path) -> Watched:
 
 
 def _records(path: Path, *needed: str) -> Iterator[Mapping[str, Any]]:
-    for record in read_lines(path):
+    for record in read_lines(path, FEW_LINES):
         if record is not None and all(name in record for name in needed):
             yield record
 
