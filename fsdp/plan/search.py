@@ -65,9 +65,10 @@ def search(config: Config, given: Given) -> Found:
     """For --plan.gpus, or for the fewest that are enough."""
     rates = rates_for(config)
     check_device(config)
-    if config.plan.gpus:
-        return _search(config, given, config.plan.gpus, rates)
-    for ranks in _numbers_of_ranks(config, rates):
+    asked = config.plan.gpus or config.mesh.replicate * config.mesh.shard
+    if asked:
+        return _search(config, given, asked, rates)
+    for ranks in _numbers_of_ranks(config, given, rates):
         found = _search(config, given, ranks, rates, frugal=True)
         if found.fitting:
             return _search(config, given, ranks, rates)
@@ -77,14 +78,15 @@ def search(config: Config, given: Given) -> Found:
     )
 
 
-def _numbers_of_ranks(config: Config, rates: Rates) -> Iterator[int]:
-    """Doubling, from the first whose shards alone could be held."""
-    resting = parameter_bytes(for_target(config))
-    ranks = 1
-    while ranks <= MOST_RANKS:
-        if resting / ranks < rates.memory or config.memory.cpu_offload:
+def _numbers_of_ranks(config: Config, given: Given, rates: Rates) -> Iterator[int]:
+    """Doubling, from the first whose shards alone could be held; more replicas of what does not fit hold no more."""
+    mesh, batch = config.mesh, config.train.global_batch
+    least = max(1, mesh.replicate) * max(1, mesh.shard)
+    for ranks in (least * 2**k for k in range(MOST_RANKS.bit_length())):
+        shards = 1 if mesh.strategy == "ddp" else mesh.shard or ranks // max(1, mesh.replicate)
+        held = parameter_bytes(for_target(config)) / shards < rates.memory or config.memory.cpu_offload
+        if ranks <= MOST_RANKS and held and not ("train.global_batch" in given and batch % ranks):
             yield ranks
-        ranks *= 2
 
 
 def _search(config: Config, given: Given, ranks: int, rates: Rates, *, frugal: bool = False) -> Found:

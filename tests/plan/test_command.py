@@ -111,6 +111,22 @@ def test_a_mistake_is_one_line_with_a_hint(flags: str, capsys: pytest.CaptureFix
 QUICK_KNOBS = ("--memory.activation_checkpointing", "none")
 
 
+def test_as_many_rows_as_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [len([line for line in said(capsys, *QUICK, "--plan.rows", n).splitlines() if "×" in line]) for n in ("1", "3")]
+    assert rows[1] - rows[0] == 2
+
+
+def test_what_is_measured_here_is_kept(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    fixed = (*SMALL, "--plan.fix", "true", "--plan.gpu", "cpu", "--plan.gpus", "2", "--train.global_batch", "4")
+    first = said(capsys, *fixed, "--plan.calibrate", "true")
+    assert re.match(r"cpu here: bf16 \S+ and fp32 \S+ TFLOP/s, \S+ GB/s; kept in ", first)
+    assert (tmp_path / "shardrun" / "rates.json").exists()
+    assert said(capsys, *fixed) == said(capsys, *fixed) == first.partition("\n")[2]
+
+
 def test_what_does_not_fit_is_said_with_what_to_turn(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, *QUICK, "--plan.memory_gib", "1.4")
     assert "nothing fits. HINT: --plan.gpus 8, a --plan.gpu with more memory, or --data.seq_len lower" in text

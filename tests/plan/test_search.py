@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fsdp.config import load
+from fsdp.errors import ConfigError
 from fsdp.plan.__main__ import given_in
 from fsdp.plan.search import Found, search
 from tests.plan.asked import SMALL
@@ -67,6 +68,17 @@ def test_the_fewest_ranks_that_are_enough() -> None:
     assert least.fitting
     half = ("--plan.gpus", str(least.ranks // 2), "--plan.memory_gib", f"{fixed + 0.5 * (whole.needed / 2**30 - fixed):.4f}")
     assert not found(*wide, *half).fitting
+
+
+def test_without_a_number_of_ranks_the_mesh_gives_it() -> None:
+    assert found("--mesh.replicate", "2", "--mesh.shard", "2").ranks == 4
+    assert found("--mesh.shard", "2", "--train.micro_batch", "1").ranks == 2
+
+
+def test_no_number_of_ranks_is_tried_that_the_batch_does_not_divide() -> None:
+    tight = ("--train.global_batch", "3", "--plan.memory_gib", "1.5", "--memory.cpu_offload", "false")
+    with pytest.raises(ConfigError, match=r"no number of H100 SXM up to 4096 holds this model. HINT: --plan.gpu with more"):
+        found(*tight)
 
 
 @pytest.mark.slow
