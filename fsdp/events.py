@@ -6,6 +6,7 @@ length, masked CRC-32C of the length, payload, masked CRC-32C of the payload; th
 
 from __future__ import annotations
 
+import functools
 import socket
 import struct
 import time
@@ -13,23 +14,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-
-def _table() -> tuple[int, ...]:
-    rows = []
-    for byte in range(256):
-        for _ in range(8):
-            byte = (byte >> 1) ^ (0x82F63B78 if byte & 1 else 0)
-        rows.append(byte)
-    return tuple(rows)
+import numpy as np
 
 
-_CRC32C = _table()
+def _table(bits: int) -> list[int]:
+    rows: np.ndarray = np.arange(1 << bits, dtype=np.uint32)
+    for _ in range(bits):
+        rows = (rows >> 1) ^ np.where(rows & 1, np.uint32(0x82F63B78), np.uint32(0))
+    found: list[int] = rows.tolist()
+    return found
+
+
+_BYTE, _PAIR = _table(8), _table(16)
 
 
 def _masked_crc(data: bytes) -> int:
+    """Two bytes a turn: this loop is most of what an event costs the step."""
     crc = 0xFFFFFFFF
-    for byte in data:
-        crc = _CRC32C[(crc ^ byte) & 0xFF] ^ (crc >> 8)
+    for pair in struct.unpack(f"<{len(data) // 2}H", data[: len(data) & -2]):
+        crc = _PAIR[(crc ^ pair) & 0xFFFF] ^ (crc >> 16)
+    if len(data) & 1:
+        crc = _BYTE[(crc ^ data[-1]) & 0xFF] ^ (crc >> 8)
     crc ^= 0xFFFFFFFF
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
@@ -51,9 +56,15 @@ def _event(wall_time: float, body: bytes) -> bytes:
     return _varint(1 << 3 | 1) + struct.pack("<d", wall_time) + body
 
 
+@functools.cache
+def _tag(tag: str) -> bytes:
+    """A scalar up to its value: the tag's field and the value's own first byte."""
+    name = _bytes_field(1, tag.encode()) + _varint(2 << 3 | 5)
+    return _varint(1 << 3 | 2) + _varint(len(name) + 4) + name
+
+
 def _scalar(tag: str, value: float) -> bytes:
-    simple_value = _varint(2 << 3 | 5) + struct.pack("<f", value)
-    return _bytes_field(1, _bytes_field(1, tag.encode()) + simple_value)
+    return _tag(tag) + struct.pack("<f", value)
 
 
 class EventWriter:

@@ -16,6 +16,8 @@ import numpy as np
 from fsdp.errors import ConfigError
 
 ROUNDS = 8
+AT_ONCE = 512
+"""Positions looked up together where batches are small: a permutation of eight costs as much as one of hundreds."""
 _M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _S1, _S2, _S3 = np.uint64(30), np.uint64(27), np.uint64(31)
 
@@ -71,10 +73,19 @@ class Cursor:
         self.seed, self.samples, self.global_batch = seed, samples, global_batch
         self.steps_per_epoch = -(-samples // global_batch)
         self._order = functools.lru_cache(maxsize=4)(lambda epoch: Permutation(samples, (seed, epoch)))
+        self._block = functools.lru_cache(maxsize=4)(self._look_up)
 
     def indices(self, step: int) -> np.ndarray:
         """1 … global_batch sample indices, int64, in the order that ranks cut them."""
         epoch, place = divmod(step, self.steps_per_epoch)
         first = place * self.global_batch
-        positions = np.arange(first, min(first + self.global_batch, self.samples))
-        return self._order(epoch)(positions)
+        last = min(first + self.global_batch, self.samples)
+        if self.global_batch >= AT_ONCE:
+            return self._order(epoch)(np.arange(first, last))
+        start = first // AT_ONCE
+        blocks = [self._block(epoch, nth) for nth in range(start, (last - 1) // AT_ONCE + 1)]
+        return np.concatenate(blocks)[first - start * AT_ONCE : last - start * AT_ONCE]
+
+    def _look_up(self, epoch: int, nth: int) -> np.ndarray:
+        """The nth block of an epoch's order."""
+        return self._order(epoch)(np.arange(nth * AT_ONCE, min((nth + 1) * AT_ONCE, self.samples)))
