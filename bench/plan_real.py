@@ -14,9 +14,26 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from bench.plan_cases import Case
+import torch
+import torch.distributed as dist
 
-STEPS = 3
+from bench.plan_cases import Case
+from fsdp.agree import Sum
+from fsdp.config import load
+from fsdp.gradients import Gradients
+from fsdp.job import model_of
+from fsdp.loss import LossFunction
+from fsdp.materialize import materialize
+from fsdp.mesh import BatchPlan, build_mesh, plan_batch, resolve
+from fsdp.optim import build_optimizer
+from fsdp.plan.count import count, peak_of
+from fsdp.plan.memory import memory_of, process_peak
+from fsdp.plan.step import Watched
+from fsdp.plan.subject import Subject, subject_of
+from fsdp.plan.trace import Trace
+from fsdp.plan.track import Tracker
+from fsdp.plan.watch import Ask, batches, stage
+from fsdp.shard import replicate, shard_model
 
 
 @dataclass(frozen=True)
@@ -83,8 +100,6 @@ def _start() -> tuple[Any, Any]:
 
 
 def _serve(pipe: Any) -> None:
-    import torch
-
     torch.set_num_threads(1)
     work: dict[str, Any] = {"predict": _predict, "torchs": _torchs, "measure": _measure}
     while True:
@@ -102,20 +117,13 @@ def _serve(pipe: Any) -> None:
 # ---------------------------------------------------------------- predicted
 
 
-def _asks(flags: tuple[str, ...], ranks: int) -> list[Any]:
-    from fsdp.config import load
-    from fsdp.mesh import plan_batch, resolve
-    from fsdp.plan.watch import Ask
-
+def _asks(flags: tuple[str, ...], ranks: int) -> list[Ask]:
     config = load(list(flags))
     sizes, batch = resolve(config.mesh, ranks), plan_batch(config.train, ranks)
     return [Ask(config, sizes, rank, batch.micro_batch, min(batch.accumulation, 3), 0, "cpu") for rank in range(ranks)]
 
 
 def _predict(flags: tuple[str, ...], ranks: int) -> tuple[float, float]:
-    from fsdp.plan.count import count
-    from fsdp.plan.memory import memory_of, process_peak
-
     counted = [count(ask) for ask in _asks(flags, ranks)]
     return max(memory_of(one).peak for one in counted), max(process_peak(one) for one in counted)
 
@@ -123,8 +131,6 @@ def _predict(flags: tuple[str, ...], ranks: int) -> tuple[float, float]:
 def _torchs(flags: tuple[str, ...], ranks: int) -> float | None:
     """torch's own tracker on the same fake step; it knows modules of FSDP2 only."""
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-
-    from fsdp.plan.watch import batches, stage
 
     ask = _asks(flags, ranks)[0]
     if ask.sizes.strategy == "ddp":
@@ -135,7 +141,7 @@ def _torchs(flags: tuple[str, ...], ranks: int) -> float | None:
         for at in range(2):
             try:
                 with tracker:
-                    _plain_step(watched, batches(made.subject, ask.micro_batch), ask.accumulation)
+                    plain_step(watched, batches(made.subject, ask.micro_batch), ask.accumulation)
             except NotImplementedError:  # its own words for more than one micro-batch a step
                 return None
             if at == 0:
@@ -148,8 +154,6 @@ def _torchs(flags: tuple[str, ...], ranks: int) -> float | None:
 
 
 def _measure(flags: tuple[str, ...], ranks: int, rank: int, store: str) -> tuple[float, float]:
-    import torch.distributed as dist
-
     dist.init_process_group("cpu:gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
     try:
         return _real_steps(flags, ranks, rank)
@@ -157,65 +161,71 @@ def _measure(flags: tuple[str, ...], ranks: int, rank: int, store: str) -> tuple
         dist.destroy_process_group()
 
 
-def _real_steps(flags: tuple[str, ...], ranks: int, rank: int) -> tuple[float, float]:
-    import torch
-    import torch.distributed as dist
+@dataclass(frozen=True)
+class Built:
+    """A real run up to its first step. `idle` is the process before there was a model."""
 
-    from fsdp.config import load
-    from fsdp.job import model_of
-    from fsdp.loss import LossFunction
-    from fsdp.materialize import materialize
-    from fsdp.mesh import build_mesh, plan_batch, resolve
-    from fsdp.optim import build_optimizer
-    from fsdp.plan.count import peak_of
-    from fsdp.plan.step import Watched
-    from fsdp.plan.subject import subject_of
-    from fsdp.plan.trace import Trace
-    from fsdp.plan.track import Tracker
-    from fsdp.shard import replicate, shard_model
+    watched: Watched
+    subject: Subject
+    batch: BatchPlan
+    idle: int
 
-    config, cpu = load(list(flags)), torch.device("cpu")
-    sizes, batch = resolve(config.mesh, ranks), plan_batch(config.train, ranks)
-    subject = subject_of(config.model, config.data)
-    mesh = build_mesh(sizes, cpu)
+    def batches(self, device: str) -> Iterator[Any]:
+        return _real_batches(self.subject, self.batch.micro_batch, device)
+
+    @property
+    def micro_batches(self) -> int:
+        """More are like the second of three."""
+        return min(self.batch.accumulation, 3)
+
+
+def build(flags: tuple[str, ...], ranks: int, rank: int, device: torch.device) -> Built:
+    """As fsdp/loop.py does; the process group is there."""
+    config = load(list(flags))
+    sizes, subject = resolve(config.mesh, ranks), subject_of(config.model, config.data)
+    mesh = build_mesh(sizes, device)
     dist.barrier()
     idle = _resting()
     model = model_of(config, subject.spec)
     loss_function = LossFunction(model)
     sharded = shard_model(
-        model, sizes=sizes, mesh=mesh, device=cpu, section=config.mesh, precision=config.precision,
+        model, sizes=sizes, mesh=mesh, device=device, section=config.mesh, precision=config.precision,
         memory=config.memory, speed=config.speed, comm=config.comm,
     )  # fmt: skip
-    materialize(sharded, spec=subject.spec, seed=0, init="shard", rank=rank)
+    materialize(
+        sharded, spec=subject.spec, seed=0, init="shard", rank=rank,
+        rest_device=torch.device("cpu") if config.memory.cpu_offload else None,
+    )  # fmt: skip
     replicate(sharded)
     optimizer = build_optimizer(config.optim, sharded.root)
-    tracker = Tracker()
-    watched = Watched(sharded, loss_function, optimizer, clip=config.train.clip_grad_norm, scaled=False, tracker=tracker)
-    micro = min(batch.accumulation, 3)
+    clip = config.train.clip_grad_norm
+    watched = Watched(sharded, loss_function, optimizer, clip=clip, scaled=False, tracker=Tracker())
+    return Built(watched, subject, plan_batch(config.train, ranks), idle)
+
+
+def _real_steps(flags: tuple[str, ...], ranks: int, rank: int) -> tuple[float, float]:
+    built = build(flags, ranks, rank, torch.device("cpu"))
+    watched, micro = built.watched, built.micro_batches
     watched.hold_state()
-    watched.step(_real_batches(subject, batch.micro_batch), micro)
+    watched.step(built.batches("cpu"), micro)
     watched.hold_state()
-    before = len(tracker.trace(0).segments)
-    watched.step(_real_batches(subject, batch.micro_batch), micro)
-    second = tracker.trace(0).segments[before:]
+    before = len(watched.tracker.trace(0).segments)
+    watched.step(built.batches("cpu"), micro)
+    second = watched.tracker.trace(0).segments[before:]
     _reset_peak()
-    _plain_step(watched, _real_batches(subject, batch.micro_batch), micro)
-    return peak_of(Trace(second, 0)), float(_peak() - idle)
+    plain_step(watched, built.batches("cpu"), micro)
+    return peak_of(Trace(second, 0)), float(_peak() - built.idle)
 
 
 class _Step:
     def __init__(self, sharded: Any, loss_function: Any, optimizer: Any, clip: float) -> None:
-        from fsdp.gradients import Gradients
-
         self.sharded, self.loss_function, self.optimizer, self.clip = sharded, loss_function, optimizer, clip
         group = sharded.mesh.get_group("dp_shard") if sharded.sizes.strategy != "ddp" else None
         self.gradients = Gradients(sharded.root.parameters(), group)
 
 
-def _plain_step(step: Any, batches: Iterator[Any], count: int) -> None:
+def plain_step(step: Any, batches: Iterator[Any], count: int) -> None:
     """The loop's step with nobody looking on."""
-    from fsdp.agree import Sum
-
     for at in range(count):
         data, valid = next(batches)
         with step.sharded.micro_batch(at == count - 1):
@@ -231,15 +241,13 @@ def _plain_step(step: Any, batches: Iterator[Any], count: int) -> None:
     step.optimizer.zero_grad(set_to_none=True)
 
 
-def _real_batches(subject: Any, rows: int) -> Iterator[Any]:
-    import torch
-
+def _real_batches(subject: Subject, rows: int, device: str) -> Iterator[Any]:
     while True:
         data = {
-            name: torch.zeros((rows, *shape), dtype=dtype) if dtype == torch.int64 else torch.rand((rows, *shape), dtype=dtype)
+            name: (torch.zeros if dtype == torch.int64 else torch.rand)((rows, *shape), dtype=dtype, device=device)
             for name, (shape, dtype) in subject.sample.items()
         }
-        yield data, torch.ones(rows, dtype=torch.bool)
+        yield data, torch.ones(rows, dtype=torch.bool, device=device)
 
 
 def _status(name: str) -> int:

@@ -12,6 +12,7 @@ import heapq
 import json
 import math
 import random
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,8 +50,8 @@ def measured() -> tuple[float, float]:
     except (OSError, KeyError, ValueError, TypeError):
         pass
     try:
-        rounds = json.loads((results / "start.json").read_text(encoding="utf-8"))["rounds"]["train.py"]
-        start = sorted(row[0] for row in rounds)[len(rounds) // 2]
+        pieces = json.loads((results / "start.json").read_text(encoding="utf-8"))["pieces"].values()
+        start = statistics.median(row["wall_s"] for piece in pieces for row in piece["rounds"].get("ours", ()))
     except (OSError, KeyError, ValueError, TypeError):
         pass
     return stall, start

@@ -6,9 +6,11 @@ import random
 
 import pytest
 
+from bench import plan_cuda
 from bench.plan import MARGIN
 from bench.plan_cases import Case, draw
 from bench.plan_real import _asks, _real_steps
+from fsdp.config import load
 from fsdp.env import DistEnv
 from fsdp.plan.count import count
 from fsdp.plan.memory import memory_of
@@ -46,3 +48,15 @@ def test_the_draw_is_the_same_each_time_and_has_every_kind() -> None:
     words = {word for case in drawn for word in case.flags}
     assert {"ddp", "hsdp", "fsdp", "full", "ops", "bf16", "sgd", "mlp", "vit", "bench.plan_cases:half_frozen"} <= words
     assert {case.ranks for case in drawn} == {1, 2, 4}
+
+
+def test_what_a_cuda_bench_draws_is_a_run_and_can_be_planned() -> None:
+    drawn = plan_cuda.draw(random.Random(7), 24)
+    for case in drawn:
+        assert load(case.flags).speed.compile == "false"
+    smallest = min(drawn, key=lambda case: int(case.flags[case.flags.index("--model.args.width") + 1]))
+    peaks = plan_cuda.planned(smallest)
+    assert 0 < peaks.allocated <= peaks.reserved
+    row = plan_cuda.Row(smallest, peaks, plan_cuda.Peaks(peaks.allocated / 1.1, peaks.reserved))
+    assert "| +10.00% |" in "\n".join(plan_cuda.table([row], "a device"))
+    assert plan_cuda.table([row], "a device")[-1] == "reserved: median error 0.00%, worst 0.00% of 1 runs."
