@@ -12,6 +12,7 @@ import pytest
 
 from tests.core.plain import Trained, relative_difference, train_plainly, worst_parameter
 from tests.core.runs import run, settings
+from tests.marks import quick_are
 
 BOUNDS = {"fp64": 1e-10, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
 PRECISION = {
@@ -88,6 +89,11 @@ def _worth_it(mesh: str, dtype: str) -> bool:
     return dtype in ("fp64", "fp32") or mesh in ("fsdp of 2", "hsdp 2×2", "ddp of 2")
 
 
+ON_MESHES = [(mesh, dtype) for dtype in BOUNDS for mesh in MESHES if _worth_it(mesh, dtype)]
+QUICK_MESHES = [("fsdp of 3", "fp64"), ("hsdp 2×2", "fp32"), ("fsdp of 2", "bf16"), ("ddp of 2", "fp16")]
+QUICK = ("gathered once a step", "hsdp, scattered each time", "ddp, 3 micro-batches", "tied", "scalars", "own loss")
+
+
 @functools.cache
 def reference(words: str, dtype: str) -> Trained:
     return train_plainly(settings(words), dtype=dtype)
@@ -112,11 +118,11 @@ def check(ranks: int, words: str, dtype: str, folder: Path) -> None:
     assert [record["grad_norm"] for record in steps] == pytest.approx(plain.norms, rel=3 * BOUNDS[dtype])
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick_are(QUICK, CASES))
 def test_float64(case: str, tmp_path: Path) -> None:
     check(*CASES[case], "fp64", tmp_path)
 
 
-@pytest.mark.parametrize(("mesh", "dtype"), [(mesh, dtype) for dtype in BOUNDS for mesh in MESHES if _worth_it(mesh, dtype)])
+@pytest.mark.parametrize(("mesh", "dtype"), quick_are(QUICK_MESHES, ON_MESHES))
 def test_each_precision_on_each_mesh(mesh: str, dtype: str, tmp_path: Path) -> None:
     check(*MESHES[mesh], dtype, tmp_path)

@@ -14,6 +14,7 @@ from fsdp.env import DistEnv
 from fsdp.errors import ConfigError
 from fsdp.memory import files
 from tests.core.runs import failures, run
+from tests.marks import quick_are
 from tests.memory import small
 from tests.world import run_world
 
@@ -38,7 +39,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick_are(("optimizer, ddp", "all, tied"), CASES))
 def test_the_numbers_are_those_of_a_run_in_memory(case: str, tmp_path: Path) -> None:
     ranks, what, words = CASES[case]
     inside = run(ranks, tmp_path / "inside", words)
@@ -49,6 +50,7 @@ def test_the_numbers_are_those_of_a_run_in_memory(case: str, tmp_path: Path) -> 
     assert not any((tmp_path / "disk").iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "then"), [((2, "all"), (4, "optimizer")), ((3, "off"), (2, "all")), ((2, "optimizer"), (3, "off"))]
 )
