@@ -63,7 +63,7 @@ def main() -> int:
 
 def shots(report: Path, doctor: Path, memory: Path) -> list[Shot]:
     return [
-        Shot("report", report, 1100, 1420, "light"),
+        Shot("report", report, 1100, 1320, "light"),
         Shot("report-time", report, 1100, 860, "light", "Where the time goes"),
         Shot("report-phone", report, 390, 1250, "dark"),
         Shot("doctor", doctor, 1000, 820, "light"),
@@ -84,9 +84,7 @@ def take(folder: Path, wanted: list[Shot]) -> None:
             whole = int(page.ask("document.documentElement.scrollHeight"))
             file = folder / f"{shot.name}.png"
             page.picture(file, top=top, height=min(shot.height, whole - top))
-            Image.open(file).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
-                file, optimize=True
-            )
+            Image.open(file).convert("RGB").save(file, optimize=True)
             assert file.stat().st_size < LARGEST, f"{file} has {file.stat().st_size} bytes"
             print(f"{file}  {file.stat().st_size // 1024} KiB")
 
