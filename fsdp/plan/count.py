@@ -25,8 +25,8 @@ from fsdp.plan.watch import Ask, blocks_in, watch
 TOLERANCE = 0.005
 """By how much a model of one's own may differ from its composition before it is run whole."""
 
-WORTH_A_POOL_S = 10.0
-"""A pool's processes import torch first."""
+MANY, WORTH_A_PROCESS_S = 16, 10.0
+"""From so many runs, or seconds of them, on: a process beside this one imports torch first."""
 
 Runs = dict[Ask, Trace]
 
@@ -65,26 +65,33 @@ def shape_of(config: Config) -> Shape:
 
 
 def run_all(asks: Iterable[Ask], known: Runs | None = None) -> Runs:
-    """Each distinct ask once; over two processes where that saves time, and never in a process that is a rank."""
+    """Each distinct ask once; with a process beside this one where that saves time, and never in a process that is a rank."""
     done: Runs = dict(known or {})
     missing = [ask for ask in dict.fromkeys(asks) if ask not in done]
-    if dist.is_initialized():
-        return done | _elsewhere(missing)
+    alone = (os.cpu_count() or 1) == 1
+    if dist.is_initialized() or (len(missing) >= MANY and not alone):
+        return done | _beside(missing, rank=dist.is_initialized())
     for at, ask in enumerate(missing):
         began = time.monotonic()
         done[ask] = watch(ask)
         left = missing[at + 1 :]
         # The first one imports what all need.
-        if at and left and (time.monotonic() - began) * len(left) > WORTH_A_POOL_S and (os.cpu_count() or 1) > 1:
-            return done | _elsewhere(left)
+        if at and left and not alone and (time.monotonic() - began) * len(left) > WORTH_A_PROCESS_S:
+            return done | _beside(left)
     return done
 
 
-def _elsewhere(asks: Sequence[Ask]) -> Runs:
-    context = multiprocessing.get_context("spawn")
-    workers = max(1, min(len(asks), 2, os.cpu_count() or 1))
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        return dict(zip(asks, pool.map(watch, asks, chunksize=max(1, len(asks) // (workers * 4))), strict=True))
+def _beside(asks: Sequence[Ask], *, rank: bool = False) -> Runs:
+    """Another process takes them from the back, this one from the front, if it is no rank."""
+    done: Runs = {}
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        futures = {ask: pool.submit(watch, ask) for ask in reversed(asks)}
+        try:
+            done.update((ask, watch(ask)) for ask in asks if not rank and futures[ask].cancel())
+            done.update((ask, future.result()) for ask, future in futures.items() if not future.cancelled())
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+    return done
 
 
 # ---------------------------------------------------------------- one question

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from fsdp.config import load
 from fsdp.plan.predict import Plan, plan_one
 from fsdp.plan.rates import GIB
@@ -13,6 +15,7 @@ SMALL = (
 """Of the transformer's own vocabulary, 256."""
 
 
+@functools.cache
 def plan(*flags: str, gpus: int = 4) -> Plan:
     """The flags as they are, on `gpus` H100 if no flag says otherwise; two samples a rank."""
     batch = () if "--train.global_batch" in flags else ("--train.global_batch", str(2 * gpus))

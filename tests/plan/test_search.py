@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+
 import pytest
 
 from fsdp.config import load
 from fsdp.errors import ConfigError
 from fsdp.plan.__main__ import given_in
+from fsdp.plan.count import _beside, peak_of
+from fsdp.plan.predict import ask_for
 from fsdp.plan.search import Found, search
+from fsdp.plan.watch import watch
 from tests.plan.asked import SMALL
 
 KNOBS = ("--memory.activation_checkpointing", "none", "--mesh.reshard_after_forward", "true")
 
 
+@functools.cache
 def found(*flags: str) -> Found:
     words = [*SMALL, *KNOBS, *flags]
     return search(load(words), given_in(words))
@@ -79,6 +86,13 @@ def test_no_number_of_ranks_is_tried_that_the_batch_does_not_divide() -> None:
     tight = ("--train.global_batch", "3", "--plan.memory_gib", "1.5", "--memory.cpu_offload", "false")
     with pytest.raises(ConfigError, match=r"no number of H100 SXM up to 4096 holds this model. HINT: --plan.gpu with more"):
         found(*tight)
+
+
+@pytest.mark.slow
+def test_a_process_beside_this_one_finds_the_same() -> None:
+    asks = [dataclasses.replace(ask_for(load([*SMALL, "--train.global_batch", "8"]), 4), rank=rank) for rank in range(3)]
+    beside = _beside(asks)
+    assert {ask: peak_of(trace) for ask, trace in beside.items()} == {ask: peak_of(watch(ask)) for ask in asks}
 
 
 @pytest.mark.slow

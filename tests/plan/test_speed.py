@@ -84,12 +84,12 @@ def test_communication_is_hidden_behind_what_computes() -> None:
 
 def test_accumulation_repeats_the_middle_micro_batch() -> None:
     """Each micro-batch between the first and the last takes as long as any other of them."""
-    times = [seconds("--train.global_batch", str(16 * n), "--train.micro_batch", "1") for n in (4, 5, 6)]
+    times = [seconds("--train.global_batch", str(16 * n), "--train.micro_batch", "1") for n in (3, 4, 5)]
     assert times[2] - times[1] == pytest.approx(times[1] - times[0], rel=1e-6)
     flops = [
-        plan(*BIG, "--train.global_batch", str(16 * n), "--train.micro_batch", "1", gpus=16).step.flops for n in (1, 2, 3, 6)
+        plan(*BIG, "--train.global_batch", str(16 * n), "--train.micro_batch", "1", gpus=16).step.flops for n in (1, 2, 3, 5)
     ]
-    assert flops[1:] == pytest.approx([flops[0] * n for n in (2, 3, 6)], rel=0.02)
+    assert flops[1:] == pytest.approx([flops[0] * n for n in (2, 3, 5)], rel=0.02)
 
 
 def test_tokens_and_operations_are_the_models() -> None:
