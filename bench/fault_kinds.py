@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import threading
 import time
@@ -168,10 +169,18 @@ class _Storage:
         return self._other.get(name) or getattr(os, name)
 
 
+def _saves(path: Path, step: int) -> bool:
+    """Is it a rank's file of a save at `step` or after it?"""
+    found = re.match(r"step-(\d+)", path.parent.name)
+    return path.suffix == ".distcp" and found is not None and int(found[1]) >= step
+
+
 def slow_storage(where: Where, mine: bool) -> None:
     def fsync(descriptor: int) -> None:
-        where.now()
-        time.sleep(EVER_S)
+        if _saves(Path(f"/proc/self/fd/{descriptor}").readlink(), where.step):
+            where.now()
+            time.sleep(EVER_S)
+        os.fsync(descriptor)
 
     if mine:
         store.os = _Storage(fsync=fsync)  # type: ignore[assignment]
@@ -181,7 +190,7 @@ def full_disk(where: Where, mine: bool) -> None:
     """The kernel's own ENOSPC: its files are /dev/full."""
 
     def opened(path: Any, flags: int, mode: int = 0o777) -> int:
-        if str(path).endswith(".distcp"):
+        if _saves(Path(path), where.step):
             where.now()
             return os.open("/dev/full", os.O_WRONLY)
         return os.open(path, flags, mode)

@@ -3,7 +3,7 @@
     python -m bench.faults [--times N] [--kinds SIGKILL,"slow storage"]     each kind N times at a random step and rank
     python -m bench.faults --times N --keep [--minutes M]     the same, added to what bench/results/faults.{json,md} hold
     python -m bench.faults --late N                  a rank slowed by a tenth, N times: whom, and after how many steps
-    python -m bench.faults --ordinary MINUTES        ordinary training with evaluation, saves and compile: nothing may be said
+    python -m bench.faults --ordinary MINUTES [--ranks R]     training with evaluation, saves and compile: nothing may be said
 
 Each case is a real run of four rank processes, forked from this one so that nobody waits for imports; the partitioned node is a
 network namespace (root) whose cable is pulled. Seconds count from fault to verdict.
@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bench.fault_kinds import KINDS, SLOWED, Kind, Where
+from bench.fault_kinds import KINDS, Kind, Where
 from bench.tables import RESULTS, machine, write
 
 RANKS = 4
@@ -39,15 +39,6 @@ PATIENCE_S = 60.0
 FLAGS = (
     "--model.name", "mlp", "--model.args.hidden", "64", "--data.name", "digits", "--train.steps", "100000",
     "--train.global_batch", "16", "--checkpoint.every_steps", "4", "--checkpoint.export", "false", "--data.workers", "1",
-)  # fmt: skip
-SMALL_STEPS = (
-    "--model.name", "vit", "--data.name", "digits", "--train.steps", "100000", "--train.global_batch", "16",
-    "--checkpoint.every_steps", "0", "--checkpoint.export", "false", "--train.eval_every_steps", "0",
-)  # fmt: skip
-ORDINARY = (
-    "--model.name", "vit", "--data.name", "digits", "--train.steps", "1000000", "--train.global_batch", "32",
-    "--train.eval_every_steps", "50", "--checkpoint.every_steps", "25", "--checkpoint.export", "false",
-    "--speed.compile", "true",
 )  # fmt: skip
 
 
@@ -85,7 +76,7 @@ def free_port() -> int:
 
 
 def fork_rank(rank: int, address: tuple[str, int], flags: Sequence[str], log: Path, kind: Kind | None, where: Where | None,
-              enter: Sequence[int] = ()) -> int:  # fmt: skip
+              enter: Sequence[int] = (), ranks: int = RANKS) -> int:  # fmt: skip
     """One rank as a child. `enter` are namespaces of a host of its own."""
     pid = os.fork()
     if pid:
@@ -99,19 +90,19 @@ def fork_rank(rank: int, address: tuple[str, int], flags: Sequence[str], log: Pa
         for descriptor in enter:
             if ctypes.CDLL(None, use_errno=True).setns(descriptor, 0):
                 raise OSError(ctypes.get_errno(), "setns")
-        code = _be(rank, address, list(flags), kind, where)
+        code = _be(rank, ranks, address, list(flags), kind, where)
     finally:
         os._exit(code)
 
 
-def _be(rank: int, address: tuple[str, int], flags: list[str], kind: Kind | None, where: Where | None) -> int:
+def _be(rank: int, ranks: int, address: tuple[str, int], flags: list[str], kind: Kind | None, where: Where | None) -> int:
     import train
     from fsdp import config as configuration
 
     nodes = 2 if kind is not None and kind.two_nodes else 1
     variables = {
-        "RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_RANK": rank % (RANKS // nodes), "LOCAL_WORLD_SIZE": RANKS // nodes,
-        "GROUP_RANK": rank // (RANKS // nodes), "GROUP_WORLD_SIZE": nodes,
+        "RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank % (ranks // nodes), "LOCAL_WORLD_SIZE": ranks // nodes,
+        "GROUP_RANK": rank // (ranks // nodes), "GROUP_WORLD_SIZE": nodes,
         "MASTER_ADDR": address[0], "MASTER_PORT": address[1],
     }  # fmt: skip
     os.environ.update({name: str(value) for name, value in variables.items()})
@@ -171,16 +162,16 @@ def once(kind: Kind, rank: int, step: int, folder: Path, more: Sequence[str] = (
         ]
         try:
             if pull is not None:
-                _wait(lambda: _steps(run) >= step, "steps")
+                wait_for(lambda: steps_of(run) >= step, "steps")
                 where.now()
                 pull(2)
-            said = _wait(lambda: _verdict(run), f"a verdict on {kind.name}")
+            said = wait_for(lambda: verdict_of(run), f"a verdict on {kind.name}")
             case.said_kind, case.said_ranks, case.what = said["kind"], said["ranks"], said["what"]
             case.seconds = said["time"] - float(where.heard.read_text())
             if kind.ends:
                 case.codes = _ended(pids, 20.0)
         finally:
-            _end(pids)
+            end_all(pids)
     return case
 
 
@@ -189,7 +180,7 @@ def ending(kind: Kind) -> Kind:
     return replace(kind, ends=True)
 
 
-def _wait(found: Any, what: str) -> Any:
+def wait_for(found: Any, what: str) -> Any:
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         if value := found():
@@ -198,13 +189,14 @@ def _wait(found: Any, what: str) -> Any:
     raise TimeoutError(what)
 
 
-def _verdict(run: Path) -> dict[str, Any] | None:
+def verdict_of(run: Path) -> dict[str, Any] | None:
     file = run / "watch" / "verdicts.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    return json.loads(lines[0]) if lines else None
+    found = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    # cut in two, each half says what it sees; the first rank's node is asked
+    return next((one for one in found if one.get("by") in (socket.gethostname(), "n1")), None)
 
 
-def _steps(run: Path) -> int:
+def steps_of(run: Path) -> int:
     file = run / "metrics.jsonl"
     return len(file.read_text().splitlines()) if file.exists() else 0
 
@@ -224,7 +216,7 @@ def _ended(pids: list[int], seconds: float) -> list[int]:
     return found
 
 
-def _end(pids: list[int]) -> None:
+def end_all(pids: list[int]) -> None:
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     for pid in pids:
@@ -311,61 +303,6 @@ def summed_up(cases: Sequence[Case], options: argparse.Namespace) -> int:
     return 0 if all(case.right(by_name[case.kind]) for case in cases) else 1
 
 
-# ---------------------------------------------------------------- a rank that is a tenth slower
-
-
-def named_late(rank: int, step: int, folder: Path) -> tuple[list[int], float, int]:
-    """Whom the watch names, by how much, and after how many slow steps."""
-    run, where = folder / "run", Where(rank, step, folder / "fault-at")
-    flags = ["--run.dir", str(run), *SMALL_STEPS]
-    address = ("127.0.0.1", free_port())
-    pids = [fork_rank(r, address, flags, folder / "log", SLOWED, where) for r in range(RANKS)]
-    file = run / "watch" / "late.jsonl"
-    try:
-        _wait(lambda: _steps(run) >= step + 120 or (file.exists() and _steps(run) > step), "a late rank")
-        said = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    finally:
-        _end(pids)
-    found = [one for one in said if "rank" in one]
-    return [one["rank"] for one in found], found[0]["percent"] if found else 0.0, found[0]["step"] - step if found else -1
-
-
-def late(options: argparse.Namespace) -> int:
-    import_once()
-    dice, good = random.Random(options.seed), 0
-    for number in range(options.late):
-        rank = dice.randrange(RANKS)
-        folder = Path(tempfile.mkdtemp(prefix="late-"))
-        named, percent, steps = named_late(rank, 100, folder)
-        shutil.rmtree(folder, ignore_errors=True)
-        good += named == [rank] and steps <= 30
-        print(f"{number + 1}. rank {rank} slowed by 10%: named {named}, {percent:.0f}%, after {steps} steps", flush=True)
-    print(f"{good} of {options.late} named alone and within 30 steps")
-    return 0 if good == options.late else 1
-
-
-# ---------------------------------------------------------------- nothing wrong, nothing said
-
-
-def ordinary(options: argparse.Namespace) -> int:
-    import_once()
-
-    folder = Path(tempfile.mkdtemp(prefix="ordinary-"))
-    address, run = ("127.0.0.1", free_port()), folder / "run"
-    flags = ["--run.dir", str(run), *ORDINARY, "--stop.deadline_s", str(60 * options.ordinary)]
-    pids = [fork_rank(rank, address, flags, folder / "log", None, None) for rank in range(RANKS)]
-    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-    said = _verdict(run)
-    late = run / "watch" / "late.jsonl"
-    found = late.read_text() if late.exists() else ""
-    print(f"{options.ordinary:g} minutes, {_steps(run)} records, codes {codes}, load {os.getloadavg()[0]:.1f}")
-    print(f"verdict: {said}\nlate: {found or 'nobody'}")
-    if said or any(codes):
-        print((folder / "log").read_text(errors="replace")[-3000:])
-    shutil.rmtree(folder, ignore_errors=True)
-    return 1 if said or any(codes) else 0
-
-
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.faults", description=__doc__.splitlines()[0])
     parser.add_argument("--times", type=int, default=3)
@@ -377,11 +314,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, help="write the cases there")
     parser.add_argument("--minutes", type=float, default=1e6, help="begin no case after so many minutes")
     parser.add_argument("--ordinary", type=float, default=0.0, metavar="MINUTES")
+    parser.add_argument("--ranks", type=int, default=RANKS, help="of --ordinary")
     parser.add_argument("--late", type=int, default=0, metavar="N", help="slow a rank by a tenth, N times")
     options = parser.parse_args(argv)
-    if options.late:
-        return late(options)
-    return ordinary(options) if options.ordinary else faults(options)
+    if options.late or options.ordinary:
+        from bench import fault_free
+
+        return fault_free.late(options) if options.late else fault_free.ordinary(options)
+    return faults(options)
 
 
 if __name__ == "__main__":

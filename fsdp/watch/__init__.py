@@ -9,6 +9,7 @@
     look.py       what one look at the ranks of a node finds: cells, /proc, the witness's answer
     verdict.py    from what was found to who it was; nothing is read or done there
     nodes.py      the monitors of several nodes, over TCP
+    farewell.py   what a failed rank becomes until its story is told
     words.py      a rank's last words, and whose failure they tell
     lateness.py   who arrives late at the collectives
     ledger.py     while nothing is wrong: who is late, and where each rank's time goes

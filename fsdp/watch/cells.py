@@ -53,10 +53,12 @@ class Cells:
     path: Path
     numbers: memoryview[float]
     page: mmap.mmap
+    descriptor: int
 
     def close(self) -> None:
         self.numbers.release()
         self.page.close()
+        os.close(self.descriptor)
 
     def tell(self, words: dict[str, Any]) -> None:
         """The rank's last words; their length is stored last, so that a reader finds all or nothing."""
@@ -97,10 +99,14 @@ def attach(path: Path) -> Cells:
     return _mapped(path, os.open(path, os.O_RDWR | os.O_CLOEXEC))
 
 
+def inherited(descriptor: int) -> Cells:
+    """A page that this process was handed open: its name may be gone."""
+    return _mapped(Path(f"/proc/self/fd/{descriptor}"), descriptor)
+
+
 def _mapped(path: Path, descriptor: int) -> Cells:
     page = mmap.mmap(descriptor, PAGE)
-    os.close(descriptor)
-    return Cells(path, memoryview(page)[:TEXT_AT].cast("d"), page)
+    return Cells(path, memoryview(page)[:TEXT_AT].cast("d"), page, descriptor)
 
 
 @dataclass(frozen=True)

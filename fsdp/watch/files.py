@@ -1,6 +1,6 @@
 """What stays in RUN/watch/, written by a thread: the monitor must not stand still where storage does.
 
-verdicts.jsonl      an object a verdict: time, kind, ranks, nodes, step, what, others, hint, still_s
+verdicts.jsonl      an object a verdict: time, by (the node that judged), kind, ranks, nodes, step, what, others, hint, still_s
 late.jsonl          an object each time a rank is found late, or is not any more: rank, node, percent, since_step
 timing.jsonl        an object an interval: from_step, step, seconds, and by rank the mean seconds a step in data, forward,
                     backward, reduce, optimizer, record, evaluate, save, and waiting (in collectives, for others). On CUDA

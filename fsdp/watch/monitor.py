@@ -71,7 +71,7 @@ class Monitor:
         self.files = Files(Path(orders.run) / "watch")
         self.head = Head(orders.ear, orders.token) if orders.ear >= 0 else None
         self.peer = Peer(orders.addresses, orders.token, orders.node) if orders.addresses else None
-        self.ledger = Ledger(orders.late_percent, orders.nodes, self.files, self._say)
+        self.ledger = Ledger(orders.late_percent, orders.nodes, self.files, say)
         self.local: list[Evidence] = []
         self.shown: Verdict | None = None
         self.shown_at = 0.0
@@ -149,7 +149,8 @@ class Monitor:
             if word.get("keep"):
                 self._keep(word["keep"], self._answers("dump"))
             if word.get("said"):
-                self.shown = self.shown or Verdict("told", (), "by the head")
+                if self.shown is None:
+                    self.shown, self.shown_at = Verdict("told", (), "by the head"), time.monotonic()
                 self._let_go()
             self._head_over |= word.get("bye", False)
             if word.get("end"):
@@ -226,7 +227,7 @@ class Monitor:
         still = min((e.still_s for e in live), default=0.0)
         steps = self._step_s()
         if self.shown is not None and still < ASK_S:
-            self._say([f"watch: the run goes on, {now - self.shown_at + self._shown_still:.0f} s after it stood still"])
+            say([f"watch: the run goes on, {now - self.shown_at + self._shown_still:.0f} s after it stood still"])
             self.shown = None
         if still < max(ASK_S, STEPS_STILL * steps) or self.orders.hang_s == 0:
             self._candidate = None
@@ -298,27 +299,21 @@ class Monitor:
         words = next((e.words for e in found if e.words and e.rank == verdict.ranks[0] and not e.words["secondary"]), None)
         words = words or next((e.words for e in found if e.words and e.words["message"] == verdict.what), None)
         record = {
-            "time": time.time(), "kind": verdict.kind, "ranks": list(verdict.ranks), "what": verdict.what,
-            "nodes": sorted({e.node for e in found if e.rank in verdict.ranks}), "others": verdict.others,
+            "time": time.time(), "by": self.orders.node, "kind": verdict.kind, "ranks": list(verdict.ranks),
+            "what": verdict.what, "nodes": sorted({e.node for e in found if e.rank in verdict.ranks}), "others": verdict.others,
             "hint": verdict.hint, "step": max((e.step for e in found), default=0),
             "still_s": min((e.still_s for e in found if e.alive and not e.over), default=0.0), "folder": folder,
         }  # fmt: skip
         if words is not None:
             if self.orders.tells_failures:
-                self._say([words["print"], *([f"  {verdict.others}"] if verdict.others else [])])
+                say([words["print"], *([f"  {verdict.others}"] if verdict.others else [])])
         else:
             ends = f"  ends the job in {ends_in:.0f} s unless it goes on" if verdict.recoverable else ""
-            self._say(["watch: " + verdict.lines()[0], *verdict.lines()[1:], *([ends] if ends else [])])
+            say(["watch: " + verdict.lines()[0], *verdict.lines()[1:], *([ends] if ends else [])])
         self.files.append("verdicts.jsonl", record)
         if verdict.kind != "config":
             self._keep_all(folder, found)
         self._let_go()
-
-    def _say(self, lines: Sequence[str]) -> None:
-        with contextlib.suppress(OSError):
-            # in the place of the run's live line, which is drawn anew
-            clear = "\r\x1b[2K" if os.isatty(2) and os.environ.get("TERM") != "dumb" else ""
-            os.write(2, (clear + "\n".join(lines) + "\n").encode())
 
     def _keep_all(self, folder: str, found: Sequence[Evidence]) -> None:
         self.files.write(f"{folder}/evidence.json", json.dumps([e.encoded() for e in found], indent=1))
@@ -384,6 +379,13 @@ class Monitor:
             spent |= {int(rank): values for rank, values in word["spent"].items()}
         first = self.ranks[0].beat
         return Told(steps, spent, count=first.steps, step=first.step)
+
+
+def say(lines: Sequence[str]) -> None:
+    """Plain lines; on a terminal in the place of the run's live line, which is drawn anew."""
+    clear = "\r\x1b[2K" if os.isatty(2) and os.environ.get("TERM") != "dumb" else ""
+    with contextlib.suppress(OSError):
+        os.write(2, (clear + "\n".join(lines) + "\n").encode())
 
 
 def main(argument: str) -> None:

@@ -13,15 +13,15 @@ import contextlib
 import json
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from fsdp import agree
 from fsdp.claim import here
@@ -30,16 +30,15 @@ from fsdp.env import DistEnv, meeting_address
 from fsdp.stop import LAST_ACTS
 from fsdp.watch import cells
 from fsdp.watch.calls import Calls
-from fsdp.watch.cells import FAILED, MONITOR, OVER, PID, SAID, STATE, THREAD, Cells, Writer
+from fsdp.watch.cells import FAILED, OVER, PID, STATE, THREAD, Cells, Writer
 from fsdp.watch.device import device_clock
+from fsdp.watch.farewell import wait_until_told
 from fsdp.watch.monitor import Orders
 from fsdp.watch.witness import Witness
 from fsdp.watch.words import last_words
 
 ROOT = Path(__file__).resolve().parents[2]
 FAREWELL_S = 2.0
-TELLS_S = 5.0
-"""Longer than the monitor waits for a first failure that is not another's echo."""
 
 
 class Watch:
@@ -105,7 +104,8 @@ class Watch:
         tell_torchrun(words)
         self._cells.numbers[STATE] = FAILED
         if self._env.launcher != "ray":  # whose driver tells its ranks' failures itself
-            error.told = _Told(self._cells, self._monitor)  # type: ignore[attr-defined]
+            alone = self._env.world_size == 1
+            error.told = _Told(self._cells, words["code"], alone)  # type: ignore[attr-defined]
 
     def _let_go(self, monitor: subprocess.Popen[bytes], well: bool) -> None:
         """It ends with its ranks. After a failure it has more to do than this rank may wait for."""
@@ -194,44 +194,40 @@ def tell_torchrun(words: dict[str, Any]) -> None:
             Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}), encoding="utf-8")
 
 
+@dataclass(frozen=True)
 class _Told:
-    """Asked once, at the very end: has the monitor said what happened?"""
+    """What a failed rank still holds: its page, and its exit code."""
 
-    def __init__(self, own: Cells, monitor: subprocess.Popen[bytes] | None) -> None:
-        self._cells, self._monitor = own, monitor
-
-    def __call__(self) -> bool:
-        deadline = time.monotonic() + TELLS_S
-        while not self._cells.numbers[SAID] and time.monotonic() < deadline and self._lives():
-            time.sleep(0.02)
-        said = bool(self._cells.numbers[SAID])
-        self._cells.path.unlink(missing_ok=True)
-        self._cells.close()
-        return said
-
-    def _lives(self) -> bool:
-        if self._monitor is not None:
-            return self._monitor.poll() is None
-        pid = int(self._cells.numbers[MONITOR])
-        return not pid or Path(f"/proc/{pid}").exists()  # none yet: it may be on its way
+    cells: Cells
+    code: int
+    alone: bool
 
 
 def told(error: Exception) -> bool:
-    """Has the monitor printed what happened? It knows what came first, and who only fell after it. Waits for it, for others may
-    have to fail too before that is known; to be asked once, as the last thing a process does."""
-    ask = getattr(error, "told", None)
-    if ask is None:
+    """Has the monitor printed what happened? It knows what came first, and who only fell after it. The last thing that a rank
+    asks: one of several does not return but becomes farewell.py, which waits for that and leaves with the exit code."""
+    left: _Told | None = getattr(error, "told", None)
+    if left is None:
         return False
-    _hang_up()
-    return bool(ask())
+    if not left.alone:
+        _become_farewell(left)
+    said = wait_until_told(left.cells)
+    left.cells.path.unlink(missing_ok=True)
+    left.cells.close()
+    return said
 
 
-def _hang_up() -> None:
-    """The others hear of this rank's end now and not when it has left: what failed frames and torch's caches hold keeps gloo's
-    connections open, though the group is destroyed, and the others in their collective."""
+def _become_farewell(left: _Told) -> NoReturn:
+    """What failed frames and torch's caches hold keeps connections open though the group is destroyed, and the others in their
+    collective. Closed one by one gloo's own thread would hear of it and abort; an exec ends that thread first."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with contextlib.suppress(ValueError):  # not on the main thread: nobody listens
+        for one in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(one, signal.SIG_IGN)  # it ends in a moment, and with its own code
     for name in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
-            one = socket.socket(fileno=int(name.name))
-            if one.family in (socket.AF_INET, socket.AF_INET6):
-                one.shutdown(socket.SHUT_RDWR)
-            one.detach()
+            os.set_inheritable(int(name.name), int(name.name) in (0, 1, 2, left.cells.descriptor))
+    os.chdir("/")
+    words = ["fsdp.watch.farewell", str(left.cells.descriptor), str(left.cells.path), str(left.code)]
+    os.execve(sys.executable, [sys.executable, "-S", "-m", *words], {**os.environ, "PYTHONPATH": str(ROOT)})

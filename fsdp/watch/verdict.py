@@ -253,7 +253,10 @@ def _partition(found: Sequence[Evidence]) -> Verdict | None:
     if not gone:
         return None
     nodes = sorted({e.node for e in gone})
-    what = f"node {', '.join(nodes)} ({_named([e.rank for e in gone])}) cannot be reached for {gone[0].silent_node_s:.1f} s"
+    here = {e.node for e in found} - set(nodes)
+    from_here = f" from {here.pop()}" if len(here) == 1 else ""
+    ranks, seconds = _named([e.rank for e in gone]), gone[0].silent_node_s
+    what = f"node {', '.join(nodes)} ({ranks}) cannot be reached{from_here} for {seconds:.1f} s"
     return Verdict(
         "partition", tuple(e.rank for e in gone), what, _waiting(found, [e.rank for e in gone]),
         f"its network or its power; leave it out: sbatch --exclude={','.join(nodes)}",

@@ -15,6 +15,7 @@ from fsdp.config import config_hash
 from fsdp.errors import ConfigError
 from fsdp.watch.files import Files
 from fsdp.watch.ledger import Ledger, Told
+from fsdp.watch.monitor import say
 from tests.core.runs import failures, run
 
 ROOT = Path(__file__).parents[2]
@@ -150,3 +151,15 @@ def test_a_disk_that_is_not_there_holds_nobody_up(tmp_path: Path) -> None:
     files.append("verdicts.jsonl", {"a": 1})
     files.close()
     assert "Not a directory" in files.failed
+
+
+@pytest.mark.parametrize(
+    ("terminal", "term", "starts"), [(False, "xterm", ""), (True, "xterm", "\r\x1b[2K"), (True, "dumb", "")]
+)
+def test_a_line_is_plain_and_takes_the_live_lines_place_on_a_terminal(
+    terminal: bool, term: str, starts: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "isatty", lambda _: terminal)
+    monkeypatch.setenv("TERM", term)
+    say(["watch: rank 1 (n2) is stopped", "  ranks 0 waits"])
+    assert capfd.readouterr().err == f"{starts}watch: rank 1 (n2) is stopped\n  ranks 0 waits\n"

@@ -49,7 +49,7 @@ OUT = {"begun": 49, "ended": 49, "stack": MINE}
             "entered another collective, all_reduce, where the others entered all_gather_single",
         ),
         ({"numel": 65}, "shapes", "came to all_gather_single with 65 numbers, the others with 64"),
-        ({"silent_node_s": 3.2, "node": "n2"}, "partition", "node n2 (rank 2) cannot be reached for 3.2 s"),
+        ({"silent_node_s": 3.2, "node": "n2"}, "partition", "node n2 (rank 2) cannot be reached from n1 for 3.2 s"),
     ],
 )
 def test_the_odd_one_is_named_with_what_it_does(odd: dict[str, Any], kind: str, words: str) -> None:

@@ -1,0 +1,133 @@
+"""Runs of bench.faults in which nothing breaks: a rank that is only a tenth slower, and hours in which nothing may be said.
+
+`--late N` and `--ordinary MINUTES` of python -m bench.faults; with --keep what they find is added to bench/results/watch_late
+and watch_ordinary, so that an hour can be put together from several sittings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bench.fault_kinds import SLOWED, Where
+from bench.faults import RANKS, end_all, fork_rank, free_port, import_once, steps_of, verdict_of, wait_for
+from bench.tables import RESULTS, machine, write
+
+SMALL_STEPS = (
+    "--model.name", "vit", "--data.name", "digits", "--train.steps", "100000", "--train.global_batch", "16",
+    "--checkpoint.every_steps", "0", "--checkpoint.export", "false", "--train.eval_every_steps", "0",
+)  # fmt: skip
+ORDINARY = (
+    "--model.name", "vit", "--data.name", "digits", "--train.steps", "1000000", "--train.global_batch", "32",
+    "--train.eval_every_steps", "50", "--checkpoint.every_steps", "25", "--checkpoint.export", "false",
+    "--speed.compile", "true",
+)  # fmt: skip
+SLOW_FROM, WITHIN = 100, 30
+
+Row = dict[str, Any]
+
+
+def kept(name: str, options: argparse.Namespace) -> list[Row]:
+    file = RESULTS / f"{name}.json"
+    rows: list[Row] = json.loads(file.read_text())["rows"] if options.keep and not options.anew and file.exists() else []
+    return rows
+
+
+def keep(name: str, rows: Sequence[Row], options: argparse.Namespace, title: str, command: str, text: str) -> None:
+    print(text)
+    if options.keep:
+        about = f"gloo, one machine with other work on it. {machine()}."
+        write(name, title=title, command=command, about=about, text=text, numbers={"rows": list(rows)})
+
+
+# ---------------------------------------------------------------- a rank that is a tenth slower
+
+
+def named_late(rank: int, folder: Path) -> Row:
+    """Whom the watch names, by how much, and after how many slow steps."""
+    run, where = folder / "run", Where(rank, SLOW_FROM, folder / "fault-at")
+    address = ("127.0.0.1", free_port())
+    flags = ["--run.dir", str(run), *SMALL_STEPS]
+    pids = [fork_rank(r, address, flags, folder / "log", SLOWED, where) for r in range(RANKS)]
+    file = run / "watch" / "late.jsonl"
+    try:
+        wait_for(lambda: steps_of(run) >= SLOW_FROM + 120 or (file.exists() and steps_of(run) > SLOW_FROM), "a late rank")
+        said = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    finally:
+        end_all(pids)
+    first = next((one for one in said if "rank" in one), {"percent": 0.0, "step": SLOW_FROM - 1})
+    named = [one["rank"] for one in said if "rank" in one]
+    return {"rank": rank, "named": named, "percent": first["percent"], "after_steps": first["step"] - SLOW_FROM}
+
+
+def late(options: argparse.Namespace) -> int:
+    import_once()
+    rows, dice = kept("watch_late", options), random.Random(options.seed)
+    for number in range(options.late):
+        folder = Path(tempfile.mkdtemp(prefix="late-"))
+        row = named_late(dice.randrange(RANKS), folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        rows.append({**row, "load": round(os.getloadavg()[0], 1)})
+        print(f"{number + 1}. {rows[-1]}", flush=True)
+    good = [row for row in rows if row["named"] == [row["rank"]] and 0 <= row["after_steps"] <= WITHIN]
+    lines = ["| slowed | named | by | after steps | load |", "|---|---|---|---|---|"]
+    for row in rows:
+        named = ", ".join(map(str, row["named"])) or "nobody"
+        lines.append(f"| rank {row['rank']} | {named} | {row['percent']:.0f}% | {row['after_steps']} | {row['load']} |")
+    steps = f"{median(row['after_steps'] for row in good):.0f}" if good else "no"
+    lines.append(f"\n{len(good)} of {len(rows)} named alone and within {WITHIN} steps, median {steps} steps.")
+    title = f"One of {RANKS} ranks computes a tenth longer from step {SLOW_FROM} on"
+    keep("watch_late", rows, options, title, "python -m bench.faults --late N --keep", "\n".join(lines))
+    return 0 if len(good) == len(rows) else 1
+
+
+# ---------------------------------------------------------------- nothing wrong, nothing said
+
+
+def ordinary(options: argparse.Namespace) -> int:
+    import_once()
+    folder = Path(tempfile.mkdtemp(prefix="ordinary-"))
+    address, run = ("127.0.0.1", free_port()), folder / "run"
+    flags = ["--run.dir", str(run), *ORDINARY, "--stop.deadline_s", str(60 * options.ordinary)]
+    pids = [fork_rank(rank, address, flags, folder / "log", None, None, ranks=options.ranks) for rank in range(options.ranks)]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    log, said = (folder / "log").read_text(errors="replace"), verdict_of(run)
+    late = run / "watch" / "late.jsonl"
+    row = {
+        "minutes": options.ordinary, "ranks": options.ranks, "steps": last_step(run), "saves": log.count(" sealed: "),
+        "evaluations": log.count("eval_loss"), "verdict": said["what"] if said else "", "codes": codes,
+        "late": late.read_text().splitlines() if late.exists() else [], "load": round(os.getloadavg()[0], 1),
+    }  # fmt: skip
+    if said or any(codes):
+        print(log[-3000:])
+    shutil.rmtree(folder, ignore_errors=True)
+    rows = [*kept("watch_ordinary", options), row]
+    keep(
+        "watch_ordinary", rows, options, "Ordinary training, compiled, with evaluation and saves: nothing may be said",
+        "python -m bench.faults --ordinary MINUTES --ranks R --keep", sittings(rows),
+    )  # fmt: skip
+    return 1 if said or any(codes) else 0
+
+
+def last_step(run: Path) -> int:
+    file = run / "metrics.jsonl"
+    return max((json.loads(line)["step"] for line in file.read_text().splitlines()), default=0) if file.exists() else 0
+
+
+def sittings(rows: Sequence[Row]) -> str:
+    lines = ["| minutes | ranks | steps | evaluations | saves | verdicts | late | load |", "|---|---|---|---|---|---|---|---|"]
+    lines += [
+        f"| {row['minutes']:g} | {row['ranks']} | {row['steps']} | {row['evaluations']} | {row['saves']} | "
+        f"{row['verdict'] or 'none'} | {len(row['late']) or 'nobody'} | {row['load']} |"
+        for row in rows
+    ]
+    wrong = sum(bool(row["verdict"]) for row in rows)
+    return "\n".join([*lines, f"\n{sum(row['minutes'] for row in rows):g} minutes, {wrong} false verdicts."])
