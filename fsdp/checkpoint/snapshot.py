@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp.models.lora import base_names
 from fsdp.state import TrainState
@@ -110,10 +111,20 @@ def join(path: KeyPath) -> str:
 
 def piece(path: KeyPath, tensor: torch.Tensor) -> Piece:
     if not isinstance(tensor, DTensor):
-        return Piece(join(path), path, tuple(tensor.shape), (0,) * tensor.dim(), tensor.detach())
-    local = tensor._local_tensor.detach()
+        return Piece(join(path), path, tuple(tensor.shape), (0,) * tensor.dim(), _inner(tensor.detach()))
+    local = _inner(tensor._local_tensor.detach())
     offsets = _offsets(tuple(tensor.shape), tensor.device_mesh, tensor.placements)
     return Piece(join(path), path, tuple(tensor.shape), offsets, local)
+
+
+def _inner(local: torch.Tensor) -> torch.Tensor:
+    """What a wrapper holds, as float8's of a weight. It has no memory of its own: all such weights would lie at address 0."""
+    if not is_traceable_wrapper_subclass(local):
+        return local
+    names, _ = local.__tensor_flatten__()
+    held = [getattr(local, name) for name in names]
+    found: torch.Tensor = next(t for t in held if t.shape == local.shape and t.dtype == local.dtype)
+    return found.detach()
 
 
 @cache
