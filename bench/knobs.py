@@ -51,7 +51,10 @@ FULL = "--memory.activation_checkpointing full"
 OPS = "--memory.activation_checkpointing ops"
 HALF = "--train.micro_batch 2"
 GROUPS: dict[str, tuple[str, ...]] = {
-    "recompute": (FULL, f"{FULL} --memory.activation_checkpointing_every 2", OPS, "--memory.activation_budget 0.5"),
+    "recompute": (
+        FULL, f"{FULL} --memory.activation_checkpointing_every 2", OPS, "--memory.activation_budget 0.5",
+        "--memory.activation_offload true", f"--memory.activation_offload true {FULL}",
+    ),
     "gather": (
         "--mesh.reshard_after_forward false", "--speed.prefetch_forward 2 --speed.prefetch_backward 2", "--mesh.wrap root",
         "--mesh.strategy ddp",
@@ -64,8 +67,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "--speed.float8 tensorwise --speed.float8_emulate true",
     ),
     "optimizer": (
-        "--optim.fused false", "--memory.nvme optimizer --memory.nvme_dir DIR", "--memory.nvme all --memory.nvme_dir DIR",
-        f"--memory.nvme all --memory.nvme_dir DIR {FULL}",
+        "--optim.fused false", "--optim.state bf16", "--optim.state 8bit", "--memory.nvme optimizer --memory.nvme_dir DIR",
+        "--memory.nvme all --memory.nvme_dir DIR", f"--memory.nvme all --memory.nvme_dir DIR {FULL}",
     ),
     "compile": ("--speed.compile true", f"--speed.compile true {OPS}", "--speed.compile true --memory.activation_budget 0.5"),
     "parts": ("--model.frozen token_embedding.*", "--lora.rank 8", f"--lora.rank 8 {FULL}", "--data.workers 0"),

@@ -28,6 +28,7 @@ from fsdp.models.blocks import find_units
 from fsdp.models.lora import adapted, apply_lora
 from fsdp.models.parts import freeze
 from fsdp.models.real import seeded
+from fsdp.optim import state_bytes
 from fsdp.shard import Dtypes, resolve_dtypes
 
 log = logging.getLogger(__name__)
@@ -154,7 +155,7 @@ def describe(config: Config, job: Job, model: nn.Module) -> Mapping[str, str]:
         + ("" if job.batch.micro_batch * job.batch.accumulation * job.sizes.ranks == job.batch.global_batch else ", padded"),
         "steps": f"{job.total_steps:,}, {job.cursor.steps_per_epoch:,} an epoch",
         "precision": f"{_name(job.dtypes.param)} on {_name(job.dtypes.master)}, reduced in {_name(job.dtypes.reduce)}",
-        "bytes a rank": _bytes_a_rank(config, job, total, trained),
+        "bytes a rank": _bytes_a_rank(config, job, model),
     }  # fmt: skip
     if job.sizes.ranks > 1:
         facts["a step sends"] = traffic.said(
@@ -178,11 +179,11 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _bytes_a_rank(config: Config, job: Job, total: int, trained: int) -> str:
+def _bytes_a_rank(config: Config, job: Job, model: nn.Module) -> str:
     """What rests between steps: parameters, gradients, optimizer states. What a step adds is the planner's to say."""
     size = job.dtypes.master.itemsize
-    states = {"adamw": 2, "adam": 2, "sgd": 1 if config.optim.momentum else 0}[config.optim.name]
-    resting = (total + trained * (1 + states)) * size / job.sizes.shard
+    kept = sum(p.numel() * size * (2 if p.requires_grad else 1) for p in model.parameters())
+    resting = (kept + state_bytes(config.optim, model.parameters(), size)) / job.sizes.shard
     return f"{resting / 2**30:.3f} GiB of parameters, gradients and optimizer"
 
 
