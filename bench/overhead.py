@@ -2,10 +2,10 @@
 
     python -m bench.overhead [--rounds 60] [--short] [--profile]      about two minutes with four quiet cores
 
-Both have the same model, weights, samples and optimizer in one process group, and take turns: some steps of ours, as many of
-the other, and again. A difference is taken within a round. The hand-written loop (bench/peers/bare.py) clips too, is given
-batches made beforehand, and writes nothing; ours reads its data, weighs the loss by tokens, agrees on stopping, looks for what
-is not finite, and writes metrics.jsonl and TensorBoard events at every step. --profile prints where ours spends it instead.
+Both have the same model, units, weights, samples and optimizer in one process group, and take turns: some steps of ours, as
+many of the other, and again. A difference is taken within a round. The hand-written loop (bench/peers/bare.py) clips too, is
+given batches made beforehand, and writes nothing; ours reads its data, weighs the loss by tokens, agrees on stopping, looks
+for what is not finite, and writes metrics.jsonl and TensorBoard events at every step. --profile prints where ours spends it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from typing import Any
 from bench import tables
 
 RANKS = 4
+SAME_UNITS = ("--mesh.wrap", "class:Block")
+"""As the hand-written loop cuts the model. By itself ours gathers embedding and head apart from the root."""
 HOST_BAR_US, THROUGHPUT_BAR = 100.0, 0.995
 TURN = {"tiny": 25, "100m": 1}
 ROUNDS = {"tiny": 80, "100m": 16}
@@ -110,7 +112,7 @@ def one_rank(rank: int, work: str, rounds: int, profiled: bool, folder: str) -> 
         device=torch.device("cpu"), launcher="a bench",
     )  # fmt: skip
     sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115  lines of the run are not the bench's
-    train(config.load([*WORKS[work].all_flags, "--run.dir", str(Path(folder, "run"))]), env, turns)
+    train(config.load([*WORKS[work].all_flags, *SAME_UNITS, "--run.dir", str(Path(folder, "run"))]), env, turns)
     sys.stdout = sys.__stdout__
     if profile is not None:
         profile.disable()
