@@ -50,9 +50,10 @@ class Watch:
         self._monitor: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Watch:
-        if not self._section.enabled:
-            return self
-        self._cells = own = cells.create(f"shardrun-{os.getpid()}-{secrets.token_hex(4)}.cells")
+        if not self._section.enabled or not Path("/proc/self/task").is_dir():
+            return self  # other systems than Linux show nothing to look at
+        sweep()
+        self._cells = own = cells.create(f"shardrun-{_space()}-{os.getpid()}-{secrets.token_hex(4)}.cells")
         own.numbers[PID], own.numbers[THREAD] = os.getpid(), threading.get_native_id()
         own.numbers[cells.CUDA] = self._env.device.type == "cuda"
         self._writer = Writer(own.numbers)
@@ -138,6 +139,20 @@ class Watch:
             self._monitor = _spawn(orders)
         if ear is not None:
             ear.close()
+
+
+def _space() -> int:
+    """Processes of which space the numbers in a name mean."""
+    return Path("/proc/self/ns/pid").stat().st_ino
+
+
+def sweep() -> None:
+    """Ranks that were killed together with their monitor have left names behind: those of dead processes go."""
+    for one in cells.folder().glob(f"shardrun-{_space()}-*"):
+        number = one.name.split("-")[2]
+        if number.isdigit() and not Path(f"/proc/{number}").exists():
+            with contextlib.suppress(OSError):  # another's, or gone already
+                one.unlink()
 
 
 def _listen() -> socket.socket:

@@ -12,6 +12,7 @@ import pytest
 
 from fsdp.watch import cells
 from fsdp.watch.cells import MONITOR, SAID, Cells
+from fsdp.watch.rank import sweep
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,3 +44,16 @@ def test_without_a_monitor_it_tells_its_own(page: Cells) -> None:
     over.wait()
     assert (done.returncode, done.stderr) == (4, "[rank 2] failed on cpu: it broke\n")
     assert not page.path.exists()
+
+
+def test_names_that_killed_ranks_have_left_are_swept_away() -> None:
+    over = subprocess.Popen(["true"])
+    over.wait()
+    space = Path("/proc/self/ns/pid").stat().st_ino
+    dead, ours = (cells.folder() / f"shardrun-{space}-{pid}-test.sock" for pid in (over.pid, os.getpid()))
+    for one in (dead, ours):
+        one.touch()
+    sweep()
+    assert not dead.exists()
+    assert ours.exists()
+    ours.unlink()
