@@ -82,6 +82,14 @@ def examine(visit: Visit) -> None:
     _look_at_storage(visit)
     visit.stage("done")
     visit.tell(done=True)
+    # Rank 0 tells of all, and must not do so while another is about to say that it is done.
+    over(visit)
+    visit.everyone("over")
+
+
+def over(visit: Visit) -> None:
+    """This rank says nothing more."""
+    visit.store.set(f"over/{visit.env.rank}", "true")
 
 
 def nodes_of(here: dict[int, Any]) -> list[list[int]]:

@@ -55,6 +55,7 @@ def as_rank(run: Path, limit_s: float, verdict_to: Path | None) -> int:
 def _leave_word(visit: examine.Visit, failed: str, code: int) -> int:
     try:
         visit.tell(failure=failed)
+        examine.over(visit)
     except (RuntimeError, dist.DistError):
         print(f"fsdp.doctor: rank {visit.env.rank}: {failed}", file=sys.stderr)  # rank 0 and its store are gone
     return code
