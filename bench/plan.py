@@ -1,13 +1,13 @@
 """The planner's predictions beside real runs: bytes of tensors, the process's true peak, torch's own tracker, published speeds.
 
-    python -m bench.plan               48 real runs on CPU drawn at random (gloo, 1, 2 and 4 ranks), large ones, published rows
+    python -m bench.plan               56 runs on CPU drawn at random (gloo, 1, 2 and 4 ranks), and 8 large ones
     python -m bench.plan --minutes 4   as many of them as that takes; typed again it goes on, with --again from the first
     python -m bench.plan --short       6 of them, kept nowhere
     python -m bench.plan --published   the published rows alone; nothing is run
 
 A prediction is made before its run and from the flags alone. Measured tensor bytes are those of every storage that a real step
 makes, of all ranks; the true peak is what the kernel counts above the idle process, with malloc told to give memory back.
-Results: bench/results/plan.json and plan.md.
+Results: bench/results/plan.json and plan.md, plan_published.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.plan_cases import Case, draw, large
+from bench.plan_cases import Case, draw, draw_more, large
 from bench.plan_published import published_table
 from bench.plan_real import Measured, Ranks
 from fsdp.rundir import write_atomically
@@ -70,7 +70,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=7)
     given = parser.parse_args(argv)
     if given.published:
-        print("\n".join(published_table()))
+        text = "\n".join(published_table())
+        print(text)
+        (RESULTS / "plan_published.md").write_text(text + "\n", encoding="utf-8")
         return 0
     drawn = draw(random.Random(given.seed), 6 if given.short else given.cases)
     if given.short:
@@ -79,19 +81,18 @@ def main(argv: list[str]) -> int:
         return int(any(row.says_fits_and_does_not for row in rows))
     kept = {} if given.again else _kept()
     until = time.monotonic() + given.minutes * 60 if given.minutes else float("inf")
+    drawn += draw_more(random.Random(given.seed + 1), given.cases // 6)
     cases = [*drawn, *large()]
     for row in run([case for case in cases if case not in kept]):
         kept[row.case] = row
         _keep(list(kept.values()))
         if time.monotonic() > until:
             break
-    missing = [case for case in cases if case not in kept]
-    if missing:
-        print(f"{len(missing)} runs are left: the same command goes on")
-        return 0
-    text = "\n".join([*_memory_text([kept[case] for case in drawn], [kept[case] for case in large()]), *published_table()])
-    print(text)
-    (RESULTS / "plan.md").write_text(text + "\n", encoding="utf-8")
+    left = sum(case not in kept for case in cases)
+    small, big = ([kept[case] for case in some if case in kept] for some in (drawn, large()))
+    lines = [*_memory_text(small, big), *([f"{left} runs are left: the same command goes on.", ""] if left else [])]
+    print("\n".join(lines))
+    (RESULTS / "plan.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return int(any(row.says_fits_and_does_not for row in kept.values()))
 
 
@@ -140,8 +141,8 @@ def _kept() -> dict[Case, Row]:
 
 def _memory_text(rows: list[Row], big: list[Row]) -> list[str]:
     return [
-        f"## Memory: predicted beside measured ({_machine()})", "", *_table(rows), "",
-        "### 100M parameters and more: the process's true peak above idle", "", *_big_table(big), "",
+        f"# Memory: predicted beside measured ({_machine()})", "", *_table(rows), "",
+        "## 100M parameters and more: the process's true peak above idle", "", *_big_table(big), "",
     ]  # fmt: skip
 
 
@@ -169,6 +170,8 @@ def _table(rows: list[Row]) -> list[str]:
 
 
 def _big_table(rows: list[Row]) -> list[str]:
+    if not rows:
+        return []
     lines = ["| run | true peak, MiB | planned | error | tensor bytes, error |", "|---|---|---|---|---|"]
     for row in rows:
         lines.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import nn
@@ -33,9 +34,25 @@ def half_frozen(vocab_size: int = 256, width: int = 64, layers: int = 4) -> nn.M
 
 def draw(dice: random.Random, count: int) -> list[Case]:
     """What train.py would refuse is drawn again."""
+    return _allowed(lambda: _one(dice), count)
+
+
+def draw_more(dice: random.Random, count: int) -> list[Case]:
+    """Transformers on several ranks with two knobs more."""
+
+    def one() -> Case:
+        case = _one(dice)
+        while case.ranks == 1 or case.flags[1] != "transformer":
+            case = _one(dice)
+        return Case(case.ranks, (*case.flags, *(word for knob in dice.sample(_MORE, 2) for word in knob)))
+
+    return _allowed(one, count)
+
+
+def _allowed(one: Callable[[], Case], count: int) -> list[Case]:
     cases: list[Case] = []
     while len(cases) < count:
-        case = _one(dice)
+        case = one()
         with contextlib.suppress(ConfigError):
             load(case.flags)
             cases.append(case)
@@ -46,7 +63,6 @@ def _one(dice: random.Random) -> Case:
     ranks = dice.choice([1, 2, 2, 4, 4])
     model = _model(dice)
     flags = [*model, *_mesh(dice, ranks), *_knobs(dice, ranks, units=model[1] != "mlp")]
-    flags += ["--lora.rank", "4"] if model[1] == "transformer" and dice.random() < 0.15 else []
     return Case(ranks, tuple(flags))
 
 
@@ -86,29 +102,20 @@ def _mesh(dice: random.Random, ranks: int) -> list[str]:
     return ["--mesh.strategy", "fsdp", "--mesh.reshard_after_forward", policy]
 
 
-_OPTIMIZERS = [
-    [],
-    [],
-    [],
-    ["--optim.name", "sgd"],
-    ["--optim.name", "sgd"],
-    ["--optim.state", "bf16"],
-    ["--optim.state", "8bit"],
-]
-_ACTIVATIONS = [
-    [], [], [], ["--memory.activation_checkpointing", "full"], ["--memory.activation_checkpointing", "full"],
-    ["--memory.activation_checkpointing", "ops"], ["--memory.activation_checkpointing", "ops"],
-    ["--memory.activation_budget", "0.5"], ["--memory.activation_offload", "true"],
+_MORE = [
+    ["--lora.rank", "4"], ["--optim.state", "bf16"], ["--optim.state", "8bit"], ["--memory.activation_budget", "0.5"],
+    ["--memory.activation_offload", "true"], ["--comm.divide_by", "4"], ["--precision.reduce", "bf16"],
 ]  # fmt: skip
 
 
 def _knobs(dice: random.Random, ranks: int, *, units: bool) -> list[str]:
     micro, times = dice.choice([1, 2, 4]), dice.choice([1, 1, 2, 3])
     flags = ["--train.global_batch", str(micro * times * ranks), "--train.micro_batch", str(micro)]
-    flags += dice.choice(_ACTIVATIONS) if units else []
+    recomputes = dice.choice(["none", "none", "full", "ops"])
+    flags += ["--memory.activation_checkpointing", recomputes if units else "none"]
     flags += ["--precision.param", dice.choice(["fp32", "fp32", "bf16"])]
     flags += ["--mesh.accumulate", dice.choice(["last", "shard", "every"])] if times > 1 else []
-    flags += dice.choice(_OPTIMIZERS)
+    flags += ["--optim.name", dice.choice(["adamw", "adamw", "sgd"])]
     flags += ["--train.clip_grad_norm", "0"] if dice.random() < 0.2 else []
     return flags
 

@@ -148,12 +148,12 @@ def predict(row: Published) -> tuple[float, float]:
 
 def published_table() -> list[str]:
     lines = [
-        "## Speed: published rows, none of them fitted to", "",
+        "# Speed: published rows, none of them fitted to", "",
         "Where a job recomputes by operation it saves each other product of two. Here all are saved: memory is more, and the "
         "time to compute the others again is added. float8's memory is bf16's.", "",
     ]  # fmt: skip
     for title, rows in (("FSDP2", FSDP2), ("FSDP1", FSDP1)):
-        lines += [f"### {title}", "", *_rows(rows), ""]
+        lines += [f"## {title}", "", *_rows(rows), ""]
     return lines
 
 
