@@ -33,6 +33,25 @@ def test_make_bench_takes_no_other_word(capsys: pytest.CaptureFixture[str]) -> N
     assert "python -m bench" in capsys.readouterr().err
 
 
+def test_make_bench_names_what_it_leaves_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    began: list[str] = []
+
+    def slow(command: list[str], check: bool) -> subprocess.CompletedProcess[str]:
+        began.append(command[2])
+        clock[0] += 200.0
+        return subprocess.CompletedProcess(command, int(command[2] == "bench.start"))
+
+    clock = [0.0]
+    monkeypatch.setattr(whole, "peers", lambda: None)
+    monkeypatch.setattr(whole.subprocess, "run", slow)
+    monkeypatch.setattr(whole.time, "monotonic", lambda: clock[0])
+    assert whole.main(["--short"]) == 1
+    assert began == ["bench.train", "bench.start", "bench.restart"]
+    said = capsys.readouterr().out
+    assert "left out, 9 minutes were over: python -m bench.save --short" in said
+    assert "failed: start (exit 1)" in said
+
+
 # ---------------------------------------------------------------- what is made of measurements
 
 
