@@ -33,7 +33,7 @@ def verdict_on(ailment: str, folder: Path) -> Verdict:
     ("ailment", "says"),
     [
         ("another torch", "torch 2.12.9, where most have"),
-        ("a crowded core", "of the median"),
+        ("a slow device", "of the median"),
         ("wrong products", "computes wrong"),
     ],
 )
@@ -65,7 +65,7 @@ def test_the_command_alone_starts_its_own_ranks_and_leaves_a_page(tmp_path: Path
 @pytest.mark.slow
 def test_it_ends_in_its_own_time_and_names_who_is_waited_for(tmp_path: Path) -> None:
     starter = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m"]
-    flags = ["--dir", str(tmp_path), "--limit-s", "8"]
+    flags = ["--dir", str(tmp_path), "--limit-s", "15"]
     began = time.monotonic()
     said = subprocess.run(
         [*starter, "tests.doctor.patients", *flags], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
