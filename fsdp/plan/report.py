@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fsdp import config as configuration
 from fsdp.config import Config
 from fsdp.plan.goodput import best_interval, costs_of, goodput
-from fsdp.plan.predict import Plan, gib, not_modelled
+from fsdp.plan.predict import Plan, gib, not_modelled, plan_one
 from fsdp.plan.subject import subject_of
 from fsdp.rundir import write_atomically
 
@@ -74,6 +75,8 @@ def _measurable(plan: Plan) -> float:
 
 
 def write_recipe(plan: Plan, config: Config) -> None:
+    if config.plan.rank:  # a run compares its rank 0
+        plan = plan_one(dataclasses.replace(plan.config, plan=dataclasses.replace(plan.config.plan, rank=0)))
     write_atomically(Path(config.plan.write), configuration.to_toml(recipe(plan, config)))
 
 

@@ -74,6 +74,16 @@ def test_a_recipe_is_written_that_train_py_takes(capsys: pytest.CaptureFixture[s
     assert f"{config.mesh.replicate or 1} × shard {config.mesh.shard or 1}" in done.stdout
 
 
+def test_a_recipe_says_what_rank_0_will_see(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    own = ("--model.name", "tests.plan.own:Words", "--data.name", "synthetic", "--data.args.kind", "tokens")
+    fixed = (*own, "--data.args.vocab_size", "257", "--plan.fix", "true", "--plan.gpus", "4", "--train.global_batch", "8")
+    recipes = [tmp_path / "first.toml", tmp_path / "last.toml"]
+    for recipe, rank in zip(recipes, ("0", "3"), strict=True):
+        said(capsys, *fixed, "--plan.rank", rank, "--plan.write", str(recipe))
+    first, last = (load(["--config", str(recipe)]).plan.predicted_peak_gib for recipe in recipes)
+    assert first == last
+
+
 def test_help_lists_the_planners_own_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--plan.failures_per_gpu_year" in said(capsys, "--help")
 
