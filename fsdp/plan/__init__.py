@@ -13,5 +13,5 @@
     goodput.py   failures, saves and restarts replayed
     report.py    the table, the best line, the recipe
 
-Nothing here runs on a GPU or trains; what a run measured afterwards is compared in fsdp/plan/after.py.
+Nothing here runs on a GPU or trains; what a run measured afterwards is compared in fsdp/planned.py.
 """
