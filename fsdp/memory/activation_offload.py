@@ -85,6 +85,7 @@ class Passage:
         self._fetchable: list[weakref.ref[_Kept]] = []
         self._own: set[int] | None = None
         self._out_done: Any = None
+        self._back_done: Any = None
         self._fetched = False
 
     def pack(self, tensor: Tensor) -> Any:
@@ -127,18 +128,23 @@ class Passage:
     def fetch(self) -> None:
         """At the first use in backward: this unit's at once, unless they are on their way; the unit's before it behind them."""
         self._begin_fetch()
-        _, back = self._carrier.streams()
-        if back is not None:
-            torch.cuda.current_stream(self._carrier.device).wait_stream(back)
+        done, self._back_done = self._back_done, None
+        if done is not None:
+            # An event and not the stream: the next unit's copies are behind it there, and need not be waited for.
+            torch.cuda.current_stream(self._carrier.device).wait_event(done)
         before = self._before() if self._before is not None else None
         if before is not None:
             before._begin_fetch()
 
     def _begin_fetch(self) -> None:
-        if not self._fetched:
-            self._fetched = True
-            for kept in self._alive():
-                kept.fetch(self._carrier, self._out_done)
+        if self._fetched:
+            return
+        self._fetched = True
+        for kept in self._alive():
+            kept.fetch(self._carrier, self._out_done)
+        self._kept.clear()
+        _, back = self._carrier.streams()
+        self._back_done = back.record_event() if back is not None else None
 
     def _alive(self) -> list[_Kept]:
         return [kept for one in self._fetchable if (kept := one()) is not None]

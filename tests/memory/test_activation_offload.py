@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from pathlib import Path
 
@@ -94,6 +95,44 @@ def test_what_went_is_freed_before_backward(offload: bool) -> None:
     out = model(torch.randn(6, 12))
     assert (seen[0]() is None) is offload
     out.square().sum().backward()
+
+
+class Stream:
+    """Writes down what is asked of it."""
+
+    def __init__(self, name: str, said: list[str]) -> None:
+        self.name, self._said, self._count = name, said, 0
+
+    def record_event(self) -> str:
+        self._count += 1
+        self._said.append(f"{self.name} records {self.name}{self._count}")
+        return f"{self.name}{self._count}"
+
+    def wait_event(self, event: str) -> None:
+        assert event
+        self._said.append(f"{self.name} waits for {event}")
+
+    def wait_stream(self, other: Stream) -> None:
+        self._said.append(f"{self.name} waits for all of {other.name}")
+
+
+def test_what_waits_for_what_where_there_are_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each copy is waited for by itself: not the copies of the next unit, which lie behind it."""
+    model, carrier = made(MemorySection(activation_offload=True, activation_checkpointing="full"))
+    said: list[str] = []
+    main, out, back = (Stream(name, said) for name in ("main", "out", "back"))
+    empty_like = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda t, pin_memory=False, **more: empty_like(t, **more))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(carrier, "streams", lambda: (out, back))
+    loss = model(torch.randn(6, 12)).square().sum()
+    copied = ["out waits for all of main", "out records out1", "out waits for all of main", "out records out2"]
+    assert said == [*copied, "main waits for out1"]
+    said.clear()
+    loss.backward()
+    second, first = ["back records back1", "main waits for back1"], ["back waits for out1", "back records back2"]
+    assert said == [*second, *first, "main waits for back2"]
 
 
 def test_a_second_backward_over_the_same_graph() -> None:

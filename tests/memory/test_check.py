@@ -29,4 +29,6 @@ def test_offload_to_where_it_is_already_is_said(caplog: pytest.LogCaptureFixture
         check_device(MemorySection(cpu_offload=True), CUDA)
         assert not caplog.messages
         check_device(MemorySection(cpu_offload=True), CPU)
+        check_device(MemorySection(activation_offload=True), CPU)
+    assert "--memory.activation_offload true gains nothing on a CPU" in caplog.text
     assert "--memory.cpu_offload true changes nothing on a CPU" in caplog.text
