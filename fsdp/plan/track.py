@@ -26,6 +26,7 @@ from fsdp.memory import activation_offload
 from fsdp.plan.trace import CODE, COLUMNS, KINDS, Name, Place, Segment, Trace, Work
 
 KIND = {name: at for at, name in enumerate(KINDS)}
+_ONLY_WRITE = {"copy_", "fill_", "zero_", "normal_", "uniform_", "_foreach_copy_", "_foreach_zero_"}
 _COLLECTIVES = {
     "_allgather_base_": "all_gather", "allgather_": "all_gather", "_reduce_scatter_base_": "reduce_scatter",
     "allreduce_": "all_reduce", "broadcast_": "all_reduce",
@@ -139,7 +140,7 @@ class Tracker(TorchDispatchMode):
             return  # a view, or memory that nobody has written
         inputs = [*_tensors(args), *_tensors(kwargs)]
         widest = max((t.element_size() for t in inputs or outputs), default=4)
-        moved = sum(_extent(t) for t in inputs) + (new or sum(_extent(t) for t in outputs if not func._schema.is_mutable))
+        moved = sum(_extent(t) for t in inputs) + (new or _written(func, args))
         packet = func._overloadpacket
         attention = "scaled_dot_product" in func._schema.name or "flash_attention" in func._schema.name
         if attention:
@@ -257,6 +258,17 @@ def _extent(tensor: Tensor) -> int:
     storage = _storage(tensor)
     whole = tensor.numel() * tensor.element_size()
     return whole if storage is None else min(whole, max(storage.nbytes(), tensor.element_size()))
+
+
+def _written(func: Any, args: Any) -> int:
+    """Bytes that an operation writes where it has read; what is only written stands among its inputs once."""
+    name, overload = func._schema.name.partition("::")[2], func._schema.overload_name
+    if not func._schema.is_mutable or name in _ONLY_WRITE or overload.endswith("out"):
+        return 0
+    places = zip(func._schema.arguments, args, strict=False)
+    # A fused update writes gradients only where it unscales them, which is done before it here.
+    written = [value for place, value in places if place.alias_info and place.alias_info.is_write and place.name != "grads"]
+    return sum(_extent(t) for t in _tensors(written))
 
 
 def _attention_flops(func: Any, args: Any, kwargs: Any) -> float:

@@ -92,6 +92,13 @@ def test_accumulation_repeats_the_middle_micro_batch() -> None:
     assert flops[1:] == pytest.approx([flops[0] * n for n in (2, 3, 5)], rel=0.02)
 
 
+def test_an_update_reads_and_writes_its_states() -> None:
+    """Parameters, gradients and two moments are read, all but the gradients are written, four bytes an element."""
+    one = plan(*BIG, gpus=8)
+    elements = one.memory.state / 12
+    assert one.step.parts["optimizer"] * one.rates.bandwidth == pytest.approx(elements * 4 * 7, rel=0.05)
+
+
 def test_tokens_and_operations_are_the_models() -> None:
     one = plan(*BIG, gpus=8)
     parameters = one.memory.state / 12 * 8
