@@ -23,6 +23,7 @@ from fsdp.optim import build_optimizer, state_bytes
 from fsdp.small_states import SmallStateAdam, decode, dynamic_map, encode, round_at_random
 from tests.core.plain import relative_difference
 from tests.core.runs import Finished, flags, on_a_rank, run
+from tests.marks import quick_are
 from tests.world import run_world
 
 WIDE = "--model.args.width 80 --optim.warmup_steps 0"
@@ -177,7 +178,10 @@ def losses(one: Finished) -> list[float]:
     return [record["loss"] for record in one.records if "loss" in record]
 
 
-@pytest.mark.parametrize(("ranks", "state", "mesh"), [(2, BITS, ""), (3, HALF, ""), (2, BITS, "--mesh.strategy ddp")])
+@pytest.mark.parametrize(
+    ("ranks", "state", "mesh"),
+    quick_are([(2, BITS, "--mesh.strategy ddp")], [(2, BITS, ""), (3, HALF, ""), (2, BITS, "--mesh.strategy ddp")]),
+)
 def test_a_run_that_goes_on_is_the_run_that_never_stopped(ranks: int, state: str, mesh: str, tmp_path: Path) -> None:
     # Batches of one row a rank are left out: a CPU's product of one row is not the same to the bit in every process.
     words = f"{WIDE} {state} {mesh} --data.args.count 48"
@@ -189,7 +193,7 @@ def test_a_run_that_goes_on_is_the_run_that_never_stopped(ranks: int, state: str
     assert digests(tmp_path / "cut") == digests(tmp_path / "straight")
 
 
-@pytest.mark.parametrize("state", [HALF, BITS])
+@pytest.mark.parametrize("state", quick_are([HALF], [HALF, BITS]))
 def test_a_run_trains_nearly_as_with_fp32_moments(state: str, tmp_path: Path) -> None:
     full, small = run(2, tmp_path / "full", WIDE), run(2, tmp_path / "small", WIDE, state)
     assert 0 < relative_difference(small.parameters, full.parameters) < 0.02
@@ -197,6 +201,7 @@ def test_a_run_trains_nearly_as_with_fp32_moments(state: str, tmp_path: Path) ->
     assert losses(small)[-1] == pytest.approx(losses(full)[-1], rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_with_moments_of_another_kind_and_on_other_ranks(tmp_path: Path) -> None:
     """fp32, 8 bits, bf16, fp32: each start five steps, on two, three and one ranks."""
     for ranks, state, until in ((2, "", 5), (3, BITS, 10), (1, HALF, 15)):
@@ -207,6 +212,7 @@ def test_a_checkpoint_goes_on_with_moments_of_another_kind_and_on_other_ranks(tm
     assert losses(mixed)[-1] == pytest.approx(losses(straight)[-1], rel=0.02)
 
 
+@pytest.mark.slow
 def test_bf16_moments_rest_in_files_too(tmp_path: Path) -> None:
     inside = run(2, tmp_path / "inside", HALF)
     outside = run(2, tmp_path / "outside", HALF, f"--memory.nvme optimizer --memory.nvme_dir {tmp_path / 'disk'}")

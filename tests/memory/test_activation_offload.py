@@ -17,6 +17,7 @@ from fsdp.memory.activations import apply_activation_checkpointing
 from fsdp.shard import apply_compile
 from tests.core.own import Uneven
 from tests.core.runs import failures, run
+from tests.marks import quick_are
 
 OFFLOAD = "--memory.activation_offload true"
 FULL = "--memory.activation_checkpointing full"
@@ -34,7 +35,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick_are(["zero-2, micro-batches", "ddp"], CASES))
 def test_the_numbers_are_those_of_a_run_without(case: str, tmp_path: Path) -> None:
     ranks, words = CASES[case]
     here, there = (run(ranks, tmp_path / name, words, more) for name, more in (("here", ""), ("there", OFFLOAD)))

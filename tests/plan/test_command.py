@@ -48,10 +48,12 @@ def test_the_command_of_the_page_as_typed() -> None:
     assert "--mesh.strategy" in best_flags(done.stdout)
 
 
+@pytest.mark.slow
 def test_the_same_question_has_the_same_answer(capsys: pytest.CaptureFixture[str]) -> None:
     assert said(capsys, *QUICK) == said(capsys, *QUICK)
 
 
+@pytest.mark.slow
 def test_the_best_line_is_what_its_own_plan_says(capsys: pytest.CaptureFixture[str]) -> None:
     """Pasted behind the question with --plan.fix, the best line gives the row that it was taken from."""
     table = said(capsys, *QUICK)
@@ -143,6 +145,7 @@ def test_what_does_not_fit_is_said_with_what_to_turn(capsys: pytest.CaptureFixtu
     assert "best:" not in text
 
 
+@pytest.mark.slow
 def test_a_model_of_ones_own_is_planned_too(capsys: pytest.CaptureFixture[str]) -> None:
     own = ("--model.name", "tests.plan.own:Words", "--data.name", "synthetic", "--data.args.kind", "tokens")
     text = said(capsys, *own, *QUICK[len(SMALL) :], "--data.seq_len", "32")

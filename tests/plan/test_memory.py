@@ -205,6 +205,7 @@ def test_few_blocks_stand_for_all_of_them(flags: str) -> None:
     assert peak_of(counted.trace) == pytest.approx(peak_of(whole), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_blocks_that_are_alike_and_act_differently_run_whole() -> None:
     words = [*SMALL, "--model.name", "tests.plan.own:Growing", "--model.args.layers", "12", "--train.global_batch", "8"]
     ask = ask_for(load([word for word in words if word != "--model.args.heads"]), 4)

@@ -25,6 +25,7 @@ def found(*flags: str) -> Found:
     return search(load(words), given_in(words))
 
 
+@pytest.mark.slow
 def test_the_first_is_the_fastest_that_fits() -> None:
     plans = found("--plan.gpus", "8").plans
     speeds = [plan.samples_s for plan in plans if plan.fits]
@@ -32,6 +33,7 @@ def test_the_first_is_the_fastest_that_fits() -> None:
     assert len({(plan.sizes, plan.config.mesh.reshard_after_forward) for plan in plans}) == len(plans)
 
 
+@pytest.mark.slow
 def test_what_was_given_stays() -> None:
     for plan in found("--plan.gpus", "8", "--mesh.shard", "4", "--train.global_batch", "32").plans:
         assert plan.sizes.shard == 4
@@ -44,12 +46,14 @@ def test_a_strategy_that_was_given_is_kept() -> None:
     assert {plan.sizes.strategy for plan in found("--plan.gpus", "4", "--mesh.strategy", "ddp").plans} == {"ddp"}
 
 
+@pytest.mark.slow
 def test_nothing_is_proposed_that_train_py_refuses() -> None:
     """DDP takes no factor of its own, so it is not among the choices."""
     assert "ddp" in {plan.sizes.strategy for plan in found("--plan.gpus", "4").plans}
     assert {plan.sizes.strategy for plan in found("--plan.gpus", "4", "--comm.divide_by", "4").plans} == {"fsdp", "hsdp"}
 
 
+@pytest.mark.slow
 def test_the_margin_decides_what_fits() -> None:
     needed = found("--plan.gpus", "4", "--mesh.strategy", "fsdp", "--train.micro_batch", "1").plans[0].needed / 2**30
     room = (
@@ -66,6 +70,7 @@ def test_the_margin_decides_what_fits() -> None:
     assert not found(*room, "--plan.margin", "0.05", "--memory.cpu_offload", "false").plans[0].fits
 
 
+@pytest.mark.slow
 def test_the_fewest_ranks_that_are_enough() -> None:
     wide = ("--model.args.width", "768", "--train.micro_batch", "1", "--mesh.strategy", "fsdp", "--memory.cpu_offload", "false")
     whole = found(*wide, "--plan.gpus", "1").plans[0]

@@ -82,6 +82,7 @@ def test_communication_is_hidden_behind_what_computes() -> None:
     assert slow.bound_by == "links between nodes"
 
 
+@pytest.mark.slow
 def test_accumulation_repeats_the_middle_micro_batch() -> None:
     """Each micro-batch between the first and the last takes as long as any other of them."""
     times = [seconds("--train.global_batch", str(16 * n), "--train.micro_batch", "1") for n in (3, 4, 5)]
