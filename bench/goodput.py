@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench import tables
-from bench.launched import Launched, with_restarts
+from bench.launched import Ended, Launched, with_restarts
 from bench.peers.roster import ready
 from bench.restart import LABELS, command
 
@@ -118,15 +118,19 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--add: what stands was run with {before['flags']}. HINT: the same flags, or no --add")
     machine = tables.joined(before.get("machine", ""), tables.machine())
     seen = {name: Ran(**one) for name, one in before.get("ran", {}).items()}
+    left_out: list[str] = []
     for name in [name for name in wanted if name == "local" or ready([name])]:
-        seen[name] = storm(name, options)
-        print(f"{name}: {seen[name]}, goodput {seen[name].goodput:.2f}", flush=True)
+        try:
+            seen[name] = storm(name, options)
+            print(f"{name}: {seen[name]}, goodput {seen[name].goodput:.2f}", flush=True)
+        except Ended as ended:
+            left_out.append(f"- {LABELS[name]}: left out, {ended}")
     seen = {name: seen[name] for name in LABELS if name in seen}
     print(tables.write(
         "goodput", title="Goodput under random kills", short=options.short, command=f"python -m bench.goodput {flags}",
         about=f"{machine}; {options.ranks} ranks, {options.seconds:.0f} s of faults each, a kill each {options.mean:.0f} s on "
         f"average (seed {options.seed}), a checkpoint each {options.every} steps",
-        text=shown(seen), numbers={"machine": machine, "flags": flags, "ran": seen},
+        text="\n\n".join([shown(seen), *left_out]), numbers={"machine": machine, "flags": flags, "ran": seen},
     ))  # fmt: skip
     return 0
 

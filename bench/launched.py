@@ -22,6 +22,13 @@ from bench.peers import setup
 STEP = re.compile(r"step +(\d+)/")
 
 
+ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception)\b.*)$", re.MULTILINE)
+
+
+class Ended(RuntimeError):
+    """The command ended, or stood still, before it came so far; in the line that it told of it."""
+
+
 class Launched:
     """`steps` grows as lines come in: (seconds since the start, step)."""
 
@@ -58,14 +65,16 @@ class Launched:
         return max((step for _, step in self.steps), default=0)
 
     def wait_for(self, step: int, timeout_s: float) -> float:
-        """When a step this high was first said; SystemExit with the log's end where it never is."""
+        """When a step this high was first said; Ended where it never is."""
         with self._changed:
             self._changed.wait_for(lambda: self.newest >= step or not self._reader.is_alive(), timeout_s)
             for when, done in self.steps:
                 if done >= step:
                     return when
         self.end()
-        raise SystemExit(f"step {step} never came:\n{self.log.read_text()[-2500:]}")
+        text = self.log.read_text()
+        told = [line for line in ERROR.findall(text) if "ChildFailedError" not in line]
+        raise Ended(f"step {step} never came: {told[0] if told else text[-300:]}"[:400])
 
     def ranks(self) -> list[int]:
         return sorted(children(self.process.pid))

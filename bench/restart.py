@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench import tables
-from bench.launched import Launched, alone, ours, torchrun, with_restarts
+from bench.launched import Ended, Launched, alone, ours, torchrun, with_restarts
 from bench.peers.roster import ROSTER, ready
 
 STEPS = 100_000
@@ -68,14 +68,17 @@ def one_kill(name: str, ranks: int, every: int, at: int, draw: random.Random) ->
             run.end()
 
 
-def measure(names: Sequence[str], rounds: range, ranks: int, every: int) -> dict[str, list[Back]]:
-    seen: dict[str, list[Back]] = {name: [] for name in names}
-    for nth in rounds:
-        at = random.Random(nth).randint(every + 2, 3 * every)
-        for name in tables.turned(list(names), nth):
-            seen[name].append(one_kill(name, ranks, every, at, random.Random(nth)))
-            print(f"round {nth + 1}, killed after step {at}, {name}: {seen[name][-1]}", flush=True)
-    return seen
+def one_round(names: Sequence[str], nth: int, ranks: int, every: int, left_out: dict[str, str]) -> dict[str, Back]:
+    """One kill each, after the same step. One that does not come back takes no further part."""
+    at, backs = random.Random(nth).randint(every + 2, 3 * every), {}
+    for name in tables.turned(list(names), nth):
+        try:
+            backs[name] = one_kill(name, ranks, every, at, random.Random(nth))
+            said = str(backs[name])
+        except Ended as ended:
+            left_out[name] = said = f"round {nth + 1}: {ended}"
+        print(f"round {nth + 1}, killed after step {at}, {name}: {said}", flush=True)
+    return backs
 
 
 def shown(seen: dict[str, list[Back]]) -> str:
@@ -103,6 +106,18 @@ def verdict(seen: dict[str, list[Back]], every: int) -> str:
     return f"The bar is {BAR:.2f} of the bare script's time and {every} steps. " + " ".join(said)
 
 
+def write(seen: dict[str, list[Back]], left_out: dict[str, str], about: str, options: argparse.Namespace) -> str:
+    kills = len(seen["bare"])
+    missing = [f"- {LABELS[name]}: left out, {why}" for name, why in left_out.items()]
+    return tables.write(
+        "restart", title="A killed rank to its next new step", short=options.short,
+        command=f"python -m bench.restart --ranks {options.ranks} --every {options.every} --rounds {kills}",
+        about=f"{about}; {options.ranks} ranks, a checkpoint each {options.every} steps, {kills} kills each",
+        text="\n\n".join([shown(seen), verdict(seen, options.every), *missing]),
+        numbers={"machine": about, "kills": seen, "left_out": left_out},
+    )  # fmt: skip
+
+
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=0, help="0 is 5, or 1 with --short")
@@ -117,19 +132,16 @@ def main(argv: Sequence[str]) -> int:
     about = tables.machine()
     before = tables.standing("restart", short=options.short) if options.add else {}
     tables.check_add(parser, before.get("kills"), names)
-    done = len(before["kills"]["bare"]) if before else 0
-    last = done + (options.rounds or (1 if options.short else 5))
-    seen = measure(names, range(done, last), options.ranks, options.every)
-    if before:
-        seen = {name: [Back(**one) for one in before["kills"][name]] + more for name, more in seen.items()}
-        about = tables.joined(before["machine"], about)
-    text = "\n\n".join([shown(seen), verdict(seen, options.every)])
-    print(tables.write(
-        "restart", title="A killed rank to its next new step", short=options.short,
-        command=f"python -m bench.restart --ranks {options.ranks} --every {options.every} --rounds {last}",
-        about=f"{about}; {options.ranks} ranks, a checkpoint each {options.every} steps, {last} kills each", text=text,
-        numbers={"machine": about, "kills": seen},
-    ))  # fmt: skip
+    seen = {name: [Back(**one) for one in before["kills"][name]] if before else [] for name in names}
+    about = tables.joined(before.get("machine", ""), about)
+    done, page, left_out = len(seen["bare"]), "", dict[str, str]()
+    for nth in range(done, done + (options.rounds or (1 if options.short else 5))):
+        backs = one_round(list(seen), nth, options.ranks, options.every, left_out)
+        seen = {name: [*seen[name], back] for name, back in backs.items()}
+        if "bare" not in seen:
+            raise SystemExit(f"{LABELS['bare']}, which all are compared with: {left_out['bare']}")
+        page = write(seen, left_out, about, options)  # after each: minutes are in a round
+    print(page)
     return 0
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import bench.__main__ as whole
-from bench import goodput, ray_tutorial, restart, start, start_memory, tables, train
+from bench import goodput, launched, ray_tutorial, restart, start, start_memory, tables, train
 from bench.peers import setup
 
 HERE = (*whole.SHORT, "simulated")
@@ -145,6 +145,31 @@ def test_rounds_are_added_for_the_same_contenders_alone(monkeypatch: pytest.Monk
     assert [len(one) for one in kills.values()] == [3, 3]
     assert len(drawn) == 4
     assert "--rounds 3`" in (tmp_path / "restart.md").read_text()
+
+
+def test_one_that_does_not_come_back_is_left_out_with_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+
+    def kill(name: str, ranks: int, every: int, at: int, draw: object) -> restart.Back:
+        if name == "ours":
+            raise launched.Ended("step 24 never came: RuntimeError: no")
+        return restart.Back(1.0, 4.0, 3)
+
+    monkeypatch.setattr(restart, "one_kill", kill)
+    assert restart.main(["--only", "ours,bare", "--rounds", "2"]) == 0
+    assert (
+        "torchrun --max-restarts: left out, round 1: step 24 never came: RuntimeError: no"
+        in (tmp_path / "restart.md").read_text()
+    )
+    kills = json.loads((tmp_path / "restart.json").read_text())["kills"]
+    assert {name: len(one) for name, one in kills.items()} == {"bare": 2}
+
+
+def test_the_line_that_says_why_a_command_ended(tmp_path: Path) -> None:
+    words = "print('step 1/9', flush=True); raise ValueError('no such rank')"
+    run = launched.Launched([sys.executable, "-c", words], tmp_path / "log")
+    with pytest.raises(launched.Ended, match="step 2 never came: ValueError: no such rank"):
+        run.wait_for(2, 20)
 
 
 # ---------------------------------------------------------------- peers
