@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any
 
 from bench.fault_kinds import SLOWED, Where
-from bench.faults import RANKS, end_all, fork_rank, free_port, import_once, steps_of, verdict_of, wait_for
+from bench.faults import end_all, fork_rank, free_port, import_once, steps_of, verdict_of, wait_for
 from bench.tables import RESULTS, machine, write
 
 SMALL_STEPS = (
@@ -51,12 +51,12 @@ def keep(name: str, rows: Sequence[Row], options: argparse.Namespace, title: str
 # ---------------------------------------------------------------- a rank that is a tenth slower
 
 
-def named_late(rank: int, folder: Path) -> Row:
+def named_late(rank: int, ranks: int, folder: Path) -> Row:
     """Whom the watch names, by how much, and after how many slow steps."""
     run, where = folder / "run", Where(rank, SLOW_FROM, folder / "fault-at")
     address = ("127.0.0.1", free_port())
     flags = ["--run.dir", str(run), *SMALL_STEPS]
-    pids = [fork_rank(r, address, flags, folder / "log", SLOWED, where) for r in range(RANKS)]
+    pids = [fork_rank(r, address, flags, folder / "log", SLOWED, where, ranks=ranks) for r in range(ranks)]
     file = run / "watch" / "late.jsonl"
     try:
         wait_for(lambda: steps_of(run) >= SLOW_FROM + 120 or (file.exists() and steps_of(run) > SLOW_FROM), "a late rank")
@@ -65,28 +65,36 @@ def named_late(rank: int, folder: Path) -> Row:
         end_all(pids)
     first = next((one for one in said if "rank" in one), {"percent": 0.0, "step": SLOW_FROM - 1})
     named = [one["rank"] for one in said if "rank" in one]
-    return {"rank": rank, "named": named, "percent": first["percent"], "after_steps": first["step"] - SLOW_FROM}
+    return {"ranks": ranks, "rank": rank, "named": named, "percent": first["percent"], "after_steps": first["step"] - SLOW_FROM}
 
 
 def late(options: argparse.Namespace) -> int:
     import_once()
     rows, dice = kept("watch_late", options), random.Random(options.seed)
-    for number in range(options.late):
+    for _ in range(options.late):
         folder = Path(tempfile.mkdtemp(prefix="late-"))
-        row = named_late(dice.randrange(RANKS), folder)
+        row = named_late(dice.randrange(options.ranks), options.ranks, folder)
         shutil.rmtree(folder, ignore_errors=True)
         rows.append({**row, "load": round(os.getloadavg()[0], 1)})
-        print(f"{number + 1}. {rows[-1]}", flush=True)
-    good = [row for row in rows if row["named"] == [row["rank"]] and 0 <= row["after_steps"] <= WITHIN]
-    lines = ["| slowed | named | by | after steps | load |", "|---|---|---|---|---|"]
+        title = f"One rank computes a tenth longer from step {SLOW_FROM} on"
+        keep("watch_late", rows, options, title, "python -m bench.faults --late N --ranks R --keep", named_soon(rows))
+    return 0 if all(soon(row) for row in rows) else 1
+
+
+def soon(row: Row) -> bool:
+    return row["named"] == [row["rank"]] and 0 <= row["after_steps"] <= WITHIN
+
+
+def named_soon(rows: Sequence[Row]) -> str:
+    lines = ["| ranks | slowed | named | by | after steps | load |", "|---|---|---|---|---|---|"]
     for row in rows:
-        named = ", ".join(map(str, row["named"])) or "nobody"
-        lines.append(f"| rank {row['rank']} | {named} | {row['percent']:.0f}% | {row['after_steps']} | {row['load']} |")
-    steps = f"{median(row['after_steps'] for row in good):.0f}" if good else "no"
-    lines.append(f"\n{len(good)} of {len(rows)} named alone and within {WITHIN} steps, median {steps} steps.")
-    title = f"One of {RANKS} ranks computes a tenth longer from step {SLOW_FROM} on"
-    keep("watch_late", rows, options, title, "python -m bench.faults --late N --keep", "\n".join(lines))
-    return 0 if len(good) == len(rows) else 1
+        named, after = ", ".join(map(str, row["named"])) or "nobody", row["after_steps"] if row["named"] else "none in 120"
+        lines.append(f"| {row['ranks']} | rank {row['rank']} | {named} | {row['percent']:.0f}% | {after} | {row['load']} |")
+    good = [row["after_steps"] for row in rows if soon(row)]
+    lines.append(
+        f"\n{len(good)} of {len(rows)} named alone and within {WITHIN} steps, median {median(good or [-1]):.0f} steps."
+    )
+    return "\n".join(lines)
 
 
 # ---------------------------------------------------------------- nothing wrong, nothing said

@@ -2,7 +2,7 @@
 
     python -m bench.faults [--times N] [--kinds SIGKILL,"slow storage"]     each kind N times at a random step and rank
     python -m bench.faults --times N --keep [--minutes M]     the same, added to what bench/results/faults.{json,md} hold
-    python -m bench.faults --late N                  a rank slowed by a tenth, N times: whom, and after how many steps
+    python -m bench.faults --late N [--ranks R]      a rank slowed by a tenth, N times: whom, and after how many steps
     python -m bench.faults --ordinary MINUTES [--ranks R]     training with evaluation, saves and compile: nothing may be said
 
 Each case is a real run of four rank processes, forked from this one so that nobody waits for imports; the partitioned node is a
@@ -314,7 +314,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, help="write the cases there")
     parser.add_argument("--minutes", type=float, default=1e6, help="begin no case after so many minutes")
     parser.add_argument("--ordinary", type=float, default=0.0, metavar="MINUTES")
-    parser.add_argument("--ranks", type=int, default=RANKS, help="of --ordinary")
+    parser.add_argument("--ranks", type=int, default=RANKS, help="of --ordinary and --late")
     parser.add_argument("--late", type=int, default=0, metavar="N", help="slow a rank by a tenth, N times")
     options = parser.parse_args(argv)
     if options.late or options.ordinary:
