@@ -7,7 +7,6 @@ import socket
 import time
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 
 import pytest
 import torch
@@ -88,9 +87,9 @@ def seconds(env: DistEnv, run: str) -> float:
 
 
 def test_it_costs_a_start_next_to_nothing(tmp_path: Path) -> None:
-    """The second of its ranks' looks: the first also imports what a start has imported anyway."""
-    took = [max(run_world(2, seconds, str(tmp_path))) for _ in range(6)][1:]
-    assert median(took) < 0.05, took
+    """The least of some: what it takes, and not what else the machine does."""
+    took = [max(run_world(2, seconds, str(tmp_path))) for _ in range(6)]
+    assert min(took) < 0.02, took
 
 
 # ---------------------------------------------------------------- names
