@@ -742,7 +742,7 @@ def _check_comm(config: Config) -> None:
 
 
 def _check_float8(config: Config) -> None:
-    speed, precision = config.speed, config.precision
+    speed, precision, reshard = config.speed, config.precision, config.mesh.reshard_after_forward
     if speed.float8 == "off":
         if speed.float8_emulate:
             raise ConfigError("--speed.float8_emulate true says nothing alone.", "--speed.float8 tensorwise")
@@ -753,6 +753,8 @@ def _check_float8(config: Config) -> None:
         ("memory.nvme", "all", config.memory.nvme == "all"),
         ("precision.master", "fp64", precision.master == "fp64"),
         ("precision.param", "fp16", precision.param == "fp16"),
+        # torch gathers a wrapped weight again from all its shards alone
+        ("mesh.reshard_after_forward", reshard, speed.float8 == "tensorwise" and reshard.isdigit() and int(reshard) > 1),
     ):
         if wrong:
             raise ConfigError(f"--speed.float8 {speed.float8} and --{flag} {value} do not go together.", "--speed.float8 off")
