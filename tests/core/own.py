@@ -94,6 +94,15 @@ class Wide(Uneven):
             block.up, block.down = nn.Linear(32, 48), nn.Linear(48, 32)
 
 
+class Sixteens(Uneven):
+    """Rows as every knob wants them: in sixteens for float8, long enough for moments in 8 bits."""
+
+    def __init__(self) -> None:
+        super().__init__(64)
+        for block in self.blocks:
+            block.up, block.down = nn.Linear(64, 80), nn.Linear(80, 64)
+
+
 class Frozen(Uneven):
     """Frozen: the stem in the root's group, a part of one block, all of another."""
 

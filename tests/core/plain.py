@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from fsdp.config import Config
 from fsdp.data import Cursor, build_dataset
 from fsdp.models import build_real, resolve
+from fsdp.models.lora import apply_lora, draw_adapters, merge
+from fsdp.models.parts import freeze
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -32,6 +34,11 @@ def train_plainly(config: Config, *, dtype: str, steps: int = 20) -> Trained:
     data = build_dataset(config.data)
     master = torch.float64 if dtype == "fp64" else torch.float32
     model = build_real(resolve(config.model, data.info.facts), config.run.seed).to(master)
+    if config.model.frozen:
+        freeze(model, config.model.frozen)
+    if config.lora.rank:
+        apply_lora(model, config.lora)
+        draw_adapters(model, config.run.seed)
     optimizer = _adamw(model)
     cursor = Cursor(seed=config.run.seed, samples=len(data.train), global_batch=config.train.global_batch)
     losses, norms = [], []
@@ -46,6 +53,8 @@ def train_plainly(config: Config, *, dtype: str, steps: int = 20) -> Trained:
             group["lr"] = _rate(config.optim.lr, step + 1, steps)
         optimizer.step()
         losses.append(float(loss.detach()))
+    if config.lora.rank:
+        merge(model)
     return Trained({n: p.detach().clone() for n, p in model.named_parameters()}, losses, norms)
 
 

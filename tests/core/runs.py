@@ -50,6 +50,10 @@ def on_a_rank(env: DistEnv, words: list[str]) -> str | None:
 def run(ranks: int, folder: Path, *more: str) -> Finished:
     said = run_world(ranks, on_a_rank, ["--run.dir", str(folder), *flags(*more)])
     assert said == [None] * ranks, said
+    return finished(folder)
+
+
+def finished(folder: Path) -> Finished:
     full = torch.load(folder / "full_model" / "full-model.pt", weights_only=True)
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return Finished(folder, full, records)
