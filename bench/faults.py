@@ -84,6 +84,7 @@ def fork_rank(rank: int, address: tuple[str, int], flags: Sequence[str], log: Pa
     code = 1
     try:
         os.setsid()
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a bench that is ended leaves no ranks behind
         with log.open("ab", buffering=0) as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
