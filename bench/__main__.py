@@ -1,4 +1,4 @@
-"""make bench: the short form of each bench, one table after another, within ten minutes on two cores.
+"""make bench: the short form of each bench, one table after another, meant for ten minutes on two cores that are theirs alone.
 
 python -m bench [--short]        bench.NAME alone takes the full form: python -m bench.save --help
 
