@@ -25,6 +25,7 @@ from fsdp.compile_cache import set_compile_cache
 from fsdp.config import Config, config_hash
 from fsdp.console import Console, set_up_logging
 from fsdp.data import Loader, StepBatch
+from fsdp.data.base import Batch
 from fsdp.data.cursor import stream_key
 from fsdp.env import DistEnv, check_torch, end_time, process_group
 from fsdp.errors import CheckpointError
@@ -226,6 +227,8 @@ class _Loop:
 
     def run_to_end(self) -> Outcome:
         last = min(self.config.train.stop_after or self.job.total_steps, self.job.total_steps)
+        if 0 < self.state.step < last and self._first_batch_is_short():
+            self._learn_the_loss()
         while self.state.step < last and not self.stopped:
             self._one_step()
         self._look()
@@ -240,6 +243,19 @@ class _Loop:
         self.checkpointer.close()
         self._hear_sealed()
         return self._leave()
+
+    def _first_batch_is_short(self) -> bool:
+        batch = self.job.batch
+        whole = batch.micro_batch * batch.accumulation * self.env.world_size
+        return len(self.job.cursor.indices(self.state.step)) < whole
+
+    def _learn_the_loss(self) -> None:
+        """Until a first call nobody knows whether the model has a loss of its own, and short batches are cut where later ones are
+        masked: a resumed run's first step would differ in its last bits. Costs a forward, which all ranks make."""
+        rows = self.job.cursor.indices(self.state.step)[:1]
+        one = Batch(self.job.data.train.batch(rows), torch.ones(1, dtype=torch.bool), 1).to(self.env.device)
+        with self.sharded.evaluating():
+            self.loss_function(self.sharded.called, one.data, one.valid, one.valid_rows)
 
     def _one_step(self) -> None:
         step = self.state.step + 1
