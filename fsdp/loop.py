@@ -250,8 +250,8 @@ class _Loop:
         return len(self.job.cursor.indices(self.state.step)) < whole
 
     def _learn_the_loss(self) -> None:
-        """Before a first call nobody knows whether the model has a loss of its own, so a short batch is cut where later ones are
-        masked: a resumed run's first step would differ in its last bits. Costs a forward, which all ranks make."""
+        """Before a first call nobody knows whether the model has a loss of its own: short batches are cut where later ones are
+        masked, and a resumed run's first step would differ in its last bits. Costs a forward, which all ranks make."""
         rows = self.job.cursor.indices(self.state.step)[:1]
         one = Batch(self.job.data.train.batch(rows), torch.ones(1, dtype=torch.bool), 1).to(self.env.device)
         with self.sharded.evaluating():
