@@ -20,6 +20,8 @@ from tests.world import run_world
 QUIET = (
     "--train.steps", "20", "--checkpoint.every_steps", "1000", "--train.global_batch", "12", "--optim.lr", "1e-2",
     "--data.name", "tests.core.own:vectors", "--model.name", "tests.core.own:Uneven",
+    # a process beside each of a thousand short runs; tests/watch turns it on
+    "--watch.enabled", "false",
 )  # fmt: skip
 
 

@@ -60,7 +60,7 @@ def test_the_first_failure_is_told_once_and_the_others_in_a_line(tmp_path: Path)
 
 
 def test_an_ordinary_run_leaves_its_times_and_no_verdict(tmp_path: Path) -> None:
-    run(2, tmp_path, "--train.steps 8")
+    run(2, tmp_path, "--train.steps 8 --watch.enabled true")
     left = {path.name for path in (tmp_path / "watch").iterdir()}
     assert left <= {"timing.jsonl", "late.jsonl"}
     names = [path for path in Path("/dev/shm").glob("shardrun-*") if f"-{os.getpid()}-" in path.name]
