@@ -307,7 +307,10 @@ def _first_row(parameter: Tensor) -> int:
     if not axes:
         return 0
     chunk = -(-parameter.shape[0] // mesh.size(axes[0]))
-    return min(parameter.shape[0], chunk * mesh.get_local_rank(axes[0]))
+    # Not get_local_rank: a spec that DTensor remembers from an earlier run of this process has groups that are gone.
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    return min(parameter.shape[0], chunk * coordinate[axes[0]])
 
 
 def _like(parameter: nn.Parameter, local: Tensor) -> Tensor:

@@ -185,7 +185,9 @@ class Cluster:
         assert self.mode == "netns", "a node without a process space of its own has no plug"
         self._ip("link", "set", f"cable-{node}", "down")
         self.hosts.pop(node).end()
-        self._ip("link", "del", f"cable-{node}")
+        # The kernel takes the cable away with the host's namespace, sometime: whoever comes first.
+        self._ip("link", "del", f"cable-{node}", check=False)
+        assert f"cable-{node}" not in self._ip("link", "show").stdout
 
     def start_slurmd(self, node: str) -> None:
         self.hosts[node].say(f"SLURM_CONF='{self.conf}' slurmd -D -N {node} &")
