@@ -9,6 +9,8 @@ import pytest
 CLUSTERS = ("slurm", "ray")
 
 
+# Before pytest-xdist's own, which reads the groups: it was registered later and would come first.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: _group(item) not in CLUSTERS)  # stable: files keep their order
     if config.pluginmanager.hasplugin("xdist"):
