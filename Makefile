@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # Tests in three processes: those of Slurm and Ray mostly wait.
-SHARED := -n 3 --dist loadgroup --no-loadscope-reorder
+SHARED := -n 3 --dist loadfile --no-loadscope-reorder
 # Ranks share the cores; torchrun would say so on every start.
 export OMP_NUM_THREADS ?= 1
 
