@@ -206,15 +206,6 @@ def test_a_peer_that_nobody_knows_is_a_mistake(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.slow
-def test_start_in_short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    assert start.main(["--short", "--rounds", "1", "--only", "bare,local"]) == 0
-    assert "shardrun, python -m launch.local" in capsys.readouterr().out
-    rounds = json.loads((tmp_path / "start-short.json").read_text())["pieces"]["warm@2"]["rounds"]
-    assert {name: len(one) for name, one in rounds.items()} == {"bare": 1, "local": 1}
-
-
-@pytest.mark.slow
 def test_simulated_ranks_from_the_command_line() -> None:
     said = subprocess.check_output([sys.executable, "-m", "bench.simulated", "256", "--preset", "toy"], text=True)
     assert json.loads(said)["ranks"] == 256
