@@ -8,9 +8,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from fsdp.config import PlanSection
+from fsdp.memory.account import process_bytes
 
 WARM_UP = 2
 """First steps, in which kernels are compiled and memory is got; left out where others came."""
@@ -41,7 +41,7 @@ class Planned:
 
     def __init__(self, plan: PlanSection, device: str) -> None:
         self._plan = plan
-        self._idle = _resident_gib() if device == "cpu" else 0.0
+        self._idle = process_bytes().get("rss", 0) / 2**30 if device == "cpu" else 0.0
         self._times: list[float] = []
         self._peak = 0.0
 
@@ -66,7 +66,3 @@ def maybe_planned(plan: PlanSection, device: str) -> Planned | None:
     if not plan.predicted_step_s or not plan.predicted_peak_gib or (plan.gpu == "cpu") != (device == "cpu"):
         return None
     return Planned(plan, device)
-
-
-def _resident_gib() -> float:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**30

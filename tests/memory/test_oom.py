@@ -156,9 +156,12 @@ def test_every_flag_that_is_suggested_parses() -> None:
     from fsdp import config as configuration
 
     wide = dataclasses.replace(NOW, reshard=False, accumulation=2, replicate=2)
-    for flags, _, _ in steps(wide, "cuda"):
-        if flags.startswith("--"):
-            configuration.load(flags.split())
+    suggested = [flags for flags, _, _ in steps(wide, "cuda") if flags.startswith("--")]
+    assert len(suggested) > 3
+    now = ["--mesh.reshard_after_forward", "false"]
+    assert all(configuration.load([*now, *flags.split()]) != configuration.load(now) for flags in suggested), (
+        "each turns something"
+    )
 
 
 # ---------------------------------------------------------------- words

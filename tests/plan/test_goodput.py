@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import statistics
+from pathlib import Path
 
 import pytest
 
-from fsdp.plan.goodput import Costs, best_interval, costs_of, goodput
+from fsdp.plan.goodput import STALL_S_A_GB, START_S, Costs, best_interval, costs_of, goodput
 from fsdp.plan.report import details
 from tests.plan.asked import plan
 
 HOUR = 3600.0
 COSTS = Costs(checkpoint_bytes=1e11, write_s=20.0, stall_s=2.0, start_s=60.0, failures_per_rank_s=1 / (1000 * 24 * HOUR))
+
+
+def test_what_was_measured_is_what_stands_in_the_results() -> None:
+    results = Path(__file__).parents[2] / "bench" / "results"
+    saved = json.loads((results / "save.json").read_text(encoding="utf-8"))
+    # Adam's two states beside each parameter, four bytes each, over the ranks
+    state_gb = saved["parameters"] * 12 / saved["ranks"] / 1e9
+    assert saved["ways"]["ours"]["stall_s"] / state_gb == pytest.approx(STALL_S_A_GB, rel=0.05)
+    pieces = json.loads((results / "start.json").read_text(encoding="utf-8"))["pieces"].values()
+    starts = [row["wall_s"] for piece in pieces for row in piece["rounds"].get("ours", ())]
+    assert statistics.median(starts) == pytest.approx(START_S, rel=0.05)
 
 
 def test_without_failures_only_stalls_cost() -> None:

@@ -78,7 +78,8 @@ def test_replicas_that_differ_stop_the_run_within_n_steps(tmp_path: Path, strate
 
 
 def test_replicas_that_agree_are_left_alone(tmp_path: Path) -> None:
-    run(2, tmp_path, "--watch.divergence 2 --train.steps 4 --mesh.strategy ddp")
+    finished = run(2, tmp_path, "--watch.divergence 2 --train.steps 4 --mesh.strategy ddp")
+    assert [record["step"] for record in finished.records if "loss" in record] == [1, 2, 3, 4]
 
 
 def test_without_replicas_there_is_nothing_to_compare(tmp_path: Path) -> None:
