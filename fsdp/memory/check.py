@@ -1,4 +1,7 @@
-"""What of `--memory.*` a device cannot do, said by name before anything is built. What needs no device is fsdp/config.py's."""
+"""What of `--memory.*` a device cannot do, said by name before anything is built.
+
+What of it needs no device is fsdp/config/checks_memory.py's.
+"""
 
 from __future__ import annotations
 

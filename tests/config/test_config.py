@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
+import typing
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,7 @@ def test_every_field_survives_the_way_back_when_it_is_changed(tmp_path: Path) ->
     for name, spec in FIELDS.items():
         if spec.is_args:
             continue
-        choices = configuration.typing.get_args(spec.type)
+        choices = typing.get_args(spec.type)
         text = next(c for c in choices if c != spec.default) if choices else OTHER[spec.type.__name__]
         text = "false" if spec.default is True else text
         try:

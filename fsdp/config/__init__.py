@@ -1,0 +1,46 @@
+"""The configuration: one frozen dataclass tree, the whole truth of a run.
+
+    sections.py        the tree: every knob with its default, help, unit and range
+    fields.py          the knobs as data, `section.field` → what is known of it; --help
+    values.py          one value from its text, within its type and range
+    reading.py         a recipe (TOML) first, flags `--section.field value` over it, then the checks
+    checks.py          what two knobs may not say together; checks_memory.py those that save memory or time
+    writing.py         back to a recipe, and the hash of what is trained
+
+Not here: what a knob does, and what depends on the number of ranks (fsdp/mesh.py). Nothing here knows torch.
+"""
+
+from fsdp.config.checks import check
+from fsdp.config.fields import FIELDS, FieldSpec, flatten, help_text
+from fsdp.config.reading import load, pair_flags, read_recipe, replace
+from fsdp.config.sections import (
+    Args,
+    CheckpointSection,
+    CommSection,
+    Config,
+    DataSection,
+    LoraSection,
+    MemorySection,
+    MeshSection,
+    ModelSection,
+    OptimSection,
+    PlanSection,
+    PrecisionSection,
+    ProfileSection,
+    RaySection,
+    RunSection,
+    SpeedSection,
+    StopSection,
+    TrainSection,
+    WatchSection,
+)
+from fsdp.config.values import parse_free_value, parse_value, profile_steps, reshard_policy, worker_range
+from fsdp.config.writing import config_hash, to_toml
+
+__all__ = [
+    "FIELDS", "Args", "CheckpointSection", "CommSection", "Config", "DataSection", "FieldSpec", "LoraSection",
+    "MemorySection", "MeshSection", "ModelSection", "OptimSection", "PlanSection", "PrecisionSection", "ProfileSection",
+    "RaySection", "RunSection", "SpeedSection", "StopSection", "TrainSection", "WatchSection", "check", "config_hash",
+    "flatten", "help_text", "load", "pair_flags", "parse_free_value", "parse_value", "profile_steps", "read_recipe",
+    "replace", "reshard_policy", "to_toml", "worker_range",
+]  # fmt: skip

@@ -1,0 +1,153 @@
+"""What two fields may not say together, refused before anything starts: length, mesh, precision, checkpoints, watch, Ray.
+
+Here live `check`, which names them all, and those of how a job runs. Those of what saves memory or time are
+checks_memory.py's; what depends on the number of ranks, fsdp/mesh.py's; on the device, fsdp/memory/check.py's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fsdp.config.checks_memory import check_ahead, check_comm, check_float8, check_lora, check_memory, check_states
+from fsdp.config.sections import Config, ProfileSection
+from fsdp.config.values import profile_steps, reshard_policy, worker_range
+from fsdp.errors import ConfigError
+
+
+def check(config: Config) -> None:
+    """Every contradiction between two fields that can be seen without knowing the number of ranks."""
+    for one in (_check_profile, _check_train, _check_mesh, _check_precision, _check_checkpoint, _check_ray):
+        one(config)
+    for one in (check_memory, _check_watch, check_lora, check_comm, check_float8, check_states, check_ahead):
+        one(config)
+
+
+def _check_train(config: Config) -> None:
+    train = config.train
+    if train.steps and train.epochs:
+        raise ConfigError(
+            f"--train.steps {train.steps} and --train.epochs {train.epochs} both say how long.", "give one of the two"
+        )
+    if train.micro_batch > train.global_batch:
+        raise ConfigError(
+            f"--train.micro_batch {train.micro_batch} is more than --train.global_batch {train.global_batch}.",
+            f"--train.micro_batch {train.global_batch}",
+        )
+    if train.steps and train.stop_after > train.steps:
+        raise ConfigError(
+            f"--train.stop_after {train.stop_after} lies behind --train.steps {train.steps}.",
+            f"--train.stop_after {train.steps}",
+        )
+    if train.steps and config.optim.warmup_steps > train.steps:
+        raise ConfigError(
+            f"--optim.warmup_steps {config.optim.warmup_steps} is longer than --train.steps {train.steps}.",
+            f"--optim.warmup_steps {train.steps // 20}",
+        )
+
+
+def _check_mesh(config: Config) -> None:
+    mesh = config.mesh
+    policy = reshard_policy(mesh.reshard_after_forward)
+    if mesh.strategy == "fsdp" and mesh.replicate > 1:
+        raise ConfigError(
+            f"--mesh.strategy fsdp has no replicas, but --mesh.replicate is {mesh.replicate}.", "--mesh.strategy hsdp"
+        )
+    if mesh.strategy == "ddp" and mesh.shard > 1:
+        raise ConfigError(f"--mesh.strategy ddp has no shards, but --mesh.shard is {mesh.shard}.", "--mesh.strategy hsdp")
+    if mesh.strategy == "ddp" and mesh.reshard_after_forward != "true":
+        raise ConfigError(
+            f"--mesh.reshard_after_forward {policy} says nothing under --mesh.strategy ddp: nothing is sharded.",
+            "leave it out, or --mesh.strategy fsdp",
+        )
+    kind, _, what = mesh.wrap.partition(":")
+    if kind not in ("auto", "root", "class", "size") or (kind in ("class", "size")) != bool(what):
+        raise ConfigError(f"--mesh.wrap {mesh.wrap} is not auto, class:NAME, size:PARAMETERS or root.", "--mesh.wrap auto")
+    if kind == "size" and not what.replace("_", "").isdigit():
+        raise ConfigError(f"--mesh.wrap {mesh.wrap}: {what} is not a number of parameters.", "--mesh.wrap size:1000000")
+
+
+def _check_precision(config: Config) -> None:
+    precision = config.precision
+    if precision.param == "fp64" and precision.master != "fp64":
+        raise ConfigError(
+            f"--precision.param fp64 computes finer than --precision.master {precision.master} keeps.",
+            "--precision.master fp64",
+        )
+    if config.mesh.strategy == "ddp" and precision.reduce not in ("auto", precision.master):
+        raise ConfigError(
+            f"--precision.reduce {precision.reduce} under --mesh.strategy ddp: its gradients are reduced as they are kept.",
+            f"--precision.reduce {precision.master}",
+        )
+    if config.mesh.strategy == "ddp" and precision.output != "auto":
+        raise ConfigError(
+            f"--precision.output {precision.output} says nothing under --mesh.strategy ddp: outputs stay as computed.",
+            "--precision.output auto",
+        )
+
+
+def _check_watch(config: Config) -> None:
+    """A run that repeats to the bit has the same ranks each time: sums over others round elsewhere."""
+    low, high = worker_range(config.ray.num_workers)
+    if config.watch.deterministic and config.backend == "ray" and low != high:
+        raise ConfigError(
+            f"--watch.deterministic cannot repeat on a changing number of ranks, --ray.num_workers {config.ray.num_workers}.",
+            f"--ray.num_workers {high}",
+        )
+    if config.watch.divergence and config.mesh.strategy == "fsdp":
+        raise ConfigError(
+            f"--watch.divergence {config.watch.divergence}: --mesh.strategy fsdp has one replica, and nothing to compare.",
+            "--watch.divergence 0, or --mesh.strategy hsdp",
+        )
+    hang = config.watch.hang_s
+    if -1 < hang < 0:
+        raise ConfigError(f"--watch.hang_s {hang:g} is neither -1 nor a time.", "--watch.hang_s -1")
+    if hang > 0 and not config.watch.enabled:
+        raise ConfigError(
+            f"--watch.hang_s {hang:g} says nothing under --watch.enabled false: nobody looks.", "--watch.enabled true"
+        )
+
+
+def _check_checkpoint(config: Config) -> None:
+    checkpoint = config.checkpoint
+    if checkpoint.keep_best and not checkpoint.keep_best_metric.lstrip("-"):
+        raise ConfigError("--checkpoint.keep_best_metric is empty.", "--checkpoint.keep_best_metric eval_loss")
+    if checkpoint.keep_best and not config.train.eval_every_steps and "eval" in checkpoint.keep_best_metric:
+        raise ConfigError(
+            f"--checkpoint.keep_best {checkpoint.keep_best} by {checkpoint.keep_best_metric} needs evaluations on the way.",
+            f"--train.eval_every_steps {checkpoint.every_steps or 100}",
+        )
+    if checkpoint.resume not in ("auto", "never") and "://" not in checkpoint.resume and not Path(checkpoint.resume).exists():
+        raise ConfigError(
+            f"--checkpoint.resume {checkpoint.resume} does not exist.", "auto, never, or the folder of a checkpoint"
+        )
+    if config.model.weights and not Path(config.model.weights).exists():
+        raise ConfigError(f"--model.weights {config.model.weights} does not exist.", "a .pt or .safetensors file, or a folder")
+
+
+def _check_ray(config: Config) -> None:
+    low, high = worker_range(config.ray.num_workers)
+    if config.backend == "ray" and config.mesh.replicate and config.mesh.shard:
+        size = config.mesh.replicate * config.mesh.shard
+        if not low <= size <= high:
+            raise ConfigError(
+                f"--mesh.replicate {config.mesh.replicate} × --mesh.shard {config.mesh.shard} = {size} ranks, "
+                f"but --ray.num_workers is {config.ray.num_workers}.",
+                f"--ray.num_workers {size}",
+            )
+    gpus = config.ray.gpus_per_worker
+    if gpus != "auto" and not gpus.replace(".", "", 1).isdigit():
+        raise ConfigError(f"--ray.gpus_per_worker {gpus} is not auto or a number.", "--ray.gpus_per_worker auto")
+
+
+def _check_profile(config: Config) -> None:
+    profile, steps = config.profile, config.train.stop_after or config.train.steps
+    first, _ = profile_steps(profile.steps)
+    if profile.memory or profile.trace:
+        if steps and first > steps:
+            raise ConfigError(
+                f"--profile.steps {profile.steps} begins after the last step, {steps}.", f"--profile.steps {max(1, steps - 1)}"
+            )
+    elif profile.steps != ProfileSection().steps:
+        raise ConfigError(
+            f"--profile.steps {profile.steps} says nothing alone.", "--profile.memory true, or --profile.trace true"
+        )

@@ -1,0 +1,137 @@
+"""Refusals among the knobs that save memory or time: what is kept, offloaded, rounded, adapted, hooked, read ahead.
+
+Here live those checks alone; fsdp/config/checks.py calls them in their order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from fsdp.config.sections import Config, DataSection, LoraSection
+from fsdp.errors import ConfigError
+
+
+def check_memory(config: Config) -> None:
+    if config.memory.cpu_offload and config.mesh.strategy == "ddp":
+        raise ConfigError("--memory.cpu_offload moves shards, and --mesh.strategy ddp has none.", "--mesh.strategy fsdp")
+    _check_activations(config)
+    _check_nvme(config)
+
+
+def _check_activations(config: Config) -> None:
+    memory = config.memory
+    if memory.activation_budget < 1 and memory.activation_checkpointing != "none":
+        raise ConfigError(
+            f"--memory.activation_budget {memory.activation_budget:g} and --memory.activation_checkpointing "
+            f"{memory.activation_checkpointing} both say what is kept.",
+            "--memory.activation_checkpointing none",
+        )
+    for flag, value, wrong in (
+        ("memory.activation_checkpointing", "ops", memory.activation_checkpointing == "ops"),
+        ("memory.activation_budget", f"{memory.activation_budget:g}", memory.activation_budget < 1),
+    ):
+        if memory.activation_offload and wrong:
+            raise ConfigError(
+                f"--memory.activation_offload true and --{flag} {value} do not go together: what the latter keeps, torch "
+                "shows to no hook.",
+                "--memory.activation_checkpointing full",
+            )
+    if memory.activation_checkpointing_every > 1 and memory.activation_checkpointing == "none":
+        raise ConfigError(
+            f"--memory.activation_checkpointing_every {memory.activation_checkpointing_every} says nothing where nothing "
+            "is recomputed.",
+            "--memory.activation_checkpointing full",
+        )
+
+
+def _check_nvme(config: Config) -> None:
+    memory = config.memory
+    if memory.nvme == "off" and memory.nvme_dir:
+        raise ConfigError(f"--memory.nvme_dir {memory.nvme_dir} alone says nothing.", "--memory.nvme optimizer")
+    if memory.nvme != "off" and not memory.nvme_dir:
+        raise ConfigError(f"--memory.nvme {memory.nvme} has no folder to put files in.", "--memory.nvme_dir /tmp/nvme")
+    if memory.nvme == "all" and config.mesh.strategy == "ddp":
+        raise ConfigError("--memory.nvme all moves shards, and --mesh.strategy ddp has none.", "--memory.nvme optimizer")
+    if memory.nvme == "optimizer" and config.optim.name == "sgd" and not config.optim.momentum:
+        raise ConfigError("--memory.nvme optimizer: --optim.name sgd has no states without momentum.", "--memory.nvme off")
+
+
+def check_comm(config: Config) -> None:
+    if config.optim.name == "sgd" and config.optim.fused == "true" and config.mesh.strategy != "ddp":
+        raise ConfigError(
+            f"--optim.fused true: torch fuses no SGD of sharded parameters, which --mesh.strategy {config.mesh.strategy} has.",
+            "--optim.fused auto",
+        )
+    if config.mesh.strategy != "ddp":
+        return
+    for name in ("all_reduce_hook", "all_gather", "reduce_scatter", "divide_by"):
+        if value := getattr(config.comm, name):
+            raise ConfigError(f"--comm.{name} {value} is FSDP's, and --mesh.strategy ddp is not.", "--mesh.strategy fsdp")
+    if config.mesh.accumulate == "shard":
+        raise ConfigError(
+            "--mesh.accumulate shard scatters gradients, and --mesh.strategy ddp has no shards.", "--mesh.accumulate every"
+        )
+
+
+def check_float8(config: Config) -> None:
+    speed, precision, reshard = config.speed, config.precision, config.mesh.reshard_after_forward
+    if speed.float8 == "off":
+        if speed.float8_emulate:
+            raise ConfigError("--speed.float8_emulate true says nothing alone.", "--speed.float8 tensorwise")
+        return
+    others = (
+        ("lora.rank", config.lora.rank, bool(config.lora.rank)),
+        ("memory.cpu_offload", "true", config.memory.cpu_offload),
+        ("memory.nvme", "all", config.memory.nvme == "all"),
+        ("precision.master", "fp64", precision.master == "fp64"),
+        ("precision.param", "fp16", precision.param == "fp16"),
+        # torch gathers a wrapped weight again from all its shards alone
+        ("mesh.reshard_after_forward", reshard, speed.float8 == "tensorwise" and reshard.isdigit() and int(reshard) > 1),
+    )
+    _refuse_beside(f"speed.float8 {speed.float8}", others, "--speed.float8 off")
+
+
+def check_ahead(config: Config) -> None:
+    """What looks ahead needs something to look ahead with."""
+    for way in ("prefetch_forward", "prefetch_backward"):
+        if config.mesh.strategy == "ddp" and (count := getattr(config.speed, way)) > 1:
+            raise ConfigError(
+                f"--speed.{way} {count} gathers ahead, and --mesh.strategy ddp gathers nothing.", f"--speed.{way} 1"
+            )
+    if not config.data.workers and config.data.prefetch != DataSection().prefetch:
+        raise ConfigError(
+            f"--data.prefetch {config.data.prefetch} is read by threads, and --data.workers is 0.", "--data.workers 1"
+        )
+
+
+def check_states(config: Config) -> None:
+    optim = config.optim
+    if optim.state == "master":
+        return
+    others = (
+        ("optim.name", "sgd", optim.name == "sgd"),
+        ("optim.fused", "true", optim.fused == "true"),
+        ("precision.master", "fp64", config.precision.master == "fp64"),
+        ("memory.nvme", config.memory.nvme, optim.state == "8bit" and config.memory.nvme != "off"),
+    )
+    _refuse_beside(f"optim.state {optim.state}", others, "--optim.state master")
+
+
+def check_lora(config: Config) -> None:
+    lora, model = config.lora, config.model
+    if not lora.rank and lora != LoraSection():
+        field = next(f.name for f in dataclasses.fields(lora) if getattr(lora, f.name) != getattr(LoraSection(), f.name))
+        raise ConfigError(f"--lora.{field} {getattr(lora, field)} says nothing without adapters.", "--lora.rank 8")
+    if lora.rank and model.frozen:
+        raise ConfigError(
+            f"--model.frozen {model.frozen} says nothing beside --lora.rank {lora.rank}: adapters freeze the whole model.",
+            "give one of the two",
+        )
+
+
+def _refuse_beside(flag: str, others: Iterable[tuple[str, object, bool]], hint: str) -> None:
+    """Of `others`, (flag, value, whether it is in the way), the first that is."""
+    for other, value, wrong in others:
+        if wrong:
+            raise ConfigError(f"--{flag} and --{other} {value} do not go together.", hint)

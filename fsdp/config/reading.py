@@ -1,0 +1,120 @@
+"""From a command line to a Config: the recipe first, flags over it, then the checks.
+
+Here live the order, the grammar of flags, and the build of the tree. Not here: the parse of one value (values.py), the
+checks themselves (checks.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fsdp.config.checks import check
+from fsdp.config.fields import FIELDS, flatten
+from fsdp.config.sections import Config
+from fsdp.config.values import parse_free_value, parse_value
+from fsdp.errors import ConfigError
+
+
+def load(argv: Sequence[str], overrides: Mapping[str, Any] | None = None) -> Config:
+    """Defaults, then the recipe that --config names, then the flags in their order, then overrides; checked."""
+    values: dict[str, Any] = {}
+    flags = list(pair_flags(argv))
+    for path in [value for name, value in flags if name == "config"]:
+        for name, value in read_recipe(path).items():
+            _set(values, name, value)
+    for name, value in [*((n, v) for n, v in flags if n != "config"), *(overrides or {}).items()]:
+        _set(values, name, value)
+    config = _build(Config, values)
+    check(config)
+    return config
+
+
+def replace(config: Config, **changes: Any) -> Config:
+    """A copy with `section__field=value` changed; checked again."""
+    flat = {**flatten(config), **{name.replace("__", "."): value for name, value in changes.items()}}
+    new: Config = _build(Config, flat)
+    check(new)
+    return new
+
+
+def read_recipe(path: str) -> dict[str, Any]:
+    """A TOML file as flat `section.field` values; not yet typed."""
+    try:
+        tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {path} cannot be read ({error.strerror}).", "ls recipes/ shows those that ship") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path} is not TOML: {error}.", "compare it with recipes/digits.toml") from None
+    return dict(_flatten(tree))
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        name = prefix + key
+        if isinstance(value, Mapping) and not (name in FIELDS and FIELDS[name].is_args):
+            yield from _flatten(value, name + ".")
+        else:
+            yield name, value
+
+
+def pair_flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """`--name value` and `--name=value`; a flag of a bool field may stand alone."""
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--") or word == "--":
+            raise ConfigError(f"{word} is not a flag.", "flags are --section.field value; python train.py --help lists them")
+        name, equals, value = word[2:].partition("=")
+        name = name.replace("-", "_")
+        yield name, value if equals else _value_after(name, rest)
+
+
+def _value_after(name: str, rest: list[str]) -> str:
+    if rest and not rest[0].startswith("--"):
+        return rest.pop(0)
+    if name in FIELDS and FIELDS[name].type is bool:
+        return "true"
+    if name in FIELDS or name.rpartition(".")[0] in FIELDS or name == "config":
+        raise ConfigError(f"--{name} has no value.", f"--{name} VALUE")
+    raise ConfigError(f"--{name} is not a flag.", _unknown_hint(name))
+
+
+def _set(values: dict[str, Any], name: str, value: Any) -> None:
+    section, _, key = name.rpartition(".")
+    if section in FIELDS and FIELDS[section].is_args:
+        values[section] = {**values.get(section, {}), key: parse_free_value(value)}
+    elif name in FIELDS and FIELDS[name].is_args:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"--{name} {value} has no name.", f"--{name}.NAME {value}")
+        values[name] = {**values.get(name, {}), **value}
+    elif name in FIELDS:
+        values[name] = parse_value(FIELDS[name], value)
+    else:
+        raise ConfigError(f"--{name} is not a flag.", _unknown_hint(name))
+
+
+def _unknown_hint(name: str) -> str:
+    tails = {n.rpartition(".")[2]: n for n in FIELDS}
+    near = difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.6)
+    tail = difflib.get_close_matches(name.rpartition(".")[2], tails, n=1, cutoff=0.75)
+    if near or tail:
+        return f"did you mean --{near[0] if near else tails[tail[0]]}?"
+    return "python train.py --help lists them all"
+
+
+def _build(cls: type, values: Mapping[str, Any], prefix: str = "") -> Any:
+    hints = typing.get_type_hints(cls)
+    given: dict[str, Any] = {}
+    for f in dataclasses.fields(cls):
+        name = prefix + f.name
+        if dataclasses.is_dataclass(hints[f.name]):
+            given[f.name] = _build(typing.cast(type, hints[f.name]), values, name + ".")
+        elif name in values:
+            given[f.name] = values[name]
+    return cls(**given)

@@ -1,0 +1,119 @@
+"""One value: what a flag's text or a recipe's value becomes in its field, or the line that says why it cannot.
+
+Here live the types, the ranges, and the spellings of strings that hold more than a word (`2:8`, `step`). Not here: where
+values come from (reading.py), two fields that disagree (checks.py).
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+import typing
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from fsdp.config.fields import FieldSpec
+from fsdp.errors import ConfigError
+
+
+def parse_value(spec: FieldSpec, value: Any) -> Any:
+    """A string from a flag, or a TOML value, as the field's type and within its range."""
+    choices = typing.get_args(spec.type) if typing.get_origin(spec.type) is Literal else ()
+    if choices:
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        if text not in choices:
+            raise ConfigError(f"--{spec.name} {value} is not one of {', '.join(choices)}.", _choice_hint(spec, text, choices))
+        return text
+    if spec.type is bool:
+        return _parse_bool(spec, value)
+    if spec.type is str:
+        return str(value).lower() if isinstance(value, bool) else str(value)
+    return _in_range(spec, _parse_number(spec, value))
+
+
+def _choice_hint(spec: FieldSpec, text: str, choices: Sequence[str]) -> str:
+    near = difflib.get_close_matches(text, choices, n=1, cutoff=0.6)
+    return f"--{spec.name} {near[0] if near else spec.default}"
+
+
+def _parse_bool(spec: FieldSpec, value: Any) -> bool:
+    known = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+    if str(value).lower() not in known:
+        raise ConfigError(f"--{spec.name} {value} is not true or false.", f"--{spec.name} {str(spec.default).lower()}")
+    return known[str(value).lower()]
+
+
+def _parse_number(spec: FieldSpec, value: Any) -> float | int:
+    kind = "a whole number" if spec.type is int else "a number"
+    try:
+        if isinstance(value, bool):
+            raise ValueError
+        number = float(value)
+        if spec.type is float:
+            return number
+        # "1e6" and "1_000" are whole numbers to a person; 2.5 is not.
+        exact = (
+            int(value) if isinstance(value, (int, str)) and str(value).lstrip("+-").replace("_", "").isdigit() else int(number)
+        )
+        if exact != number:
+            raise ValueError
+        return exact
+    except (ValueError, OverflowError, TypeError):
+        raise ConfigError(f"--{spec.name} {value} is not {kind}.", f"--{spec.name} {spec.default}") from None
+
+
+def _in_range(spec: FieldSpec, number: float | int) -> float | int:
+    low, high, above = spec.meta["low"], spec.meta["high"], spec.meta["above"]
+    wrong = (
+        not math.isfinite(number)
+        or (low is not None and number < low)
+        or (high is not None and number > high)
+        or (above is not None and number <= above)
+    )
+    if wrong:
+        bounds = [f"at least {low}"] * (low is not None) + [f"above {above}"] * (above is not None)
+        bounds += [f"at most {high}"] * (high is not None)
+        wanted = " and ".join(bounds) or "a number"
+        raise ConfigError(f"--{spec.name} {number} is out of range: {wanted}.", f"--{spec.name} {spec.default}")
+    return number
+
+
+def parse_free_value(text: Any) -> Any:
+    """`--model.args.NAME VALUE` has no declared type: a TOML literal where it is one, else a string."""
+    if not isinstance(text, str):
+        return text
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return {"True": True, "False": False}.get(text, text)
+
+
+def reshard_policy(text: str) -> bool | int | Literal["step"]:
+    """--mesh.reshard_after_forward as what it means."""
+    if text in ("true", "false"):
+        return text == "true"
+    if text == "step":
+        return "step"
+    if text.isdigit() and int(text) >= 1:
+        return int(text)
+    raise ConfigError(
+        f"--mesh.reshard_after_forward {text} is not true, false, step or a number of ranks.",
+        "--mesh.reshard_after_forward true",
+    )
+
+
+def worker_range(text: str) -> tuple[int, int]:
+    """--ray.num_workers: `4` is (4, 4), `2:8` is (2, 8)."""
+    low, colon, high = text.partition(":")
+    if not low.isdigit() or (colon and not high.isdigit()) or int(low) < 1 or (colon and int(high) < int(low)):
+        raise ConfigError(f"--ray.num_workers {text} is not a number of workers or a range.", "--ray.num_workers 2 or 2:8")
+    return int(low), int(high or low)
+
+
+def profile_steps(text: str) -> tuple[int, int]:
+    """--profile.steps: `3:5` is (3, 5), `4` is (4, 4)."""
+    first, colon, last = text.partition(":")
+    if not first.isdigit() or (colon and not last.isdigit()) or not 1 <= int(first) <= int(last or first):
+        raise ConfigError(f"--profile.steps {text} is not first:last, counted from 1.", "--profile.steps 3:5")
+    return int(first), int(last or first)

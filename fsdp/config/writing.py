@@ -1,0 +1,63 @@
+"""A Config as text that outlives the run: the recipe that gives it back, and the short name of what is trained.
+
+Here live TOML's writing and `config_hash`. Not here: what reads a recipe (reading.py), --help (fields.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from fsdp.config.fields import flatten
+from fsdp.config.sections import Config
+
+
+def to_toml(config: Config) -> str:
+    """The resolved configuration as a recipe: --config gives the same Config back."""
+    lines = [f"backend = {_toml(config.backend)}"]
+    for section in dataclasses.fields(Config)[1:]:
+        lines.append(f"\n[{section.name}]")
+        part = getattr(config, section.name)
+        values = [(f.name, getattr(part, f.name)) for f in dataclasses.fields(part)]
+        lines += [f"{key} = {_toml(value)}" for key, value in values if not isinstance(value, Mapping)]
+        for key, value in values:
+            if isinstance(value, Mapping) and value:
+                lines.append(f"\n[{section.name}.{key}]")
+                lines += [f"{_toml_key(k)} = {_toml(v)}" for k, v in value.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _toml_key(key: str) -> str:
+    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else json.dumps(key)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, str):
+        # JSON's string escapes are TOML's, but for DEL, which JSON leaves bare.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_toml_key(k)} = {_toml(v)}" for k, v in value.items()) + "}"
+    return "[" + ", ".join(_toml(v) for v in value) + "]"
+
+
+ELSEWHERE = {
+    "backend", "mesh", "ray", "plan", "checkpoint", "stop", "memory", "speed", "profile",
+    "run.dir", "run.log_every_steps", "run.wandb", "run.process_group_timeout_s", "train.stop_after",
+    "data.workers", "data.prefetch", "data.to_device", "comm.divide_by",
+    "watch.enabled", "watch.hang_s", "watch.late_percent", "watch.divergence", "watch.unit_norms", "watch.spike",
+}  # fmt: skip
+"""Sections and fields that say where and how a run is run, not what is trained."""
+
+
+def config_hash(config: Config) -> str:
+    """A short name of what is trained: equal for runs that differ only in where and how they are run."""
+    kept = {name: value for name, value in flatten(config).items() if not {name, name.partition(".")[0]} & ELSEWHERE}
+    kept["speed.float8"] = config.speed.float8
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]
