@@ -15,16 +15,6 @@ from tests.ray.cluster import Cluster
 from tests.ray.runs import Run, torchrun
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "long: in the full form only, with SHARDRUN_FULL=1")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.get_closest_marker("long") and not os.environ.get("SHARDRUN_FULL"):
-            item.add_marker(pytest.mark.skip(reason="part of the full form: SHARDRUN_FULL=1"))
-
-
 def need_ray() -> None:
     missing = importlib.util.find_spec("ray") is None
     if missing and "ray" in os.environ.get("SHARDRUN_CI_REQUIRE", "").split(","):

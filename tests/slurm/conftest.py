@@ -23,16 +23,9 @@ AT_ONCE = 4
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "long: in the full form only, with SHARDRUN_FULL=1")
     config.addinivalue_line(
         "markers", "scenario(name): the function of tests/slurm/scenarios.py whose outcome the test looks at"
     )
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.get_closest_marker("long") and not os.environ.get("SHARDRUN_FULL"):
-            item.add_marker(pytest.mark.skip(reason="part of the full form: SHARDRUN_FULL=1"))
 
 
 def need_slurm() -> None:
@@ -69,14 +62,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     return Undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module")
 def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Any]]]:
-    """The scenarios of all selected tests, started in the order of the tests as soon as the first of this folder runs."""
-    if missing():
-        yield {}
-        return
-    markers = [item.get_closest_marker("scenario") for item in request.session.items if not item.get_closest_marker("skip")]
-    wanted = dict.fromkeys(marker.args[0] for marker in markers if marker)
+    """The scenarios of a file's selected tests, started in the order of the tests as soon as the first asks. Not of all files:
+    each process of pytest knows all tests and would start what another one looks at.
+    """
+    items = [item for item in request.session.items if item.path == request.path and not item.get_closest_marker("skip")]
+    wanted = dict.fromkeys(marker.args[0] for item in items if (marker := item.get_closest_marker("scenario")))
     with ThreadPoolExecutor(AT_ONCE) as pool:
         yield {name: pool.submit(getattr(scenarios, name), tmp_path_factory.mktemp(name)) for name in wanted}
         pool.shutdown(cancel_futures=True)
