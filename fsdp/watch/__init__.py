@@ -6,7 +6,8 @@
     witness.py    a thread in the rank that answers the monitor: stacks, flight recorder; or leaves at its word
     rank.py       a rank's side: starts all this, ends it, hands over its last words
     monitor.py    a process of its own on each node, without torch: looks, judges, says, ends the job
-    look.py       what one look at the ranks of a node finds: cells, /proc, the witness's answer
+    crew.py       the ranks of a node together: all looked at, asked, kept the stacks of, ended
+    look.py       what one look at a rank finds: cells, /proc, the witness's answer
     verdict.py    from what was found to who it was; nothing is read or done there
     nodes.py      the monitors of several nodes, over TCP
     farewell.py   what a failed rank becomes until its story is told
@@ -16,6 +17,6 @@
     files.py      what stays in RUN/watch/, written by a thread that may wait for storage
     numbers.py    replicas compared, gradient norms by unit, the samples of a spike
 
-The monitor imports verdict, cells, look, ledger, lateness, nodes and files: none of them may import torch. A rank that is
+The monitor imports crew, verdict, cells, look, ledger, lateness, nodes and files: none of them may import torch. A rank that is
 stopped, dead or stuck with Python's lock in its hand cannot speak; its page can still be read.
 """

@@ -3,6 +3,9 @@
 Started by the first rank of a node with what it must know as one JSON argument; its standard input is that rank's, and closes
 with it. It ends when its ranks have. On several nodes the head's judges for all; a node that is cut off judges for itself.
 
+Here lives the order of looking, judging, saying and ending, and how long each is waited for. What is done to the ranks of the
+node is crew.py's; what the evidence means, verdict.py's; the lines between nodes are nodes.py's.
+
 Exit code of the ranks that it ends: 7, or 137 (killed) of one that cannot hear any more.
 """
 
@@ -20,15 +23,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fsdp.watch import cells
-from fsdp.watch.cells import FAILED, OVER
+from fsdp.watch.crew import Crew
 from fsdp.watch.files import Files
 from fsdp.watch.ledger import Ledger, Told
-from fsdp.watch.look import ANSWER_S, LocalRank
+from fsdp.watch.look import ANSWER_S
 from fsdp.watch.nodes import SILENT_S, Head, Peer
 from fsdp.watch.verdict import Evidence, Verdict, decode, judge
 
-ENDED_BY_THE_WATCH = 7
 BEAT_S = 0.2
 ASK_S = 1.5
 """Stillness after which the ranks are asked, at least; a verdict comes with the second answer."""
@@ -63,16 +64,11 @@ class Orders:
 class Monitor:
     def __init__(self, orders: Orders) -> None:
         self.orders = orders
-        # a run of a few steps may be over before this process is there
-        there = {rank: Path(path) for rank, path in orders.ranks.items() if Path(path).exists()}
-        self.ranks = [LocalRank(rank, path, orders.node) for rank, path in there.items()]
-        for one in self.ranks:
-            one.cells.numbers[cells.MONITOR] = os.getpid()
         self.files = Files(Path(orders.run) / "watch")
+        self.crew = Crew(orders.ranks, orders.node, self.files)
         self.head = Head(orders.ear, orders.token) if orders.ear >= 0 else None
         self.peer = Peer(orders.addresses, orders.token, orders.node) if orders.addresses else None
         self.ledger = Ledger(orders.late_percent, orders.nodes, self.files, say)
-        self.local: list[Evidence] = []
         self.shown: Verdict | None = None
         self.shown_at = 0.0
         self._candidate: tuple[str, tuple[int, ...]] | None = None
@@ -88,13 +84,13 @@ class Monitor:
             now = time.monotonic()
             lost = max(0.0, now - before - BEAT_S - 2 * ANSWER_S)
             before = now
-            self.local = [one.look(now, lost) for one in self.ranks]
+            self.crew.look(now, lost)
             self._exchange()
             if self._judges():
                 self._judge(now)
-            if all(e.over or not e.alive for e in self.local) and self._nothing_left(now):
+            if self.crew.gone and self._nothing_left(now):
                 break
-            if all(one.beat.state in (OVER, FAILED) or not one.evidence.alive for one in self.ranks):
+            if self.crew.leaving:
                 time.sleep(0.02)
             else:
                 self._rest()
@@ -109,45 +105,36 @@ class Monitor:
 
     def _nothing_left(self, now: float) -> bool:
         """All have ended here: is there still something to be said?"""
-        bad = any(not e.over for e in self.local)
+        bad = any(not e.over for e in self.crew.seen)
         return not bad or self.shown is not None or (self._trouble_at > 0 and now - self._trouble_at > ECHO_S + 1)
 
     def _leave(self) -> None:
         if self.peer is not None:
-            self.peer.beat(self._report())
+            self.peer.beat(self.crew.report())
         if self.head is not None:
             self.head.beat()  # what is left unread when a line closes would take the last word with it
             self.head.tell({"bye": True})
         if self.shown is None and self.peer is None:
             self.ledger.beat(time.monotonic(), self._told, last=True)
         self.files.close()
-        for one in self.ranks:
-            one.forget()
+        self.crew.forget()
         for line in (self.head, self.peer):
             if line is not None:
                 line.close()
 
     # ------------------------------------------------------------ several nodes
 
-    def _report(self, evidence: Sequence[Evidence] | None = None) -> dict[str, Any]:
-        return {
-            "ranks": [e.encoded() for e in evidence or self.local],
-            "step_s": self._local_step_s(),
-            "steps": {one.rank: cells.ring(one.cells.numbers) for one in self.ranks},
-            "spent": {one.rank: cells.spent(one.cells.numbers) for one in self.ranks},
-            "asked": evidence is not None,
-        }
-
     def _exchange(self) -> None:
         if self.head is not None:
             self.head.beat()
         if self.peer is None:
             return
-        for word in self.peer.beat(self._report()):
+        for word in self.peer.beat(self.crew.report()):
             if word.get("look"):
-                self.peer.beat(self._report(self._ask_local("look")))
+                self.crew.ask()
+                self.peer.beat(self.crew.report(asked=True))
             if word.get("keep"):
-                self._keep(word["keep"], self._answers("dump"))
+                self.crew.keep(word["keep"])
             if word.get("said"):
                 if self.shown is None:
                     self.shown, self.shown_at = Verdict("told", (), "by the head"), time.monotonic()
@@ -168,7 +155,7 @@ class Monitor:
         return line is not None and (line.silent_s > SILENT_S or line.closed)
 
     def _everyone(self) -> list[Evidence]:
-        found = list(self.local)
+        found = list(self.crew.seen)
         if self.head is not None:
             for node, word in self.head.said.items():
                 silent = self.head.lines[node].silent_s
@@ -188,12 +175,9 @@ class Monitor:
 
     # ------------------------------------------------------------ judging
 
-    def _local_step_s(self) -> float:
-        return max((one.beat.step_s for one in self.ranks), default=0.0)
-
     def _step_s(self) -> float:
         others = [word["step_s"] for word in self.head.said.values()] if self.head is not None else []
-        return max(self._local_step_s(), *others, 0.0)
+        return max(self.crew.step_s, *others, 0.0)
 
     def _judge(self, now: float) -> None:
         found = self._everyone()
@@ -256,70 +240,45 @@ class Monitor:
     def _hang_s(self) -> float:
         return self.orders.hang_s if self.orders.hang_s > 0 else max(HANG_LEAST_S, HANG_STEPS * self._step_s())
 
-    # ------------------------------------------------------------ asking
-
-    def _answers(self, word: str) -> dict[int, dict[str, Any] | None]:
-        asked = [(one, one.ask(word) if self._can_answer(one) else None) for one in self.ranks]
-        deadline = time.monotonic() + ANSWER_S
-        return {one.rank: one.hear(pipe, deadline) for one, pipe in asked}
-
-    @staticmethod
-    def _can_answer(one: LocalRank) -> bool:
-        """One that is stopped cannot: its state says so, and nobody waits for it."""
-        return one.evidence.alive and not one.evidence.over and one.evidence.state != "T"
-
-    def _ask_local(self, word: str) -> list[Evidence]:
-        answers = self._answers(word)
-        self.local = [one.with_answer(answers[one.rank]) if one.evidence.alive else one.evidence for one in self.ranks]
-        return self.local
-
     def _ask_everyone(self) -> list[Evidence]:
         if self.head is not None and self.head.lines:
             self.head.tell({"look": True})
-            self._ask_local("look")
-            deadline = time.monotonic() + ANSWER_S + 0.5
-            near = [node for node, line in self.head.lines.items() if line.silent_s <= SILENT_S and not line.closed]
-            for node in near:
-                self.head.said[node] = {**self.head.said[node], "asked": False}
-            while time.monotonic() < deadline and not all(self.head.said[node]["asked"] for node in near):
-                time.sleep(0.02)
-                for node in near:
-                    for word in self.head.lines[node].hear():
-                        if word["asked"] or not self.head.said[node]["asked"]:
-                            self.head.said[node] = word
+            self.crew.ask()
+            self.head.wait_for_looks(time.monotonic() + ANSWER_S + 0.5)
         else:
-            self._ask_local("look")
+            self.crew.ask()
         return self._everyone()
 
     # ------------------------------------------------------------ saying and ending
 
     def _show(self, verdict: Verdict, found: Sequence[Evidence], ends_in: float = 0.0) -> None:
         self.shown, self.shown_at = verdict, time.monotonic()
-        folder = f"{verdict.kind.replace(' ', '-')}-{max((e.step for e in found), default=0):06d}"
-        words = next((e.words for e in found if e.words and e.rank == verdict.ranks[0] and not e.words["secondary"]), None)
-        words = words or next((e.words for e in found if e.words and e.words["message"] == verdict.what), None)
+        step = max((e.step for e in found), default=0)
+        folder = f"{verdict.kind.replace(' ', '-')}-{step:06d}"
+        self._say(verdict, _told_by(verdict, found), ends_in)
         record = {
             "time": time.time(), "by": self.orders.node, "kind": verdict.kind, "ranks": list(verdict.ranks),
             "what": verdict.what, "nodes": sorted({e.node for e in found if e.rank in verdict.ranks}), "others": verdict.others,
-            "hint": verdict.hint, "step": max((e.step for e in found), default=0),
+            "hint": verdict.hint, "step": step,
             "still_s": min((e.still_s for e in found if e.alive and not e.over), default=0.0), "folder": folder,
         }  # fmt: skip
-        if words is not None:
-            if self.orders.tells_failures:
-                say([words["print"], *([f"  {verdict.others}"] if verdict.others else [])])
-        else:
-            ends = f"  ends the job in {ends_in:.0f} s unless it goes on" if verdict.recoverable else ""
-            say(["watch: " + verdict.lines()[0], *verdict.lines()[1:], *([ends] if ends else [])])
         self.files.append("verdicts.jsonl", record)
         if verdict.kind != "config":
             self._keep_all(folder, found)
         self._let_go()
 
+    def _say(self, verdict: Verdict, words: dict[str, Any] | None, ends_in: float) -> None:
+        if words is None:
+            ends = f"  ends the job in {ends_in:.0f} s unless it goes on" if verdict.recoverable else ""
+            say(["watch: " + verdict.lines()[0], *verdict.lines()[1:], *([ends] if ends else [])])
+        elif self.orders.tells_failures:
+            say([words["print"], *([f"  {verdict.others}"] if verdict.others else [])])
+
     def _keep_all(self, folder: str, found: Sequence[Evidence]) -> None:
         self.files.write(f"{folder}/evidence.json", json.dumps([e.encoded() for e in found], indent=1))
         if self.head is not None:
             self.head.tell({"keep": folder})
-        self._keep(folder, self._answers("dump"))
+        self.crew.keep(folder)
 
     def _let_go(self) -> None:
         """Ranks that have failed wait until their story is told: with the last of them the screen may be gone."""
@@ -327,24 +286,7 @@ class Monitor:
             return
         if self.head is not None:
             self.head.tell({"said": True})
-        for one in self.ranks:
-            one.hear_that_it_is_said()
-
-    def _keep(self, folder: str, answers: dict[int, dict[str, Any] | None]) -> None:
-        """The stacks of all threads of this node's ranks, and their flight recorders."""
-        for one in self.ranks:
-            answer = answers[one.rank]
-            if answer is None:
-                trace = one.evidence.words["trace"] if one.evidence.words else ""
-                self.files.write(f"{folder}/rank-{one.rank}.txt", trace or one.all_stacks() or "did not answer\n")
-                continue
-            stacks = {"training": answer["training"], **answer["threads"]}
-            text = "".join(
-                f"{name}:\n" + "".join(f"  {file}:{line} {what}\n" for file, line, what in stack)
-                for name, stack in stacks.items()
-            )
-            self.files.write(f"{folder}/rank-{one.rank}.txt", text)
-            self.files.write(f"{folder}/rank-{one.rank}.fr.json", json.dumps(answer["calls"]))
+        self.crew.let_go()
 
     def _end_everyone(self) -> None:
         if self.head is not None:
@@ -353,32 +295,26 @@ class Monitor:
         self._end_ranks()
 
     def _end_ranks(self) -> None:
-        """By a word, so that the exit code tells; by the kernel where nobody hears."""
-        for one in self.ranks:
-            if one.evidence.alive and one.beat.state not in (OVER, FAILED):
-                asked = one.ask(f"leave {ENDED_BY_THE_WATCH}")
-                if asked is not None:
-                    asked.close()
-        deadline = time.monotonic() + 1.0
-        while time.monotonic() < deadline and any(one.look(time.monotonic()).alive for one in self.ranks):
-            time.sleep(0.05)
-        for one in self.ranks:
-            if one.beat.state not in (OVER, FAILED):
-                one.end()
+        self.crew.end()
         self.files.append(
             "verdicts.jsonl", {"time": time.time(), "kind": "ended", "ranks": list(self.orders.ranks), "what": "by the watch"}
         )
 
     def _told(self) -> Told:
         words = list(self.head.said.values()) if self.head is not None else []
-        steps = {one.rank: cells.ring(one.cells.numbers) for one in self.ranks}
-        spent = {one.rank: cells.spent(one.cells.numbers) for one in self.ranks}
+        steps, spent = self.crew.steps(), self.crew.spent()
         for word in words:
             # JSON has no numbers for keys and no tuples
             steps |= {int(rank): {int(step): (a, b) for step, (a, b) in rows.items()} for rank, rows in word["steps"].items()}
             spent |= {int(rank): values for rank, values in word["spent"].items()}
-        first = self.ranks[0].beat
+        first = self.crew.ranks[0].beat
         return Told(steps, spent, count=first.steps, step=first.step)
+
+
+def _told_by(verdict: Verdict, found: Sequence[Evidence]) -> dict[str, Any] | None:
+    """The last words of whoever is blamed; else those that say the same."""
+    words = next((e.words for e in found if e.words and e.rank == verdict.ranks[0] and not e.words["secondary"]), None)
+    return words or next((e.words for e in found if e.words and e.words["message"] == verdict.what), None)
 
 
 def say(lines: Sequence[str]) -> None:
@@ -396,7 +332,7 @@ def main(argument: str) -> None:
     data["ranks"] = {int(rank): path for rank, path in data["ranks"].items()}
     data["addresses"] = tuple((host, port) for host, port in data["addresses"])
     monitor = Monitor(Orders(**data))
-    if monitor.ranks:
+    if monitor.crew.ranks:
         monitor.run()
 
 

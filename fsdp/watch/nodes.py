@@ -122,6 +122,18 @@ class Head:
         for line in self.lines.values():
             line.say(word)
 
+    def wait_for_looks(self, deadline: float) -> None:
+        """Until every node in reach has said what it found when it was told to look."""
+        near = [node for node, line in self.lines.items() if line.silent_s <= SILENT_S and not line.closed]
+        for node in near:
+            self.said[node] = {**self.said[node], "asked": False}
+        while time.monotonic() < deadline and not all(self.said[node]["asked"] for node in near):
+            time.sleep(0.02)
+            for node in near:
+                for word in self.lines[node].hear():
+                    if word["asked"] or not self.said[node]["asked"]:
+                        self.said[node] = word
+
     def close(self) -> None:
         for line in (*self.lines.values(), *self._strangers):
             line.close()
