@@ -33,7 +33,7 @@ def free_port(seed: int) -> int:
     """The same seed tries the same ports in the same order; another job's neighbouring seed starts elsewhere."""
     for attempt in range(PORTS):
         port = FIRST_PORT + (seed + attempt * 397) % PORTS
-        with contextlib.closing(socket.socket()) as probe, contextlib.suppress(OSError):
+        with contextlib.closing(socket.socket()) as probe, contextlib.suppress(OSError):  # taken: the next
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("", port))
             return port
@@ -58,6 +58,7 @@ def _interface(address: str) -> str:
 
 def _address4(name: str) -> str | None:
     with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe, contextlib.suppress(OSError):
+        # one without such an address is an error to the kernel
         reply = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
         return socket.inet_ntoa(reply[20:24])
     return None
@@ -143,7 +144,7 @@ async def lead(meeting: Meeting) -> Roll:
 
     server = await asyncio.start_server(serve, sock=_listen(meeting.port))
     async with server:
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError):  # the roll says who has not come
             await asyncio.wait_for(roll.over.wait(), meeting.timeout_s + HEAD_WAITS_LONGER_S)
         roll.over.set()
         if callers:
@@ -171,7 +172,7 @@ async def come(meeting: Meeting, node: str, gpus: int) -> dict[str, str] | None:
 async def _call(meeting: Meeting, host: str, node: str, gpus: int, answers: dict[str, str]) -> None:
     hello = json.dumps({"token": meeting.token, "node": node, "host": host, "gpus": gpus}).encode()
     while True:
-        with contextlib.suppress(asyncio.IncompleteReadError):
+        with contextlib.suppress(asyncio.IncompleteReadError):  # it hung up: another job's, or its time is over
             try:
                 reader, writer = await asyncio.open_connection(host, meeting.port)
                 answers[host] = "reached"

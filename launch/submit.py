@@ -338,7 +338,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if request.cluster == "debug":
         jobs[0].results()
     elif watch:
-        with contextlib.suppress(KeyboardInterrupt):
+        with contextlib.suppress(KeyboardInterrupt):  # ends the looking, not the jobs
             follow(jobs[0], request.cluster)
         return 0 if all(run.done.exists() or run.stopped.exists() for run in batch.runs) else 1
     return 0

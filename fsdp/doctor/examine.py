@@ -182,7 +182,7 @@ def _look_at_storage(visit: Visit) -> None:
         visit.store.set(f"read/{env.rank}", "true")
         visit.everyone("read", heads)
     finally:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # storage that fails has been told of, and is not written to
             (folder / name).unlink(missing_ok=True)
 
 

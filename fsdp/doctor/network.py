@@ -28,7 +28,7 @@ def listener() -> Iterator[int]:
                 taken, _ = server.accept()
             except OSError:  # its time-out, after which it looks whether it is over
                 continue
-            with contextlib.closing(taken), contextlib.suppress(OSError):
+            with contextlib.closing(taken), contextlib.suppress(OSError):  # it has hung up, and tells that itself
                 taken.sendall(socket.gethostname().encode())
 
     thread = threading.Thread(target=serve, name="doctor-port", daemon=True)

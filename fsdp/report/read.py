@@ -6,6 +6,7 @@ the model says (samples.py).
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import re
 import time
@@ -181,11 +182,9 @@ def _last_word(run: RunDir, story: RunStory) -> tuple[Start, ...]:
         return story.starts
     last = replace(story.starts[-1], to_step=story.last_step or None)
     claim = run.path / "CLAIM"
-    try:
+    with contextlib.suppress(FileNotFoundError):  # no claim, so nobody runs
         if time.time() - claim.stat().st_mtime < LIVE_S:
             last = replace(last, outcome="running", why="goes on")
-    except OSError:
-        pass  # no claim, so nobody runs
     return (*story.starts[:-1], last)
 
 

@@ -139,10 +139,12 @@ def _verdicts(folder: Path) -> Iterator[Verdict]:
         else:
             found.append(dict(record))
     for nth, record in enumerate(found):
-        with contextlib.suppress(TypeError, ValueError):
+        try:
             verdict = _verdict(record)
-            late = nth >= len(found) - MOST_STACKS and verdict.folder
-            yield replace(verdict, stacks=_stacks(folder / verdict.folder, verdict.ranks)) if late else verdict
+        except (TypeError, ValueError):
+            continue  # of another form
+        late = nth >= len(found) - MOST_STACKS and verdict.folder
+        yield replace(verdict, stacks=_stacks(folder / verdict.folder, verdict.ranks)) if late else verdict
 
 
 def _verdict(record: Mapping[str, Any]) -> Verdict:
@@ -185,7 +187,7 @@ def _late(path: Path) -> Iterator[Late]:
         elif "rank" in record:
             if open_one is not None and open_one.rank != record["rank"]:
                 yield open_one
-            with contextlib.suppress(TypeError, ValueError):
+            with contextlib.suppress(TypeError, ValueError):  # of another form
                 numbers = float(record.get("percent", 0.0)), int(record.get("since_step", 0))
                 open_one = Late(int(record["rank"]), str(record.get("node", "")), *numbers, "")
     if open_one is not None:
@@ -194,6 +196,9 @@ def _late(path: Path) -> Iterator[Late]:
 
 def _spikes(path: Path) -> Iterator[Spike]:
     for record in _records(path, "step", "grad_norm"):
-        with contextlib.suppress(TypeError, ValueError):
+        try:
             samples = tuple(int(one) for one in record.get("samples") or ())
-            yield Spike(int(record["step"]), float(record["grad_norm"]), float(record.get("usual") or 0.0), samples)
+            spike = Spike(int(record["step"]), float(record["grad_norm"]), float(record.get("usual") or 0.0), samples)
+        except (TypeError, ValueError):
+            continue  # of another form
+        yield spike

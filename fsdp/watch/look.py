@@ -128,7 +128,7 @@ class LocalRank:
         if asked is None:
             return None
         data = b""
-        with asked, contextlib.suppress(OSError):
+        with asked, contextlib.suppress(OSError):  # no time left, or its process is gone: no answer is one
             while not data.endswith(b"\n"):
                 asked.settimeout(max(0.01, deadline - time.monotonic()))
                 more = asked.recv(1 << 20)
@@ -154,7 +154,7 @@ class LocalRank:
         if SIGNAL is None:
             return ()
         before = self.stacks.seek(0, os.SEEK_END)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # gone meanwhile: a verdict comes without its stack too
             os.kill(self.pid, SIGNAL)
         time.sleep(0.1)  # the handler needs a moment; nothing tells when it has written
         self.stacks.seek(before)

@@ -320,7 +320,7 @@ def _told_by(verdict: Verdict, found: Sequence[Evidence]) -> dict[str, Any] | No
 def say(lines: Sequence[str]) -> None:
     """Plain lines; on a terminal in the place of the run's live line, which is drawn anew."""
     clear = "\r\x1b[2K" if os.isatty(2) and os.environ.get("TERM") != "dumb" else ""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # the screen is gone; verdicts.jsonl is not
         os.write(2, (clear + "\n".join(lines) + "\n").encode())
 
 

@@ -26,7 +26,7 @@ class Line:
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # closed already, which the first word will find
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection, self._coming, self._going = connection, b"", b""
         self.heard_at = time.monotonic()
@@ -38,7 +38,7 @@ class Line:
         left = array("i", [0])
         if self.closed or self._going:
             return
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # no answer is no sign of life
             fcntl.ioctl(self._connection, termios.TIOCOUTQ, left)
             if not left[0]:
                 self.heard_at = time.monotonic()
@@ -100,7 +100,7 @@ class Head:
         self.said: dict[str, dict[str, Any]] = {}
 
     def beat(self) -> None:
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(BlockingIOError):  # nobody else is there
             while True:
                 self._strangers.append(Line(self._ear.accept()[0]))
         for line in list(self._strangers):
@@ -163,7 +163,7 @@ class Peer:
             return
         self.tried_at = now
         for address in self._addresses:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # not by this way, or not yet
                 self.line = Line(socket.create_connection(address, CONNECT_S))
                 return
 

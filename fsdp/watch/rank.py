@@ -113,7 +113,7 @@ class Watch:
         assert monitor.stdin is not None
         monitor.stdin.close()
         if well:
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for storage, and ends by itself
                 monitor.wait(FAREWELL_S)
 
     # ------------------------------------------------------------ the beginning
@@ -205,7 +205,7 @@ def tell_torchrun(words: dict[str, Any]) -> None:
     if file:
         line = "another rank ended first" if words["secondary"] else words["message"]
         extra = {"py_callstack": line, "timestamp": str(int(words["time"]))}
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the failure itself has been told
             Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}), encoding="utf-8")
 
 
@@ -241,7 +241,7 @@ def _become_farewell(left: _Told) -> NoReturn:
         for one in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(one, signal.SIG_IGN)  # it ends in a moment, and with its own code
     for name in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the one that listed them is closed again
             os.set_inheritable(int(name.name), int(name.name) in (0, 1, 2, left.cells.descriptor))
     os.chdir("/")
     words = ["fsdp.watch.farewell", str(left.cells.descriptor), str(left.cells.path), str(left.code)]

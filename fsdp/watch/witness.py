@@ -44,7 +44,7 @@ class Witness:
         threading.Thread(target=self._serve, name="witness", daemon=True).start()
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # some systems know it of connections alone; Linux wakes the thread with it
             self._ear.shutdown(socket.SHUT_RDWR)
         self._ear.close()
         if SIGNAL is not None:
