@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from fsdp.preflight import Facts, differences
 
+Key = TypeVar("Key")
 Look = Mapping[str, Any]
 """What one rank saw, by stage; a stage that it did not come to is missing."""
 
@@ -81,6 +82,12 @@ class Scene:
     def host(self, rank: int) -> str:
         return self.hosts[next(n for n, ranks in enumerate(self.nodes) if rank in ranks)]
 
+    def of_node(self, node: int, what: str, hint: str, *, out: bool) -> Finding:
+        return Finding(self.hosts[node], None, what, hint, out)
+
+    def of_rank(self, rank: int, what: str, hint: str, *, out: bool) -> Finding:
+        return Finding(self.host(rank), rank, what, hint, out)
+
     def heads(self) -> Iterator[tuple[int, Look]]:
         """The first rank of each node, which looks at what the node shares."""
         return ((node, self.looks[ranks[0]]) for node, ranks in enumerate(self.nodes) if ranks[0] in self.looks)
@@ -88,7 +95,7 @@ class Scene:
 
 def judge(scene: Scene) -> Verdict:
     judges: Sequence[Callable[[Scene], Iterator[Finding]]] = (
-        _absent, _unfinished, _programs, _names, _ports, _devices, _memory, _within, _between, _storage, _clocks,
+        _absent, _unfinished, _programs, _names, _ports, _devices, _memory, _within, _between, _storage, _disks, _clocks,
     )  # fmt: skip
     findings = [finding for one in judges for finding in one(scene)]
     out = list(dict.fromkeys(finding.host for finding in findings if finding.out))
@@ -106,7 +113,7 @@ def _absent(scene: Scene) -> Iterator[Finding]:
         missing = [rank for rank in ranks if rank not in scene.looks]
         if missing:
             who = "none of its ranks came" if len(missing) == len(ranks) else f"ranks {', '.join(map(str, missing))} never came"
-            yield Finding(scene.hosts[node], None, who, "see its log; does it reach the first node?", True)
+            yield scene.of_node(node, who, "see its log; does it reach the first node?", out=True)
 
 
 def _unfinished(scene: Scene) -> Iterator[Finding]:
@@ -119,7 +126,7 @@ def _unfinished(scene: Scene) -> Iterator[Finding]:
         blamed = stage == rarest and len(set(stages)) > 1
         failure = scene.looks.get(rank, {}).get("failure")
         what = f"failed in: {stage} ({failure})" if failure else f"not done in time, still in: {stage}"
-        yield Finding(scene.host(rank), rank, what, "--limit-s more, or leave it out", blamed)
+        yield scene.of_rank(rank, what, "--limit-s more, or leave it out", out=blamed)
 
 
 def _programs(scene: Scene) -> Iterator[Finding]:
@@ -127,7 +134,7 @@ def _programs(scene: Scene) -> Iterator[Finding]:
     for one in differences(everyone):
         for rank, value in list(one.others.items())[:8]:
             what = f"{one.what} {value or 'is missing'}, where most have {one.usual or 'none'}"
-            yield Finding(scene.host(rank), rank, what, "the same environment on every node", one.fatal)
+            yield scene.of_rank(rank, what, "the same environment on every node", out=one.fatal)
 
 
 # ---------------------------------------------------------------- network
@@ -138,9 +145,7 @@ def _names(scene: Scene) -> Iterator[Finding]:
         names = look.get("network", {})
         if names and not names["host_resolves"] and len(scene.nodes) > 1:
             hint = "add it to DNS or /etc/hosts, or export GLOO_SOCKET_IFNAME=INTERFACE"
-            yield Finding(
-                scene.hosts[node], None, f"its own name {names['host']} does not resolve", hint, not names["interface"]
-            )
+            yield scene.of_node(node, f"its own name {names['host']} does not resolve", hint, out=not names["interface"])
 
 
 def _ports(scene: Scene) -> Iterator[Finding]:
@@ -156,7 +161,7 @@ def _ports(scene: Scene) -> Iterator[Finding]:
         mine = {pair: why for pair, why in broken.items() if worst in pair}
         others = sorted({scene.hosts[node] for pair in mine for node in pair if node != worst})
         what = f"no connection between it and {', '.join(others[:4])} ({next(iter(mine.values()))})"
-        yield Finding(scene.hosts[worst], None, what, "a firewall, a route, or a dead link", True)
+        yield scene.of_node(worst, what, "a firewall, a route, or a dead link", out=True)
         broken = {pair: why for pair, why in broken.items() if pair not in mine}
 
 
@@ -170,6 +175,12 @@ def can_meet(looks: Mapping[int, Look]) -> bool:
 # ---------------------------------------------------------------- devices
 
 
+def _below(share: float, rates: Mapping[Key, float]) -> Iterator[tuple[Key, float, float]]:
+    """Those that reach less than this share of the median: which, their rate, the median."""
+    usual = median(rates.values()) if rates else 0.0
+    yield from ((key, rate, usual) for key, rate in rates.items() if rate < share * usual)
+
+
 def slow_ranks(looks: Mapping[int, Look]) -> dict[int, float]:
     """Rank → its share of the median among devices of its kind, where that is too little."""
     found = {}
@@ -178,8 +189,7 @@ def slow_ranks(looks: Mapping[int, Look]) -> dict[int, float]:
         if "device" in look:
             by_kind.setdefault(look["facts"]["device"], {})[rank] = look["device"]["tflops"]
     for kind, rates in by_kind.items():
-        usual, least = median(rates.values()), SLOW_CPU if kind == "cpu" else SLOW_CUDA
-        found.update({rank: rate / usual for rank, rate in rates.items() if rate < least * usual})
+        found.update({rank: rate / usual for rank, rate, usual in _below(SLOW_CPU if kind == "cpu" else SLOW_CUDA, rates)})
     return found
 
 
@@ -188,19 +198,19 @@ def _devices(scene: Scene) -> Iterator[Finding]:
     slow = slow_ranks(seen)
     for rank, share in slow.items():
         what = f"matrix product at {seen[rank]['device']['tflops']:.3g} TFLOP/s, {share:.0%} of the median"
-        yield Finding(scene.host(rank), rank, what, "another job on it, its clocks, its cooling", True)
+        yield scene.of_rank(rank, what, "another job on it, its clocks, its cooling", out=True)
     products = {rank: look["device"]["product"] for rank, look in seen.items()}
     usual = median([value for value in products.values() if isfinite(value)] or [0.0])
     for rank, value in products.items():
         if not abs(value - usual) <= SAME_PRODUCT * abs(usual):  # also where it is not a number
-            yield Finding(scene.host(rank), rank, f"computes wrong: {value:.6g} for {usual:.6g}", "take the device out", True)
+            yield scene.of_rank(rank, f"computes wrong: {value:.6g} for {usual:.6g}", "take the device out", out=True)
     for rank, look in seen.items():
         for complaint in look["device"]["health"]:
-            yield Finding(scene.host(rank), rank, complaint, "drain the node and reset the device", True)
+            yield scene.of_rank(rank, complaint, "drain the node and reset the device", out=True)
         peak = look["device"]["peak_tflops"]
         if peak and look["device"]["tflops"] < OF_PEAK * peak and rank not in slow:
             what = f"matrix product at {look['device']['tflops']:.0f} of {peak:.0f} TFLOP/s that its maker gives"
-            yield Finding(scene.host(rank), rank, what, "power limit, clocks, or another job on it", False)
+            yield scene.of_rank(rank, what, "power limit, clocks, or another job on it", out=False)
 
 
 def _memory(scene: Scene) -> Iterator[Finding]:
@@ -209,7 +219,7 @@ def _memory(scene: Scene) -> Iterator[Finding]:
         if about and look["facts"]["device"] != "cpu" and about["memory_free"] < FREE * about["memory_total"]:
             used = (about["memory_total"] - about["memory_free"]) / GIB
             what = f"{used:.1f} of {about['memory_total'] / GIB:.0f} GiB of its device are taken"
-            yield Finding(scene.host(rank), rank, what, "nvidia-smi on that node says by whom", True)
+            yield scene.of_rank(rank, what, "nvidia-smi on that node says by whom", out=True)
 
 
 # ---------------------------------------------------------------- links
@@ -221,11 +231,9 @@ def _rate(link: Mapping[str, float]) -> float:
 
 def _within(scene: Scene) -> Iterator[Finding]:
     rates = {node: _rate(look["links"]["within"]) for node, look in scene.heads() if "within" in look.get("links", {})}
-    usual = median(rates.values()) if rates else 0.0
-    for node, rate in rates.items():
-        if rate < LINK * usual:
-            what = f"{rate:.3g} GB/s within the node, {rate / usual:.0%} of the median"
-            yield Finding(scene.hosts[node], None, what, "NCCL_DEBUG=INFO says which way it goes; NVLink or PCIe is down", True)
+    for node, rate, usual in _below(LINK, rates):
+        what = f"{rate:.3g} GB/s within the node, {rate / usual:.0%} of the median"
+        yield scene.of_node(node, what, "NCCL_DEBUG=INFO says which way it goes; NVLink or PCIe is down", out=True)
 
 
 def _between(scene: Scene) -> Iterator[Finding]:
@@ -235,17 +243,17 @@ def _between(scene: Scene) -> Iterator[Finding]:
         for other, link in look.get("links", {}).get("between", {}).items():
             pair = (min(node, int(other)), max(node, int(other)))
             rates[pair] = min(rates.get(pair, float("inf")), _rate(link))
-    usual = median(rates.values()) if len(rates) > 1 else 0.0
-    slow = {pair for pair, rate in rates.items() if rate < LINK * usual}
+    usual = median(rates.values()) if rates else 0.0
+    slow = {pair for pair, _, _ in _below(LINK, rates)}
     for node in range(len(scene.nodes)):
         mine = [pair for pair in rates if node in pair]
         if slow and mine and all(pair in slow for pair in mine) and len(mine) > 1:
             what = f"{max(rates[pair] for pair in mine):.3g} GB/s to both its neighbours, where {usual:.3g} is usual"
-            yield Finding(scene.hosts[node], None, what, "its network card, its cable, NCCL_IB_HCA or NCCL_SOCKET_IFNAME", True)
+            yield scene.of_node(node, what, "its network card, its cable, NCCL_IB_HCA or NCCL_SOCKET_IFNAME", out=True)
             slow -= set(mine)
     for one, other in sorted(slow):
         what = f"{rates[(one, other)]:.3g} GB/s to {scene.hosts[other]}, where {usual:.3g} is usual"
-        yield Finding(scene.hosts[one], None, what, "the link between the two", False)
+        yield scene.of_node(one, what, "the link between the two", out=False)
 
 
 # ---------------------------------------------------------------- storage and clocks
@@ -256,22 +264,21 @@ def _storage(scene: Scene) -> Iterator[Finding]:
     blind = {node: about["unseen"] for node, about in heads.items() if about.get("unseen")}
     for node, about in heads.items():
         if "error" in about:
-            yield Finding(
-                scene.hosts[node], None, f"{about['folder']} {about['error']}", "--dir FOLDER on shared storage", True
-            )
+            yield scene.of_node(node, f"{about['folder']} {about['error']}", "--dir FOLDER on shared storage", out=True)
     # What the first node wrote is what a run's checkpoints are: a node that does not see it does not share.
     for node, others in blind.items():
         if 0 in others and node:
             names = ", ".join(scene.hosts[other] for other in others[:4])
             what = f"does not see what {names} wrote into {heads[node]['folder']}"
-            yield Finding(scene.hosts[node], None, what, "mount the shared storage there, or --dir FOLDER that is shared", True)
+            yield scene.of_node(node, what, "mount the shared storage there, or --dir FOLDER that is shared", out=True)
+
+
+def _disks(scene: Scene) -> Iterator[Finding]:
     for name, words in (("write_mb_s", "writes"), ("read_mb_s", "reads")):
-        rates = {node: about[name] for node, about in heads.items() if name in about}
-        usual = median(rates.values()) if rates else 0.0
-        for node, rate in rates.items():
-            if rate < DISK * usual:
-                what = f"{words} {rate:.0f} MB/s, where {usual:.0f} is usual"
-                yield Finding(scene.hosts[node], None, what, "its mount, or its way to the storage", False)
+        rates = {node: look["storage"][name] for node, look in scene.heads() if name in look.get("storage", {})}
+        for node, rate, usual in _below(DISK, rates):
+            what = f"{words} {rate:.0f} MB/s, where {usual:.0f} is usual"
+            yield scene.of_node(node, what, "its mount, or its way to the storage", out=False)
 
 
 def _clocks(scene: Scene) -> Iterator[Finding]:
@@ -279,4 +286,4 @@ def _clocks(scene: Scene) -> Iterator[Finding]:
         offset = look.get("links", {}).get("clock_s", 0.0)
         if abs(offset) > CLOCK_S:
             what = f"its clock is {abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'} the first node's"
-            yield Finding(scene.hosts[node], None, what, "chronyc tracking, or timedatectl, on that node", False)
+            yield scene.of_node(node, what, "chronyc tracking, or timedatectl, on that node", out=False)
