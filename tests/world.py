@@ -9,7 +9,6 @@ a world that hangs is ended and the pool made anew, so that no test meets anothe
 from __future__ import annotations
 
 import atexit
-import multiprocessing
 import os
 import tempfile
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp.env import DistEnv
+from tests.forked import FORKED
 
 DEFAULT_TIMEOUT_S = 120.0
 
@@ -30,9 +30,8 @@ class WorldError(AssertionError):
 
 class _Rank:
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self.pipe, theirs = FORKED.Pipe()
+        self.process = FORKED.Process(target=_serve, args=(theirs,), daemon=True)
         self.process.start()
         theirs.close()
 

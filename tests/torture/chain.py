@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import time
@@ -17,6 +16,7 @@ from fsdp.checkpoint import inspect, load
 from fsdp.checkpoint.manifest import Manifest
 from fsdp.checkpoint.names import MANIFEST, METADATA
 from fsdp.checkpoint.store import LocalStore
+from tests.forked import FORKED
 from tests.torture import rank as rank_module
 
 STEPS, EVERY, KEEP = 150, 5, 2
@@ -24,8 +24,6 @@ MOMENTS = {"anytime": 2, "starting": 1, "saving": 3, "sealing": 3, "pruning": 3}
 """When to kill, and how often each: most lie within a save."""
 LOOK_S = 0.0005
 TOO_LONG_S = 120.0
-
-context = multiprocessing.get_context("forkserver")
 
 
 class Violation(Exception):
@@ -76,7 +74,7 @@ class Chain:
         self.starts += 1
         store, log = str(self.folder / f"store-{self.starts}"), str(self.folder / "log")
         ranks = [
-            context.Process(target=rank_module.run, args=(rank, self.shape.ranks, self.flags, store, log), daemon=True)
+            FORKED.Process(target=rank_module.run, args=(rank, self.shape.ranks, self.flags, store, log), daemon=True)
             for rank in range(self.shape.ranks)
         ]
         for rank in ranks:
