@@ -12,8 +12,6 @@ They are read by --data.workers threads at once. A Dataset with an attribute `cl
 
 from __future__ import annotations
 
-import inspect
-import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -23,9 +21,9 @@ from torch import Tensor
 
 from fsdp.config import Args
 from fsdp.data.base import DataInfo, DataSet, Samples
-from fsdp.data.registry import Where, unknown_argument
+from fsdp.data.registry import Where
 from fsdp.errors import ConfigError
-from fsdp.models import load_attribute
+from fsdp.models.factory import blame, load_attribute, parameters_of
 
 
 def build(name: str, where: Where, args: Args) -> DataSet:
@@ -36,33 +34,26 @@ def build(name: str, where: Where, args: Args) -> DataSet:
     except ConfigError:
         raise
     except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        what = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(
-            f"--data.name {name} failed: {what} ({frame.filename}:{frame.lineno}).", "the line named is the factory's own"
-        ) from error
+        raise ConfigError(f"--data.name {name} failed: {blame(error)}.", "the line named is the factory's own") from error
     return as_dataset(name, made)
 
 
 def _arguments(name: str, factory: Callable[..., Any], where: Where, args: Args) -> dict[str, Any]:
-    try:
-        parameters = inspect.signature(factory).parameters
-    except ValueError:  # a builtin without one
+    takes = parameters_of(factory)
+    if takes is None:
         return dict(args)
-    named = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    for argument in args:
-        if argument not in named and not takes_any:
-            raise unknown_argument(argument, list(named), name)
-    if where.dir and "dir" not in named and not takes_any:
+    takes.check(args, "--data.args", name)
+    if where.dir and not takes.accepts("dir"):
         raise ConfigError(
             f"--data.dir {where.dir} says nothing to {name}: it has no parameter dir.",
             "leave it out, or give it a parameter dir",
         )
-    offered = {"seq_len": where.seq_len, **({"dir": where.dir} if where.dir else {})}
-    given = dict(args) | {n: v for n, v in offered.items() if (n in named or (n == "dir" and takes_any)) and n not in args}
-    missing = [n for n, p in named.items() if p.default is p.empty and n not in given]
-    if missing:
+    given = dict(args)
+    if "seq_len" in takes.named:
+        given.setdefault("seq_len", where.seq_len)
+    if where.dir:
+        given.setdefault("dir", where.dir)
+    if missing := takes.missing(given):
         flag = "--data.dir FOLDER" if missing[0] == "dir" else f"--data.args.{missing[0]} VALUE"
         raise ConfigError(f"{name} needs {', '.join(missing)}.", flag)
     return given

@@ -17,6 +17,7 @@ from typing import Any
 from fsdp.config import Args, DataSection
 from fsdp.data.base import DataSet
 from fsdp.errors import ConfigError
+from fsdp.models.factory import unknown_argument
 
 BUILT_INS = ("digits", "fashion_mnist", "text", "tokens", "folder", "synthetic")
 
@@ -52,14 +53,8 @@ def check_args(function: Callable[..., Any], given: Args, owner: str) -> dict[st
     known = [n for n, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY]
     for name in given:
         if name not in known:
-            raise unknown_argument(name, known, owner)
+            raise unknown_argument(name, known, "--data.args", owner)
     return {name: _typed(name, value, hints[name]) for name, value in given.items()}
-
-
-def unknown_argument(name: str, known: list[str], owner: str) -> ConfigError:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    takes = f"it takes {', '.join(known)}" if known else "it takes none"
-    return ConfigError(f"--data.args.{name} is no argument of {owner}.", f"--data.args.{near[0]} VALUE" if near else takes)
 
 
 def _typed(name: str, value: Any, hint: Any) -> Any:

@@ -9,7 +9,8 @@ A model hands over data about itself and imports no torch.distributed:
 A module that has none of it still trains.
 """
 
+from fsdp.models.factory import load_attribute
 from fsdp.models.real import build_real, to_empty
-from fsdp.models.registry import BUILT_INS, ModelSpec, load_attribute, resolve
+from fsdp.models.registry import BUILT_INS, ModelSpec, resolve
 
 __all__ = ["BUILT_INS", "ModelSpec", "build_real", "load_attribute", "resolve", "to_empty"]

@@ -6,7 +6,6 @@ Sizes are a frozen dataclass whose fields are the names of --model.args; they ch
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from fsdp.errors import ConfigError
+from fsdp.models.factory import unknown_argument
 
 Facts = Mapping[str, Any]
 Sizes = TypeVar("Sizes")
@@ -43,14 +43,8 @@ def make_sizes(cls: type[Sizes], given: Mapping[str, Any], owner: str) -> Sizes:
     hints = typing.get_type_hints(cls)
     for name in given:
         if name not in hints:
-            raise unknown_argument(name, list(hints), owner)
+            raise unknown_argument(name, list(hints), "--model.args", owner)
     return cls(**{name: _typed(name, value, hints[name]) for name, value in given.items()})
-
-
-def unknown_argument(name: str, known: list[str], owner: str) -> ConfigError:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    takes = f"it takes {', '.join(known)}" if known else "it takes none"
-    return ConfigError(f"--model.args.{name} is no argument of {owner}.", f"--model.args.{near[0]}" if near else takes)
 
 
 def _typed(name: str, value: Any, kind: type) -> Any:

@@ -1,19 +1,16 @@
 """From --model.name to something that builds: the built-in models and a person's own factories.
 
 `package.module:factory` is any callable that returns an nn.Module. It is built once on the meta device when it is resolved, so
-that what a person got wrong is said before any process group exists. Not here: weights, or how a model is sharded.
+that what a person got wrong is said before any process group exists. Not here: how the
+callable is found and asked what it takes (factory.py), weights, or how a model is sharded.
 """
 
 from __future__ import annotations
 
 import difflib
 import importlib
-import inspect
-import sys
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +18,8 @@ from torch import nn
 
 from fsdp.config import ModelSection
 from fsdp.errors import ConfigError
-from fsdp.models.builtin import BuiltIn, Facts, make_sizes, unknown_argument
-from fsdp.torchvision_import import prepare_torchvision
+from fsdp.models.builtin import BuiltIn, Facts, make_sizes
+from fsdp.models.factory import blame, load_attribute, parameters_of
 
 BUILT_INS = ("vit", "transformer", "mlp")
 _DATA_FOR = {"num_classes": ("images", "digits"), "vocab_size": ("tokens", "text")}
@@ -87,80 +84,21 @@ def _resolve_factory(section: ModelSection, facts: Facts) -> ModelSpec:
     return ModelSpec(name=section.name, build=build, sizes=given, knows_inits=_knows_inits(section.name, trial))
 
 
-def load_attribute(path: str, flag: str) -> Callable[..., Any]:
-    """What `package.module:attribute.of.it` names, with the current directory importable as for a script that lies there."""
-    module_name, _, attribute = path.partition(":")
-    if not module_name or not attribute:
-        raise ConfigError(f"{flag} {path} is not package.module:factory.", f"{flag} my_module:build")
-    if not {"", str(Path.cwd())} & set(sys.path):
-        sys.path.insert(0, str(Path.cwd()))
-    prepare_torchvision()  # the module, or transformers within it, may import torchvision
-    found: Any = _import(module_name, path, flag)
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise _unknown_attribute(found, part, path, flag)
-        found = getattr(found, part)
-    if not callable(found):
-        raise ConfigError(f"{flag} {path} is a {type(found).__name__}, which cannot be called.", "name a class or a function")
-    return found
-
-
-def _import(module_name: str, path: str, flag: str) -> Any:
-    try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        missing = error.name or module_name
-        if module_name == missing or module_name.startswith(missing + "."):
-            raise ConfigError(
-                f"{flag} {path}: there is no module {missing}, neither installed nor in {Path.cwd()}.",
-                "start where the module lies, or set PYTHONPATH=FOLDER",
-            ) from None
-        raise ConfigError(
-            f"{flag} {path}: {module_name} imports {missing}, which is not installed.", f"pip install {missing.split('.')[0]}"
-        ) from error
-    except Exception as error:
-        raise ConfigError(
-            f"{flag} {path}: importing it failed: {_where(error)}.", f'python -c "import {module_name}"'
-        ) from error
-
-
-def _unknown_attribute(owner: Any, name: str, path: str, flag: str) -> ConfigError:
-    public = [n for n, value in vars(owner).items() if callable(value) and not n.startswith("_")]
-    near = difflib.get_close_matches(name, public, n=1, cutoff=0.5)
-    module_name = path.partition(":")[0]
-    hint = f"{flag} {module_name}:{near[0]}" if near else f'python -c "import {module_name}; print(dir({module_name}))"'
-    return ConfigError(f"{flag} {path}: {getattr(owner, '__name__', owner)} has no {name}.", hint)
-
-
-def _where(error: BaseException) -> str:
-    """An error in a person's code as one line with its place."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text} ({frame.filename}:{frame.lineno})"
-
-
 def _arguments(section: ModelSection, factory: Callable[..., Any], facts: Facts) -> dict[str, Any]:
     """--model.args, then those facts that the factory has parameters for; checked against its signature."""
-    given = dict(section.args)
-    try:
-        parameters = inspect.signature(factory).parameters
-    except ValueError:  # a builtin without one
+    given, takes = dict(section.args), parameters_of(factory)
+    if takes is None:
         return given
-    named = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     if section.preset:
-        if "preset" not in named and not takes_any:
+        if not takes.accepts("preset"):
             raise ConfigError(
                 f"--model.preset {section.preset} says nothing to {section.name}: it has no parameter preset.",
                 "leave it out, or give the factory a parameter preset",
             )
         given["preset"] = section.preset
-    for name in given:
-        if name not in named and not takes_any:
-            raise unknown_argument(name, list(named), section.name)
-    given |= {name: facts[name] for name in named if name in facts and name not in given}
-    missing = [n for n, p in named.items() if p.default is p.empty and n not in given]
-    if missing:
+    takes.check(given, "--model.args", section.name)
+    given |= {name: facts[name] for name in takes.named if name in facts and name not in given}
+    if missing := takes.missing(given):
         raise ConfigError(f"{section.name} needs {', '.join(missing)}.", f"--model.args.{missing[0]} VALUE")
     return given
 
@@ -183,7 +121,7 @@ class _Factory:
                 if meta
                 else "the line named is the factory's own"
             )
-            raise ConfigError(f"--model.name {self.path} failed: {_where(error)}.", on_meta) from error
+            raise ConfigError(f"--model.name {self.path} failed: {blame(error)}.", on_meta) from error
         if not isinstance(model, nn.Module):
             raise ConfigError(
                 f"--model.name {self.path} returned a {type(model).__name__}, not an nn.Module.", "return the model itself"

@@ -1,0 +1,109 @@
+"""A person's own callable, `package.module:factory`, for models, data and hooks alike: found, and asked what it takes.
+
+What goes wrong in it is said with the flag that named it and the line that failed. Not here: what it must return.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdp.errors import ConfigError
+from fsdp.torchvision_import import prepare_torchvision
+
+
+def load_attribute(path: str, flag: str) -> Callable[..., Any]:
+    """What `package.module:attribute.of.it` names, with the current directory importable as for a script that lies there."""
+    module_name, _, attribute = path.partition(":")
+    if not module_name or not attribute:
+        raise ConfigError(f"{flag} {path} is not package.module:factory.", f"{flag} my_module:build")
+    if not {"", str(Path.cwd())} & set(sys.path):
+        sys.path.insert(0, str(Path.cwd()))
+    prepare_torchvision()  # the module, or transformers within it, may import torchvision
+    found: Any = _import(module_name, path, flag)
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise _unknown_attribute(found, part, path, flag)
+        found = getattr(found, part)
+    if not callable(found):
+        raise ConfigError(f"{flag} {path} is a {type(found).__name__}, which cannot be called.", "name a class or a function")
+    return found
+
+
+def _import(module_name: str, path: str, flag: str) -> Any:
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or module_name
+        if module_name == missing or module_name.startswith(missing + "."):
+            raise ConfigError(
+                f"{flag} {path}: there is no module {missing}, neither installed nor in {Path.cwd()}.",
+                "start where the module lies, or set PYTHONPATH=FOLDER",
+            ) from None
+        raise ConfigError(
+            f"{flag} {path}: {module_name} imports {missing}, which is not installed.", f"pip install {missing.split('.')[0]}"
+        ) from error
+    except Exception as error:
+        raise ConfigError(
+            f"{flag} {path}: importing it failed: {blame(error)}.", f'python -c "import {module_name}"'
+        ) from error
+
+
+def _unknown_attribute(owner: Any, name: str, path: str, flag: str) -> ConfigError:
+    public = [n for n, value in vars(owner).items() if callable(value) and not n.startswith("_")]
+    near = difflib.get_close_matches(name, public, n=1, cutoff=0.5)
+    module_name = path.partition(":")[0]
+    hint = f"{flag} {module_name}:{near[0]}" if near else f'python -c "import {module_name}; print(dir({module_name}))"'
+    return ConfigError(f"{flag} {path}: {getattr(owner, '__name__', owner)} has no {name}.", hint)
+
+
+def blame(error: BaseException) -> str:
+    """An error in a person's code as one line with its place."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text} ({frame.filename}:{frame.lineno})"
+
+
+# ---------------------------------------------------------------- what it takes
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Those that a callable can be given by name; `any_name` where it takes **whatever besides."""
+
+    named: Mapping[str, inspect.Parameter]
+    any_name: bool
+
+    def accepts(self, name: str) -> bool:
+        return name in self.named or self.any_name
+
+    def check(self, given: Iterable[str], flag: str, owner: str) -> None:
+        for name in given:
+            if not self.accepts(name):
+                raise unknown_argument(name, list(self.named), flag, owner)
+
+    def missing(self, given: Mapping[str, Any]) -> list[str]:
+        return [name for name, one in self.named.items() if one.default is one.empty and name not in given]
+
+
+def parameters_of(factory: Callable[..., Any]) -> Parameters | None:
+    """None for a builtin that does not say."""
+    try:
+        found = inspect.signature(factory).parameters
+    except ValueError:
+        return None
+    named = {name: one for name, one in found.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+    return Parameters(named, any(one.kind is one.VAR_KEYWORD for one in found.values()))
+
+
+def unknown_argument(name: str, known: list[str], flag: str, owner: str) -> ConfigError:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    takes = f"it takes {', '.join(known)}" if known else "it takes none"
+    return ConfigError(f"{flag}.{name} is no argument of {owner}.", f"{flag}.{near[0]} VALUE" if near else takes)
