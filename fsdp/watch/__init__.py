@@ -8,6 +8,7 @@
     monitor.py    a process of its own on each node, without torch: looks, judges, says, ends the job
     crew.py       the ranks of a node together: all looked at, asked, kept the stacks of, ended
     look.py       what one look at a rank finds: cells, /proc, the witness's answer
+    evidence.py   what was found of one rank, and what its stack alone says
     verdict.py    from what was found to who it was; nothing is read or done there
     nodes.py      the monitors of several nodes, over TCP
     farewell.py   what a failed rank becomes until its story is told
@@ -17,6 +18,6 @@
     files.py      what stays in RUN/watch/, written by a thread that may wait for storage
     numbers.py    replicas compared, gradient norms by unit, the samples of a spike
 
-The monitor imports crew, verdict, cells, look, ledger, lateness, nodes and files: none of them may import torch. A rank that is
-stopped, dead or stuck with Python's lock in its hand cannot speak; its page can still be read.
+The monitor imports crew, look, evidence, verdict, cells, ledger, lateness, nodes and files: none of them may import torch. A
+rank that is stopped, dead or stuck with Python's lock in its hand cannot speak; its page can still be read.
 """

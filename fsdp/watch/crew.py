@@ -14,10 +14,10 @@ from typing import Any
 
 from fsdp.watch import cells
 from fsdp.watch.cells import FAILED, OVER
+from fsdp.watch.evidence import Evidence
 from fsdp.watch.files import Files
 from fsdp.watch.lateness import Work
 from fsdp.watch.look import ANSWER_S, LocalRank
-from fsdp.watch.verdict import Evidence
 
 ENDED_BY_THE_WATCH = 7
 LEAVE_S = 1.0

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from fsdp.watch import cells
 from fsdp.watch.cells import OVER, Beat
-from fsdp.watch.verdict import Evidence, Frame
+from fsdp.watch.evidence import Evidence, Frame
 
 TICK = os.sysconf("SC_CLK_TCK")
 SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None

@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from fsdp.watch.crew import Crew
+from fsdp.watch.evidence import Evidence, decode
 from fsdp.watch.files import Files
 from fsdp.watch.ledger import Ledger, Told
 from fsdp.watch.look import ANSWER_S
 from fsdp.watch.nodes import SILENT_S, Head, Peer
-from fsdp.watch.verdict import Evidence, Verdict, decode, judge
+from fsdp.watch.verdict import Verdict, judge
 
 BEAT_S = 0.2
 ASK_S = 1.5

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from fsdp.watch.evidence import Evidence, Frame, decode, spot
 from fsdp.watch.look import parse_stacks
-from fsdp.watch.verdict import Evidence, Frame, Verdict, decode, judge, spot
+from fsdp.watch.verdict import Verdict, judge
 
 MINE = (("/home/me/mine.py", 12, "forward"), ("/venv/lib/python3.11/site-packages/torch/nn/module.py", 9, "_call"))
 WAITING = Evidence(
