@@ -1,0 +1,261 @@
+"""One rank of `python -m bench.save`: a model, a round of steps with one save, and the meters of stalls, memory and reads.
+
+Here is what is measured. Not here: who starts the ranks (save.py), and what their figures come to (save_table.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.fsdp import fully_shard
+
+from bench.tables import turned
+from fsdp.checkpoint import Checkpointer
+from fsdp.config import CheckpointSection, ModelSection
+from fsdp.env import DistEnv, from_environment
+from fsdp.mesh import MeshSizes, build_mesh
+from fsdp.models.registry import resolve
+from fsdp.state import TrainState
+
+SAVE_EVERY = 10
+SIZES = {
+    "full": {"args": {}, "preset": "124m", "tokens": 64},
+    "short": {"args": {"vocab_size": 4096, "width": 256, "layers": 4, "heads": 4, "tied": True}, "preset": "", "tokens": 128},
+}
+WAYS = ("none", "ours", "ours-blocking", "dcp.save", "dcp.async_save thread", "dcp.async_save process")
+
+
+@dataclass
+class Tally:
+    """One way's steps and stalls, of this rank."""
+
+    steps_s: list[float] = field(default_factory=list)
+    stalls_s: list[float] = field(default_factory=list)
+    rounds_s: list[float] = field(default_factory=list)
+    """The mean step of each round."""
+    cpu_s: list[float] = field(default_factory=list)
+    """Processor time of each round, all threads of this process: what a save costs, whoever else uses the machine."""
+
+
+class Bench:
+    def __init__(self, env: DistEnv, size: dict[str, Any], place: Path) -> None:
+        self.env, self.place, self.tokens = env, place, size["tokens"]
+        self.sizes = MeshSizes("fsdp", 1, env.world_size)
+        self.state = self._build(size, seed=0)
+        self.gloo = dist.new_group(backend="gloo")
+        self.ours = self._checkpointer("async")
+        self.blocking = self._checkpointer("blocking")
+        self.future: Any = None
+        self.held_s = 0.0
+        self.saved = 0
+
+    def _checkpointer(self, mode: str) -> Checkpointer:
+        section = CheckpointSection(dir=str(self.place / mode), keep_last=1, mode=mode)  # type: ignore[arg-type]
+        return Checkpointer(section, self.place, self.env, self.sizes, config_hash="bench")
+
+    def _build(self, size: dict[str, Any], seed: int) -> TrainState:
+        torch.manual_seed(seed)
+        model: Any = resolve(ModelSection(name="transformer", preset=size["preset"], args=size["args"]), {}).build()
+        mesh = build_mesh(self.sizes, self.env.device)["dp_shard"]
+        for unit in model.units():
+            fully_shard(unit, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return TrainState(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True))
+
+    # ---- one step, and the ways to save after it
+
+    def step(self) -> None:
+        tokens = torch.randint(0, 4096, (1, self.tokens + 1))
+        logits = self.state.model(tokens[:, :-1])
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[0, 1:]).backward()
+        self.hold(self.ours.before_update)
+        self.state.optimizer.step()
+        self.state.optimizer.zero_grad()
+        self.state.step += 1
+
+    def hold(self, call: Callable[[], Any]) -> Any:
+        """Whatever the training thread waits for on account of a save."""
+        started = time.perf_counter()
+        result = call()
+        self.held_s += time.perf_counter() - started
+        return result
+
+    def save(self, way: str) -> None:
+        if way == "ours":
+            self.ours.save(self.state, metrics={}, reason="bench")
+        elif way == "ours-blocking":
+            self.blocking.save(self.state, metrics={}, reason="bench")
+        elif way == "dcp.save":
+            dcp.save(self.their_state(), checkpoint_id=self.their_folder(), process_group=self.gloo)
+        elif way != "none":
+            kind = AsyncCheckpointerType.THREAD if way.endswith("thread") else AsyncCheckpointerType.PROCESS
+            self.future = dcp.async_save(
+                self.their_state(), checkpoint_id=self.their_folder(), process_group=self.gloo, async_checkpointer_type=kind
+            )
+
+    def their_state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.state.model, self.state.optimizer)
+        return {"model": model, "optim": optimizer}
+
+    def their_folder(self) -> str:
+        return str(self.place / "dcp" / str(self.state.step))
+
+    def finish(self) -> None:
+        """Nothing is in flight when the next way begins."""
+        if self.future is not None:
+            self.future.result()
+            self.future = None
+        job = self.ours._flight
+        if job is not None:
+            job.done.wait()
+        self.ours.sealed()
+        dist.barrier()
+        if self.env.is_main:
+            shutil.rmtree(self.place / "dcp", ignore_errors=True)
+        dist.barrier()
+
+    def round(self, way: str, tally: Tally) -> None:
+        times, cpu = [], time.process_time()
+        for nth in range(SAVE_EVERY):
+            self.held_s, started = 0.0, time.perf_counter()
+            self.step()
+            if nth == 0:
+                self.hold(lambda: self.save(way))
+            elif way == "ours":
+                self.ours.sealed()
+            times.append(time.perf_counter() - started)
+            if self.held_s and nth < 2:
+                tally.stalls_s.append(self.held_s)
+        tally.steps_s += times
+        tally.rounds_s.append(statistics.fmean(times))
+        self.finish()
+        tally.cpu_s.append(time.process_time() - cpu)
+
+    # ---- memory and loading
+
+    def memory(self, saves: int) -> list[float]:
+        """Host memory after each save, MiB above what there was before the first; the process's own, not the page cache."""
+        gc.collect()
+        fresh = Checkpointer(
+            CheckpointSection(dir=str(self.place / "memory"), keep_last=1),
+            self.place,
+            self.env,
+            self.sizes,
+            config_hash="bench",
+        )
+        before, peaks = own_memory(), []
+        for _ in range(saves):
+            self.state.step += 1
+            reset_peak()
+            fresh.save(self.state, metrics={}, reason="bench", wait=True)
+            peaks.append((own_memory(peak=True) - before) / 2**20)
+            fresh.sealed()
+        fresh.close()
+        return peaks
+
+    def load(self, size: dict[str, Any]) -> dict[str, float]:
+        """Seconds and bytes read, of files that no cache holds."""
+        self.ours.save(self.state, metrics={}, reason="bench", wait=True)
+        folder, theirs = Path(self.ours.sealed()[-1].path), self.place / "dcp" / "load"
+        dcp.save(self.their_state(), checkpoint_id=str(theirs), process_group=self.gloo)
+        unique = sum(file.stat().st_size for file in folder.iterdir())
+        fresh = self._build(size, seed=1)
+        forget(folder, theirs)
+        dist.barrier()
+        (ours_s, ours_bytes) = measured(lambda: self._load_ours(fresh))
+        dist.barrier()
+        (theirs_s, theirs_bytes) = measured(lambda: self._load_theirs(fresh, theirs))
+        return {
+            "ours_s": ours_s, "dcp_s": theirs_s, "unique_bytes": unique, "ours_bytes": ours_bytes, "dcp_bytes": theirs_bytes,
+            "state_mib": self.state_bytes() / 2**20,
+        }  # fmt: skip
+
+    def _load_ours(self, state: TrainState) -> None:
+        again = self._checkpointer("async")
+        assert again.restore(state) is not None
+        again.close()
+
+    def _load_theirs(self, state: TrainState, folder: Path) -> None:
+        model, optimizer = get_state_dict(state.model, state.optimizer)
+        dcp.load({"model": model, "optim": optimizer}, checkpoint_id=str(folder), process_group=self.gloo)
+        set_state_dict(state.model, state.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+
+    def state_bytes(self) -> int:
+        """This rank's own state: its shards of parameters and of both moments."""
+        own = sum(p.to_local().nbytes for p in self.state.model.parameters())  # type: ignore[attr-defined]
+        return 3 * own
+
+
+def own_memory(peak: bool = False) -> int:
+    """Bytes that are this process's alone, now or at the most since reset_peak."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    now = sum(int(status[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
+    return now + (int(status["VmHWM"].split()[0]) - int(status["VmRSS"].split()[0])) * 1024 if peak else now
+
+
+def reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def measured(call: Callable[[], object]) -> tuple[float, int]:
+    def read() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    began, started = read(), time.perf_counter()
+    call()
+    return time.perf_counter() - started, read() - began
+
+
+def forget(*folders: Path) -> None:
+    """Put files out of the page cache."""
+    for file in (file for folder in folders for file in folder.iterdir()):
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+# ---------------------------------------------------------------- the whole
+
+
+def rank_main(options: argparse.Namespace) -> None:
+    torch.set_num_threads(options.threads)
+    env = from_environment()
+    store = dist.FileStore(str(Path(options.place, "store")), env.world_size)
+    dist.init_process_group("cpu:gloo", store=store, rank=env.rank, world_size=env.world_size)
+    size = SIZES["short" if options.short else "full"]
+    bench = Bench(env, size, Path(options.place))
+    tallies = {way: Tally() for way in options.ways}
+    for way in options.ways:  # once through, uncounted: plans, buffers, processes, compiled kernels
+        bench.round(way, Tally())
+    for nth in range(options.rounds):
+        for way in turned(options.ways, nth):
+            bench.round(way, tallies[way])
+    result = {
+        "rank": env.rank,
+        "parameters": sum(p.numel() for p in bench.state.model.parameters()),
+        "ways": {way: vars(tally) for way, tally in tallies.items()},
+        "memory_mib": bench.memory(options.saves),
+        "load": bench.load(size),
+    }
+    bench.ours.close()
+    bench.blocking.close()
+    Path(options.place, f"result-{env.rank}.json").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+    os._exit(0)  # dcp's background process is a daemon that a plain exit waits for
