@@ -1,4 +1,4 @@
-"""Which of many alike cases stand for all of them in the quick part; the whole test command runs each."""
+"""Which of many alike cases stand for all of them: in the quick part, in the whole test command, and in the full form."""
 
 from __future__ import annotations
 
@@ -8,13 +8,20 @@ from typing import Any
 import pytest
 
 
-def quick_are(kept: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
-    """The cases for parametrize, all but those kept marked slow. A case that is kept must be one of them."""
+def quick_are(kept: Iterable[Any], cases: Iterable[Any], sample: Iterable[Any] | None = None) -> list[Any]:
+    """The cases for parametrize, all but those kept marked slow. Given a sample, what is in neither waits for the full form."""
     kept, cases = list(kept), list(cases)
-    unknown = [case for case in kept if case not in cases]
+    whole = cases if sample is None else [*kept, *sample]
+    unknown = [case for case in [*kept, *whole] if case not in cases]
     assert not unknown, f"no such case: {unknown}"
-    return [case if case in kept else _slow(case) for case in cases]
+    return [case if case in kept else _later(case, whole=case in whole) for case in cases]
 
 
-def _slow(case: Any) -> Any:
-    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
+def sample_are(sample: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
+    """The cases for parametrize of a test that is slow by itself: all but the sample wait for the full form."""
+    return quick_are([], cases, sample)
+
+
+def _later(case: Any, *, whole: bool) -> Any:
+    marks = [pytest.mark.slow] if whole else [pytest.mark.slow, pytest.mark.long]
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=marks)

@@ -13,6 +13,7 @@ from bench.peers.roster import ROSTER, absent, settings
 from bench.peers.team import Team
 from bench.scale import told
 from bench.simulated import simulate
+from tests.marks import sample_are
 
 STEPS = 2
 
@@ -30,8 +31,7 @@ def losses(name: str) -> list[float]:
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in ROSTER if name not in ("bare", "torchtitan")])
+@pytest.mark.parametrize("name", sample_are(["ours"], [name for name in ROSTER if name not in ("bare", "torchtitan")]))
 def test_same_work(name: str, bare: list[float]) -> None:
     if ROSTER[name].missing:
         pytest.skip(f"{name}: {ROSTER[name].missing}")

@@ -9,6 +9,7 @@ import pytest
 
 from fsdp.env import DistEnv
 from tests.checkpoint.small import Kind, bits, build, save_once
+from tests.marks import sample_are
 from tests.world import run_world
 
 LATER = 20
@@ -104,8 +105,7 @@ def loaded(env: DistEnv, kind: Kind, run_dirs: list[str]) -> list[tuple[dict[str
     return seen
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "ranks"), SHAPES)
+@pytest.mark.parametrize(("kind", "ranks"), sample_are([("fsdp", 3), ("hsdp", 4), ("ddp", 1)], SHAPES))
 def test_every_size_and_strategy_reads_what_every_other_wrote(
     written: dict[str, dict[str, int]], kind: Kind, ranks: int
 ) -> None:

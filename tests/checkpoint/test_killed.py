@@ -14,14 +14,17 @@ from pathlib import Path
 import pytest
 
 from fsdp.claim import Claim
+from tests.core.runs import on_a_rank
+from tests.marks import sample_are
 from tests.torture.chain import Chain, Shape
+from tests.world import run_world
 
 ROOT = Path(__file__).parents[2]
 STEPS = 60
+SHAPES = [Shape("fsdp", 2), Shape("hsdp", 4), Shape("ddp", 2)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", [Shape("fsdp", 2), Shape("hsdp", 4), Shape("ddp", 2)], ids=lambda shape: shape.strategy)
+@pytest.mark.parametrize("shape", sample_are(SHAPES[:1], SHAPES), ids=lambda shape: shape.strategy)
 def test_a_killed_run_draws_the_unbroken_runs_curve_to_the_bit(tmp_path: Path, shape: Shape) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
@@ -46,12 +49,15 @@ def losses(run_dir: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in records if "loss" in record}
 
 
+FLAGS = (
+    "--model.name", "mlp", "--train.steps", str(STEPS), "--train.global_batch", "16", "--checkpoint.every_steps", "5"
+)  # fmt: skip
+
+
 def torchrun(run_dir: Path) -> subprocess.Popen[bytes]:
     command = [
         str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node=2",
-        "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0",
-        "train.py", "--run.dir", str(run_dir), "--model.name", "mlp", "--train.steps", str(STEPS),
-        "--train.global_batch", "16", "--checkpoint.every_steps", "5",
+        "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "train.py", "--run.dir", str(run_dir), *FLAGS,
     ]  # fmt: skip
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.DEVNULL)
@@ -64,7 +70,8 @@ def starts(run_dir: Path) -> list[dict[str, int]]:
 
 @pytest.mark.slow
 def test_under_torchrun_the_same_command_again_goes_on(tmp_path: Path) -> None:
-    with torchrun(tmp_path / "whole") as unbroken, torchrun(tmp_path / "run") as first:
+    assert run_world(2, on_a_rank, ["--run.dir", str(tmp_path / "whole"), *FLAGS]) == [None] * 2
+    with torchrun(tmp_path / "run") as first:
         while max(losses(tmp_path / "run"), default=0) < 23:
             assert first.poll() is None
             time.sleep(0.01)
@@ -73,7 +80,6 @@ def test_under_torchrun_the_same_command_again_goes_on(tmp_path: Path) -> None:
         assert not (tmp_path / "run" / "DONE").exists()
         with torchrun(tmp_path / "run") as second:
             assert second.wait(120) == 0
-        assert unbroken.wait(120) == 0
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     began, again = (start["from_step"] for start in starts(tmp_path / "run"))
     assert began == 0

@@ -52,6 +52,7 @@ def start(run_dir: Path, cache: Path) -> dict[str, int]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_second_start_compiles_nothing(tmp_path: Path) -> None:
     first = start(tmp_path / "a", tmp_path / "cache")
     second = start(tmp_path / "b", tmp_path / "cache")

@@ -203,10 +203,10 @@ def test_a_real_run_into_a_pipe_is_plain_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_real_log_of_four_ranks_reads_down(tmp_path: Path) -> None:
-    """As a job of four nodes writes it: every rank's output in one file, with its number in front."""
+def test_a_real_log_of_two_ranks_reads_down(tmp_path: Path) -> None:
+    """As a job of two nodes writes it: every rank's output in one file, with its number in front."""
     environ = {**os.environ, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "${rank}: "}
-    ranks = ["-m", "torch.distributed.run", "--nproc_per_node=4", "--tee=3", f"--log-dir={tmp_path / 'logs'}"]
+    ranks = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--tee=3", f"--log-dir={tmp_path / 'logs'}"]
     said = subprocess.run(
         [sys.executable, *ranks, *command(tmp_path / "run", "--run.log_every_steps", "1")],
         cwd=ROOT, env=environ, capture_output=True, text=True, timeout=110,
@@ -214,7 +214,7 @@ def test_a_real_log_of_four_ranks_reads_down(tmp_path: Path) -> None:
     assert said.returncode == 0, said.stderr
     lines = [line.removeprefix("0: ") for line in said.stdout.splitlines()]
     assert not ESCAPE.search(said.stdout)
-    assert not [line for line in lines if re.match(r"[123]: step", line)], "only one rank tells the steps"
+    assert not [line for line in lines if re.match(r"1: step", line)], "only one rank tells the steps"
     steps = [line for line in lines if line.startswith("step ")]
     assert [line.split()[1] for line in steps] == [f"{n}/6" for n in range(1, 7)]
     assert all(len(line) <= LOG_COLUMNS for line in steps)

@@ -69,6 +69,7 @@ def test_the_same_bits_however_many_ranks(model: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_same_bits_of_a_hugging_face_model() -> None:
     check(LLAMA)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -23,11 +22,12 @@ from fsdp.errors import ConfigError
 from fsdp.loop import train
 from tests.core.plain import Trained, relative_difference, train_plainly, worst_parameter
 from tests.core.runs import Finished, finished
+from tests.marks import sample_are
 from tests.world import run_world
 
 STEPS = 4
-FULL, THIRD = bool(os.environ.get("SHARDRUN_FULL")), 3
-"""A third of the pairs stands for all of them, but with SHARDRUN_FULL=1, as .ci/run has it."""
+SHARES = 6
+"""The first of six shares of the pairs stands for all of them; the others are in the full form, as .ci/run has it."""
 BASE = (
     f"--train.steps {STEPS} --train.global_batch 8 --optim.lr 1e-2 --optim.warmup_steps 0 --checkpoint.every_steps 1000 "
     "--data.name tests.core.own:vectors --data.args.count 48 --model.name tests.core.own:Sixteens --watch.enabled false"
@@ -159,14 +159,25 @@ def test_alone(knob: str, tmp_path: Path) -> None:
     check([(knob,)], ranks_of([knob]), tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first", KNOBS)
-def test_with_each_knob_after_it(first: str, tmp_path: Path) -> None:
-    mine = [pair for pair in PAIRS if pair[0] == first and pair not in REFUSED]
-    mine = mine if FULL else mine[::THIRD]
+def shares() -> list[tuple[str, int]]:
+    """Those in which there is a pair."""
+    return [(first, share) for first in KNOBS for share in range(SHARES) if pairs_of(first, share)]
+
+
+def pairs_of(first: str, share: int) -> list[tuple[str, str]]:
+    return [pair for pair in PAIRS if pair[0] == first and pair not in REFUSED][share::SHARES]
+
+
+@pytest.mark.parametrize(("first", "share"), sample_are([one for one in shares() if one[1] == 0], shares()))
+def test_with_each_knob_after_it(first: str, share: int, tmp_path: Path) -> None:
     for ranks in (2, 4):
-        if some := [pair for pair in mine if ranks_of(pair) == ranks]:
+        if some := [pair for pair in pairs_of(first, share) if ranks_of(pair) == ranks]:
             check(some, ranks, tmp_path)
+
+
+def test_the_shares_are_all_the_pairs() -> None:
+    shared = [pair for one in shares() for pair in pairs_of(*one)]
+    assert sorted(shared) == sorted(set(PAIRS) - REFUSED)
 
 
 def triples(count: int, seed: int) -> list[tuple[str, ...]]:
@@ -179,13 +190,12 @@ def triples(count: int, seed: int) -> list[tuple[str, ...]]:
     return random.Random(seed).sample(found, count)
 
 
-@pytest.mark.slow
-def test_a_sample_of_triples_on_four_ranks(tmp_path: Path) -> None:
-    check(triples(24, seed=6), 4, tmp_path)
+@pytest.mark.parametrize("share", sample_are([0], range(4)))
+def test_a_sample_of_triples_on_four_ranks(share: int, tmp_path: Path) -> None:
+    check(triples(24, seed=6)[share::4], 4, tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("other", ["recompute", "activations to the host"])
+@pytest.mark.parametrize("other", sample_are(["recompute"], ["recompute", "activations to the host"]))
 def test_compiled(other: str, tmp_path: Path) -> None:
     """Compiling takes seconds a run: two pairs stand for all."""
     words = [*words_of([other]), "--speed.compile", "true", "--run.dir", str(tmp_path / "run")]

@@ -92,6 +92,13 @@ def _worth_it(mesh: str, dtype: str) -> bool:
 ON_MESHES = [(mesh, dtype) for dtype in BOUNDS for mesh in MESHES if _worth_it(mesh, dtype)]
 QUICK_MESHES = [("fsdp of 3", "fp64"), ("hsdp 2×2", "fp32"), ("fsdp of 2", "bf16"), ("ddp of 2", "fp16")]
 QUICK = ("gathered once a step", "hsdp, scattered each time", "ddp, 3 micro-batches", "tied", "scalars", "own loss")
+SAMPLE_MESHES = [(mesh, "fp64") for mesh in MESHES]
+SAMPLE = (
+    "zero-2", "reshard to 2 of 4", "uneven micro-batches", "scattered each time", "hsdp, reduced at the last",
+    "a batch that ranks do not divide", "clipped hard, hsdp", "offloaded", "sent and not drawn", "recomputed", "tied, hsdp",
+    "frozen, hsdp", "scalars, hsdp", "smaller than the mesh",
+)  # fmt: skip
+"""With those of the quick part: what can go wrong, each in one way. Every case is in the full form."""
 
 
 @functools.cache
@@ -118,11 +125,11 @@ def check(ranks: int, words: str, dtype: str, folder: Path) -> None:
     assert [record["grad_norm"] for record in steps] == pytest.approx(plain.norms, rel=3 * BOUNDS[dtype])
 
 
-@pytest.mark.parametrize("case", quick_are(QUICK, CASES))
+@pytest.mark.parametrize("case", quick_are(QUICK, CASES, SAMPLE))
 def test_float64(case: str, tmp_path: Path) -> None:
     check(*CASES[case], "fp64", tmp_path)
 
 
-@pytest.mark.parametrize(("mesh", "dtype"), quick_are(QUICK_MESHES, ON_MESHES))
+@pytest.mark.parametrize(("mesh", "dtype"), quick_are(QUICK_MESHES, ON_MESHES, SAMPLE_MESHES))
 def test_each_precision_on_each_mesh(mesh: str, dtype: str, tmp_path: Path) -> None:
     check(*MESHES[mesh], dtype, tmp_path)

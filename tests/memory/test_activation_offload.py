@@ -35,7 +35,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", quick_are(["zero-2, micro-batches", "ddp"], CASES))
+@pytest.mark.parametrize(
+    "case", quick_are(["zero-2, micro-batches", "ddp"], CASES, ["hsdp", "recomputed", "tied, a block used twice"])
+)
 def test_the_numbers_are_those_of_a_run_without(case: str, tmp_path: Path) -> None:
     ranks, words = CASES[case]
     here, there = (run(ranks, tmp_path / name, words, more) for name, more in (("here", ""), ("there", OFFLOAD)))
@@ -44,6 +46,7 @@ def test_the_numbers_are_those_of_a_run_without(case: str, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_compiled_units_too(tmp_path: Path) -> None:
     words = "--speed.compile true --train.steps 4"
     here, there = (run(1, tmp_path / name, words, more) for name, more in (("here", ""), ("there", OFFLOAD)))

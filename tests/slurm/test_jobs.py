@@ -1,4 +1,8 @@
-"""slurm/fsdp.sbatch and its like, on a real Slurm: the same numbers as torchrun's, whatever happens on the way."""
+"""slurm/fsdp.sbatch and its like, on a real Slurm: the same numbers as torchrun's, whatever happens on the way.
+
+One of each kind is in `make test`: both modes, a preemption, a cancelled job, a lost rank, a crash, a lost node, all launchers
+on one run. The others are in the full form, which .ci/run has.
+"""
 
 from __future__ import annotations
 
@@ -61,11 +65,13 @@ def test_the_log_is_one_file_with_ranks_in_front_and_beside_the_run(outcome: dic
     assert link.read_text() in outcome[mode].log
 
 
+@pytest.mark.long
 @pytest.mark.scenario("loopback")
 def test_several_slurmds_on_one_address(outcome: Left, undisturbed: Undisturbed) -> None:
     check_finished(outcome, undisturbed.losses(2, 1))
 
 
+@pytest.mark.long
 @pytest.mark.scenario("array")
 def test_each_task_of_an_array_is_a_run_of_its_own(outcome: dict[str, Left]) -> None:
     assert [left.state for left in outcome.values()] == ["COMPLETED", "COMPLETED"]
@@ -76,6 +82,7 @@ def test_each_task_of_an_array_is_a_run_of_its_own(outcome: dict[str, Left]) -> 
 # ---------------------------------------------------------------- stopped by the scheduler
 
 
+@pytest.mark.long
 @pytest.mark.scenario("time_limit")
 def test_a_time_limit_reached_twice_loses_nothing(outcome: Left, undisturbed: Undisturbed) -> None:
     check_finished(outcome, undisturbed.losses(2, 1))
@@ -92,6 +99,7 @@ def check_preempted(left: Left, undisturbed: Undisturbed, reason: str) -> None:
     assert left.run.starts[1]["from_step"] >= left.reached
 
 
+@pytest.mark.long
 @pytest.mark.scenario("preempted_at_once")
 def test_preempted_without_grace_saves_before_the_kill(outcome: Left, undisturbed: Undisturbed) -> None:
     check_preempted(outcome, undisturbed, "SIGTERM")
@@ -102,11 +110,13 @@ def test_preempted_with_grace_requeues_itself(outcome: Left, undisturbed: Undist
     check_preempted(outcome, undisturbed, "SIGTERM")
 
 
+@pytest.mark.long
 @pytest.mark.scenario("preempted_with_users_signal")
 def test_preempted_with_the_users_signal(outcome: Left, undisturbed: Undisturbed) -> None:
     check_preempted(outcome, undisturbed, "SIGUSR1")
 
 
+@pytest.mark.long
 @pytest.mark.scenario("preempted_without_time")
 def test_preempted_without_time_to_save_loses_at_most_one_interval(outcome: Left, undisturbed: Undisturbed) -> None:
     check_finished(outcome, undisturbed.losses(2, 1))
@@ -141,6 +151,7 @@ def test_a_killed_rank_is_back_in_the_same_allocation(outcome: Left, undisturbed
     check_rank_killed(outcome, undisturbed)
 
 
+@pytest.mark.long
 @pytest.mark.scenario("rank_stopped")
 def test_a_stopped_rank_is_named_across_nodes_and_the_job_goes_on_without_it(outcome: Left, undisturbed: Undisturbed) -> None:
     check_rank_killed(outcome, undisturbed)
@@ -180,6 +191,7 @@ def test_the_first_node_too_can_be_lost(outcome: Left, undisturbed: Undisturbed,
     assert outcome.run.starts[1]["nodes"] == ["n2", "n3"]
 
 
+@pytest.mark.long
 @pytest.mark.scenario("orphans")
 def test_orphans_of_a_dead_slurmd_cannot_spoil_the_requeued_run(outcome: Left, undisturbed: Undisturbed, netns: None) -> None:
     """The later start of the job takes over; the orphans train on for a while, and may not save."""
@@ -191,6 +203,7 @@ def test_orphans_of_a_dead_slurmd_cannot_spoil_the_requeued_run(outcome: Left, u
 # ---------------------------------------------------------------- names and networks
 
 
+@pytest.mark.long
 @pytest.mark.scenario("network")
 @pytest.mark.parametrize("mode", ["torchrun", "srun"])
 def test_where_node_names_do_not_resolve_the_nodes_meet_by_address(
@@ -200,6 +213,7 @@ def test_where_node_names_do_not_resolve_the_nodes_meet_by_address(
     check_finished(outcome.nameless[mode], undisturbed.losses(2, 1))
 
 
+@pytest.mark.long
 @pytest.mark.scenario("network")
 def test_a_node_that_cannot_reach_the_first_is_named_within_the_time_out(outcome: Network, netns: None) -> None:
     assert outcome.unreachable.state == "FAILED"
@@ -208,6 +222,7 @@ def test_a_node_that_cannot_reach_the_first_is_named_within_the_time_out(outcome
     assert not outcome.unreachable.run.starts
 
 
+@pytest.mark.long
 @pytest.mark.scenario("network")
 def test_a_dry_run_shows_each_node_and_the_command_and_trains_nothing(outcome: Network) -> None:
     left = outcome.checked
@@ -218,6 +233,7 @@ def test_a_dry_run_shows_each_node_and_the_command_and_trains_nothing(outcome: N
     assert not left.run.path.exists()
 
 
+@pytest.mark.long
 @pytest.mark.scenario("preflight")
 def test_a_preflight_looks_at_the_jobs_nodes_and_trains_nothing(netns: None, outcome: dict[str, Left]) -> None:
     left = outcome["fit"]
@@ -229,6 +245,7 @@ def test_a_preflight_looks_at_the_jobs_nodes_and_trains_nothing(netns: None, out
     assert not left.run.starts
 
 
+@pytest.mark.long
 @pytest.mark.scenario("preflight")
 def test_a_node_that_falls_out_fails_the_job_and_is_written_for_sbatch(netns: None, outcome: dict[str, Left]) -> None:
     left = outcome["sick"]
@@ -263,6 +280,7 @@ def test_ranks_follow_the_gpus_that_slurm_gave_and_a_node_with_fewer_is_named(sl
 # ---------------------------------------------------------------- submitit, and through several launchers
 
 
+@pytest.mark.long
 @pytest.mark.scenario("submitted")
 def test_submitit_is_requeued_at_its_limit_and_when_preempted(outcome: Left, undisturbed: Undisturbed) -> None:
     check_finished(outcome, undisturbed.losses(2, 2))
