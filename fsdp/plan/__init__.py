@@ -4,6 +4,7 @@
 
     world.py     a fake process group of any size, and a model cut up in it by fsdp/shard.py itself
     track.py     what a step allocates, computes and sends, operation by operation
+    tags.py      FSDP's own steps say what is gathered, waited for and reduced
     step.py      one step as fsdp/loop.py makes it, watched
     trace.py     what was watched, as numbers; blocks repeat, so few are watched and any number is composed
     count.py     which fake runs a question needs, and their composition

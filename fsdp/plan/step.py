@@ -19,7 +19,8 @@ from fsdp.agree import Sum
 from fsdp.gradients import Gradients
 from fsdp.loss import LossFunction
 from fsdp.models.blocks import blocks_of
-from fsdp.plan.track import Tracker, kind, watching
+from fsdp.plan.tags import watching
+from fsdp.plan.track import Tracker, kind
 from fsdp.shard import Sharded
 from fsdp.small_states import SmallStateAdam, new_state
 
