@@ -15,7 +15,7 @@ from fsdp import config as configuration
 from fsdp.comm import check_divide
 from fsdp.config import Config
 from fsdp.errors import ConfigError
-from fsdp.mesh import MeshSizes, resolve
+from fsdp.mesh import MeshSizes, Strategy, resolve
 from fsdp.plan.count import Family, Runs, run_all
 from fsdp.plan.predict import Plan, check_device, for_target, plan_of, plan_one
 from fsdp.plan.rates import Rates, rates_for
@@ -175,24 +175,16 @@ def _refusal(config: Config, choice: Choice) -> ConfigError | None:
 
 def _meshes(config: Config, given: Given, ranks: int, rates: Rates) -> list[MeshSizes]:
     mesh = config.mesh
-    resting = parameter_bytes(for_target(config))
-    found: list[MeshSizes] = []
-    for shard in _shards(ranks, rates.gpus_a_node) if not mesh.shard else [mesh.shard]:
-        replicate = ranks // shard
-        if replicate * shard != ranks:
-            continue
-        if (mesh.shard and shard != mesh.shard) or (mesh.replicate and replicate != mesh.replicate):
-            continue
-        small_enough = resting / shard < rates.memory or config.memory.cpu_offload
-        fixed = bool(mesh.shard or mesh.replicate)
-        if shard == 1 and ranks > 1:
-            shards_wanted = config.memory.cpu_offload or (
-                "mesh.reshard_after_forward" in given and mesh.reshard_after_forward != "true"
-            )
-            if mesh.strategy in ("auto", "ddp") and (small_enough or fixed) and not shards_wanted:
-                found.append(MeshSizes("ddp", ranks, 1))
-        elif mesh.strategy in ("auto", "fsdp" if replicate == 1 else "hsdp") and (small_enough or fixed or shard == ranks):
-            found.append(MeshSizes("fsdp" if replicate == 1 else "hsdp", replicate, shard))
+    shards = [n for n in ([mesh.shard] if mesh.shard else _shards(ranks, rates.gpus_a_node)) if ranks % n == 0]
+    if mesh.replicate:
+        shards = [n for n in shards if ranks // n == mesh.replicate]
+    elif not mesh.shard and not config.memory.cpu_offload:
+        resting = parameter_bytes(for_target(config))
+        shards = [n for n in shards if resting / n < rates.memory or n == ranks]
+    found = [MeshSizes(_strategy(ranks // n, n), ranks // n, n) for n in shards]
+    found = [sizes for sizes in found if mesh.strategy in ("auto", sizes.strategy)]
+    if _wants_shards(config, given):
+        found = [sizes for sizes in found if sizes.strategy != "ddp"]
     if not found:
         raise ConfigError(
             f"--mesh.strategy {mesh.strategy}, replicate {mesh.replicate or 'any'} × shard {mesh.shard or 'any'}: no such mesh "
@@ -200,6 +192,17 @@ def _meshes(config: Config, given: Given, ranks: int, rates: Rates) -> list[Mesh
             "--mesh.strategy auto --mesh.replicate 0 --mesh.shard 0",
         )
     return found
+
+
+def _strategy(replicate: int, shard: int) -> Strategy:
+    if replicate == 1:
+        return "fsdp"
+    return "ddp" if shard == 1 else "hsdp"
+
+
+def _wants_shards(config: Config, given: Given) -> bool:
+    """Something was asked for that DDP cannot do."""
+    return config.memory.cpu_offload or ("mesh.reshard_after_forward" in given and config.mesh.reshard_after_forward != "true")
 
 
 def _shards(ranks: int, a_node: int) -> list[int]:
