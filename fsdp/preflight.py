@@ -206,22 +206,25 @@ def check(env: DistEnv, run: Path, patience_s: float = SAME_FILE_S) -> None:
     if token and env.is_main:
         (run / token).unlink(missing_ok=True)
     everyone = [facts for facts, _ in told]
-    found = differences(everyone)
-    for one in found:
+    for one in differences(everyone):
         if one.fatal:
             raise LaunchError(
                 f"{one.say(everyone)}.", "one environment that all nodes see: VENV in slurm/cluster.env, or a container"
             )
         if env.is_main:
             log.warning("%s", one.say(everyone))
+    if env.is_main:
+        _say_what_is_odd(everyone, sorted({facts.host for facts, sees in told if not sees}), run)
+
+
+def _say_what_is_odd(everyone: Sequence[Facts], blind: Sequence[str], run: Path) -> None:
     for facts in everyone:
-        if facts.taken > TAKEN and env.is_main:
+        if facts.taken > TAKEN:
             log.warning(
                 "rank %d on %s: %.0f%% of the memory of its %s are taken. HINT: nvidia-smi on %s says by whom",
                 facts.rank, facts.host, 100 * facts.taken, facts.device, facts.host,
             )  # fmt: skip
-    blind = sorted({facts.host for facts, sees in told if not sees})
-    if blind and env.is_main:
+    if blind:
         # Only checkpoints need the folder on every node; where they lie elsewhere this is no error.
         log.warning("%s does not see rank 0's run directory %s: is it on shared storage?", ", ".join(blind), run)
 
