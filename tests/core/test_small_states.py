@@ -15,12 +15,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp import config as configuration
-from fsdp import small_states
 from fsdp.config import OptimSection
 from fsdp.env import DistEnv
 from fsdp.errors import ConfigError
 from fsdp.optim import build_optimizer, state_bytes
-from fsdp.small_states import SmallStateAdam, decode, dynamic_map, encode, round_at_random
+from fsdp.small_states import SmallStateAdam, adam, bits, dynamic_map
+from fsdp.small_states.bits import decode, encode, noise_at, round_at_random
 from tests.core.plain import relative_difference
 from tests.core.runs import Finished, flags, on_a_rank, run
 from tests.marks import quick_are
@@ -36,21 +36,21 @@ HALF = "--optim.state bf16"
 
 def test_rounding_at_random_is_right_on_average() -> None:
     value = torch.full((1 << 16,), 1.0 + 1 / 1024)  # an eighth of the way from 1 to the next bf16
-    rounded = round_at_random(value, small_states._noise(0, value, 7)).float()
+    rounded = round_at_random(value, noise_at(0, value, 7)).float()
     assert set(rounded.tolist()) == {1.0, 1.0 + 2**-7}
     assert float(rounded.mean()) == pytest.approx(1.0 + 1 / 1024, abs=1e-4)
 
 
 def test_a_number_follows_from_the_place_alone() -> None:
-    whole = small_states._noise(0, torch.empty(100), 3)
-    assert torch.equal(small_states._noise(40, torch.empty(30), 3), whole[40:70])
-    assert not torch.equal(small_states._noise(0, torch.empty(100), 4), whole)
-    assert len(set(small_states._noise(2**31 - 5, torch.empty(10), 3).tolist())) == 10
+    whole = noise_at(0, torch.empty(100), 3)
+    assert torch.equal(noise_at(40, torch.empty(30), 3), whole[40:70])
+    assert not torch.equal(noise_at(0, torch.empty(100), 4), whole)
+    assert len(set(noise_at(2**31 - 5, torch.empty(10), 3).tolist())) == 10
 
 
 def test_what_bf16_has_goes_through_unchanged() -> None:
     value = torch.randn(1000).bfloat16()
-    assert torch.equal(round_at_random(value.float(), small_states._noise(0, value, 1)), value)
+    assert torch.equal(round_at_random(value.float(), noise_at(0, value, 1)), value)
 
 
 def test_the_table_is_the_one_that_torchao_has() -> None:
@@ -59,7 +59,7 @@ def test_the_table_is_the_one_that_torchao_has() -> None:
         table = torch.tensor(dynamic_map(signed))
         assert torch.equal(table, torch.tensor(theirs.create_dynamic_map(signed)))
         moment = torch.randn(3, 512) if signed else torch.rand(3, 512)
-        scaled, scale = theirs.scale_tensor(moment, small_states.BLOCK)
+        scaled, scale = theirs.scale_tensor(moment, bits.BLOCK)
         found, ours = encode(moment, table)
         assert torch.equal(ours.flatten(), scale)
         assert (found != theirs.quantize_8bit_with_qmap(scaled, table)).float().mean() < 0.01  # ties and last bits
@@ -106,7 +106,7 @@ def layers() -> nn.Module:
 def sharded_update(env: DistEnv, state: Any) -> list[Tensor]:
     model = layers()
     fully_shard(model, mesh=init_device_mesh("cpu", (env.world_size,), mesh_dim_names=("dp_shard",)))
-    with mock.patch.object(small_states, "SLICE", 500):  # several slices a shard
+    with mock.patch.object(adam, "SLICE", 500):  # several slices a shard
         stepped(model, OptimSection(state=state), 5)
     return [p.full_tensor().detach() for p in model.parameters() if isinstance(p, DTensor)]
 

@@ -1,12 +1,6 @@
-"""Adam whose moments are kept in bf16 or in 8 bits: half, or a quarter, of what they take in fp32. The arithmetic is fp32.
+"""The optimizer: an update, what it keeps of a parameter, its shards, and a checkpoint's moments brought into its form.
 
-bf16 is rounded at random, by a number that follows from the step and the element's place in the whole parameter: a moment that
-changes by less than bf16 can show still moves as far on average, and the bits are the same at any number of ranks and after any
-restart. 8 bits are a place in a table of 256 values (Dettmers' dynamic map, arXiv 2110.02861, as bitsandbytes and torchao have
-it), times the largest of its block of 256; a block never crosses a row, so codes and scales are sharded as parameters are.
-
-Vectors, and matrices whose rows are short, keep fp32 moments under 8 bits. A moment that a checkpoint brings in another form is
-brought into this optimizer's form. Not here: which optimizer a run has (fsdp/optim.py).
+Not here: how a number becomes bf16 or 8 bits (bits.py).
 """
 
 from __future__ import annotations
@@ -20,10 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp.small_states.bits import blocks_of, decode, encode, mixed, noise_at, round_at_random, table_of
+
 Kind = Literal["bf16", "8bit"]
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-BLOCK = 256
 SHORTEST_ROW = 64
 """Elements of a row from which 8 bits are worth a scale."""
 SLICE = 1 << 20
@@ -86,7 +81,7 @@ def moment_bytes(parameter: Tensor, kind: Kind) -> int:
     """Of both moments of the whole parameter."""
     if not codes(parameter, kind):
         return 2 * parameter.numel() * (2 if kind == "bf16" else 4)
-    return 2 * (parameter.numel() + 4 * parameter.shape[0] * _blocks(parameter))
+    return 2 * (parameter.numel() + 4 * parameter.shape[0] * blocks_of(parameter))
 
 
 def new_state(parameter: nn.Parameter, kind: Kind) -> dict[str, Tensor]:
@@ -96,7 +91,7 @@ def new_state(parameter: nn.Parameter, kind: Kind) -> dict[str, Tensor]:
         if codes(parameter, kind):
             zero = _zero(name)
             state[name] = _like(parameter, torch.full(local.shape, zero, dtype=torch.uint8, device=local.device))
-            scale = torch.zeros((local.shape[0], _blocks(parameter)), dtype=torch.float32, device=local.device)
+            scale = torch.zeros((local.shape[0], blocks_of(parameter)), dtype=torch.float32, device=local.device)
             state[f"{name}_scale"] = _like(parameter, scale)
         else:
             dtype = torch.bfloat16 if kind == "bf16" else torch.float32
@@ -180,7 +175,7 @@ def _update_rows(views: _Views, first: int, rows: int, group: Mapping[str, Any],
     mean.lerp_(grad, 1 - beta1)
     square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
     start = (views.first + first) * parameter.shape[1:].numel()
-    noise = functools.partial(_noise, start, grad, _mixed(count, place))
+    noise = functools.partial(noise_at, start, grad, mixed(count, place))
     for name, moment in zip(MOMENTS, (mean, square), strict=True):
         _write(name, views.state, first, rows, moment, noise)
     parameter.mul_(1 - lr * group["weight_decay"])
@@ -195,7 +190,7 @@ def _read(name: str, state: Mapping[str, Tensor], first: int, rows: int, whole_f
         return kept.to(torch.float32, copy=True)
     scale = state[f"{name}_scale"]
     at = first if isinstance(scale, DTensor) or scale.shape[0] == _local(state[name]).shape[0] else first + whole_first
-    return decode(kept, _local(scale).narrow(0, at, rows), _table(name, kept.device))
+    return decode(kept, _local(scale).narrow(0, at, rows), table_of(name == "exp_avg", kept.device))
 
 
 def _write(
@@ -204,86 +199,13 @@ def _write(
     """Into its form. Without `noise`, as when a form is changed, bf16 is rounded to the nearest."""
     kept = _rowed(state[name]).narrow(0, first, rows)
     if kept.dtype == torch.uint8:
-        found, scale = encode(moment, _table(name, kept.device))
+        found, scale = encode(moment, table_of(name == "exp_avg", kept.device))
         kept.copy_(found)
         state[f"{name}_scale"].narrow(0, first, rows).copy_(scale)
     elif kept.dtype == torch.bfloat16 and noise is not None:
         kept.copy_(round_at_random(moment, noise() if name == "exp_avg" else noise() >> 16))
     else:
         kept.copy_(moment)
-
-
-# ---------------------------------------------------------------- bf16
-
-
-def round_at_random(value: Tensor, noise: Tensor) -> Tensor:
-    """fp32 to the bf16 above or below, the nearer one more often: `noise` has sixteen random bits an element."""
-    bits = value.contiguous().view(torch.int32)
-    return ((bits + (noise & 0xFFFF)) & -0x10000).view(torch.float32).to(torch.bfloat16)
-
-
-def _noise(start: int, like: Tensor, seed: int) -> Tensor:
-    """32 bits for each element, from its place alone: Wellons' lowbias32 of place and seed."""
-    x = torch.arange(like.numel(), dtype=torch.int32, device=like.device)
-    x += _signed(start)
-    x ^= _signed(seed)
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        x ^= (x >> shift) & ((1 << (32 - shift)) - 1)  # >> keeps the sign
-        x *= _signed(factor)
-    return (x ^ ((x >> 16) & 0xFFFF)).view(like.shape)
-
-
-def _mixed(step: int, place: int) -> int:
-    return (step * 0x9E3779B1 + place * 0x85EBCA77 + 0x165667B1) & 0xFFFFFFFF
-
-
-def _signed(word: int) -> int:
-    return (word + 0x80000000) % 0x100000000 - 0x80000000
-
-
-# ---------------------------------------------------------------- 8 bits
-
-
-@functools.cache
-def dynamic_map(signed: bool) -> tuple[float, ...]:
-    """256 values within [-1, 1]: seven decades, the finer the larger; 0 and 1 are among them."""
-    found = [0.0, 1.0]
-    for decade in range(7):
-        edges = torch.linspace(0.1, 1, 2 ** (decade + (0 if signed else 1)) + 1)
-        middles = (10.0 ** (decade - 6) * (edges[:-1] + edges[1:]) / 2).tolist()
-        found += middles + ([-value for value in middles] if signed else [])
-    return tuple(sorted(found))
-
-
-def _table(name: str, device: torch.device) -> Tensor:
-    return torch.tensor(dynamic_map(name == "exp_avg"), device=device)
-
-
-def encode(moment: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of the moment's shape, and a scale for each block of each row."""
-    blocks = _in_blocks(moment)
-    scale = blocks.abs().amax(-1)
-    inverse = torch.where(scale > 0, 1 / scale, 0).unsqueeze(-1)
-    middles = (table[:-1] + table[1:]) / 2
-    found = torch.bucketize(blocks * inverse, middles, out_int32=True).to(torch.uint8)
-    row = moment.shape[1:].numel()
-    return found.flatten(1)[:, :row].view(moment.shape), scale
-
-
-def decode(found: Tensor, scale: Tensor, table: Tensor) -> Tensor:
-    values = _in_blocks(table[found.int()]) * scale.unsqueeze(-1)
-    return values.flatten(1)[:, : found.shape[1:].numel()].reshape(found.shape)
-
-
-def _in_blocks(moment: Tensor) -> Tensor:
-    """(rows, blocks, BLOCK); a row's last block is filled up with zeros."""
-    flat = moment.flatten(1)
-    count = -(-flat.shape[1] // BLOCK)
-    return nn.functional.pad(flat, (0, count * BLOCK - flat.shape[1])).view(flat.shape[0], count, BLOCK)
-
-
-def _blocks(parameter: Tensor) -> int:
-    return -(-parameter.shape[1:].numel() // BLOCK)
 
 
 # ---------------------------------------------------------------- shards

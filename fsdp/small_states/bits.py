@@ -1,0 +1,87 @@
+"""Numbers in fewer bits: fp32 as bf16, rounded at random, and as 8 bits, a place in a table times the largest of a block.
+
+Here is the arithmetic on plain tensors. Not here: whose numbers they are, and how they are sharded (adam.py).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor, nn
+
+BLOCK = 256
+"""Elements that share a scale."""
+
+
+# ---------------------------------------------------------------- bf16
+
+
+def round_at_random(value: Tensor, noise: Tensor) -> Tensor:
+    """fp32 to the bf16 above or below, the nearer one more often: `noise` has sixteen random bits an element."""
+    bits = value.contiguous().view(torch.int32)
+    return ((bits + (noise & 0xFFFF)) & -0x10000).view(torch.float32).to(torch.bfloat16)
+
+
+def noise_at(start: int, like: Tensor, seed: int) -> Tensor:
+    """32 bits for each element, from its place alone: Wellons' lowbias32 of place and seed."""
+    x = torch.arange(like.numel(), dtype=torch.int32, device=like.device)
+    x += _signed(start)
+    x ^= _signed(seed)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x ^= (x >> shift) & ((1 << (32 - shift)) - 1)  # >> keeps the sign
+        x *= _signed(factor)
+    return (x ^ ((x >> 16) & 0xFFFF)).view(like.shape)
+
+
+def mixed(step: int, place: int) -> int:
+    return (step * 0x9E3779B1 + place * 0x85EBCA77 + 0x165667B1) & 0xFFFFFFFF
+
+
+def _signed(word: int) -> int:
+    return (word + 0x80000000) % 0x100000000 - 0x80000000
+
+
+# ---------------------------------------------------------------- 8 bits
+
+
+@functools.cache
+def dynamic_map(signed: bool) -> tuple[float, ...]:
+    """256 values within [-1, 1]: seven decades, the finer the larger; 0 and 1 are among them."""
+    found = [0.0, 1.0]
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1, 2 ** (decade + (0 if signed else 1)) + 1)
+        middles = (10.0 ** (decade - 6) * (edges[:-1] + edges[1:]) / 2).tolist()
+        found += middles + ([-value for value in middles] if signed else [])
+    return tuple(sorted(found))
+
+
+def table_of(signed: bool, device: torch.device) -> Tensor:
+    return torch.tensor(dynamic_map(signed), device=device)
+
+
+def encode(moment: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes of the moment's shape, and a scale for each block of each row."""
+    blocks = _in_blocks(moment)
+    scale = blocks.abs().amax(-1)
+    inverse = torch.where(scale > 0, 1 / scale, 0).unsqueeze(-1)
+    middles = (table[:-1] + table[1:]) / 2
+    found = torch.bucketize(blocks * inverse, middles, out_int32=True).to(torch.uint8)
+    row = moment.shape[1:].numel()
+    return found.flatten(1)[:, :row].view(moment.shape), scale
+
+
+def decode(found: Tensor, scale: Tensor, table: Tensor) -> Tensor:
+    values = _in_blocks(table[found.int()]) * scale.unsqueeze(-1)
+    return values.flatten(1)[:, : found.shape[1:].numel()].reshape(found.shape)
+
+
+def _in_blocks(moment: Tensor) -> Tensor:
+    """(rows, blocks, BLOCK); a row's last block is filled up with zeros."""
+    flat = moment.flatten(1)
+    count = -(-flat.shape[1] // BLOCK)
+    return nn.functional.pad(flat, (0, count * BLOCK - flat.shape[1])).view(flat.shape[0], count, BLOCK)
+
+
+def blocks_of(parameter: Tensor) -> int:
+    return -(-parameter.shape[1:].numel() // BLOCK)
