@@ -85,22 +85,24 @@ def _waiting(found: Sequence[Evidence], culprits: Sequence[int]) -> str:
 
 def _words(found: Sequence[Evidence]) -> Verdict | None:
     """The first failure that is not only another's echo."""
-    said = sorted((e for e in found if e.words is not None), key=lambda e: e.words["time"] if e.words else 0.0)
-    own = [e for e in said if e.words and not e.words["secondary"]]
+    own = [(e, e.words) for e in found if e.words is not None and not e.words["secondary"]]
     if not own:
         return None
-    first, words = own[0], own[0].words
-    assert words is not None
-    kind = words["kind"]
-    about = tuple(words["ranks"]) or (first.rank,)
+    first, words = min(own, key=lambda one: one[1]["time"])
+    message, about = words["message"], tuple(words["ranks"]) or (first.rank,)
+    named = re.match(r"(rank|step) ", message) or words["ours"]
+    alike = {e.rank for e, one in own if one["message"] == message}
+    others = _beside(found, about, alike)
+    what = message if named else f"{_who(first)} failed: {message}"
+    return Verdict(words["kind"], about, what, others, words["hint"], words["trace"])
+
+
+def _beside(found: Sequence[Evidence], about: Sequence[int], alike: set[int]) -> str:
+    """Who ended after them, or waits; nothing where all have said the same."""
+    if all(e.rank in alike for e in found):
+        return ""
     late = [e.rank for e in found if e.rank not in about and (e.words is not None or not (e.alive or e.over))]
-    message = words["message"]
-    what = message if re.match(r"(rank|step) ", message) or words["ours"] else f"{_who(first)} failed: {message}"
-    alike = [e.rank for e in own if e.words and e.words["message"] == message]
-    if len(alike) == len(found) or set(late) <= set(alike):
-        late = [rank for rank in late if rank not in alike]
-    others = "" if set(alike) >= {e.rank for e in found} else _after(late) or _waiting(found, about)
-    return Verdict(kind, about, what, others, words["hint"], words["trace"])
+    return _after([] if alike.issuperset(late) else late) or _waiting(found, about)
 
 
 def _dead(found: Sequence[Evidence]) -> Verdict | None:
