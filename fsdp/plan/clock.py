@@ -15,7 +15,7 @@ import numpy as np
 from fsdp.mesh import MeshSizes
 from fsdp.plan.count import Counted
 from fsdp.plan.rates import FLOAT8, Rates
-from fsdp.plan.trace import CODE, OPS, Segment, unrolled
+from fsdp.plan.trace import CODE, OPS, Segment, Work, unrolled
 
 _COMPUTE = frozenset({CODE["pointwise"], CODE["matmul"], CODE["attention"]})
 _START_S = 20e-6
@@ -135,6 +135,27 @@ def _all_micro_batches(counted: Counted, accumulation: int) -> Iterable[tuple[Se
         yield row
 
 
+@dataclass(frozen=True)
+class _Prepared:
+    """A segment in seconds: (code, group, bytes, seconds) in order, with runs of computation added up; the sums by kind; what
+    the host takes to issue it."""
+
+    rows: list[tuple[int, int, float, float]]
+    totals: Mapping[str, float]
+    host_s: float
+
+
+def _rows(work: Work, seconds: np.ndarray) -> list[tuple[int, int, float, float]]:
+    rows: list[tuple[int, int, float, float]] = []
+    for at in range(work.rows):
+        code = int(work.code[at])
+        if code in _COMPUTE and rows and rows[-1][0] in _COMPUTE:
+            rows[-1] = (rows[-1][0], 0, 0.0, rows[-1][3] + float(seconds[at]))
+        else:
+            rows.append((code, int(work.group[at]), float(work.bytes[at]), float(seconds[at])))
+    return rows
+
+
 class _Queues:
     """Time at which each queue is free, as the host's order of work is laid into them."""
 
@@ -145,12 +166,16 @@ class _Queues:
         self._copied_out = 0.0
         self._reduced: list[float] = []
         self.step = Step()
-        self._rows: dict[int, list[tuple[int, int, float, float]]] = {}
+        self._known: dict[int, _Prepared] = {}
         self._busy = 0.0
         self._host = 0.0
 
     def run(self, segment: Segment, shift: int, blocks: int) -> None:
-        for code, group, size, seconds in self._prepared(segment):
+        ready = self._prepared(segment)
+        self._host += ready.host_s
+        for name, total in ready.totals.items():
+            self.step.parts[name] += total
+        for code, group, size, seconds in ready.rows:
             at = group + shift if 0 < group <= blocks else group
             if code in _COMPUTE:
                 self.compute += seconds
@@ -199,52 +224,32 @@ class _Queues:
 
     # ------------------------------------------------------------ durations
 
-    def _prepared(self, segment: Segment) -> list[tuple[int, int, float, float]]:
-        """Rows with runs of computation added up; kept, since blocks repeat."""
-        known = self._rows.get(id(segment))
-        seconds, host = self._durations(segment)
-        self._host += host
-        if known is None:
-            known = []
-            work = segment.work
-            for at in range(work.rows):
-                code = int(work.code[at])
-                if code in _COMPUTE and known and known[-1][0] in _COMPUTE:
-                    known[-1] = (known[-1][0], 0, 0.0, known[-1][3] + float(seconds[at]))
-                else:
-                    known.append((code, int(work.group[at]), float(work.bytes[at]), float(seconds[at])))
-            self._rows[id(segment)] = known
-        for name, total in self._totals[id(segment)].items():
-            self.step.parts[name] += total
-        return known
+    def _prepared(self, segment: Segment) -> _Prepared:
+        """Kept, since blocks repeat."""
+        if id(segment) not in self._known:
+            self._known[id(segment)] = self._prepare(segment)
+        return self._known[id(segment)]
 
-    _totals: dict[int, dict[str, float]]
-    _hosts: dict[int, tuple[np.ndarray, float]]
+    def _prepare(self, segment: Segment) -> _Prepared:
+        work, fused = segment.work, self.setting.compiled and segment.name.place[0] in ("start", "end")
+        seconds = self._seconds(segment, fused)
+        totals = {name: float(seconds[work.code == CODE[name]].sum()) for name in OPS[:3]}
+        if segment.name.phase == "optimizer":
+            totals = {"optimizer": sum(totals.values())}
+        issued = int(np.isin(work.code, list(_COMPUTE)).sum()) * self.setting.rates.issue_s * (0.3 if fused else 1.0)
+        return _Prepared(_rows(work, seconds), totals, issued)
 
-    def _durations(self, segment: Segment) -> tuple[np.ndarray, float]:
-        if not hasattr(self, "_totals"):
-            self._totals, self._hosts = {}, {}
-        if id(segment) not in self._hosts:
-            self._hosts[id(segment)] = self._measure(segment)
-        return self._hosts[id(segment)]
-
-    def _measure(self, segment: Segment) -> tuple[np.ndarray, float]:
+    def _seconds(self, segment: Segment, fused: bool) -> np.ndarray:
+        """Of each operation that computes: its products, its memory traffic or its launch, whichever takes longest."""
         work, rates = segment.work, self.setting.rates
-        fused = self.setting.compiled and segment.name.place[0] in ("start", "end")
         moved = np.where(work.code == CODE["pointwise"], work.fused_bytes if fused else work.bytes, work.bytes)
         on_host = self.setting.offload and segment.name.phase == "optimizer"
         memory = moved / (rates.host_link if on_host else rates.bandwidth)
         speed = np.where(work.width >= 4, rates.matmul_fp32, rates.matmul * (FLOAT8 if self.setting.float8 and fused else 1.0))
         speed = np.where(work.code == CODE["attention"], rates.attention, speed)
-        compute = np.isin(work.code, list(_COMPUTE))
         least = rates.launch_s if not fused else np.where(work.code == CODE["pointwise"], 0.0, rates.launch_s)
-        seconds = np.where(compute, np.maximum(np.maximum(work.flops / speed, memory), least), 0.0)
-        totals = {name: float(seconds[work.code == CODE[name]].sum()) for name in OPS[:3]}
-        if segment.name.phase == "optimizer":
-            totals = {"optimizer": sum(totals.values())}
-        self._totals[id(segment)] = totals
-        issued = float(compute.sum()) * rates.issue_s * (0.3 if fused else 1.0)
-        return seconds, issued
+        longest = np.maximum(np.maximum(work.flops / speed, memory), least)
+        return np.where(np.isin(work.code, list(_COMPUTE)), longest, 0.0)
 
     def done(self) -> Step:
         step, rates = self.step, self.setting.rates
