@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 import traceback
 
+from fsdp import collector
 from fsdp import config as configuration
 from fsdp.config import Config
 from fsdp.env import speaks_for_all
@@ -50,11 +51,12 @@ def under_ray(config: Config) -> int:
 
 def run_here(config: Config) -> int:
     """This process is one rank, or the only one."""
-    from fsdp.agree import Elsewhere, lost_a_neighbour
-    from fsdp.env import from_environment
-    from fsdp.loop import train
-    from fsdp.summary import summary
-    from fsdp.watch.rank import told
+    with collector.importing():
+        from fsdp.agree import Elsewhere, lost_a_neighbour
+        from fsdp.env import from_environment
+        from fsdp.loop import train
+        from fsdp.summary import summary
+        from fsdp.watch.rank import told
 
     env = from_environment()
     try:

@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 import torch
 
 from bench.peers.worker import memory_mib
-from fsdp.checkpoint import collector, manifest, metadata, names, plan, saver
+from fsdp import collector
+from fsdp.checkpoint import manifest, metadata, names, plan, saver
 from fsdp.checkpoint.load import Source, _tasks
 from fsdp.checkpoint.manifest import Manifest
 from fsdp.checkpoint.plan import Described, Part, Plan

@@ -12,13 +12,15 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fsdp import agree, preflight, rundir
+from fsdp import agree, collector, preflight, rundir
 from fsdp.adapters import maybe_base
 from fsdp.checkpoint import Checkpointer
+from fsdp.checkpoint.checkpointer import Restored
 from fsdp.checkpoint.full import open_full_state
 from fsdp.claim import Claim
 from fsdp.compile_cache import set_compile_cache
@@ -36,8 +38,7 @@ from fsdp.gradients import Gradients, InTurn
 from fsdp.job import Job, describe, prepare, trained_model
 from fsdp.loss import LossFunction
 from fsdp.materialize import materialize
-from fsdp.memory import profile as memory_profile
-from fsdp.memory.nvme import maybe_shelf
+from fsdp.memory.nvme import Shelf, maybe_shelf
 from fsdp.memory.oom import Scene, Witness
 from fsdp.memory.update import Update, Whole, build_update
 from fsdp.mesh import build_mesh, data_rank
@@ -56,6 +57,9 @@ from fsdp.verdict import Verdicts
 from fsdp.wandb_sink import WandbSink, check_wandb
 from fsdp.watch.numbers import Numbers, Spikes, make_deterministic
 from fsdp.watch.rank import Watch
+
+if TYPE_CHECKING:
+    from fsdp.memory.profile import Profile
 
 log = logging.getLogger(__name__)
 
@@ -95,30 +99,50 @@ def _train(
     config: Config, env: DistEnv, reporter: Reporter, job: Job, run: RunDir, claim: Claim | None, watch: Watch,
     witness: Witness,
 ) -> Outcome:  # fmt: skip
+    with collector.held():
+        loop = _set_up(config, env, reporter, job, run, claim, witness)
+    loop.phases.listen(watch.phase)
+    profile = _maybe_profile(loop)
+    try:
+        with witness:
+            outcome = loop.run_to_end()
+        if profile is not None:
+            profile.finish()
+    except BaseException as error:
+        if env.is_main and (claim is None or claim.ousted() is None):
+            said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            rundir.record_end(run, step=loop.state.step, why=said)
+        raise
+    finally:
+        if profile is not None:
+            profile.close()
+        loop.loader.close()
+        loop.recorder.close()
+        loop.stopper.close()
+    return outcome
+
+
+def _set_up(
+    config: Config, env: DistEnv, reporter: Reporter, job: Job, run: RunDir, claim: Claim | None, witness: Witness
+) -> _Loop:  # fmt: skip
+    """All that stands before the first step, the newest checkpoint restored. Collective."""
     planned = maybe_planned(config.plan, env.device.type)
     mesh = build_mesh(job.sizes, env.device)
     set_compile_cache(config.speed, env.device)
     model = trained_model(config, job)
-    facts = describe(config, job, model)
-    peak = peak_flops(env.device, env.world_size)
-    mfu_of = flops_per_sample(model, job.data) / peak if peak else 0.0
-    loss_function = LossFunction(model)
+    facts, mfu_of, loss_function = describe(config, job, model), _mfu_of(model, job, env), LossFunction(model)
     sharded = shard_model(
         model, sizes=job.sizes, mesh=mesh, device=env.device, section=config.mesh,
         precision=config.precision, memory=config.memory, speed=config.speed, comm=config.comm,
         hooks=job.hooks,
     )  # fmt: skip
-    weights = config.model.weights
     shelf = maybe_shelf(config.memory, config.optim, sharded.root, sharded.units, sharded.dtypes.master)
-    materialize(
-        sharded, spec=job.spec, seed=config.run.seed, init=config.model.init, rank=env.rank,
-        weights=(lambda: open_full_state(weights)) if weights else None,
-        rest_device=torch.device("cpu") if config.memory.cpu_offload else None,
-        shelf=shelf,
+    checkpointer = Checkpointer(
+        config.checkpoint, run.path, env, job.sizes, config_hash=config_hash(config), claim=claim, room=shelf
     )  # fmt: skip
-    if shelf is not None:
-        shelf.watch()
-    replicate(sharded)
+    # A checkpoint of adapters alone does not hold what they lie over.
+    _give_weights(config, env, job, sharded, shelf, restored=not config.lora.rank and checkpointer.finds())
+    checkpointer.base = maybe_base(config, job.spec, job.dtypes.master, sharded.root)
     scene = Scene(
         sizes=job.sizes, batch=job.batch, dtypes=(sharded.dtypes.master, sharded.dtypes.param, sharded.dtypes.reduce),
         build=partial(trained_model, config, job), samples=job.data.train, root=sharded.root, units=sharded.units,
@@ -126,10 +150,6 @@ def _train(
     witness.sees(scene)
     optimizer = build_optimizer(config.optim, sharded.root)
     state = TrainState(model=sharded.root, optimizer=optimizer, loss_scale=config.precision.loss_scale)
-    checkpointer = Checkpointer(
-        config.checkpoint, run.path, env, job.sizes, config_hash=config_hash(config), claim=claim, room=shelf,
-        base=maybe_base(config, job.spec, job.dtypes.master, sharded.root),
-    )  # fmt: skip
     with shelf.offered(optimizer) if shelf is not None else nullcontext():
         restored = checkpointer.restore(state)
     apply_hyperparameters(config.optim, optimizer)
@@ -148,35 +168,46 @@ def _train(
         sinks=_sinks(config, env, run, job, planned), mfu_of=mfu_of,
     )  # fmt: skip
     if env.is_main:
-        _say_start(run, facts, restored.step if restored else None, restored.notes if restored else ())
-    phases = Phases()
-    phases.listen(watch.phase)
-    loop = _Loop(
+        _say_start(run, facts, restored)
+    scene.optimizer, scene.phases = optimizer, Phases()
+    return _Loop(
         config=config, env=env, job=job, run=run, sharded=sharded, state=state, loss_function=loss_function,
-        loader=loader, checkpointer=checkpointer, stopper=stopper, recorder=recorder, phases=phases,
+        loader=loader, checkpointer=checkpointer, stopper=stopper, recorder=recorder, phases=scene.phases,
         update=build_update(optimizer, shelf), in_turn=None if shelf is None else shelf.in_turn,
         claim=claim, numbers=Numbers(config.watch, env, run.path, sharded), planned=planned,
     )  # fmt: skip
-    profile = memory_profile.start(config.profile, run.path, env, sharded.root, optimizer, loop.phases)
-    scene.optimizer, scene.phases = optimizer, loop.phases
-    try:
-        with witness:
-            outcome = loop.run_to_end()
-        if profile is not None:
-            profile.finish()
-    except BaseException as error:
-        if env.is_main and (claim is None or claim.ousted() is None):
-            rundir.record_end(
-                run, step=state.step, why=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            )
-        raise
-    finally:
-        if profile is not None:
-            profile.close()
-        loader.close()
-        recorder.close()
-        stopper.close()
-    return outcome
+
+
+def _give_weights(
+    config: Config, env: DistEnv, job: Job, sharded: Sharded, shelf: Shelf | None, *, restored: bool
+) -> None:  # fmt: skip
+    """From meta to real; where a checkpoint gives the values, memory for them alone."""
+    weights = config.model.weights
+    materialize(
+        sharded, spec=job.spec, seed=config.run.seed, init=config.model.init, rank=env.rank,
+        weights=(lambda: open_full_state(weights)) if weights else None,
+        rest_device=torch.device("cpu") if config.memory.cpu_offload else None,
+        shelf=shelf, restored=restored,
+    )  # fmt: skip
+    if shelf is not None:
+        shelf.watch()
+    replicate(sharded)
+
+
+def _mfu_of(model: nn.Module, job: Job, env: DistEnv) -> float:
+    """Of one sample a second; 0 where the device's peak is not known."""
+    peak = peak_flops(env.device, env.world_size)
+    return flops_per_sample(model, job.data) / peak if peak else 0.0
+
+
+def _maybe_profile(loop: _Loop) -> Profile | None:
+    """Imported where it is asked for: no start waits for it otherwise."""
+    section = loop.config.profile
+    if not (section.memory or section.trace):
+        return None
+    from fsdp.memory import profile
+
+    return profile.start(section, loop.run.path, loop.env, loop.sharded.root, loop.state.optimizer, loop.phases)
 
 
 # ---------------------------------------------------------------- a step
@@ -462,11 +493,10 @@ def _console(config: Config, env: DistEnv, job: Job) -> Console:
     return Console(total_steps=job.total_steps, every=config.run.log_every_steps or chosen, unit=job.unit)
 
 
-def _say_start(run: RunDir, facts: object, from_step: int | None, notes: tuple[str, ...]) -> None:
+def _say_start(run: RunDir, facts: Mapping[str, str], restored: Restored | None) -> None:
     log.info("run %s", run.path)
-    for note in notes:
+    for note in restored.notes if restored is not None else ():
         log.info("%s", note)
-    if from_step is not None:
-        log.info("goes on from step %d", from_step)
-    assert isinstance(facts, dict)
+    if restored is not None:
+        log.info("goes on from step %d", restored.step)
     log.info("%s", "; ".join(f"{name} {text}" for name, text in facts.items()))

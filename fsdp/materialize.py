@@ -25,7 +25,7 @@ from fsdp.models import ModelSpec, to_empty
 from fsdp.models.init import Init, draw, draw_into
 from fsdp.models.lora import lora_inits
 from fsdp.models.real import seeded
-from fsdp.proof import cut_of, fill_with_poison, local, poison, prove, shard_count
+from fsdp.proof import cut_of, fill_with_poison, local, poison, prove, prove_unsaved, shard_count
 from fsdp.shard import Sharded
 
 
@@ -82,10 +82,13 @@ def materialize(
     weights: Callable[[], Mapping[str, Tensor]] | None = None,
     rest_device: torch.device | None = None,
     shelf: Shelf | None = None,
+    restored: bool = False,
 ) -> None:
     """Give every parameter and buffer of a meta model its value, then prove it. Collective.
 
     `rest_device` is where parameters lie between steps: the host, where they are offloaded; a `shelf` may lay them in files.
+    `restored`: a checkpoint gives the values, and proves them (fsdp/checkpoint/load.py): they are not drawn only to be
+    overwritten, which costs seconds a hundred million parameters.
     """
     root = sharded.root
     methods: Any = root
@@ -100,6 +103,9 @@ def materialize(
         _buffers_to(root, sharded.device)
     if hasattr(root, "init_buffers"):
         methods.init_buffers(sharded.device)
+    if restored and in_checkpoint(root):
+        prove_unsaved(root)
+        return
     # Adapters are in nobody's weights: each rank draws its own part of them, whatever the others come from.
     _draw_shards(root, added, seed, rank)
     if inits and init == "shard" and weights is None:
@@ -114,7 +120,12 @@ def materialize(
         # What fails on rank 0 alone is told to all, so that nobody waits for weights that never come.
         on_main(rank, open_source)
         _send_all(sharded, source, added)
-    prove(root, rank=rank, drawn={**({} if weights is not None else inits), **added})
+    prove(root, drawn={**({} if weights is not None else inits), **added})
+
+
+def in_checkpoint(root: nn.Module) -> bool:
+    """Whether a checkpoint holds all that the model does not fill by itself."""
+    return hasattr(root, "init_buffers") or len(_persistent(root)) == sum(1 for _ in (*root.parameters(), *root.buffers()))
 
 
 # ---------------------------------------------------------------- filling

@@ -5,7 +5,7 @@ Here live also the cut of a parameter into shards and a digest of the whole mode
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -71,15 +71,26 @@ def _rare(dtype: torch.dtype) -> int:
 
 
 @torch.no_grad()
-def prove(root: nn.Module, *, rank: int, drawn: Mapping[str, Init]) -> None:
+def prove(root: nn.Module, *, drawn: Mapping[str, Init]) -> None:
     """Stop the run by name: a value left uninitialised, a buffer nobody filled, equal shards, replicas that differ."""
-    findings = [*_unfilled(root)]
-    table = _digests(root)
+    problems = _everyones([*_unfilled(root, known=())])
+    if not problems:
+        problems = _compare(root, _digests(root), drawn)
+    _refuse(problems)
+
+
+def prove_unsaved(root: nn.Module) -> None:
+    """The same of what no checkpoint holds, before one fills the rest. Collective."""
+    _refuse(_everyones([*_unfilled(root, known=root.state_dict().keys())]))
+
+
+def _everyones(findings: list[str]) -> list[str]:
     told: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(told, findings)
-    problems = [f"rank {r}: {text}" for r, texts in enumerate(told) for text in texts]
-    if not problems:
-        problems = _compare(root, table, drawn)
+    return [f"rank {rank}: {text}" for rank, texts in enumerate(told) for text in texts]
+
+
+def _refuse(problems: list[str]) -> None:
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise TrainingError(
@@ -87,9 +98,11 @@ def prove(root: nn.Module, *, rank: int, drawn: Mapping[str, Init]) -> None:
         )
 
 
-def _unfilled(root: nn.Module) -> Iterator[str]:
+def _unfilled(root: nn.Module, known: Container[str]) -> Iterator[str]:
     for kind, named in (("parameter", root.named_parameters()), ("buffer", root.named_buffers())):
         for name, tensor in named:
+            if name in known:
+                continue
             part = local(tensor)
             if part.is_meta:
                 yield f"{kind} {name} is still on the meta device"

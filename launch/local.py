@@ -24,8 +24,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from fsdp import collector, rundir
 from fsdp import config as configuration
-from fsdp import rundir
 from fsdp.config import Config
 from fsdp.env import DistEnv, pick_device, process_group
 from fsdp.errors import ConfigError, ShardrunError
@@ -47,7 +47,9 @@ def main(argv: Sequence[str]) -> int:
         ranks, restarts, flags = _own_flags(argv)
         config = configuration.load(flags)
         config = configuration.replace(config, run__dir=str(rundir.choose(config)))
-        warm_up(config, ranks)
+        # Frozen before the forks: a collection in one of them would copy every page that they share.
+        with collector.importing():
+            warm_up(config, ranks)
     except ShardrunError as error:
         print(f"launch.local: {error}", file=sys.stderr)
         return error.exit_code

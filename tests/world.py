@@ -101,6 +101,7 @@ def _serve(pipe: Connection) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     torch.set_num_threads(1)
     while True:
@@ -121,6 +122,8 @@ def _serve(pipe: Connection) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+                # Two meshes of one shape are equal to DTensor's cache: the next world would be given this one's dead groups.
+                _clear_sharding_prop_cache()
 
 
 def _env(rank: int, ranks: int) -> DistEnv:

@@ -18,7 +18,6 @@ import torch
 
 from fsdp.checkpoint import adapters, inspect, keep, load, names, snapshot, survey
 from fsdp.checkpoint.adapters import Base
-from fsdp.checkpoint.export import export
 from fsdp.checkpoint.foreign import prefixes
 from fsdp.checkpoint.inspect import Found
 from fsdp.checkpoint.manifest import Broken, Manifest
@@ -74,9 +73,9 @@ class Checkpointer:
         config_hash: str,
         claim: Claim | None = None,
         room: Room | None = None,
-        base: Base | None = None,
     ) -> None:
-        self._base = base
+        self.base: Base | None = None
+        """What a run of adapters lies over, set before anything is restored or saved."""
         self._section, self._run_dir, self._env, self._sizes, self._config = section, run_dir, env, sizes, config_hash
         self._talk = Talk()
         self._attempt: str = self._talk.tell(secrets.token_hex(4))
@@ -88,6 +87,7 @@ class Checkpointer:
         self._ended: list[Sealed] = []
         self._failed_before = False
         self._save_seconds = 0.0
+        self._founds: list[Found] | None = None
         self._proven = False
         self._closed = False
 
@@ -192,7 +192,7 @@ class Checkpointer:
             replicate=self._sizes.replicate, shard=self._sizes.shard, ranks=self._env.world_size, config=self._config,
             reason=reason, counters=state.counters(), files={}, digests={},
             metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
-            base={} if self._base is None else self._base.said(),
+            base={} if self.base is None else self.base.said(),
         )  # fmt: skip
 
     def _ousted(self) -> str | None:
@@ -207,10 +207,17 @@ class Checkpointer:
 
     # ------------------------------------------------------------ restoring
 
+    def finds(self) -> bool:
+        """Whether this run has a checkpoint of its own: `restore` then fills the whole model, or raises. Collective."""
+        if self._founds is None:
+            self._prove_shared()
+            self._founds = self._talk.on_main(lambda: survey.survey(self._store, self._section, self._attempt))
+        return bool(self._founds)
+
     def restore(self, state: TrainState) -> Restored | None:
         """The newest whole checkpoint into `state`; None where there is none and there never was."""
-        self._prove_shared()
-        founds = self._talk.on_main(lambda: survey.survey(self._store, self._section, self._attempt))
+        self.finds()
+        founds, self._founds = self._founds, None
         if founds:
             return self._newest(state, founds)
         if self._section.resume not in ("auto", "never"):
@@ -230,7 +237,7 @@ class Checkpointer:
 
     def _restore(self, state: TrainState, source: load.Source, manifest: Manifest, notes: list[str]) -> Restored:
         """One of our own, with its counters."""
-        adapters.check(manifest, self._base, source.store.path(source.folder))
+        adapters.check(manifest, self.base, source.store.path(source.folder))
         self._load(state, source, Prefixes(), exact=True)
         state.set_counters(dict(manifest.counters))
         differences = survey.differences(manifest, self._sizes, self._env.world_size, self._config)
@@ -309,12 +316,14 @@ class Checkpointer:
         return self._talk.on_main(lambda: self._export(folder))
 
     def _export(self, folder: Path) -> list[Path]:
+        from fsdp.checkpoint.export import export  # a start need not wait for it
+
         found = next((one for one in inspect.scan(self._store) if one.manifest is not None), None)
         if found is None:
             raise CheckpointError(f"{self._store.where} holds no whole checkpoint to export.", "--checkpoint.export false")
         try:
             source = load.open_one(self._store, found.folder, found.manifest)
-            return export(source, folder, self._section.export_format, self._section.export_shard_gib, base=self._base)
+            return export(source, folder, self._section.export_format, self._section.export_shard_gib, base=self.base)
         except (Broken, OSError) as error:
             hint = f"python -m fsdp.checkpoints {self._run_dir} verify"
             raise CheckpointError(f"{found.folder} was not exported to {folder}: {error}.", hint) from None

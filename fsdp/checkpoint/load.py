@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from fsdp.checkpoint import boxes, collector, inspect, metadata, names, read
+from fsdp import collector
+from fsdp.checkpoint import boxes, inspect, metadata, names, read
 from fsdp.checkpoint.crc import crc32
 from fsdp.checkpoint.manifest import Broken, Manifest
 from fsdp.checkpoint.read import Segment, Task

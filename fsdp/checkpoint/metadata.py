@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
-from fsdp.checkpoint import collector
+from fsdp import collector
 from fsdp.checkpoint.manifest import Broken
 
 _DCP = "torch.distributed.checkpoint.metadata"

@@ -27,7 +27,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from fsdp.checkpoint import collector, container, names
+from fsdp import collector
+from fsdp.checkpoint import container, names
 from fsdp.checkpoint.snapshot import KeyPath, Piece, Snapshot
 from fsdp.checkpoint.talk import Talk
 

@@ -173,10 +173,7 @@ def start(
     root: nn.Module,
     optimizer: torch.optim.Optimizer,
     phases: Phases,
-) -> Profile | None:
-    """None, and nothing listens, where no profile is asked for."""
-    if not (section.memory or section.trace):
-        return None
+) -> Profile:
     profile = Profile(section, run_dir / "profile", env, root, optimizer)
     phases.listen(profile.heard)
     return profile

@@ -19,7 +19,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from fsdp.watch.files import Files
 from fsdp.watch.ledger import Ledger, Told
 from fsdp.watch.look import ANSWER_S
 from fsdp.watch.nodes import SILENT_S, Head, Peer
+from fsdp.watch.orders import Orders
 from fsdp.watch.verdict import Verdict, judge
 
 BEAT_S = 0.2
@@ -43,23 +44,6 @@ UNREACHED_S = 10.0
 """A node that has not reached the head by then judges for itself what it sees."""
 SETTLE_S, ECHO_S, GRACE_S = 1.5, 3.0, 10.0
 """After a first failure: for the others' words, if they come at all; where all words are echoes; until who is left is ended."""
-
-
-@dataclass(frozen=True)
-class Orders:
-    """What the rank that starts a monitor tells it."""
-
-    node: str
-    run: str
-    ranks: dict[int, str]
-    nodes: dict[str, list[int]]
-    hang_s: float
-    late_percent: float
-    token: str
-    head: bool
-    ear: int = -1
-    addresses: tuple[tuple[str, int], ...] = ()
-    tells_failures: bool = True
 
 
 class Monitor:

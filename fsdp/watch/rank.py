@@ -33,7 +33,7 @@ from fsdp.watch.calls import Calls
 from fsdp.watch.cells import FAILED, OVER, PID, STATE, THREAD, Cells, Writer
 from fsdp.watch.device import device_clock
 from fsdp.watch.farewell import wait_until_told
-from fsdp.watch.monitor import Orders
+from fsdp.watch.orders import Orders
 from fsdp.watch.witness import Witness
 from fsdp.watch.words import last_words
 

@@ -90,7 +90,7 @@ def spoilt(env: DistEnv, strategy: Strategy, spoil: str) -> str:
     with torch.no_grad():
         if spoil == "one replica" and env.rank == 3:
             local(parameters["head.weight"])[0, 0] += 1e-3
-    return said(lambda: prove(sharded.root, rank=env.rank, drawn={}))
+    return said(lambda: prove(sharded.root, drawn={}))
 
 
 def test_replicas_that_differ_in_one_number() -> None:
@@ -107,7 +107,7 @@ def repeated(env: DistEnv, how_many: str) -> str:
         if how_many == "all" or name == "1.weight":
             dist.broadcast(local(parameter.data), src=0)
     drawn: dict[str, Init] = {} if how_many == "all" else {"0.weight": Normal(1.0), "1.weight": Normal(1.0)}
-    return said(lambda: prove(sharded.root, rank=env.rank, drawn=drawn))
+    return said(lambda: prove(sharded.root, drawn=drawn))
 
 
 @pytest.mark.parametrize(("how_many", "name"), [("one", "1.weight"), ("all", "0.weight")])

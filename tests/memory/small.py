@@ -73,16 +73,25 @@ def trained(env: DistEnv, folder: Path, everything: bool) -> Trained:
     return one
 
 
-def resident() -> int:
-    """Bytes of files without a name that this process has in memory now."""
+def mapped() -> dict[str, int]:
+    """Each file without a name that this process maps → the bytes of it that are in memory now."""
     text = Path("/proc/self/smaps").read_text()
     blocks = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", text)
-    ours = [block for block in blocks if "/.shardrun-" in block.partition("\n")[0]]
-    return sum(int(kib) for block in ours for kib in re.findall(r"\nRss:\s+(\d+) kB", block)) << 10
+    found: dict[str, int] = {}
+    for block in blocks:
+        if name := re.search(r"/\.shardrun-\w+", block.partition("\n")[0]):
+            kib = sum(int(size) for size in re.findall(r"\nRss:\s+(\d+) kB", block))
+            found[name[0]] = found.get(name[0], 0) + (kib << 10)
+    return found
 
 
 def most_resident(env: DistEnv, folder: str) -> dict[str, int]:
     """While a second update is made, and after it."""
+    others = mapped().keys()  # of runs before this one in the same process
+
+    def resident() -> int:
+        return sum(size for name, size in mapped().items() if name not in others)
+
     nvme.PART_BYTES = 8 << 20
     one = made(env, "tests.memory.small:Wide", Path(folder), everything=False)
     seen: list[int] = []

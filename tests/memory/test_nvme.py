@@ -14,7 +14,7 @@ from fsdp.env import DistEnv
 from fsdp.errors import ConfigError
 from fsdp.memory import files
 from tests.core.runs import failures, run
-from tests.marks import quick_are
+from tests.marks import quick_are, sample_are
 from tests.memory import small
 from tests.world import run_world
 
@@ -38,8 +38,10 @@ CASES = {
     "all, offloaded": (2, "all", "--memory.cpu_offload true"),
 }  # fmt: skip
 
+SAMPLE = ("optimizer, hsdp", "optimizer, scalars and frozen parts", "all, fsdp", "all, recomputed, gathered once a step")
 
-@pytest.mark.parametrize("case", quick_are(("optimizer, ddp", "all, tied"), CASES))
+
+@pytest.mark.parametrize("case", quick_are(("optimizer, ddp", "all, tied"), CASES, SAMPLE))
 def test_the_numbers_are_those_of_a_run_in_memory(case: str, tmp_path: Path) -> None:
     ranks, what, words = CASES[case]
     inside = run(ranks, tmp_path / "inside", words)
@@ -50,10 +52,10 @@ def test_the_numbers_are_those_of_a_run_in_memory(case: str, tmp_path: Path) -> 
     assert not any((tmp_path / "disk").iterdir())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("first", "then"), [((2, "all"), (4, "optimizer")), ((3, "off"), (2, "all")), ((2, "optimizer"), (3, "off"))]
-)
+GOES_ON = [((2, "all"), (4, "optimizer")), ((3, "off"), (2, "all")), ((2, "optimizer"), (3, "off"))]
+
+
+@pytest.mark.parametrize(("first", "then"), sample_are(GOES_ON[:1], GOES_ON))
 def test_a_checkpoint_goes_on_elsewhere(first: tuple[int, str], then: tuple[int, str], tmp_path: Path) -> None:
     """Saved by one way and size, resumed by another: as the same two starts in memory."""
 
