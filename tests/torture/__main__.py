@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.torture.chain import EVERY, STEPS, Chain, Death, Reference, Shape, Violation, context
+from tests.torture.chain import EVERY, STEPS, Chain, Death, Reference, Shape, Violation
 
 SHAPES = (Shape("fsdp", 2), Shape("ddp", 2), Shape("hsdp", 4), Shape("fsdp", 3))
 
@@ -33,7 +33,6 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--place", default="", help="folder for the runs; empty makes one, and removes it if all is well")
     options = parser.parse_args(argv)
     os.environ["OMP_NUM_THREADS"] = "1"
-    context.set_forkserver_preload(["tests.torture.rank"])
     place = Path(tempfile.mkdtemp(prefix="torture-", dir=options.place or None))
     print(f"seed {options.seed}: {options.kills} kills of runs of {STEPS} steps, a save every {EVERY}, in {place}", flush=True)
     try:
