@@ -1,6 +1,7 @@
 """A Ray to train on: one of this machine's own, started and ended here, or a cluster that is joined and left as it was.
 
-Also what a cluster has, against what the workers ask for. Nothing here knows what is trained.
+Not here: whether the workers find room on it (ray_room.py), and what code they find there (ray_code.py). Nothing here knows
+what is trained.
 """
 
 from __future__ import annotations
@@ -16,12 +17,11 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp.config import RaySection, worker_range
-from fsdp.errors import ConfigError, LaunchError
+from fsdp.config import RaySection
+from fsdp.errors import LaunchError
 
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -155,7 +155,7 @@ def _knock(address: str, until: float) -> None:
             time.sleep(LOOK_S)
 
 
-def _await_nodes() -> None:
+def await_nodes() -> None:
     """A job script that brings the cluster up beside us says how many nodes are on their way."""
     import ray
 
@@ -188,89 +188,3 @@ def _own_folder(tmp: Path) -> Iterator[Path]:
 def _short_tmp() -> str:
     usual = tempfile.gettempdir()
     return usual if len(usual) <= LONGEST_TMP else "/tmp"
-
-
-# ---------------------------------------------------------------- what it has
-
-
-@dataclass(frozen=True)
-class Workers:
-    """How many, and what each asks of the cluster."""
-
-    low: int
-    high: int
-    cpus: float
-    gpus: float
-
-    def __str__(self) -> str:
-        count = f"{self.low}" if self.low == self.high else f"{self.low} to {self.high}"
-        return f"{count} workers × {_amounts(self.cpus, self.gpus)}"
-
-
-def _amounts(cpus: float, gpus: float) -> str:
-    return f"{cpus:g} CPU" + (f" and {gpus:g} GPU" if gpus else "")
-
-
-def workers_for(section: RaySection) -> Workers:
-    """What the flags ask of the Ray that is connected, or LaunchError with what it has: at once, not after a time-out."""
-    import ray
-
-    _await_nodes()
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    low, high = worker_range(section.num_workers)
-    gpus = _gpus(section.gpus_per_worker, nodes)
-    places = sum(_places(node, section.cpus_per_worker, gpus) for node in nodes)
-    if places < low:
-        has = ", ".join(_amounts(node.get("CPU", 0), node.get("GPU", 0)) for node in nodes)
-        flags = f"--ray.num_workers {places}" if places else "--ray.cpus_per_worker 0.5"
-        raise LaunchError(
-            f"{Workers(low, high, section.cpus_per_worker, gpus)} do not fit on {len(nodes)} node{'s' * (len(nodes) != 1)} "
-            f"of {has}: room for {places}.",
-            f"{flags}, or add nodes" if places else f"{flags}, or a larger cluster",
-        )
-    return Workers(low, high, section.cpus_per_worker, gpus)
-
-
-def _gpus(asked: str, nodes: list[dict[str, float]]) -> float:
-    if asked == "auto":
-        return 1.0 if any(node.get("GPU", 0) >= 1 for node in nodes) else 0.0
-    if float(asked) > 0 and not any(node.get("GPU", 0) for node in nodes):
-        raise ConfigError(f"--ray.gpus_per_worker {asked}, but no node of this Ray has a GPU.", "--ray.gpus_per_worker 0")
-    return float(asked)
-
-
-def _places(node: Mapping[str, float], cpus: float, gpus: float) -> int:
-    """Workers that fit on one node; what others hold at the moment counts as free, for it may be given back."""
-    by_cpu = int(node.get("CPU", 0) / cpus + 1e-9)
-    return min(by_cpu, int(node.get("GPU", 0) / gpus + 1e-9)) if gpus else by_cpu
-
-
-# ---------------------------------------------------------------- the code, for workers of a cluster
-
-
-def runtime_env(repository: Path, own: list[str], folder: Path) -> dict[str, Any]:
-    """A folder with this code and a person's own modules, which Ray carries to every node of a joined cluster.
-
-    `own` are names as in --model.name package.module:factory; what pip installed is expected on the nodes.
-    """
-    for package in ("fsdp", "launch"):
-        shutil.copytree(repository / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in own:
-        _carry(name.partition(":")[0].partition(".")[0], folder)
-    return {"working_dir": str(folder)}
-
-
-def _carry(module: str, folder: Path) -> None:
-    import importlib.util
-
-    found = importlib.util.find_spec(module)
-    if found is None or (folder / module).exists():
-        return
-    for place in found.submodule_search_locations or ([found.origin] if found.origin else []):
-        source = Path(place)
-        if "site-packages" in source.parts:
-            continue
-        if source.is_dir():
-            shutil.copytree(source, folder / module, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
-        elif source.suffix == ".py":
-            shutil.copy(source, folder)

@@ -2,7 +2,8 @@
 
 It checks what can be checked, chooses the run directory, brings up or joins a Ray, lets it train, and says how that ended, as
 torchrun's run says it. Checkpoints are ours, sealed by the workers themselves; Ray is told where they are. What runs in a
-worker is in launch/ray_worker.py, Ray itself in ray_cluster.py, the ranks' words in ray_output.py.
+worker is in launch/ray_worker.py, Ray itself in ray_cluster.py, room and code for the workers in ray_room.py and ray_code.py,
+the ranks' words in ray_output.py.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ from fsdp.loop import Outcome
 from fsdp.mesh import plan_batch, resolve
 from fsdp.summary import summary
 from launch import ray_cluster
-from launch.ray_cluster import OwnRay, Workers
+from launch.ray_cluster import OwnRay
+from launch.ray_code import runtime_env
 from launch.ray_output import Follower
+from launch.ray_room import Workers, workers_for
 from launch.ray_verdict import Referee, story_of
 from launch.ray_worker import Order, work
 
@@ -63,7 +66,7 @@ def run_on_ray(config: Config, own: OwnRay | None) -> int:
         follower = Follower(logs)
         try:
             with _code(config) as code, ray_cluster.connected(own, config.ray, code) as name:
-                workers = ray_cluster.workers_for(config.ray)
+                workers = workers_for(config.ray)
                 print(f"{name}: {workers}", file=sys.stderr, flush=True)
                 outcome = _train_to_the_end(Order(config, run.path, logs, Path.cwd()), workers, stopping)
         finally:
@@ -92,7 +95,7 @@ def _code(config: Config) -> Iterator[Mapping[str, Any]]:
         return
     with tempfile.TemporaryDirectory(prefix="shardrun-code-") as folder:
         own = [name for name in (config.model.name, config.data.name) if ":" in name]
-        yield ray_cluster.runtime_env(REPOSITORY, own, Path(folder))
+        yield runtime_env(REPOSITORY, own, Path(folder))
 
 
 # ---------------------------------------------------------------- training
