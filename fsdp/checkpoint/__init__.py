@@ -4,6 +4,7 @@ A sealed checkpoint is plain torch Distributed Checkpoint inside (`dcp.load` and
 beside: every file's size and checksum, every tensor's digest. The manifest is written last; what has none does not count.
 """
 
-from fsdp.checkpoint.checkpointer import Checkpointer, Restored, Sealed
+from fsdp.checkpoint.checkpointer import Checkpointer, Sealed
+from fsdp.checkpoint.restore import Restored
 
 __all__ = ["Checkpointer", "Restored", "Sealed"]

@@ -1,7 +1,7 @@
 """The Checkpointer: what the loop calls. Save behind the steps, restore the newest that is whole, say how it went.
 
-Here live the order of things and the words to people. How a save is written is saver.py's, how one is read is load.py's, which
-stay is keep.py's.
+Here live the order of saves, who may write, and the words to people. How a save is written is saver.py's, how a restore goes
+restore.py's, which stay is keep.py's.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from pathlib import Path
 
 import torch
 
-from fsdp.checkpoint import adapters, inspect, keep, load, names, snapshot, survey
+from fsdp.checkpoint import inspect, keep, load, snapshot, survey
 from fsdp.checkpoint.adapters import Base
-from fsdp.checkpoint.foreign import prefixes
 from fsdp.checkpoint.inspect import Found
 from fsdp.checkpoint.manifest import Broken, Manifest
+from fsdp.checkpoint.restore import Restore, Restored
 from fsdp.checkpoint.saver import Job, Saver, repeated
 from fsdp.checkpoint.staging import Room
 from fsdp.checkpoint.store import Store, open_store
 from fsdp.checkpoint.talk import Talk
-from fsdp.checkpoint.wants import Filling, Prefixes, Want, of_model, of_optimizer
 from fsdp.claim import Claim
 from fsdp.config import CheckpointSection
 from fsdp.env import DistEnv
@@ -38,15 +37,6 @@ log = logging.getLogger(__name__)
 LOST_HINT = "mend what it names, then start the same command: it goes on from the newest whole checkpoint"
 PATIENCE_S = 10.0
 GUESSED_BYTES_PER_S = 200e6  # until a first save has been measured
-
-
-@dataclass(frozen=True)
-class Restored:
-    """Where the run goes on from, and what a person should know of it."""
-
-    step: int
-    where: str
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -218,78 +208,12 @@ class Checkpointer:
         """The newest whole checkpoint into `state`; None where there is none and there never was."""
         self.finds()
         founds, self._founds = self._founds, None
+        how = Restore(self._store, self._talk, self._env, self._section, self._sizes, self._config, self.base)
         if founds:
-            return self._newest(state, founds)
+            return how.newest(state, founds)
         if self._section.resume not in ("auto", "never"):
-            return self._from_path(state, self._section.resume)
+            return how.from_path(state, self._section.resume)
         return None
-
-    def _newest(self, state: TrainState, founds: list[Found]) -> Restored:
-        notes: list[str] = []
-        for found in founds:
-            try:
-                if found.manifest is None:
-                    raise Broken(found.why, found.detail)
-                return self._restore(state, self._open(self._store, found), found.manifest, notes)
-            except Broken as broken:
-                notes.append(self._put_aside(found, broken))
-        raise survey.none_whole(self._store, len(founds))
-
-    def _restore(self, state: TrainState, source: load.Source, manifest: Manifest, notes: list[str]) -> Restored:
-        """One of our own, with its counters."""
-        adapters.check(manifest, self.base, source.store.path(source.folder))
-        self._load(state, source, Prefixes(), exact=True)
-        state.set_counters(dict(manifest.counters))
-        differences = survey.differences(manifest, self._sizes, self._env.world_size, self._config)
-        return Restored(manifest.step, source.store.path(source.folder), (*notes, *differences))
-
-    def _put_aside(self, found: Found, broken: Broken) -> str:
-        """Rename it on rank 0, one loud line; what is said is the same on every rank."""
-        line = f"CHECKPOINT {found.folder} is NOT whole ({broken.detail})"
-        if self._env.is_main:
-            try:
-                aside = self._store.set_aside(found.folder, broken.why)
-                log.error("%s; set aside as %s. The one before it is taken.", line, aside)
-            except OSError as error:
-                log.error("%s; it could not be set aside (%s). The one before it is taken.", line, error)
-        return line
-
-    def _open(self, store: Store, found: Found) -> load.Source:
-        """Rank 0 reads `.metadata`, all hear it."""
-        data, failure = self._talk.tell(self._read_metadata(store, found.folder) if self._env.is_main else None)
-        if failure is not None:
-            raise failure
-        return load.opened(store, found.folder, found.manifest, data)
-
-    def _read_metadata(self, store: Store, folder: str) -> tuple[bytes, load.Failure | None]:
-        try:
-            return store.read(folder, names.METADATA), None
-        except OSError as error:
-            return b"", inspect.of_failure(error, f"{store.path(folder)}/{names.METADATA}")
-
-    def _load(self, state: TrainState, source: load.Source, where: Prefixes, exact: bool) -> None:
-        path = source.store.path(source.folder)
-        wants: list[Want] = of_model(state, source.metadata, where, exact, path)
-        filling: Filling | None = None
-        if where.optim is not None:
-            more, filling = of_optimizer(state, source.metadata, where.optim, exact, path)
-            wants += more
-        load.fill(source, _distinct(wants), filling, self._talk, self._section.verify)
-
-    def _from_path(self, state: TrainState, path: str) -> Restored:
-        """A checkpoint that somebody points at: ours with its counters, another program's from step 0. It is never renamed."""
-        place, found = self._talk.on_main(lambda: survey.locate(path))
-        try:
-            source = self._open(open_store(place), found)
-            if found.manifest is not None:
-                return self._restore(state, source, found.manifest, [])
-            where = prefixes(source.metadata, snapshot.parameter_names(state.model).values(), path)
-            self._load(state, source, where, exact=False)
-        except Broken as broken:
-            hint = "give another, or --checkpoint.resume auto"
-            raise CheckpointError(f"{path} is not whole: {broken.detail}.", hint) from None
-        what = "weights and optimizer" if where.optim is not None else "weights alone"
-        return Restored(0, path, (f"{what} of a checkpoint without a manifest: nothing to verify it with",))
 
     def _prove_shared(self) -> None:
         """Once, before the first look or the first save."""
@@ -327,16 +251,3 @@ class Checkpointer:
         except (Broken, OSError) as error:
             hint = f"python -m fsdp.checkpoints {self._run_dir} verify"
             raise CheckpointError(f"{found.folder} was not exported to {folder}: {error}.", hint) from None
-
-
-def _distinct(wants: list[Want]) -> list[Want]:
-    """Tied weights have two keys and one memory: it is read once."""
-    seen: set[tuple[int, tuple[int, ...]]] = set()
-    kept = []
-    for want in wants:
-        spot = (want.piece.local.data_ptr(), want.piece.sizes)
-        if want.piece.nbytes and spot in seen:
-            continue
-        seen.add(spot)
-        kept.append(want)
-    return kept
