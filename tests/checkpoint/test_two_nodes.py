@@ -30,8 +30,9 @@ def reached(run_dir: Path) -> int:
 
 def train(run_dir: Path, node: str, steps: int) -> list[str]:
     words = ["python", "train.py", "--run.dir", str(run_dir), "--model.name", "mlp", "--checkpoint.every_steps", "10"]
+    words += ["--data.name", "tests.slurm.slow:digits"]  # or the holder would take a core for as long as it is watched
     words += ["--train.global_batch", "16", "--train.steps", "100000", "--train.stop_after", str(steps)]
-    return ["srun", "-N1", "-n1", "--overlap", "-w", node, *words]
+    return ["srun", "-N1", "-n1", "--overlap", "-w", node, "--export=ALL,SLOW_S=0.05", *words]
 
 
 def test_a_job_on_another_node_is_refused_and_takes_over_when_the_holder_is_gone(cluster: Cluster, tmp_path: Path) -> None:

@@ -44,7 +44,10 @@ class Cluster:
         return f"{self._net}.2:{self.port}"
 
     def environment(self, **more: str) -> dict[str, str]:
-        return clean_environment(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=self.token, RAY_USAGE_STATS_ENABLED="0", **more)
+        secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token}
+        # else a Python process for each CPU of a node, that no worker of ours comes from
+        lean = {"RAY_prestart_worker_first_driver": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+        return clean_environment(**secret, **lean, **more)
 
     def __enter__(self) -> Cluster:
         try:

@@ -117,6 +117,11 @@ def torchrun(run: Path, ranks: int, *flags: str) -> Run:
     return Run(run)
 
 
+def check_whole(run: Run, undisturbed: Run) -> None:
+    assert run.steps == list(range(1, STEPS + 1))
+    assert run.losses == undisturbed.losses
+
+
 def rank_pid(run: Run, rank: int) -> int:
     """The process of a rank of the newest start, from the name of the file that it speaks into."""
     newest = max(run.path.glob(f"logs/ray-*/rank-{rank}.*.err"), key=lambda path: path.stat().st_mtime_ns)

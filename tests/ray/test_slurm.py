@@ -16,6 +16,7 @@ from tests.slurm.job import sbatch
 pytestmark = [pytest.mark.ray, pytest.mark.slurm, pytest.mark.slow]
 
 
+@pytest.mark.long
 def test_stopped_by_the_scheduler_it_is_requeued_and_ends_with_torchruns_losses(tmp_path: Path) -> None:
     need_slurm()
     before = set(Path("/tmp").glob("ray-*"))
@@ -35,6 +36,7 @@ def test_stopped_by_the_scheduler_it_is_requeued_and_ends_with_torchruns_losses(
     assert job.run.losses == torchrun(tmp_path / "torchrun", 4, *HSDP).losses
 
 
+@pytest.mark.long
 def test_begun_under_torchrun_gone_on_under_ray_ended_under_sbatch(tmp_path: Path, undisturbed: Run) -> None:
     """One run directory, one curve: two ranks each time, so the same bits."""
     need_slurm()

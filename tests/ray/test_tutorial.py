@@ -33,6 +33,7 @@ def written(tmp_path_factory: pytest.TempPathFactory, joined: Cluster) -> Path:
     return newest
 
 
+@pytest.mark.long
 def test_its_weights_and_optimizer_are_gone_on_from(tmp_path: Path, written: Path) -> None:
     run: Run = torchrun(tmp_path / "run", 2, *STILL, "--checkpoint.resume", str(written))
     dcp_to_torch_save(written, tmp_path / "theirs.pt")

@@ -97,6 +97,7 @@ def test_a_dry_run_prints_the_sbatch_file_and_submits_nothing(tmp_path: Path) ->
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_local_runs_the_same_without_slurm(tmp_path: Path, undisturbed: Undisturbed) -> None:
     mesh = ["--mesh.strategy", "hsdp", "--mesh.replicate", "2", "--mesh.shard", "1"]
     run = tmp_path / "run"

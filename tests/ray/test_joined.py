@@ -1,0 +1,117 @@
+"""Runs inside a Ray cluster that was there before: the same losses, the words once, checkpoints ours, killed workers back.
+
+All that share the cluster stand in this file: another one would be another process of pytest, with a cluster of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from fsdp.checkpoint import inspect
+from fsdp.checkpoint.store import open_store
+from tests.ray.cluster import Cluster
+from tests.ray.runs import HSDP, SLOWLY, STEPS, Driver, Run, check_whole, rank_pid, torchrun
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory, joined: Cluster) -> Driver:
+    """A run inside a cluster that was there before, to its end."""
+    driver = Driver(tmp_path_factory.mktemp("joined") / "run", "--checkpoint.keep_last", "2", cluster=joined)
+    driver.finish()
+    return driver
+
+
+def test_progress_is_shown_once_and_the_end_as_torchrun_says_it(driver: Driver) -> None:
+    lines = driver.out.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("step")] == [f"{step}/{STEPS}" for step in range(1, STEPS + 1)]
+    assert sum(line.startswith("finished at step") for line in lines) == 1
+    assert any(line.startswith("held-out accuracy") for line in lines)
+    assert "(RayTrainWorker" not in driver.said()
+    assert driver.err.count("rank 0(2)") == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("ranks", "mesh"), [(4, HSDP), (2, ("--mesh.strategy", "ddp"))], ids=["hsdp 2×2", "ddp"])
+def test_losses_on_every_mesh(tmp_path: Path, joined: Cluster, ranks: int, mesh: tuple[str, ...]) -> None:
+    under_ray = Driver(tmp_path / "ray", "--ray.num_workers", str(ranks), *mesh, cluster=joined).finish()
+    assert under_ray.losses == torchrun(tmp_path / "torchrun", ranks, *mesh).losses
+    assert joined.alive(), "a cluster that was joined is left running"
+
+
+@pytest.mark.long
+def test_one_run_through_torchrun_and_ray_and_back(tmp_path: Path, joined: Cluster, undisturbed: Run) -> None:
+    torchrun(tmp_path / "run", 2, "--train.stop_after", "7")
+    Driver(tmp_path / "run", "--train.stop_after", "15", cluster=joined).finish()
+    run = torchrun(tmp_path / "run", 2)
+    assert run.losses == undisturbed.losses
+    assert run.steps == list(range(1, STEPS + 1))
+    assert [start["launcher"] for start in run.starts] == ["torchrun", "ray", "torchrun"]
+    assert [start["from_step"] for start in run.starts] == [0, 7, 15]
+
+
+def test_checkpoints_are_told_to_ray_and_kept_by_us(driver: Driver) -> None:
+    run = driver.run
+    kept = [found.step for found in inspect.scan(open_store(str(run.path / "checkpoints")))]
+    assert sorted(kept) == [STEPS - 4, STEPS]
+    told = (run.path / "checkpoint_manager_snapshot.json").read_text()
+    assert f"checkpoints/step-{STEPS:08}" in told
+    assert not list(run.path.glob("checkpoint_0*")), "no copy of Ray's own"
+
+
+def test_a_killed_worker_costs_at_most_one_interval(tmp_path: Path, joined: Cluster, undisturbed: Run) -> None:
+    driver = Driver(tmp_path / "run", *SLOWLY, cluster=joined)
+    at, rank = random.randrange(5, 12), random.randrange(2)
+    driver.until(at)
+    os.kill(rank_pid(driver.run, rank), signal.SIGKILL)
+    check_whole(driver.finish(), undisturbed)
+    assert driver.run.starts[1]["from_step"] >= at - 5, f"rank {rank} killed at step {at}"
+    assert driver.err.count("the workers are started again (1 of 3)") == 1
+
+
+@pytest.mark.long
+def test_ctrl_c_at_the_driver_seals_a_checkpoint_and_leaves_with_0(tmp_path: Path, joined: Cluster, undisturbed: Run) -> None:
+    driver = Driver(tmp_path / "run", *SLOWLY, cluster=joined)
+    driver.until(5)
+    driver.signal(signal.SIGINT)
+    run = driver.finish()
+    stopped = max(run.steps)
+    assert 5 <= stopped < STEPS
+    assert f"stopped by SIGINT at step {stopped}" in driver.out
+    assert (run.path / "checkpoints" / f"step-{stopped:08}").is_dir()
+    assert not (run.path / "STOP").exists()
+    check_whole(Driver(run.path, cluster=joined).finish(), undisturbed)
+
+
+def test_more_workers_than_the_cluster_has_is_said_at_once(tmp_path: Path, joined: Cluster) -> None:
+    driver = Driver(tmp_path / "run", "--ray.num_workers", "9", cluster=joined)
+    assert driver.wait(60) == 3
+    assert "9 workers × 1 CPU do not fit on 2 nodes of 2 CPU, 2 CPU: room for 4. HINT: --ray.num_workers 4" in driver.err
+    assert "Traceback" not in driver.err
+    assert not driver.run.starts
+
+
+@pytest.mark.long
+def test_numbers_that_are_not_finite_end_the_run_with_one_line(tmp_path: Path, joined: Cluster) -> None:
+    driver = Driver(tmp_path / "run", "--optim.lr", "1e30", "--train.clip_grad_norm", "0", cluster=joined)
+    assert driver.wait() == 5, driver.said()
+    assert "not finite" in driver.err.splitlines()[-1]
+    assert len(driver.run.starts) == 1, "the same numbers would come again: not tried"
+
+
+@pytest.mark.long
+def test_the_same_exception_twice_is_not_tried_a_third_time(tmp_path: Path, joined: Cluster) -> None:
+    bad = tmp_path / "bad"
+    driver = Driver(tmp_path / "run", *SLOWLY, "--data.args.bad_file", str(bad), cluster=joined)
+    driver.until(2)
+    bad.touch()
+    assert driver.wait() == 5, driver.said()
+    assert f"{bad} cannot be read" in driver.err.splitlines()[-1]
+    assert len(driver.run.starts) == 2
+    assert "Traceback" not in driver.err
