@@ -8,10 +8,10 @@ SHARED := -n 3 --dist loadfile --no-loadscope-reorder
 # Ranks share the cores; torchrun would say so on every start.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-quick bench lint setup clean help
+.PHONY: train test test-quick test-full bench lint setup clean help
 help:
 	@echo "make train   the default job on two processes: set-up, training, held-out accuracy, what to type next"
-	@echo "make test    all tests that this machine can run; make test-quick the short ones"
+	@echo "make test    the tests that this machine can run; make test-quick the short ones; make test-full what make test leaves out"
 	@echo "make bench   side by side with what one would use instead; make lint format, lint and types"
 
 setup: $(READY)
@@ -31,6 +31,10 @@ test: $(READY)
 
 test-quick: $(READY)
 	@$(BIN)/python -m pytest tests -m "not slow and not slurm and not ray" $(SHARED)
+
+# Alike cases, of which make test has a sample, and what is long by itself.
+test-full: $(READY)
+	@SHARDRUN_FULL=1 $(BIN)/python -m pytest tests -m long $(SHARED)
 
 bench: $(READY)
 	@$(BIN)/python -m bench --short

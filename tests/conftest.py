@@ -1,19 +1,26 @@
 """The order of the tests, and which of them wait for the full form. `make test` shares their files out among pytest's processes
-(pytest-xdist): a file stays in one, and those of Slurm and Ray begin first, for they mostly wait. `pytest tests` runs the same
-tests in one process.
+(pytest-xdist): a file stays in one, and the longest begin first. `pytest tests` runs the same tests in one process.
 """
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
-CLUSTERS = ("slurm", "ray")
+HERE = Path(__file__).parent
+LONGEST = (
+    "slurm/test_jobs.py", "ray/test_joined.py", "core/test_pairs.py", "ray/test_faults.py", "core/test_parity.py",
+    "checkpoint/test_two_nodes.py", "memory/test_oom.py", "plan/test_memory.py", "watch/test_faults.py",
+    "checkpoint/test_killed.py", "checkpoint/test_exact.py", "checkpoint/test_s3.py", "plan/test_command.py",
+)  # fmt: skip
+"""Of Slurm and Ray, which mostly wait, beside those that compute."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.parent.name not in CLUSTERS)  # stable: files keep their order
+    order = {HERE / name: at for at, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))  # stable: files keep their order
     for item in items:
         if item.get_closest_marker("long") and not os.environ.get("SHARDRUN_FULL"):
             item.add_marker(pytest.mark.skip(reason="part of the full form: SHARDRUN_FULL=1"))

@@ -63,6 +63,7 @@ def test_the_command_alone_starts_its_own_ranks_and_leaves_a_page(tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_it_ends_in_its_own_time_and_names_who_is_waited_for(tmp_path: Path) -> None:
     starter = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m"]
     flags = ["--dir", str(tmp_path), "--limit-s", "15"]

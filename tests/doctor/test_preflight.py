@@ -80,15 +80,18 @@ def test_every_start_looks(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "history.jsonl").exists()
 
 
-def seconds(env: DistEnv, run: str) -> float:
-    began = time.perf_counter()
-    check(env, Path(run))
-    return time.perf_counter() - began
+def seconds(env: DistEnv, run: str) -> list[float]:
+    took = []
+    for _ in range(30):
+        began = time.perf_counter()
+        check(env, Path(run))
+        took.append(time.perf_counter() - began)
+    return took
 
 
 def test_it_costs_a_start_next_to_nothing(tmp_path: Path) -> None:
     """The least of some: what it takes, and not what else the machine does."""
-    took = [max(run_world(2, seconds, str(tmp_path))) for _ in range(6)]
+    took = [max(both) for both in zip(*run_world(2, seconds, str(tmp_path)), strict=True)]
     assert min(took) < 0.02, took
 
 

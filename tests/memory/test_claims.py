@@ -9,6 +9,7 @@ import pytest
 
 from bench import claims
 from fsdp.env import DistEnv
+from tests.marks import quick_are
 from tests.world import run_world
 
 PAGE = (Path(__file__).parents[2] / "docs" / "claims.md").read_text(encoding="utf-8")
@@ -26,7 +27,7 @@ def on_a_rank(env: DistEnv, name: str) -> tuple[bool, str]:
     return seen.holds, seen.what
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in claims.CLAIMS])
+@pytest.mark.parametrize("name", quick_are(claims.CLAIMS.keys() - LONG, claims.CLAIMS, []))
 def test_what_the_page_says_is_so(name: str) -> None:
     if claims.CLAIMS[name].ranks > 1:
         holds, what = run_world(claims.RANKS, on_a_rank, name)[0]

@@ -64,6 +64,7 @@ def test_the_rank_that_ran_out_says_so_and_its_first_suggestion_helps(tmp_path: 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_where_units_recompute_already_smaller_micro_batches_come_first(tmp_path: Path) -> None:
     tight = ("--model.args.room", "800", "--mesh.wrap", "root")
     failed = start(1, tmp_path / "failed", *tight)

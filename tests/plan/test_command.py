@@ -31,6 +31,7 @@ def best_flags(text: str) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_command_of_the_page_as_typed() -> None:
     command = next(
         line for line in (ROOT / "README.md").read_text().splitlines() if line.strip().startswith("python -m fsdp.plan")
@@ -49,6 +50,7 @@ def test_the_command_of_the_page_as_typed() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_same_question_has_the_same_answer(capsys: pytest.CaptureFixture[str]) -> None:
     assert said(capsys, *QUICK) == said(capsys, *QUICK)
 

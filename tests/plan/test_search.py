@@ -71,6 +71,7 @@ def test_the_margin_decides_what_fits() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_fewest_ranks_that_are_enough() -> None:
     wide = ("--model.args.width", "768", "--train.micro_batch", "1", "--mesh.strategy", "fsdp", "--memory.cpu_offload", "false")
     whole = found(*wide, "--plan.gpus", "1").plans[0]
@@ -94,6 +95,7 @@ def test_no_number_of_ranks_is_tried_that_the_batch_does_not_divide() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_process_beside_this_one_finds_the_same() -> None:
     asks = [dataclasses.replace(ask_for(load([*SMALL, "--train.global_batch", "8"]), 4), rank=rank) for rank in range(3)]
     beside = _beside(asks)
