@@ -5,8 +5,8 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from fsdp.doctor.verdict import GIB, Look, Scene, Verdict
-from fsdp.report.page import POLICY, STYLE
+from fsdp.doctor.verdict import GIB, Finding, Look, Scene, Verdict
+from fsdp.report.document import document
 from fsdp.report.tables import Raw, chip, section
 from fsdp.report.tables import table as html_table
 
@@ -127,37 +127,32 @@ def _columns(lines: Sequence[Sequence[str]]) -> str:
 
 
 def page(scene: Scene, verdict: Verdict, seconds: float) -> str:
+    state = chip("fit to train", "finished") if verdict.fit else chip("not fit", "failed")
+    pairs = links(scene)
+    parts = [
+        f"<header><h1>Before it starts {state}</h1>",
+        f'<p class="about">{html.escape(size(scene, seconds))}<br>{html.escape(about(scene))}</p></header>',
+        section("Verdict", f"<p>{html.escape(str(verdict))}</p>"),
+        section("What was found", _findings(verdict)) if verdict.findings else "",
+        section("Ranks", _ranks(scene)),
+        section("Between nodes", html_table(LINK_HEADS, pairs, numeric=LINK_HEADS[1:])) if pairs else "",
+    ]
+    return document("doctor", "".join(parts))
+
+
+def _findings(verdict: Verdict) -> str:
+    shown = [[_grade(one), one.host, "" if one.rank is None else one.rank, one.what, one.hint] for one in verdict.findings]
+    return html_table(("", "node", "rank", "what", "what to do"), shown, numeric=("rank",))
+
+
+def _grade(finding: Finding) -> Raw:
+    return chip("out", "failed") if finding.out else chip("odd", "stopped")
+
+
+def _ranks(scene: Scene) -> str:
+    """A column without a value is left out."""
     heads = [f"{head} {unit}".strip() for head, unit in zip(HEADS, UNITS, strict=True)]
     filled = rows(scene)
     kept = [at for at in range(len(heads)) if any(row[at] for row in filled)]
-    shown = [[row[at] for at in kept] for row in filled]
-    found = [
-        [
-            chip("out", "failed") if one.out else chip("odd", "stopped"),
-            one.host,
-            "" if one.rank is None else one.rank,
-            one.what,
-            one.hint,
-        ]
-        for one in verdict.findings
-    ]
-    state = chip("fit to train", "finished") if verdict.fit else chip("not fit", "failed")
     numeric = [heads[at] for at in kept if HEADS[at] not in ("node", "device")]
-    body = (
-        f"<header><h1>Before it starts {state}</h1>"
-        f'<p class="about">{html.escape(size(scene, seconds))}<br>{html.escape(about(scene))}</p></header>'
-        + section("Verdict", f"<p>{html.escape(str(verdict))}</p>")
-        + (
-            section("What was found", html_table(("", "node", "rank", "what", "what to do"), found, numeric=("rank",)))
-            if found
-            else ""
-        )
-        + section("Ranks", html_table([heads[at] for at in kept], shown, numeric=numeric))
-        + (section("Between nodes", html_table(LINK_HEADS, pairs, numeric=LINK_HEADS[1:])) if (pairs := links(scene)) else "")
-    )
-    return Raw(
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>doctor</title><style>{STYLE}</style></head><body><main>{body}</main></body></html>\n"
-    )
+    return html_table([heads[at] for at in kept], [[row[at] for at in kept] for row in filled], numeric=numeric)

@@ -1,4 +1,4 @@
-"""The page itself: HTML with its style and its small script inside. Its own policy forbids it to load anything.
+"""The page of one run, or of two over each other. What makes it a file that opens offline is document.py's.
 
 Order: what became of it, what stopped it, curves, where the time and the memory go, plan, samples, checkpoints, starts,
 configuration.
@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
-from pathlib import Path
 
 from fsdp.report import compare
 from fsdp.report.curves import Marks, chart
+from fsdp.report.document import SCRIPT, document
 from fsdp.report.faults import odd, stopped
 from fsdp.report.plan import ABOUT as PLAN
 from fsdp.report.plan import planned
@@ -23,9 +23,6 @@ from fsdp.report.tables import Raw, cell, chip, seconds, section, size, table, t
 from fsdp.report.timing import ABOUT as TIME
 from fsdp.report.timing import time_by_rank
 
-STYLE = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
-SCRIPT = Path(__file__).with_name("page.js").read_text(encoding="utf-8")
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 KNOWN = {
     "loss", "eval_loss", "eval_accuracy", "per_s", "step_time_s", "data_wait_s", "grad_norm", "lr", "max_mem_gib", "mfu",
     "samples", "tokens",
@@ -48,13 +45,7 @@ def page(stories: Sequence[RunStory], samples: Sequence[Samples] = ()) -> str:
         body += [_samples(of, said), section(f"Checkpoints{of}", _checkpoints(story))]
         body += [section(f"Starts{of}", _starts(story))]
     body.append(_configuration(stories))
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{html.escape(names)} · report</title><style>{STYLE}</style></head>"
-        f"<body><main>{''.join(body)}</main><script>{SCRIPT}</script></body></html>\n"
-    )
+    return document(f"{names} · report", "".join(body), SCRIPT)
 
 
 def _of(story: RunStory, stories: Sequence[RunStory]) -> str:
