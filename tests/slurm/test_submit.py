@@ -11,23 +11,23 @@ from pathlib import Path
 import pytest
 
 from launch import submit
-from launch.submit import Request
+from launch.request import Request, gibibytes, minutes
 from tests.slurm.cluster import FOREIGN, REPOSITORY, Cluster
 from tests.slurm.conftest import need_slurm
 from tests.slurm.job import FLAGS, STEPS, Run, Undisturbed
 
 
 @pytest.mark.parametrize(
-    ("text", "minutes"),
+    ("text", "count"),
     [("30", 30), ("90:00", 90), ("0:30", 1), ("4:00:00", 240), ("1-12", 2160), ("1-12:30", 2190), ("2-00:00:00", 2880)],
 )
-def test_times_as_slurm_writes_them(text: str, minutes: int) -> None:
-    assert submit.minutes(text) == minutes
+def test_times_as_slurm_writes_them(text: str, count: int) -> None:
+    assert minutes(text) == count
 
 
 @pytest.mark.parametrize(("text", "gib"), [("64G", 64), ("512M", 0.5), ("1T", 1024), ("2048", 2)])
 def test_memory_as_slurm_writes_it(text: str, gib: float) -> None:
-    assert submit.gibibytes(text) == gib
+    assert gibibytes(text) == gib
 
 
 @pytest.mark.parametrize(
@@ -131,6 +131,7 @@ def test_debug_runs_in_this_process(tmp_path: Path) -> None:
     assert (run / "DONE").exists()
 
 
+@pytest.mark.long
 @pytest.mark.slurm
 @pytest.mark.slow
 def test_an_array_runs_what_was_submitted_though_the_recipes_change(slurm: Cluster, tmp_path: Path) -> None:
