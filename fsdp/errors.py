@@ -1,7 +1,7 @@
 """Blame by type: who can mend it decides the class, and a HINT line says how.
 
 ConfigError is the person's, LaunchError the launcher's, CheckpointError the disk's, TrainingError the numbers'. Exit codes are
-theirs, and 6 where memory ran out (fsdp/memory/oom.py), 7 where the watch ended the rank (fsdp/watch/monitor.py).
+theirs, and 6 where memory ran out (fsdp/memory/oom.py), 7 where the watch ended the rank (fsdp/watch/crew.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Pictures as samples: whole-number pixels kept in memory and normalised by table, and one picture made ready for a model.
 
-prepare() is training's own way from a picture to a tensor: folder.py and fsdp/predict.py both call it. Not here: files.
+prepare() is training's own way from a picture to a tensor: folder.py and fsdp/predict/images.py both call it. Not here: files.
 """
 
 from __future__ import annotations
