@@ -8,13 +8,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp.config import OptimSection
 from fsdp.small_states import SmallStateAdam, adapt_states, moment_bytes, places_of
+
+
+class _OnShards(torch.optim.Adam):
+    """torch's update of this rank's own parts. It is elementwise, so the numbers are the same; hundreds of tensors need not go
+    through DTensor's dispatch at every step, and a first step need not learn how it would cut them."""
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        has_complex: bool = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        return has_complex
+
+
+class ShardedAdam(_OnShards): ...
+
+
+class ShardedAdamW(_OnShards, torch.optim.AdamW): ...
 
 
 def lr_at(section: OptimSection, step: int, total_steps: int) -> float:
@@ -43,7 +61,7 @@ def build_optimizer(section: OptimSection, model: nn.Module) -> torch.optim.Opti
         # torch has a fused SGD for plain tensors alone.
         fused = fused and not any(isinstance(p, DTensor) for p in model.parameters())
         return torch.optim.SGD(groups, lr=section.lr, momentum=section.momentum, fused=fused)
-    kind = torch.optim.AdamW if section.name == "adamw" else torch.optim.Adam
+    kind = ShardedAdamW if section.name == "adamw" else ShardedAdam
     return kind(groups, lr=section.lr, betas=(section.beta1, section.beta2), eps=section.eps, fused=fused)
 
 

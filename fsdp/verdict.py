@@ -122,6 +122,6 @@ def _reads_verdicts(optimizer: torch.optim.Optimizer, root: nn.Module) -> bool:
     device = next(root.parameters()).device
     return (
         device.type in DEVICES_THAT_DECIDE
-        and type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+        and isinstance(optimizer, torch.optim.Adam)
         and all(group.get("fused") for group in optimizer.param_groups)
     )
