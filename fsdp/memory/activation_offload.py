@@ -8,7 +8,6 @@ Not here: what is kept and what is recomputed (fsdp/memory/activations.py).
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -222,7 +221,6 @@ class _Offloaded:
 def offloads(module: nn.Module) -> Carrier | None:
     """A unit's carrier, where it has one."""
     for name in ("_compiled_call_impl", "forward"):
-        with contextlib.suppress(AttributeError):
-            if isinstance(found := getattr(module, name), _Offloaded):
-                return found.carrier
+        if isinstance(found := getattr(module, name, None), _Offloaded):
+            return found.carrier
     return None
