@@ -9,7 +9,7 @@ import pytest
 
 from fsdp.env import DistEnv
 from tests.checkpoint.small import Kind, bits, build, save_once
-from tests.marks import sample_are
+from tests.marks import quick_are, sample_are
 from tests.world import run_world
 
 LATER = 20
@@ -39,14 +39,17 @@ def resumed(env: DistEnv, kind: Kind, run_dir: str, steps: int, how: dict[str, A
 
 @pytest.mark.parametrize(
     ("kind", "ranks", "how"),
-    [
-        ("fsdp", 2, {}),
-        ("hsdp", 4, {}),
-        ("ddp", 2, {}),
-        ("fsdp", 3, {"optimizer": "fused"}),
-        ("fsdp", 2, {"optimizer": "sgd"}),
-        ("ddp", 1, {}),
-    ],
+    quick_are(
+        [("hsdp", 4, {})],
+        [
+            ("fsdp", 2, {}),
+            ("hsdp", 4, {}),
+            ("ddp", 2, {}),
+            ("fsdp", 3, {"optimizer": "fused"}),
+            ("fsdp", 2, {"optimizer": "sgd"}),
+            ("ddp", 1, {}),
+        ],
+    ),
 )
 def test_a_resumed_run_draws_the_unbroken_runs_losses_to_the_bit(
     tmp_path: Path, kind: Kind, ranks: int, how: dict[str, Any]
@@ -64,6 +67,7 @@ def load_bits(env: DistEnv, kind: Kind, run_dir: str, how: dict[str, Any]) -> di
     return bits(run.state)
 
 
+@pytest.mark.slow
 def test_shards_by_columns_are_saved_and_loaded_into_rows_and_back(tmp_path: Path) -> None:
     by_rows, by_columns = {"width": 36}, {"width": 36, "columns": True}
     for mine, theirs, ranks in ((by_columns, by_rows, 3), (by_rows, by_columns, 4), (by_columns, by_columns, 3)):
@@ -105,7 +109,7 @@ def loaded(env: DistEnv, kind: Kind, run_dirs: list[str]) -> list[tuple[dict[str
     return seen
 
 
-@pytest.mark.parametrize(("kind", "ranks"), sample_are([("fsdp", 3), ("hsdp", 4), ("ddp", 1)], SHAPES))
+@pytest.mark.parametrize(("kind", "ranks"), sample_are([("fsdp", 3), ("hsdp", 2), ("ddp", 1)], SHAPES))
 def test_every_size_and_strategy_reads_what_every_other_wrote(
     written: dict[str, dict[str, int]], kind: Kind, ranks: int
 ) -> None:

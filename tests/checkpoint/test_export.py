@@ -154,6 +154,7 @@ def flip(file: Path) -> None:
     file.write_bytes(data)
 
 
+@pytest.mark.slow
 def test_the_list_says_which_are_whole_and_why_not(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run_dir / "checkpoints/step-00000001" / MANIFEST).unlink()
     flip(run_dir / "checkpoints/step-00000002/__1_0.distcp")

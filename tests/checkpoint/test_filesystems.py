@@ -57,6 +57,7 @@ def checkpoints(tmp_path: Path) -> Path:
     return place
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_the_new_save_and_never_an_old_one(checkpoints: Path, tmp_path: Path) -> None:
     """Each save is 17 MB: the first fits, the second and third do not, and the third ends the run."""
     kept = tmp_path / "kept"
@@ -72,6 +73,8 @@ def test_a_full_disk_costs_the_new_save_and_never_an_old_one(checkpoints: Path, 
         inspect.check_file(LocalStore(kept), "step-00000001", file, size, crc)
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_pruning_makes_room_where_two_fit(checkpoints: Path, tmp_path: Path) -> None:
     mount = f"mount -t tmpfs -o size=40m tmpfs {checkpoints}"
     copy = f"cp -a {checkpoints} {tmp_path / 'kept'}"
@@ -85,6 +88,7 @@ def read_only(place: Path) -> str:
     return f"mount --bind {place} {place} && mount -o remount,ro,bind {place}"
 
 
+@pytest.mark.slow
 def test_a_read_only_store_is_said_before_training(checkpoints: Path, tmp_path: Path) -> None:
     said = mounted(read_only(checkpoints), tmp_path / "run", f"dir={checkpoints}")
     assert f"CheckpointError: {checkpoints} cannot be written: " in said
@@ -92,6 +96,8 @@ def test_a_read_only_store_is_said_before_training(checkpoints: Path, tmp_path: 
     assert "saved" not in said
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_a_checkpoint_in_a_read_only_store_is_started_from(checkpoints: Path, tmp_path: Path) -> None:
     run_world(2, save_wide, str(checkpoints))
     before = sorted(path.name for path in checkpoints.rglob("*"))

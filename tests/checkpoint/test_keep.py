@@ -61,6 +61,7 @@ def steps(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 
+@pytest.mark.slow
 def test_a_run_keeps_what_it_was_told_over_restarts(tmp_path: Path) -> None:
     section = {"keep_last": 1, "keep_best": 1}
     for _ in range(2):

@@ -69,6 +69,7 @@ def starts(run_dir: Path) -> list[dict[str, int]]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_under_torchrun_the_same_command_again_goes_on(tmp_path: Path) -> None:
     assert run_world(2, on_a_rank, ["--run.dir", str(tmp_path / "whole"), *FLAGS]) == [None] * 2
     with torchrun(tmp_path / "run") as first:
@@ -86,6 +87,7 @@ def test_under_torchrun_the_same_command_again_goes_on(tmp_path: Path) -> None:
     assert again >= 15
 
 
+@pytest.mark.slow
 def test_a_second_job_on_a_run_directory_is_refused_by_name(tmp_path: Path) -> None:
     claim = Claim.acquire(tmp_path, "srun", "Slurm job 7")
     command = [sys.executable, "train.py", "--run.dir", str(tmp_path), "--model.name", "mlp", "--train.steps", "1"]

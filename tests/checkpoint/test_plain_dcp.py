@@ -122,6 +122,7 @@ def start_from(env: DistEnv, place: str, run_dir: str) -> tuple[dict[str, int], 
     return bits(run.state), found.step, found.notes[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["nested", "ray", "bare", "wrapped", "optimizer"])
 def test_another_programs_dcp_checkpoint_is_started_from(tmp_path: Path, form: str) -> None:
     place = str(tmp_path / "theirs")
@@ -171,6 +172,7 @@ def restart(env: DistEnv, place: str, run_dir: str) -> int:
     return found.step
 
 
+@pytest.mark.slow
 def test_the_same_command_again_goes_on_from_the_runs_own_checkpoint(tmp_path: Path) -> None:
     """Not from the PATH that it once began with."""
     run_world(2, save_once, "fsdp", str(tmp_path / "first"))

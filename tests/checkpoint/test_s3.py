@@ -97,6 +97,7 @@ def test_killed_before_the_seal_the_one_before_is_resumed_and_the_rest_swept(buc
     assert [name.kind for folder in store.folders() if (name := names.parse(folder))] == ["final", "final"]
 
 
+@pytest.mark.slow
 def test_a_damaged_one_is_marked_and_the_one_before_taken(bucket: str, server: str, tmp_path: Path) -> None:
     place = f"{bucket}/runs/one"
     run_world(2, train, server, place, str(tmp_path), {}, 2)
@@ -110,6 +111,7 @@ def test_a_damaged_one_is_marked_and_the_one_before_taken(bucket: str, server: s
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_server_that_is_busy_now_and_then_costs_time_and_nothing_else(bucket: str, server: str, tmp_path: Path) -> None:
     place = f"{bucket}/runs/one"
     with s3_server.busy_proxy(server, every=4) as (url, refused):
@@ -145,6 +147,7 @@ def speak_of_secrets(env: DistEnv, url: str, place: str, run_dir: str) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_no_key_is_ever_printed(bucket: str, server: str, tmp_path: Path) -> None:
     said = run_world(
         1, speak_of_secrets, server, "s3://user:do-not-print-me@no-such-bucket/x?token=do-not-print-me", str(tmp_path)

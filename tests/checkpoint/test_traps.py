@@ -330,6 +330,7 @@ def test_the_state_saved_is_that_of_its_step_however_late_the_copy(tmp_path: Pat
     assert run_world(2, load_bits, str(tmp_path)) == saved
 
 
+@pytest.mark.slow
 def test_each_rank_writes_its_part_once(tmp_path: Path) -> None:
     """Also under DDP, where every rank holds everything, and with a tied weight, which is there once."""
     sizes: dict[str, list[int]] = {}

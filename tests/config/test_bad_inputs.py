@@ -192,6 +192,7 @@ def test_it_is_said_in_one_line_by_rank_0_alone() -> None:
     assert said[1].stderr == ""
 
 
+@pytest.mark.slow
 def test_what_the_number_of_ranks_contradicts_is_said_before_they_meet() -> None:
     """MASTER_ADDR is not even set: nobody tried to reach it."""
     variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}

@@ -39,13 +39,13 @@ def called(env: DistEnv, words: list[str]) -> Counter[str]:
 OWN = f"--comm.all_gather {HERE}:gather --comm.reduce_scatter {HERE}:Scatter --comm.all_reduce_hook {HERE}:hook"
 
 
-@pytest.mark.parametrize(("ranks", "mesh"), quick_are([(4, HSDP)], [(2, ""), (4, HSDP)]))
+@pytest.mark.parametrize(("ranks", "mesh"), quick_are([(4, HSDP)], [(2, ""), (4, HSDP)], []))
 def test_a_person_s_own_is_called_and_trains_the_same(ranks: int, mesh: str, tmp_path: Path) -> None:
     words = flags(mesh, OWN, "--train.steps 3")
     for found in run_world(ranks, called, ["--run.dir", str(tmp_path / "own"), *words]):
-        # four units: three blocks and the root, which stays gathered between forward and backward
+        # four units: three blocks and the root; the last block and the root stay gathered between forward and backward
         assert found["reduce_scatter"] == found["hook"] == 3 * 4
-        assert found["all_gather"] == 3 * (4 + 3)
+        assert found["all_gather"] == 3 * (4 + 2)
     own = torch.load(tmp_path / "own/full_model/full-model.pt", weights_only=True)
     usual = run(ranks, tmp_path / "usual", mesh, "--train.steps 3").parameters
     assert all(torch.equal(own[name], usual[name]) for name in usual)
@@ -60,7 +60,7 @@ def test_an_all_reduce_hook_changes_what_it_is_given(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "mesh"), [(2, ""), (4, HSDP), (2, "--train.micro_batch 2 --mesh.accumulate every")])
-@pytest.mark.parametrize("factor", quick_are(["64"], ["1", "0.25", "64"]))
+@pytest.mark.parametrize("factor", quick_are([], ["1", "0.25", "64"], ["64"]))
 def test_the_divisor_changes_no_result(ranks: int, mesh: str, factor: str, tmp_path: Path) -> None:
     divided = run(ranks, tmp_path / "a", FP64, mesh, f"--train.steps 4 --comm.divide_by {factor}").parameters
     usual = run(ranks, tmp_path / "b", FP64, mesh, "--train.steps 4").parameters
@@ -194,7 +194,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "words"), quick_are(CASES[::4], CASES))
+@pytest.mark.parametrize(("ranks", "words"), quick_are(CASES[::4], CASES, CASES[1::4]))
 def test_the_bytes_told_are_the_bytes_sent(ranks: int, words: str, tmp_path: Path) -> None:
     given = ["--run.dir", str(tmp_path), *flags(words, "--train.steps 1 --checkpoint.every_steps 0 --checkpoint.export false")]
     config = configuration.load(given)

@@ -20,6 +20,7 @@ import pytest
 
 from fsdp.console import BOLD, GREEN, LOG_COLUMNS, PLAIN, Console, fit
 from fsdp.metrics import StepMetrics
+from tests.marks import sample_are
 
 ROOT = Path(__file__).parents[2]
 ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
@@ -171,8 +172,7 @@ def command(run: Path, *flags: str) -> list[str]:
     return ["train.py", *small]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("no_color", ["", "1"])
+@pytest.mark.parametrize("no_color", sample_are([""], ["", "1"]))
 def test_a_real_run_on_a_terminal_of_eighty_columns(tmp_path: Path, no_color: str) -> None:
     terminal = Terminal(80)
     environ = {**os.environ, "TERM": "xterm", "NO_COLOR": no_color}
@@ -203,6 +203,7 @@ def test_a_real_run_into_a_pipe_is_plain_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_real_log_of_two_ranks_reads_down(tmp_path: Path) -> None:
     """As a job of two nodes writes it: every rank's output in one file, with its number in front."""
     environ = {**os.environ, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "${rank}: "}

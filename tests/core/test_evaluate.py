@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from tests.core.own import Vectors, uneven_from
 from tests.core.plain import relative_difference, train_plainly
 from tests.core.runs import run, settings
+from tests.marks import quick_are
 
 HELD = "--data.name tests.core.own:vectors_with_heldout --precision.master fp64"
 HSDP = "--mesh.strategy hsdp --mesh.replicate 2 --mesh.shard 2"
@@ -24,7 +25,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", quick_are(["zero-3"], WAYS))
 def test_what_is_said_of_held_out_data_and_what_is_trained_on_after(way: str, tmp_path: Path) -> None:
     """23 samples in batches of 4 a rank: the last are padded. Evaluated each third step, parameters are as without."""
     ranks, words = WAYS[way]
@@ -39,6 +40,7 @@ def test_what_is_said_of_held_out_data_and_what_is_trained_on_after(way: str, tm
     assert said[-1]["eval_accuracy"] == float((logits.argmax(-1) == heldout.targets).double().mean())
 
 
+@pytest.mark.slow
 def test_a_part_of_the_held_out_data(tmp_path: Path) -> None:
     finished = run(3, tmp_path, HELD, "--train.eval_samples 7")
     chosen = torch.arange(7) * 23 // 7

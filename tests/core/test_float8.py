@@ -73,6 +73,7 @@ def test_tensorwise_gathers_weights_in_a_byte_an_element(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_checkpoint_goes_on_and_is_plain(tmp_path: Path) -> None:
     whole = run(2, tmp_path / "whole", WIDE, f"{EMULATED} tensorwise").parameters
     half = ["--run.dir", str(tmp_path / "half"), *flags(WIDE, f"{EMULATED} tensorwise --train.stop_after 3")]

@@ -18,6 +18,7 @@ from fsdp.models import build_real
 from fsdp.proof import state_digest
 from fsdp.shard import shard_model
 from tests.core.own import Uneven
+from tests.marks import quick_are
 from tests.world import run_world
 
 WORLDS = {
@@ -63,7 +64,7 @@ def check(words: str) -> None:
                 assert found == expected, f"{way} on rank {rank} of {ranks}"
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", quick_are(["a person's own, tied"], MODELS, ["vit", "transformer"]))
 def test_the_same_bits_however_many_ranks(model: str) -> None:
     check(MODELS[model])
 

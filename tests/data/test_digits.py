@@ -93,6 +93,7 @@ def test_a_folder_says_nothing_to_digits(tmp_path: Path) -> None:
         build_dataset(DataSection(dir=str(tmp_path)))
 
 
+@pytest.mark.slow
 def test_reading_digits_imports_neither_torchvision_nor_pillow() -> None:
     code = (
         "import sys; from fsdp.config import DataSection; from fsdp.data import build_dataset; import numpy as np\n"

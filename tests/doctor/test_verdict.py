@@ -218,6 +218,7 @@ def test_many_ranks_have_a_row_a_node() -> None:
     assert "slowest rank of its node" in shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [390, 1280])
 def test_the_page_fits_and_can_be_read(browser: Browser, width: int, tmp_path: Path) -> None:
     seen = scene(both(put(3, "device", "tflops", value=300.0), put(6, "links", "clock_s", value=9.0)))

@@ -61,6 +61,7 @@ def test_a_signal_is_the_ranks_to_act_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_same_death_twice_is_not_tried_again(tmp_path: Path) -> None:
     module = tmp_path / "dies.py"
     module.write_text(

@@ -14,6 +14,7 @@ from fsdp.errors import ConfigError
 from fsdp.memory.activations import Budgeted, Measured, Produced, apply_activation_checkpointing, choose
 from fsdp.models.blocks import find_units
 from tests.core.runs import run
+from tests.marks import quick_are
 from tests.memory.held import Trunk, gradients, held
 
 INPUT = torch.linspace(-1, 1, 2 * 64 * 32).view(2, 64, 32)
@@ -41,7 +42,7 @@ def test_each_kind_keeps_less_and_computes_the_same() -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("budget", [0.0, 0.1, 0.25, 0.5, 0.75, 0.9])
+@pytest.mark.parametrize("budget", quick_are([0.5], [0.0, 0.1, 0.25, 0.5, 0.75, 0.9]))
 def test_a_budget_is_kept(budget: float) -> None:
     """Over all blocks: at most its share of what they keep by themselves, and not much less where there is a choice."""
     none, expected, _ = after(MemorySection(), dropout=0.1)
@@ -107,6 +108,7 @@ def test_measuring_leaves_no_trace(budget: float) -> None:
     assert all(torch.equal(x, y) for x, y in zip(plain, wrapped, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "words"), [(2, ""), (4, "--mesh.strategy hsdp"), (2, "--mesh.strategy ddp --train.micro_batch 3")]
 )

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 MIB = 2**20
 HUNGRY = (
     "--model.name", "tests.memory.hungry:build", "--data.name", "tests.core.own:vectors", "--data.args.count", "2048",
-    "--train.global_batch", "2048", "--train.steps", "3", "--checkpoint.every_steps", "0", "--checkpoint.export", "false",
+    "--train.global_batch", "2048", "--train.steps", "2", "--checkpoint.every_steps", "0", "--checkpoint.export", "false",
 )  # fmt: skip
 
 

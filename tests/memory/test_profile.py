@@ -30,6 +30,7 @@ def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "profile"
 
 
+@pytest.mark.slow
 def test_the_page_opens_offline(profiled: Path) -> None:
     text = (profiled / "rank1_memory_profile.html").read_text()
     assert not re.search(r"https?://|src=|<link|@import", text)

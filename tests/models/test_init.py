@@ -103,6 +103,7 @@ def test_bits_are_the_ones_of_every_other_machine_and_version() -> None:
     assert zlib.crc32(draw(Normal(0.02), 7, NAME, 12345, 100_001).numpy().tobytes()) == CHECKSUM
 
 
+@pytest.mark.slow
 def test_bits_do_not_depend_on_the_vector_instructions() -> None:
     levels = [name for name in ("X86_V3", "X86_V4") if np._core._multiarray_umath.__cpu_features__.get(name)]  # type: ignore[attr-defined]
     env = {**os.environ, "NPY_DISABLE_CPU_FEATURES": " ".join(levels), "PYTHONPATH": os.pathsep.join(sys.path)}

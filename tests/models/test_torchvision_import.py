@@ -9,10 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from fsdp.torchvision_import import import_torchvision
 
 PREPARE = """
 import sys, torch
+import pytest
+
 from fsdp.torchvision_import import prepare_torchvision
 print(prepare_torchvision(), prepare_torchvision(), hasattr(torch.ops.torchvision, "nms"), "torchvision" in sys.modules)
 """
@@ -34,16 +38,19 @@ def test_the_installed_torchvision_can_be_imported() -> None:
     assert import_torchvision().models.VisionTransformer
 
 
+@pytest.mark.slow
 def test_schemas_are_declared_where_the_extension_cannot_load(tmp_path: Path) -> None:
     (fake_torchvision(tmp_path) / "_C.so").write_bytes(b"not a library")
     assert run(PREPARE, tmp_path).stdout.split() == ["True", "True", "True", "False"]
 
 
+@pytest.mark.slow
 def test_nothing_is_declared_where_the_extension_loads(tmp_path: Path) -> None:
     shutil.copy(_ctypes.__file__, fake_torchvision(tmp_path) / "_C.so")
     assert run(PREPARE, tmp_path).stdout.split() == ["False", "False", "False", "False"]
 
 
+@pytest.mark.slow
 def test_a_declaration_of_someone_elses_is_borne(tmp_path: Path) -> None:
     (fake_torchvision(tmp_path) / "_C.so").write_bytes(b"not a library")
     theirs = """
@@ -55,6 +62,7 @@ library.define("nms(Tensor d, Tensor s, float t) -> Tensor")
     assert done.stdout.split()[:3] == ["True", "True", "True"], done.stderr
 
 
+@pytest.mark.slow
 def test_a_missing_torchvision_is_the_persons_to_install() -> None:
     script = """
 import importlib.machinery, sys
@@ -63,6 +71,8 @@ class Without(importlib.machinery.PathFinder):
     def find_spec(cls, name, path=None, target=None):
         return None if name == "torchvision" else super().find_spec(name, path, target)
 sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Without
+import pytest
+
 from fsdp.torchvision_import import import_torchvision
 import_torchvision()
 """

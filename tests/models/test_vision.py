@@ -79,6 +79,7 @@ def test_vit_trains_and_takes_other_images() -> None:
     assert len(model.units()) == 2
 
 
+@pytest.mark.slow
 def test_torchvision_is_not_imported_before_a_vit_is_built() -> None:
     script = """
 import sys

@@ -52,6 +52,7 @@ def trained_alone(config: Config) -> dict[str, Tensor]:
 CONSTANT = "--optim.lr 0.1 --optim.schedule constant --optim.warmup_steps 0"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "more"),
     [
@@ -84,6 +85,7 @@ def test_checkpoints_hold_adapters_and_their_optimizer_alone(tmp_path: Path) -> 
     assert {key.split(".")[0] for key in keys} == {"model", "optim"}
 
 
+@pytest.mark.slow
 def test_a_resume_goes_on_where_it_was_at_another_size(tmp_path: Path) -> None:
     whole = run(2, tmp_path / "whole", "--lora.rank 2 --train.steps 8 --optim.warmup_steps 0").parameters
     half = "--lora.rank 2 --train.steps 8 --optim.warmup_steps 0"
@@ -101,6 +103,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_base_weights_come_from_a_file_and_others_are_refused(base: Path, tmp_path: Path) -> None:
     words = f"--lora.rank 2 --train.steps 6 --model.weights {base}/full_model"
     assert failures(2, tmp_path, words, "--train.stop_after 3") == [None, None]

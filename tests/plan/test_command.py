@@ -56,6 +56,7 @@ def test_the_same_question_has_the_same_answer(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_best_line_is_what_its_own_plan_says(capsys: pytest.CaptureFixture[str]) -> None:
     """Pasted behind the question with --plan.fix, the best line gives the row that it was taken from."""
     table = said(capsys, *QUICK)
@@ -64,6 +65,7 @@ def test_the_best_line_is_what_its_own_plan_says(capsys: pytest.CaptureFixture[s
     assert again.splitlines()[3].split() == first.split()
 
 
+@pytest.mark.slow
 def test_a_recipe_is_written_that_train_py_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     recipe = tmp_path / "planned.toml"
     text = said(capsys, *QUICK, "--plan.write", str(recipe))
@@ -78,6 +80,7 @@ def test_a_recipe_is_written_that_train_py_takes(capsys: pytest.CaptureFixture[s
     assert f"{config.mesh.replicate or 1} × shard {config.mesh.shard or 1}" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_recipe_says_what_rank_0_will_see(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     own = ("--model.name", "tests.plan.own:Words", "--data.name", "synthetic", "--data.args.kind", "tokens")
     fixed = (*own, "--data.args.vocab_size", "257", "--plan.fix", "true", "--plan.gpus", "4", "--train.global_batch", "8")
@@ -125,11 +128,14 @@ def test_a_mistake_is_one_line_with_a_hint(flags: str, capsys: pytest.CaptureFix
 QUICK_KNOBS = ("--memory.activation_checkpointing", "none")
 
 
+@pytest.mark.slow
+@pytest.mark.long
 def test_as_many_rows_as_asked(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [len([line for line in said(capsys, *QUICK, "--plan.rows", n).splitlines() if "×" in line]) for n in ("1", "3")]
     assert rows[1] - rows[0] == 2
 
 
+@pytest.mark.slow
 def test_what_is_measured_here_is_kept(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,6 +147,7 @@ def test_what_is_measured_here_is_kept(
     assert said(capsys, *fixed) == said(capsys, *fixed) == first.partition("\n")[2]
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_said_with_what_to_turn(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, *QUICK, "--plan.memory_gib", "1.4")
     assert "nothing fits. HINT: --plan.gpus 8, a --plan.gpu with more memory, or --data.seq_len lower" in text
@@ -148,6 +155,7 @@ def test_what_does_not_fit_is_said_with_what_to_turn(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_model_of_ones_own_is_planned_too(capsys: pytest.CaptureFixture[str]) -> None:
     own = ("--model.name", "tests.plan.own:Words", "--data.name", "synthetic", "--data.args.kind", "tokens")
     text = said(capsys, *own, *QUICK[len(SMALL) :], "--data.seq_len", "32")

@@ -56,6 +56,7 @@ def test_more_ranks_fail_more_often_and_save_more_often() -> None:
     assert many[1] < few[1]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_each_parameter_once_on_any_mesh() -> None:
     many, one = (plan("--mesh.strategy", "fsdp", gpus=gpus) for gpus in (512, 1))
     assert costs_of(many, many.config).checkpoint_bytes == costs_of(one, one.config).checkpoint_bytes

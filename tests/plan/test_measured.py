@@ -50,6 +50,7 @@ def test_the_draw_is_the_same_each_time_and_has_every_kind() -> None:
     assert {case.ranks for case in drawn} == {1, 2, 4}
 
 
+@pytest.mark.slow
 def test_what_a_cuda_bench_draws_is_a_run_and_can_be_planned() -> None:
     drawn = plan_cuda.draw(random.Random(7), 24)
     for case in drawn:

@@ -11,7 +11,7 @@ from fsdp.plan.count import count, peak_of
 from fsdp.plan.memory import MIB, Pool, memory_of, reserved_for
 from fsdp.plan.predict import ask_for, not_modelled
 from fsdp.plan.watch import watch
-from tests.marks import sample_are
+from tests.marks import quick_are, sample_are
 from tests.plan.asked import SMALL, plan
 
 SHAPED = ("--mesh.strategy", "fsdp", "--memory.activation_checkpointing", "none")
@@ -28,6 +28,7 @@ def kinds(*flags: str, gpus: int = 4) -> dict[str, float]:
 # ---------------------------------------------------------------- strategies
 
 
+@pytest.mark.slow
 def test_parameters_and_states_are_divided_by_the_shards() -> None:
     one, four = plan(*WIDE, "--mesh.strategy", "fsdp", gpus=1), plan(*WIDE, "--mesh.strategy", "fsdp", gpus=4)
     assert four.memory.state == pytest.approx(one.memory.state / 4, rel=0.02)  # and rounded to the allocator's grains
@@ -41,12 +42,14 @@ def test_replicas_hold_what_their_shards_hold() -> None:
     assert ddp.memory.kinds["gradients"] > 0
 
 
+@pytest.mark.slow
 def test_each_way_to_reshard() -> None:
     gathered = {how: kinds("--mesh.reshard_after_forward", how)["gathered"] for how in ("true", "2", "false", "step")}
     assert gathered["true"] < gathered["false"] <= gathered["step"]
     assert peak("--mesh.reshard_after_forward", "true") < peak("--mesh.reshard_after_forward", "2")
 
 
+@pytest.mark.slow
 def test_accumulation_keeps_whole_gradients_or_their_shards() -> None:
     many = ("--train.global_batch", "24", "--train.micro_batch", "2", "--precision.param", "fp32")
     kept = {how: plan(*many, "--mesh.accumulate", how).memory.peak for how in ("last", "shard", "every")}
@@ -104,7 +107,7 @@ LESS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("knob", LESS)
+@pytest.mark.parametrize("knob", quick_are(["--memory.activation_budget 0.5", "--memory.cpu_offload true"], LESS))
 def test_a_knob_that_saves_memory_is_seen_to(knob: str) -> None:
     common, without = LESS[knob]
     assert plan(*common, *knob.split()).memory.peak < plan(*common, *without).memory.peak
@@ -122,6 +125,7 @@ def test_tied_weights_are_counted_once() -> None:
     assert own - tied == 3 * 4 * 256 * 256 / 4 + 512  # over four ranks; and the count of steps, a grain
 
 
+@pytest.mark.slow
 def test_recomputing_each_second_unit_saves_half() -> None:
     long = ("--data.seq_len", "256")
     none, full, second = (
@@ -132,7 +136,8 @@ def test_recomputing_each_second_unit_saves_half() -> None:
 
 
 def test_gathering_ahead_takes_memory() -> None:
-    assert peak("--speed.prefetch_forward", "4", "--speed.prefetch_backward", "4") > peak()
+    many = (*WIDE, "--model.args.layers", "6")
+    assert peak(*many, "--speed.prefetch_forward", "4", "--speed.prefetch_backward", "4") > peak(*many)
 
 
 def test_offload_moves_what_rests_to_the_host() -> None:
@@ -142,6 +147,7 @@ def test_offload_moves_what_rests_to_the_host() -> None:
     assert here.host == 0
 
 
+@pytest.mark.slow
 def test_what_forward_keeps_on_the_host_is_counted_there() -> None:
     many = (*LONG, "--model.args.layers", "9")
     there, here = plan(*many, "--memory.activation_offload", "true").memory, plan(*many).memory

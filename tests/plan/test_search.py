@@ -34,6 +34,7 @@ def test_the_first_is_the_fastest_that_fits() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_what_was_given_stays() -> None:
     for plan in found("--plan.gpus", "8", "--mesh.shard", "4", "--train.global_batch", "32").plans:
         assert plan.sizes.shard == 4
@@ -41,12 +42,14 @@ def test_what_was_given_stays() -> None:
         assert plan.config.memory.activation_checkpointing == "none"
 
 
+@pytest.mark.slow
 def test_a_strategy_that_was_given_is_kept() -> None:
     assert {plan.sizes.strategy for plan in found("--plan.gpus", "4", "--mesh.strategy", "fsdp").plans} == {"fsdp"}
     assert {plan.sizes.strategy for plan in found("--plan.gpus", "4", "--mesh.strategy", "ddp").plans} == {"ddp"}
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_nothing_is_proposed_that_train_py_refuses() -> None:
     """DDP takes no factor of its own, so it is not among the choices."""
     assert "ddp" in {plan.sizes.strategy for plan in found("--plan.gpus", "4").plans}
@@ -54,6 +57,7 @@ def test_nothing_is_proposed_that_train_py_refuses() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_margin_decides_what_fits() -> None:
     needed = found("--plan.gpus", "4", "--mesh.strategy", "fsdp", "--train.micro_batch", "1").plans[0].needed / 2**30
     room = (
@@ -83,11 +87,13 @@ def test_the_fewest_ranks_that_are_enough() -> None:
     assert not found(*wide, *half).fitting
 
 
+@pytest.mark.slow
 def test_without_a_number_of_ranks_the_mesh_gives_it() -> None:
     assert found("--mesh.replicate", "2", "--mesh.shard", "2").ranks == 4
     assert found("--mesh.shard", "2", "--train.micro_batch", "1").ranks == 2
 
 
+@pytest.mark.slow
 def test_no_number_of_ranks_is_tried_that_the_batch_does_not_divide() -> None:
     tight = ("--train.global_batch", "3", "--plan.memory_gib", "1.5", "--memory.cpu_offload", "false")
     with pytest.raises(ConfigError, match=r"no number of H100 SXM up to 4096 holds this model. HINT: --plan.gpu with more"):

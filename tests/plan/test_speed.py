@@ -11,6 +11,7 @@ from fsdp.mesh import MeshSizes
 from fsdp.plan.clock import Links
 from fsdp.plan.predict import plan_one
 from fsdp.plan.rates import SHORT_NAMES, rates_for
+from tests.marks import quick_are
 from tests.plan.asked import plan
 
 BIG = (
@@ -44,7 +45,7 @@ FASTER = {
 }
 
 
-@pytest.mark.parametrize("knob", FASTER)
+@pytest.mark.parametrize("knob", quick_are(list(FASTER)[:1], FASTER))
 def test_what_is_faster_takes_less(knob: str) -> None:
     slow = FASTER[knob]
     fast = [*slow[2:]] if "reshard" in knob or "gpus_per_node" in knob else []
@@ -83,6 +84,7 @@ def test_communication_is_hidden_behind_what_computes() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_accumulation_repeats_the_middle_micro_batch() -> None:
     """Each micro-batch between the first and the last takes as long as any other of them."""
     times = [seconds("--train.global_batch", str(16 * n), "--train.micro_batch", "1") for n in (3, 4, 5)]

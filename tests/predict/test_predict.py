@@ -318,6 +318,7 @@ def command(*argv: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_command_without_a_run_exits_with_2() -> None:
     missing = subprocess.run([sys.executable, "-m", "fsdp.predict", "runs/none"], cwd=ROOT, capture_output=True, text=True)
     assert (missing.returncode, missing.stderr.count("\n")) == (2, 1)

@@ -17,7 +17,7 @@ from fsdp.checkpoint.store import open_store
 from tests.ray.cluster import Cluster
 from tests.ray.runs import HSDP, SLOWLY, STEPS, Driver, Run, check_whole, rank_pid, torchrun
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,6 @@ def test_progress_is_shown_once_and_the_end_as_torchrun_says_it(driver: Driver) 
     assert driver.err.count("rank 0(2)") == 1
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("ranks", "mesh"), [(4, HSDP), (2, ("--mesh.strategy", "ddp"))], ids=["hsdp 2×2", "ddp"])
 def test_losses_on_every_mesh(tmp_path: Path, joined: Cluster, ranks: int, mesh: tuple[str, ...]) -> None:
     under_ray = Driver(tmp_path / "ray", "--ray.num_workers", str(ranks), *mesh, cluster=joined).finish()
@@ -45,7 +44,6 @@ def test_losses_on_every_mesh(tmp_path: Path, joined: Cluster, ranks: int, mesh:
     assert joined.alive(), "a cluster that was joined is left running"
 
 
-@pytest.mark.long
 def test_one_run_through_torchrun_and_ray_and_back(tmp_path: Path, joined: Cluster, undisturbed: Run) -> None:
     torchrun(tmp_path / "run", 2, "--train.stop_after", "7")
     Driver(tmp_path / "run", "--train.stop_after", "15", cluster=joined).finish()
@@ -75,7 +73,6 @@ def test_a_killed_worker_costs_at_most_one_interval(tmp_path: Path, joined: Clus
     assert driver.err.count("the workers are started again (1 of 3)") == 1
 
 
-@pytest.mark.long
 def test_ctrl_c_at_the_driver_seals_a_checkpoint_and_leaves_with_0(tmp_path: Path, joined: Cluster, undisturbed: Run) -> None:
     driver = Driver(tmp_path / "run", *SLOWLY, cluster=joined)
     driver.until(5)
@@ -97,7 +94,6 @@ def test_more_workers_than_the_cluster_has_is_said_at_once(tmp_path: Path, joine
     assert not driver.run.starts
 
 
-@pytest.mark.long
 def test_numbers_that_are_not_finite_end_the_run_with_one_line(tmp_path: Path, joined: Cluster) -> None:
     driver = Driver(tmp_path / "run", "--optim.lr", "1e30", "--train.clip_grad_norm", "0", cluster=joined)
     assert driver.wait() == 5, driver.said()
@@ -105,7 +101,6 @@ def test_numbers_that_are_not_finite_end_the_run_with_one_line(tmp_path: Path, j
     assert len(driver.run.starts) == 1, "the same numbers would come again: not tried"
 
 
-@pytest.mark.long
 def test_the_same_exception_twice_is_not_tried_a_third_time(tmp_path: Path, joined: Cluster) -> None:
     bad = tmp_path / "bad"
     driver = Driver(tmp_path / "run", *SLOWLY, "--data.args.bad_file", str(bad), cluster=joined)

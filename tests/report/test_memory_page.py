@@ -10,6 +10,7 @@ import pytest
 from fsdp.memory.profile_page import page as html_of
 from tests.browser import Browser
 from tests.looks import FAINT, assert_fits, assert_keeps_to_itself, assert_legible, listed
+from tests.marks import quick_are
 
 KINDS = ("parameters", "gathered", "gradients", "optimizer", "activations", "communication", "other")
 PHASES = ("data", "forward", "backward", "reduce", "optimizer")
@@ -36,7 +37,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("width", quick_are([390], [390, 1280]))
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_and_can_be_read(browser: Browser, file: Path, width: int, scheme: Literal["light", "dark"]) -> None:
     page = browser.open(file, width=width, scheme=scheme)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.core.runs import failures, run
@@ -12,6 +13,7 @@ from tests.core.runs import failures, run
 SHORT = "--data.args.count 27 --train.global_batch 3 --train.micro_batch 2 --train.steps 4"
 
 
+@pytest.mark.slow
 def test_every_later_loss_is_the_same_to_the_bit(tmp_path: Path) -> None:
     straight = run(2, tmp_path / "straight", SHORT)
     for stop in (1, 2, 3):

@@ -1,7 +1,7 @@
 """slurm/fsdp.sbatch and its like, on a real Slurm: the same numbers as torchrun's, whatever happens on the way.
 
-One of each kind is in `make test`: both modes, a preemption, a cancelled job, a lost rank, a crash, a lost node, all launchers
-on one run. The others are in the full form, which .ci/run has.
+Some stand for all in `make test`: both modes, a preemption, a crash, a lost node, all launchers on one run. The others are in
+the full form, which .ci/run has.
 """
 
 from __future__ import annotations
@@ -125,6 +125,7 @@ def test_preempted_without_time_to_save_loses_at_most_one_interval(outcome: Left
     assert outcome.reached - outcome.run.starts[1]["from_step"] <= EVERY
 
 
+@pytest.mark.long
 @pytest.mark.scenario("cancelled")
 def test_scancel_leaves_a_sealed_checkpoint_and_no_second_start(outcome: Left) -> None:
     assert outcome.state == "CANCELLED"
@@ -146,6 +147,7 @@ def check_rank_killed(left: Left, undisturbed: Undisturbed) -> None:
     assert left.reached - left.run.starts[1]["from_step"] <= EVERY
 
 
+@pytest.mark.long
 @pytest.mark.scenario("rank_killed")
 def test_a_killed_rank_is_back_in_the_same_allocation(outcome: Left, undisturbed: Undisturbed) -> None:
     check_rank_killed(outcome, undisturbed)
@@ -258,6 +260,7 @@ def test_a_node_that_falls_out_fails_the_job_and_is_written_for_sbatch(netns: No
     assert "slurm: not fit to train: " in left.log.splitlines()[-1]
 
 
+@pytest.mark.long
 def test_a_bare_srun_needs_no_script(slurm: Cluster, tmp_path: Path, undisturbed: Undisturbed) -> None:
     """`srun python train.py`, one task a rank: the meeting place follows from Slurm's own variables."""
     run = Run(tmp_path / "run")
@@ -267,6 +270,7 @@ def test_a_bare_srun_needs_no_script(slurm: Cluster, tmp_path: Path, undisturbed
     assert run.starts[0]["launcher"] == "srun"
 
 
+@pytest.mark.long
 def test_ranks_follow_the_gpus_that_slurm_gave_and_a_node_with_fewer_is_named(slurm: Cluster, tmp_path: Path) -> None:
     """The nodes say they have two each; torch sees none of them, and a dry run says so instead of training on the CPU."""
     jobs = [sbatch(slurm, tmp_path, f"--gpus{asked}", flags=["--dry-run"], ranks=1) for asked in ("-per-node=2", "=3")]

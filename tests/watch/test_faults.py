@@ -21,10 +21,8 @@ ROOT = Path(__file__).parents[2]
 SELDOM = ("SIGSTOP", "exception", "NaN", "deadlock in Python", "another collective")
 """Told like others, or by others: left to the command."""
 SAMPLE = [kind for kind in KINDS if kind.name not in SELDOM]
-FEW = [
-    kind for kind in SAMPLE if kind.name in ("SIGKILL", "sleep in data", "lock held in C", "collective left out", "other shape")
-]
-"""What make test has: a rank that is gone, data that do not come, one that hangs, and two that the collectives tell."""
+FEW = [kind for kind in SAMPLE if kind.name in ("SIGKILL", "sleep in data", "collective left out")]
+"""What make test has: a rank that is gone, data that do not come, and one that the collectives tell."""
 
 
 def can_be_here(kind: Kind) -> bool:

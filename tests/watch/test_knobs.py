@@ -51,6 +51,7 @@ def test_a_rank_that_does_not_come_back_ends_the_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_first_failure_is_told_once_and_the_others_in_a_line(tmp_path: Path) -> None:
     _, codes, log = fault("exception", "")
     assert codes == [1, 1, 1, 1]
