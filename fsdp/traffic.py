@@ -44,7 +44,8 @@ class _Group:
 
     whole: int
     trained: int
-    is_root: bool
+    stays: bool
+    """Gathered from forward to backward whatever the policy: the last unit, and the root's own."""
 
 
 def traffic(
@@ -78,27 +79,28 @@ def _gathers(group: _Group, section: MeshSection, sizes: MeshSizes, accumulation
     forward = _part(sizes.shard)
     if policy == "step":
         return forward
-    if group.is_root or (policy is not True and policy in (False, 1)):  # True == 1
+    if group.stays or (policy is not True and policy in (False, 1)):  # True == 1
         return accumulation * forward
     backward = forward if policy is True else _part(min(int(policy), sizes.shard))
     return accumulation * (forward + backward)
 
 
 def _groups(model: nn.Module, wrap: str, shards: int, gathered: torch.dtype, float8: set[Tensor]) -> list[_Group]:
-    def group(parameters: Sequence[nn.Parameter], is_root: bool) -> _Group:
+    def group(parameters: Sequence[nn.Parameter], stays: bool) -> _Group:
         small = _padded([p for p in parameters if p in float8], shards)
         whole = _padded(parameters, shards) - small
         trained = _padded([p for p in parameters if p.requires_grad], shards)
-        return _Group(small + whole * gathered.itemsize, trained, is_root)
+        return _Group(small + whole * gathered.itemsize, trained, stays)
 
     taken: set[nn.Parameter] = set()
     groups = []
-    for unit in find_units(model, wrap):
+    units = find_units(model, wrap)
+    for at, unit in enumerate(units, start=1):
         own = [p for module in unit for p in module.parameters() if p not in taken]
         taken.update(own)
-        groups.append(group(own, is_root=False))
+        groups.append(group(own, stays=at == len(units)))
     rest = [p for p in model.parameters() if p not in taken]
-    return [*groups, group(rest, is_root=True)]
+    return [*groups, group(rest, stays=True)]
 
 
 def _padded(parameters: Iterable[nn.Parameter], shards: int) -> int:

@@ -101,8 +101,8 @@ class MeshSection:
     shard: int = knob(0, "size of axis dp_shard; 0 derives it", "ranks", low=0)
     reshard_after_forward: str = knob(
         "true",
-        "true frees gathered parameters after forward (ZeRO-3), false keeps them to backward (ZeRO-2), step "
-        "gathers once an optimizer step (like ZeRO-1), a number reshards to that many ranks",
+        "true frees gathered parameters after forward (ZeRO-3) but for those that backward begins with, false keeps them to "
+        "backward (ZeRO-2), step gathers once an optimizer step (like ZeRO-1), a number reshards to that many ranks",
     )
     accumulate: Literal["last", "shard", "every"] = knob(
         "last",

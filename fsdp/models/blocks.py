@@ -18,7 +18,7 @@ from fsdp.errors import ConfigError
 Unit = list[nn.Module]
 
 LARGE_LAYER = 1 << 20
-"""Parameters from which a single repeated layer is worth a collective of its own; below it blocks of layers are."""
+"""Parameters from which a single layer is worth a collective of its own; below it blocks of layers are."""
 
 # They have no forward: nothing would gather them.
 _HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp.errors import ConfigError
+from fsdp.models.blocks import LARGE_LAYER
 from fsdp.models.builtin import BuiltIn, Facts, check_covers, check_multiple, check_ranges, size
 from fsdp.models.init import Constant, Init, Normal, fill_from_global
 
@@ -149,8 +150,9 @@ class Transformer(nn.Module):
         return self.head(self.norm(x))
 
     def units(self) -> list[nn.Module | list[nn.Module]]:
-        """Tied, embedding and head are one parameter and stay together in the root's group, with the norm."""
-        if self.sizes.tied:
+        """Tied, embedding and head are one parameter and stay together in the root's group, with the norm. So do small ones:
+        a collective of their own would cost more than their memory."""
+        if self.sizes.tied or self.sizes.vocab_size * self.sizes.width < LARGE_LAYER:
             return [*self.blocks]
         return [self.embedding, *self.blocks, [self.norm, self.head]]
 

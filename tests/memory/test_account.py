@@ -64,8 +64,9 @@ def test_parameters_gradients_and_adam_are_what_arithmetic_says(tmp_path: Path) 
 @pytest.mark.parametrize("policy", ["true", "false"])
 def test_what_stays_gathered_after_forward(tmp_path: Path, policy: str) -> None:
     model = own.Uneven()
-    root = [*model.stem.parameters(), *model.head.parameters()]
-    expected = RANKS * shard_bytes(root if policy == "true" else list(model.parameters()))
+    # Backward begins with the root's own parameters and with the last block.
+    begun = [*model.stem.parameters(), *model.head.parameters(), *model.blocks[-1].parameters()]
+    expected = RANKS * shard_bytes(begun if policy == "true" else list(model.parameters()))
     for account in accounts(tmp_path, f"--mesh.reshard_after_forward {policy}"):
         assert end_of(account, "forward")["gathered"] == expected
         assert end_of(account, "backward")["gathered"] == 0

@@ -215,7 +215,7 @@ def test_built_on_meta_and_filled_it_is_the_model_built_alone() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_units_hold_each_parameter_at_most_once(tied: bool) -> None:
-    model = small(tied=tied)
+    model = small(tied=tied, vocab_size=1 << 15)
     modules = [module for unit in model.units() for module in (unit if isinstance(unit, list) else [unit])]
     held = [p for module in modules for p in module.parameters()]
     assert len(held) == len(set(held))
