@@ -7,25 +7,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from fsdp import agree, collector, preflight, rundir
+from fsdp import agree, begin, collector, preflight, rundir
 from fsdp.adapters import maybe_base
 from fsdp.checkpoint import Checkpointer
-from fsdp.checkpoint.checkpointer import Restored
-from fsdp.checkpoint.full import open_full_state
 from fsdp.claim import Claim
 from fsdp.compile_cache import set_compile_cache
 from fsdp.config import Config, config_hash
-from fsdp.console import Console, set_up_logging
+from fsdp.console import set_up_logging
 from fsdp.data import Loader, StepBatch
 from fsdp.data.base import Batch
 from fsdp.data.cursor import stream_key
@@ -33,12 +30,10 @@ from fsdp.env import DistEnv, check_torch, end_time, process_group
 from fsdp.errors import CheckpointError
 from fsdp.evaluate import Evaluation, evaluate
 from fsdp.float8 import maybe_scales
-from fsdp.flops import flops_per_sample, peak_flops
 from fsdp.gradients import Gradients, InTurn
 from fsdp.job import Job, describe, prepare, trained_model
 from fsdp.loss import LossFunction
-from fsdp.materialize import materialize
-from fsdp.memory.nvme import Shelf, maybe_shelf
+from fsdp.memory.nvme import maybe_shelf
 from fsdp.memory.oom import Scene, Witness
 from fsdp.memory.update import Update, Whole, build_update
 from fsdp.mesh import build_mesh, data_rank
@@ -47,15 +42,15 @@ from fsdp.models.real import seed_streams
 from fsdp.optim import apply_hyperparameters, build_optimizer, lr_at, set_lr
 from fsdp.phases import Phases
 from fsdp.planned import Planned, maybe_planned
-from fsdp.recorder import Pending, Recorder, Sink
+from fsdp.recorder import Pending, Recorder
 from fsdp.rundir import RunDir
 from fsdp.scaler import LossScaler
-from fsdp.shard import Sharded, replicate, shard_model
+from fsdp.shard import Sharded, shard_model
 from fsdp.state import TrainState
 from fsdp.stop import Stopper
 from fsdp.verdict import Verdicts
-from fsdp.wandb_sink import WandbSink, check_wandb
-from fsdp.watch.numbers import Numbers, Spikes, make_deterministic
+from fsdp.wandb_sink import check_wandb
+from fsdp.watch.numbers import Numbers, make_deterministic
 from fsdp.watch.rank import Watch
 
 if TYPE_CHECKING:
@@ -88,7 +83,7 @@ def train(config: Config, env: DistEnv, reporter: Reporter | None = None) -> Out
     preflight.check_names(env)
     with (
         process_group(env, config.run.process_group_timeout_s),
-        _claimed_run(config, env) as (run, claim),
+        begin.claimed_run(config, env) as (run, claim),
         Watch(config.watch, env, run.path) as watch,
         Witness(config, env, run.path) as witness,
     ):
@@ -130,7 +125,7 @@ def _set_up(
     mesh = build_mesh(job.sizes, env.device)
     set_compile_cache(config.speed, env.device)
     model = trained_model(config, job)
-    facts, mfu_of, loss_function = describe(config, job, model), _mfu_of(model, job, env), LossFunction(model)
+    facts, mfu_of, loss_function = describe(config, job, model), begin.mfu_of(model, job, env), LossFunction(model)
     sharded = shard_model(
         model, sizes=job.sizes, mesh=mesh, device=env.device, section=config.mesh,
         precision=config.precision, memory=config.memory, speed=config.speed, comm=config.comm,
@@ -141,7 +136,7 @@ def _set_up(
         config.checkpoint, run.path, env, job.sizes, config_hash=config_hash(config), claim=claim, room=shelf
     )  # fmt: skip
     # A checkpoint of adapters alone does not hold what they lie over.
-    _give_weights(config, env, job, sharded, shelf, restored=not config.lora.rank and checkpointer.finds())
+    begin.give_weights(config, env, job, sharded, shelf, restored=not config.lora.rank and checkpointer.finds())
     checkpointer.base = maybe_base(config, job.spec, job.dtypes.master, sharded.root)
     scene = Scene(
         sizes=job.sizes, batch=job.batch, dtypes=(sharded.dtypes.master, sharded.dtypes.param, sharded.dtypes.reduce),
@@ -162,13 +157,13 @@ def _set_up(
         config.stop, env, run.path, reporter.should_stop, end_time=end_time(),
         every_minutes=config.checkpoint.every_minutes, save_seconds=lambda: checkpointer.save_seconds,
     )  # fmt: skip
-    _begin_records(config, env, run, state.step, job.data_identity)
+    begin.records(config, env, run, state.step, job.data_identity)
     recorder = Recorder(
-        run, env, reporter, _console(config, env, job), from_step=state.step,
-        sinks=_sinks(config, env, run, job, planned), mfu_of=mfu_of,
+        run, env, reporter, begin.console(config, env, job), from_step=state.step,
+        sinks=begin.sinks(config, env, run, job, planned), mfu_of=mfu_of,
     )  # fmt: skip
     if env.is_main:
-        _say_start(run, facts, restored)
+        begin.say_start(run, facts, restored)
     scene.optimizer, scene.phases = optimizer, Phases()
     return _Loop(
         config=config, env=env, job=job, run=run, sharded=sharded, state=state, loss_function=loss_function,
@@ -176,28 +171,6 @@ def _set_up(
         update=build_update(optimizer, shelf), in_turn=None if shelf is None else shelf.in_turn,
         claim=claim, numbers=Numbers(config.watch, env, run.path, sharded), planned=planned,
     )  # fmt: skip
-
-
-def _give_weights(
-    config: Config, env: DistEnv, job: Job, sharded: Sharded, shelf: Shelf | None, *, restored: bool
-) -> None:  # fmt: skip
-    """From meta to real; where a checkpoint gives the values, memory for them alone."""
-    weights = config.model.weights
-    materialize(
-        sharded, spec=job.spec, seed=config.run.seed, init=config.model.init, rank=env.rank,
-        weights=(lambda: open_full_state(weights)) if weights else None,
-        rest_device=torch.device("cpu") if config.memory.cpu_offload else None,
-        shelf=shelf, restored=restored,
-    )  # fmt: skip
-    if shelf is not None:
-        shelf.watch()
-    replicate(sharded)
-
-
-def _mfu_of(model: nn.Module, job: Job, env: DistEnv) -> float:
-    """Of one sample a second; 0 where the device's peak is not known."""
-    peak = peak_flops(env.device, env.world_size)
-    return flops_per_sample(model, job.data) / peak if peak else 0.0
 
 
 def _maybe_profile(loop: _Loop) -> Profile | None:
@@ -446,57 +419,3 @@ class _Tokens:
         if self._sum is not None:
             self._count, self._sum = int(self._sum.wait()), None
         return self._count
-
-
-# ---------------------------------------------------------------- before and after
-
-
-@contextmanager
-def _claimed_run(config: Config, env: DistEnv) -> Iterator[tuple[RunDir, Claim | None]]:
-    """Rank 0 makes and holds the run directory; the others hear where it is, or that somebody else holds it."""
-    held: list[Claim] = []
-
-    def open_run() -> str:
-        run = rundir.create(rundir.choose(config))
-        held.append(Claim.acquire(run.path, env.launcher, env.job))
-        return str(run.path)
-
-    try:
-        path = agree.on_main(env.rank, open_run)
-        preflight.check(env, Path(path))
-        yield RunDir(Path(path)), held[0] if held else None
-    finally:
-        for claim in held:
-            claim.release()
-
-
-def _begin_records(config: Config, env: DistEnv, run: RunDir, step: int, data: Mapping[str, object]) -> None:
-    nodes = list(dict.fromkeys(agree.everyones(rundir.host())))
-    if env.is_main:
-        rundir.truncate_metrics(run, step)
-        changed = rundir.write_config(run, config) + rundir.other_data(run, data)
-        rundir.record_start(run, env, from_step=step, changed=changed, nodes=nodes, data=data)
-        for line in changed:
-            log.warning("changed since the last start: %s", line)
-
-
-def _sinks(config: Config, env: DistEnv, run: RunDir, job: Job, planned: Planned | None) -> list[Sink]:
-    if not env.is_main:
-        return []
-    sinks: list[Sink] = [Spikes(config.watch.spike, run.path, job.cursor.indices)]
-    sinks += [planned] if planned is not None else []
-    return [*sinks, WandbSink(config, run.path)] if config.run.wandb else sinks
-
-
-def _console(config: Config, env: DistEnv, job: Job) -> Console:
-    chosen = 10 if env.device.type == "cuda" else max(1, job.total_steps // 40)
-    return Console(total_steps=job.total_steps, every=config.run.log_every_steps or chosen, unit=job.unit)
-
-
-def _say_start(run: RunDir, facts: Mapping[str, str], restored: Restored | None) -> None:
-    log.info("run %s", run.path)
-    for note in restored.notes if restored is not None else ():
-        log.info("%s", note)
-    if restored is not None:
-        log.info("goes on from step %d", restored.step)
-    log.info("%s", "; ".join(f"{name} {text}" for name, text in facts.items()))

@@ -203,7 +203,7 @@ def _apply_fully_shard(sharded: Sharded, policy: bool | int | str, memory: Memor
         reshard = reshard != 1  # FSDP's own reading of the two ends, without its warning
     scalars = {parameter for parameter in sharded.root.parameters() if parameter.dim() == 0}
     wrap = functools.partial(fully_shard, mesh=mesh, mp_policy=mixed, offload_policy=offload, ignored_params=scalars or None)
-    # Backward begins with the last unit and the root's own parameters: freed after forward, they would be gathered again at once.
+    # Backward begins with the last unit and the root's own parameters: once freed, they would be gathered again at once.
     for at, unit in enumerate(sharded.units, start=1):
         wrap(unit if len(unit) > 1 else unit[0], reshard_after_forward=reshard if at < len(sharded.units) else False)
     wrap(sharded.root, reshard_after_forward=False)
