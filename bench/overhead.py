@@ -32,8 +32,8 @@ RANKS = 4
 SAME_UNITS = ("--mesh.wrap", "class:Block")
 """As the hand-written loop cuts the model. By itself ours gathers embedding and head apart from the root."""
 HOST_BAR_US, THROUGHPUT_BAR = 100.0, 0.995
-TURN = {"tiny": 25, "100m": 1}
-ROUNDS = {"tiny": 80, "100m": 16}
+TURN = {"tiny": 10, "100m": 1}
+ROUNDS = {"tiny": 100, "100m": 16}
 SHORT = {"tiny": 12, "100m": 3}
 WARM = 2
 
