@@ -44,10 +44,10 @@ def main(argv: Sequence[str]) -> int:
         store = open_store(_place(options.run, options.section))
         return {"list": _list, "verify": _verify, "prune": _prune, "export": _export}[options.command](store, options)
     except ShardrunError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"fsdp.checkpoints: {error}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
-        print(f"CheckpointError: {error}", file=sys.stderr)
+        print(f"fsdp.checkpoints: {error}", file=sys.stderr)
         return CheckpointError.exit_code
     except Broken as broken:
         print(f"CheckpointError: {broken.detail}. HINT: python -m fsdp.checkpoints {argv[0]} verify", file=sys.stderr)

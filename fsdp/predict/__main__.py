@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
         else:
             _classify(trained, options)
     except ShardrunError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"fsdp.predict: {error}", file=sys.stderr)
         return error.exit_code
     return 0
 
