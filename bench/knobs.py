@@ -6,9 +6,10 @@
 
 Within a group all runs are alive at once and take turns of some steps, the defaults among them; a ratio is taken round by
 round. The loss difference is the largest over the first steps, relative to the defaults' on the same samples. Peak memory is
-the account of --profile.memory on a step before the clock runs: bytes of tensors, and on CUDA of the allocator's blocks. Where
-compiled code allocates by itself the CPU's account does not see it: left blank. On a CUDA device one rank trains 124M and 1B
-parameters, with MFU against the device's dense bf16 peak; a figure that was not measured is left blank.
+the account of --profile.memory on a step before the clock runs: bytes of tensors, those in files too, and on CUDA of the
+allocator's blocks. Where compiled code allocates by itself the CPU's account does not see it: left blank. "Anonymous" is what
+was resident of the process, Python and torch with it, and no file, at the end of a phase of that step. On a CUDA device one
+rank trains 124M and 1B parameters, with MFU against the device's dense bf16 peak; a figure that was not measured is left blank.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "--memory.nvme all --memory.nvme_dir DIR", f"--memory.nvme all --memory.nvme_dir DIR {FULL}",
     ),
     "compile": ("--speed.compile true", f"--speed.compile true {OPS}", "--speed.compile true --memory.activation_budget 0.5"),
-    "parts": ("--model.frozen token_embedding.*", "--lora.rank 8", f"--lora.rank 8 {FULL}", "--data.workers 0"),
+    "parts": ("--model.frozen embedding.*", "--lora.rank 8", f"--lora.rank 8 {FULL}", "--data.workers 0"),
 }  # fmt: skip
 SHORT_GROUP = "recompute"
 
@@ -98,10 +99,12 @@ class Ranks(Team):
         os.close(mouth)
         return _Rank(process, os.fdopen(ear), log)
 
-    def peak_bytes(self) -> int:
-        """Of the fullest rank, as its account says."""
+    def peak_bytes(self) -> tuple[int, int]:
+        """Of the fullest rank: what its account says, and what was resident and anonymous at the end of a phase."""
         files = Path(self._folder.name, "run", "profile").glob("rank*_memory.json")
-        return max((json.loads(file.read_text())["peak"]["bytes"] for file in files), default=0)
+        accounts = [json.loads(file.read_text()) for file in files]
+        resident = [end["process"].get("rss_anon", 0) for account in accounts for end in account["ends"]]
+        return max((account["peak"]["bytes"] for account in accounts), default=0), max(resident, default=0)
 
 
 @dataclass
@@ -111,6 +114,7 @@ class Seen:
     wall_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     peak_bytes: int = 0
+    resident_bytes: int = 0
     refused: str = ""
 
 
@@ -162,7 +166,9 @@ def begin(knob: str, one: Seen, work: str, ranks: int, threads: int, teams: dict
         one.refused = lines[-1][:160]
         return
     teams[knob] = team
-    one.peak_bytes = 0 if "--speed.compile true" in knob and work == "knobs" else team.peak_bytes()
+    one.peak_bytes, one.resident_bytes = team.peak_bytes()
+    if "--speed.compile true" in knob and work == "knobs":
+        one.peak_bytes = 0
 
 
 def rows(seen: Mapping[str, Seen], work: str) -> list[dict[str, Any]]:
@@ -172,7 +178,8 @@ def rows(seen: Mapping[str, Seen], work: str) -> list[dict[str, Any]]:
     place = Place(WORKS[work], 0, 1)
     base, found = seen[""], []
     for knob, one in seen.items():
-        row: dict[str, Any] = {"knob": knob, "refused": one.refused, "peak_bytes": one.peak_bytes}
+        row: dict[str, Any] = {"knob": knob, "refused": one.refused}
+        row |= {"peak_bytes": one.peak_bytes, "resident_bytes": one.resident_bytes}
         if one.wall_s:
             step_s = statistics.median(one.wall_s)
             row |= {
@@ -211,12 +218,23 @@ def shown(found: Sequence[Mapping[str, Any]]) -> str:
             [
                 name, tables.spread(row["step_ms"]), "" if not row["knob"] else str(time), f"{row['per_s']:,.0f}",
                 f"{peak / 2**20:.0f}" if peak else "", f"{peak / full:.2f}" if peak and full and row["knob"] else "",
+                f"{row['resident_bytes'] / 2**20:.0f}",
                 "" if not row["knob"] else f"{row['loss_difference']:.1e}", "" if row["mfu"] is None else f"{row['mfu']:.1%}",
             ]
         )  # fmt: skip
-    heads = ["", "step ms", "time/defaults", "tokens/s", "peak MiB a rank", "peak/defaults", "loss differs by", "MFU"]
+    heads = [
+        "",
+        "step ms",
+        "time/defaults",
+        "tokens/s",
+        "peak MiB a rank",
+        "peak/defaults",
+        "anonymous MiB",
+        "loss differs by",
+        "MFU",
+    ]
     if all(row.get("mfu") is None for row in found):
-        heads, lines = heads[:-1], [line[:7] for line in lines]
+        heads, lines = heads[:-1], [line[:8] for line in lines]
     return tables.table(heads, lines)
 
 
