@@ -12,6 +12,7 @@ import os
 import random
 import shutil
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -105,12 +106,14 @@ def ordinary(options: argparse.Namespace) -> int:
     folder = Path(tempfile.mkdtemp(prefix="ordinary-"))
     address, run = ("127.0.0.1", free_port()), folder / "run"
     flags = ["--run.dir", str(run), *ORDINARY, "--stop.deadline_s", str(60 * options.ordinary)]
+    began = time.monotonic()
     pids = [fork_rank(rank, address, flags, folder / "log", None, None, ranks=options.ranks) for rank in range(options.ranks)]
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    minutes = (time.monotonic() - began) / 60  # one that is ended early counts for what it was
     log, said = (folder / "log").read_text(errors="replace"), verdict_of(run)
     late = run / "watch" / "late.jsonl"
     row = {
-        "minutes": options.ordinary, "ranks": options.ranks, "steps": last_step(run), "saves": log.count(" sealed: "),
+        "minutes": round(minutes, 1), "ranks": options.ranks, "steps": last_step(run), "saves": log.count(" sealed: "),
         "evaluations": log.count("eval_loss"), "verdict": said["what"] if said else "", "codes": codes,
         "late": late.read_text().splitlines() if late.exists() else [], "load": round(os.getloadavg()[0], 1),
     }  # fmt: skip
