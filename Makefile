@@ -32,9 +32,11 @@ test: $(READY)
 test-quick: $(READY)
 	@$(BIN)/python -m pytest tests -m "not slow and not slurm and not ray" $(SHARED)
 
-# Alike cases, of which make test has a sample, and what is long by itself.
+# Alike cases, of which make test has a sample, and what is long by itself. Those that bring up a cluster each go one by one:
+# three of them at once on two cores wait for processor time longer than a person would.
 test-full: $(READY)
-	@SHARDRUN_FULL=1 $(BIN)/python -m pytest tests -m long $(SHARED)
+	@SHARDRUN_FULL=1 $(BIN)/python -m pytest tests -m "long and not slurm and not ray" $(SHARED)
+	@SHARDRUN_FULL=1 $(BIN)/python -m pytest tests -m "long and (slurm or ray)"
 
 bench: $(READY)
 	@$(BIN)/python -m bench --short
