@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
 from dataclasses import asdict
 from datetime import timedelta
@@ -22,13 +23,16 @@ NOT_FIT = LaunchError.exit_code
 def as_rank(run: Path, limit_s: float, verdict_to: Path | None) -> int:
     """The verdict as an exit code; or 0 always and the code in a file, so that no launcher calls a verdict a crash."""
     env, began = from_environment(), time.monotonic()
+    telling, told = threading.Lock(), list[int]()
 
     def tell(scene: Scene) -> int:
-        code = _tell(scene, run, time.monotonic() - began)
-        if verdict_to is None:
-            return code
-        verdict_to.write_text(str(code))
-        return 0
+        """Once: the end of its time may come while the verdict is told."""
+        with telling:
+            if not told:
+                told.append(_tell(scene, run, time.monotonic() - began))
+                if verdict_to is not None:
+                    verdict_to.write_text(str(told[0]))
+        return told[0] if verdict_to is None else 0
 
     store = dist.PrefixStore("doctor", meeting_store(env, limit_s))
     visit = examine.Visit(env, store, run, began + limit_s)
