@@ -33,7 +33,7 @@ RANKS = 2
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--short", action="store_true", help="a small model, few rounds")
-    parser.add_argument("--rounds", type=int, default=0, help="rounds of every way; 0 is 10, or 3 with --short")
+    parser.add_argument("--rounds", type=int, default=0, help="rounds of every way; 0 is 10, or 2 with --short")
     parser.add_argument("--saves", type=int, default=0, help="saves under the eye of the memory meter; 0 is 50, or 5")
     parser.add_argument("--ways", default=",".join(WAYS), help="which ways, none among them; others write save-part.*")
     parser.add_argument("--threads", type=int, default=0, help="threads a rank; 0 shares the cores out")
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     options.ways = options.ways.split(",")
     if unknown := {"none", *options.ways} - {*WAYS} or {"none"} - {*options.ways}:
         parser.error(f"--ways: {unknown.pop()} HINT: {','.join(WAYS)}; none is what the others are compared with")
-    options.rounds = options.rounds or (3 if options.short else 10)
+    options.rounds = options.rounds or (2 if options.short else 10)
     options.saves = options.saves or (5 if options.short else 50)
     options.threads = options.threads or max(1, len(os.sched_getaffinity(0)) // RANKS)
     if "RANK" in os.environ:

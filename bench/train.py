@@ -188,7 +188,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", choices=list(WORKS), help="one work alone, with --ranks")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=0, help="0 is 20, or 5 with --short")
+    parser.add_argument("--rounds", type=int, default=0, help="0 is 20, or 4 with --short")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no round after so many, of each piece")
     parser.add_argument("--only", default="", help="these contenders: bare,ours,fabric")
     parser.add_argument("--no-memory", action="store_true", help="leave out the second start of each, for memory")
@@ -200,7 +200,7 @@ def main(argv: Sequence[str]) -> int:
         pieces = [(options.work, options.ranks)]
     else:
         pieces = [("tiny", 2), ("decoder", 2)] if options.short else [*PIECES, *(ON_CUDA if _cuda() else ())]
-    options.rounds = options.rounds or (5 if options.short else 20)
+    options.rounds = options.rounds or (4 if options.short else 20)
     for work, ranks in pieces:
         piece(work, ranks, names, options)
     return 0
