@@ -75,7 +75,7 @@ class Monitor:
                 self._judge(now)
             if self.crew.gone and self._nothing_left(now):
                 break
-            if self.crew.leaving:
+            if self.crew.leaving or (self._trouble_at and self.shown is None):
                 time.sleep(0.02)
             else:
                 self._rest()
@@ -181,7 +181,8 @@ class Monitor:
         self._trouble_at = self._trouble_at or now
         waited = now - self._trouble_at
         all_ended = all(e.words is not None or e.over or not e.alive for e in found)
-        if waited < SETTLE_S and not (all_ended and waited > 2 * BEAT_S):
+        # Where all have ended a second look is enough: one may have left its words and died between two reads of the first.
+        if waited < SETTLE_S and not (all_ended and waited > 0):
             return
         verdict = judge([e for e in found if not e.silent_node_s]) or judge(found)
         if verdict is not None and verdict.kind != "network":
