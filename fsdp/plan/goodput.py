@@ -25,7 +25,7 @@ NOTICE_S = 30.0
 
 STALL_S_A_GB = 0.0094
 """What a save holds a step up for, a GB of a rank's state: bench/results/save.json. A test holds both to their results."""
-START_S = 3.2
+START_S = 2.8
 """From the command to the first step, with a warm disk: bench/results/start.json."""
 
 
