@@ -103,7 +103,7 @@ def materialize(
         _buffers_to(root, sharded.device)
     if hasattr(root, "init_buffers"):
         methods.init_buffers(sharded.device)
-    if restored and in_checkpoint(root):
+    if restored and _in_checkpoint(root):
         prove_unsaved(root)
         return
     # Adapters are in nobody's weights: each rank draws its own part of them, whatever the others come from.
@@ -123,7 +123,7 @@ def materialize(
     prove(root, drawn={**({} if weights is not None else inits), **added})
 
 
-def in_checkpoint(root: nn.Module) -> bool:
+def _in_checkpoint(root: nn.Module) -> bool:
     """Whether a checkpoint holds all that the model does not fill by itself."""
     return hasattr(root, "init_buffers") or len(_persistent(root)) == sum(1 for _ in (*root.parameters(), *root.buffers()))
 

@@ -63,9 +63,6 @@ class MappedFile:
         """Its pages leave this process; a touch brings them back. Neighbours in the outermost pages only fault again."""
         self._advise(tensor, mmap.MADV_DONTNEED)
 
-    def forget_all(self) -> None:
-        self._memory.madvise(mmap.MADV_DONTNEED)
-
     def fetch(self, tensor: Tensor) -> None:
         """Ask the disk for its pages ahead of their use."""
         self._advise(tensor, mmap.MADV_WILLNEED)

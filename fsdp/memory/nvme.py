@@ -145,9 +145,8 @@ class Shelf:
                 self._fetch([parameter, parameter.grad, *optimizer.state.get(parameter, {}).values()])
             step_some(optimizer, part)
             self._adopt(optimizer, part)
-            # Whole files: a fault brings pages of its neighbours too, which were forgotten a part ago.
-            for file in self._files.values():
-                file.forget_all()
+            for parameter in part:
+                self.forget([parameter, parameter.grad, *optimizer.state.get(parameter, {}).values()])
 
     def _parts(self, optimizer: torch.optim.Optimizer) -> Iterator[list[nn.Parameter]]:
         """Parameters in their order, cut where a part's states are enough. One parameter is never cut."""
