@@ -53,7 +53,7 @@ def keep(name: str, rows: Sequence[Row], options: argparse.Namespace, title: str
 
 
 def named_late(rank: int, ranks: int, folder: Path) -> Row:
-    """Whom the watch names, by how much, and after how many slow steps."""
+    """Whom the watch names, by how much, and how many slow steps were done when it had said so."""
     run, where = folder / "run", Where(rank, SLOW_FROM, folder / "fault-at")
     address = ("127.0.0.1", free_port())
     flags = ["--run.dir", str(run), *SMALL_STEPS]
@@ -61,12 +61,12 @@ def named_late(rank: int, ranks: int, folder: Path) -> Row:
     file = run / "watch" / "late.jsonl"
     try:
         wait_for(lambda: steps_of(run) >= SLOW_FROM + 120 or (file.exists() and steps_of(run) > SLOW_FROM), "a late rank")
-        said = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        said, at = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else [], steps_of(run)
     finally:
         end_all(pids)
-    first = next((one for one in said if "rank" in one), {"percent": 0.0, "step": SLOW_FROM - 1})
     named = [one["rank"] for one in said if "rank" in one]
-    return {"ranks": ranks, "rank": rank, "named": named, "percent": first["percent"], "after_steps": first["step"] - SLOW_FROM}
+    percent = next((one["percent"] for one in said if "rank" in one), 0.0)
+    return {"ranks": ranks, "rank": rank, "named": named, "percent": percent, "after_steps": at - SLOW_FROM if named else -1}
 
 
 def late(options: argparse.Namespace) -> int:

@@ -177,21 +177,23 @@ def _of_rank(folder: Path, rank: int) -> str:
 
 def _late(path: Path) -> Iterator[Late]:
     """Each rank that was late, with the line that says that it is over."""
-    open_one: Late | None = None
+    late: dict[int, Late] = {}
     for record in read_lines(path):
         if record is None:
             continue
-        if "over" in record and open_one is not None:
-            yield Late(open_one.rank, open_one.node, open_one.percent, open_one.since_step, str(record["over"]))
-            open_one = None
-        elif "rank" in record:
-            if open_one is not None and open_one.rank != record["rank"]:
-                yield open_one
-            with contextlib.suppress(TypeError, ValueError):  # of another form
+        with contextlib.suppress(TypeError, ValueError):  # of another form
+            if "over" in record:
+                ended = late.pop(int(record.get("of", next(iter(late), -1))), None)
+                if ended is not None:
+                    yield replace(ended, over=str(record["over"]))
+            elif "rank" in record:
                 numbers = float(record.get("percent", 0.0)), int(record.get("since_step", 0))
-                open_one = Late(int(record["rank"]), str(record.get("node", "")), *numbers, "")
-    if open_one is not None:
-        yield open_one
+                found = Late(int(record["rank"]), str(record.get("node", "")), *numbers, "")
+                before = late.pop(found.rank, None)
+                if before is not None:  # a start later: nobody said that it was over
+                    yield before
+                late[found.rank] = found
+    yield from late.values()
 
 
 def _spikes(path: Path) -> Iterator[Spike]:

@@ -1,22 +1,31 @@
 """Who arrives late at the collectives, by its own work: what a rank does between the end of one wait and its next arrival.
 
 How long a collective takes says nothing: all wait in it for the last one, who itself hardly waits. So the own work of each step
-(data, forward, backward, optimizer, without the waiting) is compared between ranks, step by step: noise falls on everyone in
-turn, a slow rank is the slowest nearly always.
+(data, forward, backward, optimizer, without the waiting) is compared between ranks, step by step. A rank is late where its
+excess over the others is as large as asked for and stands out of the noise, which two measures tell: how much the steps of
+the window differ, and how much the means of a few steps have wandered in the run so far (noise that lasts for some steps is
+seen by the second alone).
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-WINDOW = 24
+WINDOW = 28
 """Steps that are looked at together."""
-CHANCE = 1e-5
-"""How rarely chance may make one of equal ranks the slowest so often."""
+TRIM = 3
+"""So many of them at either end count for nothing: a pause that hits one step is not lateness."""
+BLOCK = 7
+"""Steps whose mean is followed through the run."""
+HISTORY = 480
+"""Steps that are remembered of each rank, four bytes each."""
+ODDS = 5.0
+"""Standard errors by which a late rank stands out: many, for an hour has 100,000 windows. tests/watch/test_lateness.py tries
+it with noise of several kinds."""
 LEAST_S = 2e-4
 """What a rank must be late by at least: less is the noise of the clocks and of the Python around a step."""
 
@@ -32,85 +41,118 @@ class Late:
     step: int
 
 
-@functools.cache
-def often(ranks: int) -> int:
-    """The least number of steps of a window in which a rank must be the slowest: 23 of 24 with two ranks, 17 with four."""
-    share = 1 / ranks
-    rare = 0.0
-    for count in range(WINDOW, 0, -1):
-        rare += ranks * math.comb(WINDOW, count) * share**count * (1 - share) ** (WINDOW - count)
-        if rare > CHANCE:
-            return min(WINDOW, count + 1)
-    return 1
+@dataclass(frozen=True)
+class Over:
+    """A rank that was late is so no more."""
+
+    rank: int
+    step: int
 
 
 class Lateness:
     """Fed with each rank's last steps; says when somebody begins to be late, and when that is over."""
 
     def __init__(self, least_percent: float) -> None:
-        self._least = least_percent
+        self._least = math.log1p(least_percent / 100)
         self._work: dict[int, dict[int, float]] = {}
         self._seen = 0
-        self.late: Late | None = None
+        self._excess: dict[int, array[float]] = {}
+        """Of each rank, by step up to the last seen: the logarithm of its work over the median of the others'."""
+        self._typical = 0.0
+        self.late: dict[int, Late] = {}
 
     def feed(self, rank: int, steps: Work) -> None:
         rows = self._work.setdefault(rank, {})
         for step, (work, _) in steps.items():
-            if step > self._seen - 2 * WINDOW:
+            if step > self._seen:
                 rows[step] = work
 
-    def judge(self) -> Late | str | None:
-        """A Late when one is found or gets much worse, a line when it is over, else None."""
-        window = self._window()
-        if window is None:
-            return None
-        found = self._find(window)
-        before, self.late = self.late, found if found is None or self.late is None else self._same_since(found)
-        if before is not None and (found is None or found.rank != before.rank):
-            if found is None and self._still_slow(window, before.rank):
-                self.late = before
-                return None
-            return self.late if self.late is not None else f"rank {before.rank} is not late any more, at step {window[-1]}"
-        return self.late if before is None else None
-
-    def _same_since(self, found: Late) -> Late:
-        assert self.late is not None
-        since = self.late.since_step if self.late.rank == found.rank else found.since_step
-        return Late(found.rank, found.percent, since, found.step)
-
-    def _window(self) -> list[int] | None:
-        """The newest steps that every rank has told, or None where nothing new has come."""
+    def judge(self) -> list[Late | Over]:
+        """What is new since the last call; every step is looked at, however many have come at once."""
         if len(self._work) < 2:
-            return None
-        common = sorted(set.intersection(*(set(rows) for rows in self._work.values())))[-WINDOW:]
-        if len(common) < WINDOW or common[-1] == self._seen:
-            return None
-        self._seen = common[-1]
+            return []
+        said: list[Late | Over] = []
+        for step in sorted(set.intersection(*(set(rows) for rows in self._work.values()))):
+            self._note(step)
+            if len(next(iter(self._excess.values()))) >= WINDOW:
+                said += self._judged(step)
+        return said
+
+    def _note(self, step: int) -> None:
+        if step != self._seen + 1 or self._excess.keys() != self._work.keys():
+            self._excess = {}  # after steps or ranks that nobody saw, what is followed begins anew
+        self._seen = step
+        works = {rank: max(rows[step], LEAST_S) for rank, rows in self._work.items()}
         for rows in self._work.values():
-            for step in [s for s in rows if s < common[0]]:
-                del rows[step]
-        return common
+            for old in [known for known in rows if known <= step]:
+                del rows[old]
+        ordered = sorted(works.values())
+        self._typical = median(ordered)
+        for rank, work in works.items():
+            followed = self._excess.setdefault(rank, array("f"))
+            followed.append(math.log(work / _median_without(ordered, work)))
+            if len(followed) >= HISTORY + WINDOW:
+                del followed[:WINDOW]
 
-    def _excess(self, steps: list[int], rank: int) -> list[float]:
-        """How much later than the others' median this rank came, by step, as a share of their work."""
-        others = [self._work[other] for other in self._work if other != rank]
-        typical = [median(rows[step] for rows in others) for step in steps]
-        return [(self._work[rank][step] - at) / max(at, LEAST_S) for step, at in zip(steps, typical, strict=True)]
+    def _judged(self, step: int) -> list[Late | Over]:
+        said: list[Late | Over] = []
+        for rank, followed in self._excess.items():
+            window = sorted(followed[-WINDOW:])
+            if rank in self.late:
+                if _middle(window) < self._least / 2:  # half as late is late still: it is not said again and again
+                    del self.late[rank]
+                    said.append(Over(rank, step))
+            elif _middle(window) >= self._least and self._stands_out(followed, window):
+                self.late[rank] = _described(rank, followed, step)
+                said.append(self.late[rank])
+        return said
 
-    def _find(self, steps: list[int]) -> Late | None:
-        slowest = [max(self._work, key=lambda r: self._work[r][step]) for step in steps]
-        rank = max(self._work, key=slowest.count)
-        if slowest.count(rank) < often(len(self._work)):
-            return None
-        excess = self._excess(steps, rank)
-        typical = median(excess)
-        own = median(self._work[rank][step] for step in steps)
-        low = sorted(excess)[len(excess) // 5]
-        if 100 * typical < self._least or 200 * low < self._least or own * typical / (1 + typical) < LEAST_S:
-            return None
-        since = next(step for step, share in zip(steps, excess, strict=True) if 200 * share >= self._least)
-        return Late(rank, 100 * typical, since, steps[-1])
+    def _stands_out(self, followed: array[float], window: Sequence[float]) -> bool:
+        mean, half = _middle(window), WINDOW // 2
+        if min(median(followed[-WINDOW:-half]), median(followed[-half:])) < self._least / 2:
+            return False  # a burst, not a rank that is slow
+        return mean >= ODDS * max(_error(window), _wandering(followed)) and math.expm1(mean) * self._typical >= LEAST_S
 
-    def _still_slow(self, steps: list[int], rank: int) -> bool:
-        """Half as late is late still: it is not said again and again."""
-        return 200 * median(self._excess(steps, rank)) >= self._least
+
+def _median_without(ordered: Sequence[float], one: float) -> float:
+    """The median of all others, without another sort for each: ranks may be thousands."""
+    rest, middle = len(ordered) - 1, (len(ordered) - 1) // 2
+    below = one < ordered[middle + 1] if rest % 2 == 0 else one <= ordered[middle]
+    if rest % 2:
+        return ordered[middle + 1] if below else ordered[middle]
+    left = ordered[middle] if one <= ordered[middle - 1] else ordered[middle - 1]
+    return (left + (ordered[middle + 1] if below else ordered[middle])) / 2
+
+
+def _middle(window: Sequence[float]) -> float:
+    """The trimmed mean of what is sorted."""
+    return sum(window[TRIM:-TRIM]) / (len(window) - 2 * TRIM)
+
+
+def _error(window: Sequence[float]) -> float:
+    """The trimmed mean's standard error (Yuen): outliers are drawn in to the last that counts."""
+    size = len(window)
+    drawn_in = [min(max(one, window[TRIM]), window[-TRIM - 1]) for one in window]
+    mean = sum(drawn_in) / size
+    deviation = math.sqrt(sum((one - mean) ** 2 for one in drawn_in) / (size - 1))
+    return deviation / math.sqrt(size) / (1 - 2 * TRIM / size)
+
+
+def _wandering(followed: array[float]) -> float:
+    """The same error as the run so far tells it: from one block to the next, how do means differ?"""
+    ordered = sorted(followed)
+    low, high = ordered[len(ordered) // 10], ordered[-len(ordered) // 10]
+    drawn_in = [min(max(one, low), high) for one in followed]
+    means = [sum(drawn_in[end - BLOCK : end]) / BLOCK for end in range(len(drawn_in), BLOCK - 1, -BLOCK)]
+    squares = [(one - other) ** 2 for one, other in zip(means[1:], means, strict=False)]
+    return math.sqrt(sum(squares) / len(squares) / 2 * BLOCK / WINDOW) / (1 - 2 * TRIM / WINDOW)
+
+
+def _described(rank: int, followed: array[float], step: int) -> Late:
+    """Since when: where what lies above half of its excess begins to add up."""
+    half, total, most, since = _middle(sorted(followed[-WINDOW:])) / 2, 0.0, 0.0, len(followed) - WINDOW
+    for at in range(len(followed) - 1, -1, -1):
+        total += followed[at] - half
+        if total > most:
+            most, since = total, at
+    return Late(rank, 100 * math.expm1(median(followed[since:])), step - len(followed) + 1 + since, step)

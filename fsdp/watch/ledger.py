@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from fsdp.watch.files import Files
-from fsdp.watch.lateness import Late, Lateness, Work
+from fsdp.watch.lateness import Late, Lateness, Over, Work
 
-LOOK_S = 0.6
+LOOK_S = 0.1
+"""Between two looks at least: with the monitor's beats, at each of them."""
+PAUSE = 20
+"""And so many times what a look took: with thousands of ranks they become rarer, and cost a twentieth of a processor."""
 TIMING_S = 2.0
 
 
@@ -32,17 +36,19 @@ class Ledger:
     ) -> None:
         self._nodes, self._files, self._say = nodes, files, say
         self._lateness = Lateness(late_percent) if late_percent else None
-        self._looked = 0.0
+        self._slow_nodes: set[str] = set()
+        self._look_at = 0.0
         self._began = time.monotonic()
         self._since: tuple[float, Told] | None = None
 
     def beat(self, now: float, tell: Callable[[], Told], last: bool = False) -> None:
         """`tell` is only called when something is due."""
-        if now - self._looked < LOOK_S and not last:
+        if now < self._look_at and not last:
             return
-        self._looked = now
+        began = time.perf_counter()
         told = tell()
         self._late(told)
+        self._look_at = now + max(LOOK_S, PAUSE * (time.perf_counter() - began))
         self._time(now, told, last)
 
     def _late(self, told: Told) -> None:
@@ -50,15 +56,31 @@ class Ledger:
             return
         for rank, steps in told.steps.items():
             self._lateness.feed(rank, steps)
-        said = self._lateness.judge()
-        if isinstance(said, Late):
-            node = next((name for name, ranks in self._nodes.items() if said.rank in ranks), "")
-            self._say([f"watch: rank {said.rank} ({node}) is late by {said.percent:.0f}% since step {said.since_step}"])
-            record = {"time": time.time(), "rank": said.rank, "node": node, "percent": round(said.percent, 1)}
-            self._files.append("late.jsonl", {**record, "since_step": said.since_step, "step": said.step})
-        elif said is not None:
-            self._say([f"watch: {said}"])
-            self._files.append("late.jsonl", {"time": time.time(), "over": said})
+        for said in self._lateness.judge():
+            if isinstance(said, Over):
+                self._tell_over(said)
+            else:
+                self._tell_late(said)
+        self._tell_nodes(self._lateness.late.keys())
+
+    def _tell_nodes(self, late: AbstractSet[int]) -> None:
+        """A node all of whose ranks are late, once, where others have ranks that are not."""
+        of_several = {name: ranks for name, ranks in self._nodes.items() if len(ranks) > 1 and len(self._nodes) > 1}
+        slow = {name for name, ranks in of_several.items() if late >= set(ranks)}
+        for node in sorted(slow - self._slow_nodes):
+            self._say([f"watch: all ranks of {node} are late: it is the node. HINT: python -m fsdp.doctor compares the nodes"])
+        self._slow_nodes = slow
+
+    def _tell_late(self, said: Late) -> None:
+        node = next((name for name, ranks in self._nodes.items() if said.rank in ranks), "")
+        self._say([f"watch: rank {said.rank} ({node}) is late by {said.percent:.0f}% since step {said.since_step}"])
+        record = {"time": time.time(), "rank": said.rank, "node": node, "percent": round(said.percent, 1)}
+        self._files.append("late.jsonl", {**record, "since_step": said.since_step, "step": said.step})
+
+    def _tell_over(self, said: Over) -> None:
+        line = f"rank {said.rank} is not late any more, at step {said.step}"
+        self._say([f"watch: {line}"])
+        self._files.append("late.jsonl", {"time": time.time(), "over": line, "of": said.rank, "step": said.step})
 
     def _time(self, now: float, told: Told, last: bool) -> None:
         """One line an interval, which grows with the run to a hundredth of what has passed."""

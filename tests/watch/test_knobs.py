@@ -130,7 +130,20 @@ def test_how_late_is_late_is_the_flag_s(tmp_path: Path, percent: float, says: in
     ledger = Ledger(percent, {"n1": [0, 1], "n2": [2, 3]}, Files(tmp_path), said.append)
     ledger.beat(10.0, lambda: told(440, 1.18))
     assert len(said) == says
-    assert not says or said[0] == ["watch: rank 1 (n1) is late by 18% since step 416"]
+    assert not says or said[0] == ["watch: rank 1 (n1) is late by 18% since step 410"]
+
+
+def test_of_a_node_that_is_slow_as_a_whole_it_is_said_so(tmp_path: Path) -> None:
+    said: list[str] = []
+    ledger = Ledger(7.0, {"n1": [0, 1, 2, 3], "n2": [4, 5]}, Files(tmp_path), said.extend)
+    paces = {rank: 1.2 if rank > 3 else 1.0 for rank in range(6)}
+    steps = {rank: dict.fromkeys(range(1, 40), (0.02 * pace, 0.03)) for rank, pace in paces.items()}
+    ledger.beat(10.0, lambda: Told(steps, {}, count=40, step=40))
+    assert [line.split(". HINT")[0] for line in said] == [
+        "watch: rank 4 (n2) is late by 20% since step 1",
+        "watch: rank 5 (n2) is late by 20% since step 1",
+        "watch: all ranks of n2 are late: it is the node",
+    ]
 
 
 def test_times_are_means_a_step_over_an_interval_that_grows(tmp_path: Path) -> None:
