@@ -64,9 +64,10 @@ def named_late(rank: int, ranks: int, folder: Path) -> Row:
         said, at = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else [], steps_of(run)
     finally:
         end_all(pids)
-    named = [one["rank"] for one in said if "rank" in one]
-    percent = next((one["percent"] for one in said if "rank" in one), 0.0)
-    return {"ranks": ranks, "rank": rank, "named": named, "percent": percent, "after_steps": at - SLOW_FROM if named else -1}
+    named = [one for one in said if "rank" in one]
+    after = at - SLOW_FROM if named and named[0]["step"] >= SLOW_FROM else -1
+    percent = named[0]["percent"] if named else 0.0
+    return {"ranks": ranks, "rank": rank, "named": [one["rank"] for one in named], "percent": percent, "after_steps": after}
 
 
 def late(options: argparse.Namespace) -> int:

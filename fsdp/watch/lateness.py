@@ -9,11 +9,12 @@ seen by the second alone).
 
 from __future__ import annotations
 
+import functools
 import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import NormalDist, median
 
 WINDOW = 28
 """Steps that are looked at together."""
@@ -23,9 +24,9 @@ BLOCK = 7
 """Steps whose mean is followed through the run."""
 HISTORY = 480
 """Steps that are remembered of each rank, four bytes each."""
-ODDS = 5.0
-"""Standard errors by which a late rank stands out: many, for an hour has 100,000 windows. tests/watch/test_lateness.py tries
-it with noise of several kinds."""
+CHANCE = 2e-6
+"""How rarely noise alone may make a window of any rank stand out: an hour has 100,000 windows. tests/watch/test_lateness.py
+tries it with noise of several kinds."""
 LEAST_S = 2e-4
 """What a rank must be late by at least: less is the noise of the clocks and of the Python around a step."""
 
@@ -47,6 +48,12 @@ class Over:
 
     rank: int
     step: int
+
+
+@functools.cache
+def odds(ranks: int) -> float:
+    """Standard errors by which a late rank must stand out: 4.8 of two ranks, 5.0 of eight, 5.9 of a thousand."""
+    return NormalDist().inv_cdf(1 - CHANCE / ranks)
 
 
 class Lateness:
@@ -111,7 +118,10 @@ class Lateness:
         mean, half = _middle(window), WINDOW // 2
         if min(median(followed[-WINDOW:-half]), median(followed[-half:])) < self._least / 2:
             return False  # a burst, not a rank that is slow
-        return mean >= ODDS * max(_error(window), _wandering(followed)) and math.expm1(mean) * self._typical >= LEAST_S
+        return (
+            mean >= odds(len(self._excess)) * max(_error(window), _wandering(followed))
+            and math.expm1(mean) * self._typical >= LEAST_S
+        )
 
 
 def _median_without(ordered: Sequence[float], one: float) -> float:
