@@ -32,6 +32,8 @@ TURN = {"tiny": 20, "vit": 4, "decoder": 2, "100m": 1, "124m-cuda": 20, "1b-cuda
 """Steps of a turn."""
 SHORT = ("bare", "ours", "accelerate", "fabric")
 WARM = 3
+WEIGHINGS = {"100m": 5}
+"""How often memory is weighed, where not once: a percent is asked for there, and one start differs from the next by as much."""
 
 
 @dataclass
@@ -41,7 +43,7 @@ class Seen:
     wall_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    peak_mib: float = 0.0
+    peaks_mib: list[float] = field(default_factory=list)
 
 
 def measure(
@@ -70,10 +72,11 @@ def measure(
 
 def weigh(work: str, ranks: int, seen: dict[str, Seen], threads: int) -> None:
     """Each contender's peak, in processes of their own."""
-    for name, one in seen.items():
-        with Team(name, work, ranks, threads=threads, honest_memory=True) as team:
-            team.steps(WARM)
-            one.peak_mib = team.memory(WARM)["peak_mib"]
+    for nth in range(WEIGHINGS.get(work, 1)):
+        for name in tables.turned(list(seen), nth):
+            with Team(name, work, ranks, threads=threads, honest_memory=True) as team:
+                team.steps(WARM)
+                seen[name].peaks_mib.append(team.memory(WARM)["peak_mib"])
 
 
 def check_same(seen: dict[str, Seen]) -> None:
@@ -91,11 +94,13 @@ def rows(seen: dict[str, Seen], samples: int) -> list[dict[str, Any]]:
         own = "ours" if ROSTER[name].shards or "ours-ddp" not in seen else "ours-ddp"
         row: dict[str, Any] = {
             "name": name, "per_s": [samples / wall for wall in one.wall_s], "step_ms": [1e3 * wall for wall in one.wall_s],
-            "cpu_ms": [1e3 * cpu for cpu in one.cpu_s], "peak_mib": one.peak_mib,
+            "cpu_ms": [1e3 * cpu for cpu in one.cpu_s], "peaks_mib": one.peaks_mib,
         }  # fmt: skip
         if name not in ("ours", "ours-ddp"):
             row["ours_over_it"] = tables.ratio(one.wall_s, seen[own].wall_s)
             row["cpu_over_it"] = tables.ratio(seen[own].cpu_s, one.cpu_s)
+            if one.peaks_mib:
+                row["memory_over_it"] = tables.ratio(seen[own].peaks_mib, one.peaks_mib)
         found.append(row)
     return found
 
@@ -109,7 +114,7 @@ def shown(found: list[dict[str, Any]], work: str) -> str:
                 ROSTER[row["name"]].label, tables.spread(row["per_s"]) + _share(work, row["per_s"]),
                 f"{statistics.median(row['step_ms']):.1f}",
                 f"{statistics.median(row['cpu_ms']):.1f}", f"{over} {over.verdict()}" if over else "",
-                f"{cpu} {cpu.verdict(False)}" if cpu else "", f"{row['peak_mib']:.0f}" if row["peak_mib"] else "",
+                f"{cpu} {cpu.verdict(False)}" if cpu else "", _peak(row),
             ]
         )  # fmt: skip
     columns = [
@@ -122,6 +127,13 @@ def shown(found: list[dict[str, Any]], work: str) -> str:
         "peak MiB a rank",
     ]
     return tables.table(columns, lines)
+
+
+def _peak(row: dict[str, Any]) -> str:
+    peaks, over = row["peaks_mib"], row.get("memory_over_it")
+    if len(peaks) < 2:
+        return "".join(f"{one:.0f}" for one in peaks)
+    return tables.spread(peaks, 4) + (f"; ours/its {over}" if over else "")
 
 
 def _share(work: str, per_s: Sequence[float]) -> str:
