@@ -236,11 +236,14 @@ def replicate(sharded: Sharded) -> None:
         return
     trains = any(p.requires_grad for p in sharded.root.parameters())
     assert trains, "DDP refuses a model with nothing to train"
+    kept = sharded.root.state_dict().keys()
     sharded.runs = DistributedDataParallel(
         sharded.root,
         device_ids=[sharded.device.index] if sharded.device.type == "cuda" else None,
         process_group=sharded.mesh.get_group("dp_replicate"),
         init_sync=False,
+        # Rank 0's go to all before each forward, which costs a small model as much as its gradients: constants need it not.
+        broadcast_buffers=any(name in kept for name, _ in sharded.root.named_buffers()),
         gradient_as_bucket_view=True,
         find_unused_parameters=False,
         static_graph=False,

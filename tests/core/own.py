@@ -207,6 +207,14 @@ class ForgetsInit(Uneven):
         return {name: Normal(0.1) for name, _ in self.named_parameters() if name != "head.bias"}
 
 
+class Waves(Uneven):
+    """A constant that no state dict holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("waves", torch.linspace(0, 1, 7), persistent=False)
+
+
 class Buffers(Uneven):
     """Every kind of buffer, persistent and not, as the constructor makes them."""
 

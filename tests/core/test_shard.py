@@ -106,6 +106,19 @@ def test_ddp_is_torch_s_own() -> None:
     assert run_world(2, ddp_of) == [(True, True, True)] * 2
 
 
+def sent_each_step(env: DistEnv, name: str) -> bool:
+    sharded = made(env, getattr(own, name), strategy="ddp")
+    replicate(sharded)
+    assert isinstance(sharded.runs, DistributedDataParallel)
+    return bool(sharded.runs.will_sync_module_buffers())
+
+
+@pytest.mark.parametrize(("name", "expected"), [("Uneven", False), ("Buffers", True), ("Waves", False)])
+def test_ddp_sends_only_buffers_that_are_state(name: str, expected: bool) -> None:
+    """Running statistics, not a table that the constructor fills on every rank."""
+    assert run_world(2, sent_each_step, name) == [expected] * 2
+
+
 def test_the_dtypes_that_a_device_gets() -> None:
     auto = resolve_dtypes(PrecisionSection(), CPU)
     assert (auto.param, auto.reduce, auto.output) == (torch.float32, torch.float32, None)
