@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 import torch.distributed as dist
-from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
+from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils import ProjectConfiguration
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -40,7 +40,8 @@ class Accelerate:
             cpu=cpu, fsdp_plugin=plugin, mixed_precision=precision, project_config=ProjectConfiguration()
         )
         if cpu:
-            self.accelerator.state.distributed_type = DistributedType.FSDP
+            # both: each AcceleratorState() that is made later copies PartialState's over its own
+            self.accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
             self.accelerator.state.fsdp_plugin = plugin
         self.model, self.optimizer = self.accelerator.prepare(given.model, make_optimizer(given.model))
         assert any(isinstance(p, DTensor) for p in self.model.parameters()), "Accelerate has not sharded the model"
