@@ -97,7 +97,7 @@ def shown(seen: dict[str, Ran]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=0, help="of faults, each contender; 0 is 90, or 16 with --short")
+    parser.add_argument("--seconds", type=float, default=0, help="of faults, each contender; 0 is 90, or 12 with --short")
     parser.add_argument("--mean", type=float, default=0, help="seconds from kill to kill, on average; 0 is 15, or 10")
     parser.add_argument("--every", type=int, default=10, help="steps from one checkpoint to the next")
     parser.add_argument("--ranks", type=int, default=4)
@@ -107,7 +107,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--short", action="store_true")
     options = parser.parse_args(argv)
     options.mean = options.mean or (6.0 if options.short else 15.0)
-    options.seconds = options.seconds or (16.0 if options.short else 90.0)
+    options.seconds = options.seconds or (12.0 if options.short else 90.0)
     wanted = options.only.split(",") if options.only else list(SHORT if options.short else LABELS)
     flags = (
         f"--ranks {options.ranks} --seconds {options.seconds:.0f} --mean {options.mean:.0f} --every {options.every} "

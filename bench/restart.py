@@ -29,7 +29,7 @@ LABELS = {
     "bare": "bare script with dcp.save, torchrun --max-restarts", "accelerate": "Accelerate, torchrun --max-restarts",
     "fabric": "Lightning Fabric, torchrun --max-restarts", "ddp": "DDP script with torch.save, torchrun --max-restarts",
 }  # fmt: skip
-SHORT = ("local", "ours", "bare")
+SHORT = ("local", "bare")
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """What a save costs the training step, and what a load costs: ours beside dcp.save and dcp.async_save, in one run.
 
     python -m bench.save            124M parameters, Adam, 2 ranks; about half an hour
+    python -m bench.save --size 500m    498M parameters, four ways, three rounds; 16 GiB of memory
     python -m bench.save --short    6M parameters, some minutes: the same table, for a look
     python -m bench.save --ways none,ours --rounds 20 --saves 1     only what a save adds to the mean step, with its interval
 
@@ -23,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.save_rank import WAYS, rank_main
+from bench.save_rank import SIZES, WAYS, rank_main
 from bench.save_table import markdown, summarise
 
 ROOT = Path(__file__).parents[1]
@@ -32,19 +33,22 @@ RANKS = 2
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--short", action="store_true", help="a small model, few rounds")
-    parser.add_argument("--rounds", type=int, default=0, help="rounds of every way; 0 is 10, or 2 with --short")
-    parser.add_argument("--saves", type=int, default=0, help="saves under the eye of the memory meter; 0 is 50, or 5")
-    parser.add_argument("--ways", default=",".join(WAYS), help="which ways, none among them; others write save-part.*")
+    parser.add_argument("--size", default="124m", choices=list(SIZES), help="the model; how many rounds goes by it")
+    parser.add_argument("--short", dest="size", action="store_const", const="short", help="a small model, few rounds")
+    parser.add_argument("--rounds", type=int, default=0, help="rounds of every way; 0 is 10 of 124m, 3 of 500m, 2 of short")
+    parser.add_argument("--saves", type=int, default=0, help="saves under the eye of the memory meter; 0 is 50, 3, or 5")
+    parser.add_argument("--ways", default="", help="which ways, none among them; fewer than the size's own write save-part.*")
     parser.add_argument("--threads", type=int, default=0, help="threads a rank; 0 shares the cores out")
     parser.add_argument("--place", default="", help="folder for checkpoints; empty makes one and removes it")
     parser.add_argument("--out", default=str(ROOT / "bench" / "results"))
     options = parser.parse_args(argv)
-    options.ways = options.ways.split(",")
+    size = SIZES[options.size]
+    own_ways = [*(size.ways or WAYS)]
+    options.ways = options.ways.split(",") if options.ways else own_ways
     if unknown := {"none", *options.ways} - {*WAYS} or {"none"} - {*options.ways}:
         parser.error(f"--ways: {unknown.pop()} HINT: {','.join(WAYS)}; none is what the others are compared with")
-    options.rounds = options.rounds or (2 if options.short else 10)
-    options.saves = options.saves or (5 if options.short else 50)
+    options.rounds = options.rounds or size.rounds
+    options.saves = options.saves or size.saves
     options.threads = options.threads or max(1, len(os.sched_getaffinity(0)) // RANKS)
     if "RANK" in os.environ:
         rank_main(options)
@@ -56,7 +60,8 @@ def main(argv: Sequence[str]) -> int:
     print(table)
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
-    stem = "save-short" if options.short else "save" if options.ways == [*WAYS] else "save-part"
+    stem = "save" if options.size == "124m" else f"save-{options.size}"
+    stem = stem if options.ways == own_ways else "save-part"
     (out / f"{stem}.json").write_text(json.dumps(report, indent=1) + "\n")
     (out / f"{stem}.md").write_text(table)
     return 0
@@ -64,8 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _run_ranks(options: argparse.Namespace) -> list[dict[str, Any]]:
     words = ["--place", options.place, "--rounds", options.rounds, "--saves", options.saves, "--threads", options.threads]
-    words += ["--ways", ",".join(options.ways)]
-    words += ["--short"] if options.short else []
+    words += ["--ways", ",".join(options.ways), "--size", options.size]
     command = [sys.executable, "-m", "bench.save", *map(str, words)]
     common = {**os.environ, "OMP_NUM_THREADS": str(options.threads), "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     # glibc keeps freed blocks: without this a process's size says nothing.

@@ -32,11 +32,31 @@ from fsdp.mesh import MeshSizes, build_mesh
 from fsdp.models.registry import resolve
 from fsdp.state import TrainState
 
-SAVE_EVERY = 10
+
+@dataclass(frozen=True)
+class Size:
+    """`every`: steps of a round, which has one save. `rounds`, `saves`: how many where nothing is said."""
+
+    args: dict[str, Any]
+    preset: str = ""
+    tokens: int = 64
+    every: int = 10
+    rounds: int = 10
+    saves: int = 50
+    ways: tuple[str, ...] = ()
+
+
 SIZES = {
-    "full": {"args": {}, "preset": "124m", "tokens": 64},
-    "short": {"args": {"vocab_size": 4096, "width": 256, "layers": 4, "heads": 4, "tied": True}, "preset": "", "tokens": 128},
-}
+    "124m": Size({}, preset="124m"),
+    "500m": Size(
+        {"vocab_size": 32_000, "width": 1280, "layers": 21, "heads": 10, "max_seq_len": 256}, tokens=32, every=3, rounds=3,
+        saves=3, ways=("none", "ours", "dcp.save", "dcp.async_save thread"),
+    ),
+    "short": Size(
+        {"vocab_size": 4096, "width": 256, "layers": 4, "heads": 4, "tied": True}, tokens=128, rounds=2, saves=5,
+        ways=("none", "ours", "dcp.save", "dcp.async_save thread"),
+    ),
+}  # fmt: skip
 WAYS = ("none", "ours", "ours-blocking", "dcp.save", "dcp.async_save thread", "dcp.async_save process")
 
 
@@ -53,8 +73,8 @@ class Tally:
 
 
 class Bench:
-    def __init__(self, env: DistEnv, size: dict[str, Any], place: Path) -> None:
-        self.env, self.place, self.tokens = env, place, size["tokens"]
+    def __init__(self, env: DistEnv, size: Size, place: Path) -> None:
+        self.env, self.place, self.tokens, self.every = env, place, size.tokens, size.every
         self.sizes = MeshSizes("fsdp", 1, env.world_size)
         self.state = self._build(size, seed=0)
         self.gloo = dist.new_group(backend="gloo")
@@ -68,9 +88,9 @@ class Bench:
         section = CheckpointSection(dir=str(self.place / mode), keep_last=1, mode=mode)  # type: ignore[arg-type]
         return Checkpointer(section, self.place, self.env, self.sizes, config_hash="bench")
 
-    def _build(self, size: dict[str, Any], seed: int) -> TrainState:
+    def _build(self, size: Size, seed: int) -> TrainState:
         torch.manual_seed(seed)
-        model: Any = resolve(ModelSection(name="transformer", preset=size["preset"], args=size["args"]), {}).build()
+        model: Any = resolve(ModelSection(name="transformer", preset=size.preset, args=size.args), {}).build()
         mesh = build_mesh(self.sizes, self.env.device)["dp_shard"]
         for unit in model.units():
             fully_shard(unit, mesh=mesh)
@@ -131,7 +151,7 @@ class Bench:
 
     def round(self, way: str, tally: Tally) -> None:
         times, cpu = [], time.process_time()
-        for nth in range(SAVE_EVERY):
+        for nth in range(self.every):
             self.held_s, started = 0.0, time.perf_counter()
             self.step()
             if nth == 0:
@@ -168,7 +188,7 @@ class Bench:
         fresh.close()
         return peaks
 
-    def load(self, size: dict[str, Any]) -> dict[str, float]:
+    def load(self, size: Size) -> dict[str, float]:
         """Seconds and bytes read, of files that no cache holds."""
         self.ours.save(self.state, metrics={}, reason="bench", wait=True)
         folder, theirs = Path(self.ours.sealed()[-1].path), self.place / "dcp" / "load"
@@ -238,7 +258,7 @@ def rank_main(options: argparse.Namespace) -> None:
     env = from_environment()
     store = dist.FileStore(str(Path(options.place, "store")), env.world_size)
     dist.init_process_group("cpu:gloo", store=store, rank=env.rank, world_size=env.world_size)
-    size = SIZES["short" if options.short else "full"]
+    size = SIZES[options.size]
     bench = Bench(env, size, Path(options.place))
     tallies = {way: Tally() for way in options.ways}
     for way in options.ways:  # once through, uncounted: plans, buffers, processes, compiled kernels

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bench.save_rank import SAVE_EVERY
+from bench.save_rank import SIZES
 
 
 def summarise(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def summarise(results: Sequence[dict[str, Any]], options: argparse.Namespace) ->
     load |= {key: sum(result["load"][key] for result in results) for key in ("ours_bytes", "dcp_bytes")}
     return {
         "machine": machine(), "torch": torch.__version__, "ranks": len(results), "parameters": results[0]["parameters"],
-        "rounds": options.rounds, "save_every": SAVE_EVERY, "ways": rows, "memory_mib": memory, "load": load,
+        "rounds": options.rounds, "save_every": SIZES[options.size].every, "ways": rows, "memory_mib": memory, "load": load,
     }  # fmt: skip
 
 

@@ -140,7 +140,7 @@ def main(argv: Sequence[str]) -> int:
         if part == "ranks":
             text, numbers = by_ranks((1, 2, 4) if small else (1, 2, 4, 8), rounds)
         elif part == "parameters":
-            text, numbers = by_parameters(list(SIZES)[:2] if small else list(SIZES), rounds)
+            text, numbers = by_parameters(list(SIZES)[:2] if small else list(SIZES), 1 if small else rounds)
         else:
             text, numbers = simulated(SIMULATED[:1] if small else SIMULATED)  # type: ignore[assignment]
         print(f"\n{PARTS[part]}\n\n{text}\n", flush=True)

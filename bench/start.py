@@ -33,7 +33,7 @@ LABELS = {
     "zero3": "DeepSpeed ZeRO-3", "ddp": "DDP",
 }  # fmt: skip
 FRAMEWORKS = ("accelerate", "fabric", "zero3")
-SHORT = ("bare", "ours", "local", "accelerate", "fabric")
+SHORT = ("bare", "ours", "local", "accelerate")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
     python -m bench.train                            all works at 2 and 4 ranks; about half an hour
     python -m bench.train --work decoder --ranks 2   one piece: its rows in bench/results/train.* are replaced, the others stay
-    python -m bench.train --short                    two works, few rounds, three contenders
+    python -m bench.train --short                    two works, few rounds, few contenders
 
 All contenders of a piece are started once and take turns of some steps, in an order that moves on with each round: the same
 weights, samples, global batch, dtype, optimizer and threads. Ours is the product's own loop with all that it writes; the others
@@ -30,7 +30,7 @@ PIECES = (("tiny", 2), ("tiny", 4), ("vit", 2), ("vit", 4), ("decoder", 2), ("de
 ON_CUDA = (("124m-cuda", 1), ("1b-cuda", 1))
 TURN = {"tiny": 20, "vit": 4, "decoder": 2, "100m": 1, "124m-cuda": 20, "1b-cuda": 10}
 """Steps of a turn."""
-SHORT = ("bare", "ours", "accelerate", "fabric")
+SHORT = {"tiny": ("bare", "ours", "accelerate", "fabric"), "decoder": ("bare", "ours")}
 WARM = 3
 WEIGHINGS = {"100m": 5}
 """How often memory is weighed, where not once: a percent is asked for there, and one start differs from the next by as much."""
@@ -206,15 +206,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--no-memory", action="store_true", help="leave out the second start of each, for memory")
     parser.add_argument("--short", action="store_true")
     options = parser.parse_args(argv)
-    wanted = options.only.split(",") if options.only else list(SHORT if options.short else ROSTER)
-    names = ready(wanted)
     if options.work:
         pieces = [(options.work, options.ranks)]
     else:
-        pieces = [("tiny", 2), ("decoder", 2)] if options.short else [*PIECES, *(ON_CUDA if _cuda() else ())]
+        pieces = [(work, 2) for work in SHORT] if options.short else [*PIECES, *(ON_CUDA if _cuda() else ())]
     options.rounds = options.rounds or (4 if options.short else 20)
     for work, ranks in pieces:
-        piece(work, ranks, names, options)
+        few = SHORT.get(work, SHORT["tiny"]) if options.short else ROSTER
+        piece(work, ranks, ready(options.only.split(",") if options.only else list(few)), options)
     return 0
 
 
