@@ -149,8 +149,8 @@ def spent(numbers: memoryview[float]) -> dict[str, float]:
 
 def ring(numbers: memoryview[float]) -> dict[int, tuple[float, float]]:
     """The last steps: own work and whole time of each, in seconds."""
-    rows = [(RING + 3 * i) for i in range(RING_STEPS)]
-    return {int(numbers[at]): (numbers[at + 1], numbers[at + 2]) for at in rows if numbers[at]}
+    flat = numbers[RING : RING + 3 * RING_STEPS].tolist()
+    return {int(step): (work, whole) for step, work, whole in zip(flat[::3], flat[1::3], flat[2::3], strict=True) if step}
 
 
 ON_DEVICE = tuple(name in ("forward", "backward", "reduce", "optimizer") for name in PHASES)
