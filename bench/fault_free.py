@@ -126,7 +126,7 @@ def ordinary(options: argparse.Namespace) -> int:
         "watch_ordinary", rows, options, "Ordinary training, compiled, with evaluation and saves: nothing may be said",
         "python -m bench.faults --ordinary MINUTES --ranks R --keep", sittings(rows),
     )  # fmt: skip
-    return 1 if said or any(codes) else 0
+    return 1 if said or any(codes) or row["late"] else 0
 
 
 def last_step(run: Path) -> int:
@@ -142,4 +142,6 @@ def sittings(rows: Sequence[Row]) -> str:
         for row in rows
     ]
     wrong = sum(bool(row["verdict"]) for row in rows)
-    return "\n".join([*lines, f"\n{sum(row['minutes'] for row in rows):g} minutes, {wrong} false verdicts."])
+    late = sum('"over"' not in line for row in rows for line in row["late"])
+    whole = sum(row["minutes"] for row in rows)
+    return "\n".join([*lines, f"\n{whole:.1f} minutes: {wrong} false verdicts, a rank named late {late} times."])
