@@ -59,7 +59,7 @@ class Crew:
         return {one.rank: cells.ring(one.cells.numbers) for one in self.ranks}
 
     def spent(self) -> dict[int, dict[str, float]]:
-        return {one.rank: cells.spent(one.cells.numbers) for one in self.ranks}
+        return {one.rank: {**cells.spent(one.cells.numbers), "starved": one.starved_s} for one in self.ranks}
 
     def report(self, asked: bool = False) -> dict[str, Any]:
         """What the head is told; `asked`: it follows from a question."""

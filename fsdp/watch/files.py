@@ -1,9 +1,9 @@
 """What stays in RUN/watch/, written by a thread: the monitor must not stand still where storage does.
 
 verdicts.jsonl      an object a verdict: time, by (the node that judged), kind, ranks, nodes, step, what, others, hint, still_s
-late.jsonl          an object each time a rank is found late, or is not any more: rank, node, percent, since_step
+late.jsonl          an object each time a rank is found late, or is not any more: rank, node, percent, since_step, starved
 timing.jsonl        an object an interval: from_step, step, seconds, and by rank the mean seconds a step in data, forward,
-                    backward, reduce, optimizer, record, evaluate, save, and waiting (in collectives, for others). On CUDA
+                    backward, reduce, optimizer, record, evaluate, save, waiting (in collectives, for others), starved. On CUDA
                     forward, backward, optimizer and waiting are the device's times, the rest the host's
 KIND-STEP/          what a verdict rests on: rank-N.txt (stacks), rank-N.fr.json (flight recorder), evidence.json
 """

@@ -38,6 +38,8 @@ Work = Mapping[int, tuple[float, float]]
 class Late:
     rank: int
     percent: float
+    seconds: float
+    """A step."""
     since_step: int
     step: int
 
@@ -110,7 +112,7 @@ class Lateness:
                     del self.late[rank]
                     said.append(Over(rank, step))
             elif _middle(window) >= self._least and self._stands_out(followed, window):
-                self.late[rank] = _described(rank, followed, step)
+                self.late[rank] = _described(rank, followed, self._typical, step)
                 said.append(self.late[rank])
         return said
 
@@ -158,11 +160,12 @@ def _wandering(followed: array[float]) -> float:
     return math.sqrt(sum(squares) / len(squares) / 2 * BLOCK / WINDOW) / (1 - 2 * TRIM / WINDOW)
 
 
-def _described(rank: int, followed: array[float], step: int) -> Late:
+def _described(rank: int, followed: array[float], typical_s: float, step: int) -> Late:
     """Since when: where what lies above half of its excess begins to add up."""
     half, total, most, since = _middle(sorted(followed[-WINDOW:])) / 2, 0.0, 0.0, len(followed) - WINDOW
     for at in range(len(followed) - 1, -1, -1):
         total += followed[at] - half
         if total > most:
             most, since = total, at
-    return Late(rank, 100 * math.expm1(median(followed[since:])), step - len(followed) + 1 + since, step)
+    share = math.expm1(median(followed[since:]))
+    return Late(rank, 100 * share, share * typical_s, step - len(followed) + 1 + since, step)

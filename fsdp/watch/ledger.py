@@ -6,13 +6,17 @@ Fed every beat with what all ranks have told; says a late rank on the screen, an
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from statistics import median
 
 from fsdp.watch.files import Files
 from fsdp.watch.lateness import Late, Lateness, Over, Work
 
+LOOKS = 256
+"""How many are remembered, for why somebody is late."""
 LOOK_S = 0.1
 """Between two looks at least: with the monitor's beats, at each of them."""
 PAUSE = 20
@@ -37,6 +41,7 @@ class Ledger:
         self._nodes, self._files, self._say = nodes, files, say
         self._lateness = Lateness(late_percent) if late_percent else None
         self._slow_nodes: set[str] = set()
+        self._starved: deque[tuple[int, dict[int, float]]] = deque(maxlen=LOOKS)
         self._look_at = 0.0
         self._began = time.monotonic()
         self._since: tuple[float, Told] | None = None
@@ -56,6 +61,7 @@ class Ledger:
             return
         for rank, steps in told.steps.items():
             self._lateness.feed(rank, steps)
+        self._starved.append((told.step, {rank: spent.get("starved", 0.0) for rank, spent in told.spent.items()}))
         for said in self._lateness.judge():
             if isinstance(said, Over):
                 self._tell_over(said)
@@ -73,9 +79,22 @@ class Ledger:
 
     def _tell_late(self, said: Late) -> None:
         node = next((name for name, ranks in self._nodes.items() if said.rank in ranks), "")
-        self._say([f"watch: rank {said.rank} ({node}) is late by {said.percent:.0f}% since step {said.since_step}"])
-        record = {"time": time.time(), "rank": said.rank, "node": node, "percent": round(said.percent, 1)}
+        line = f"watch: rank {said.rank} ({node}) is late by {said.percent:.0f}% since step {said.since_step}"
+        starved = self._waits_for_a_processor(said)
+        why = f": it waits for a processor that other processes have. HINT: top, on {node or 'its node'}, shows which"
+        self._say([line + why * starved])
+        record = {"time": time.time(), "rank": said.rank, "node": node, "percent": round(said.percent, 1), "starved": starved}
         self._files.append("late.jsonl", {**record, "since_step": said.since_step, "step": said.step})
+
+    def _waits_for_a_processor(self, late: Late) -> bool:
+        """Whether most of its lateness is time in which it could have run, more than the others had of that."""
+        looks = [look for look in self._starved if look[0] >= late.since_step]
+        if len(looks) < 2 or late.rank not in looks[0][1]:
+            return False
+        (first, before), (last, now) = looks[0], looks[-1]
+        grown = {rank: value - before.get(rank, value) for rank, value in now.items()}
+        others = median([value for rank, value in grown.items() if rank != late.rank] or [0.0])
+        return (grown[late.rank] - others) / max(1, last - first) > late.seconds / 2
 
     def _tell_over(self, said: Over) -> None:
         line = f"rank {said.rank} is not late any more, at step {said.step}"

@@ -86,6 +86,8 @@ class LocalRank:
         self._at_move: Kernel | None = first
         self._lasti: tuple[int, ...] = ()
         self._died_at = 0.0
+        self.starved_s = 0.0
+        """Of the training thread, since it began."""
         self.evidence = Evidence(rank, node, self.pid)
         self.beat: Beat = cells.read(self.cells.numbers)
 
@@ -98,6 +100,7 @@ class LocalRank:
         if beat.progress != self._progress or self._at_move is None:
             self._progress, self._moved_at, self._at_move = beat.progress, now, kept
         start = self._at_move
+        self.starved_s = kept.starved_s if kept is not None else self.starved_s
         self.evidence = Evidence(
             rank=self.rank, node=self.node, pid=self.pid, alive=alive, over=beat.state == OVER,
             state=kept.state if kept is not None else "X", phase=beat.phase, step=beat.step, begun=beat.begun,

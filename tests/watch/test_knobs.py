@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -131,6 +132,19 @@ def test_how_late_is_late_is_the_flag_s(tmp_path: Path, percent: float, says: in
     ledger.beat(10.0, lambda: told(440, 1.18))
     assert len(said) == says
     assert not says or said[0] == ["watch: rank 1 (n1) is late by 18% since step 410"]
+
+
+@pytest.mark.parametrize(("starved", "says"), [(0.004, True), (0.0, False)])
+def test_a_rank_whose_processor_others_have_is_late_for_that(tmp_path: Path, starved: float, says: bool) -> None:
+    said: list[str] = []
+    ledger = Ledger(7.0, {"n1": [0, 1]}, Files(tmp_path), said.extend)
+    for at, step in enumerate((20, 40)):
+        steps = {rank: dict.fromkeys(range(1, step + 1), (0.02 + 0.005 * rank, 0.03)) for rank in range(2)}
+        spent = {rank: {"forward": 0.0, "starved": 0.001 * step + starved * step * rank} for rank in range(2)}
+        ledger.beat(10.0 + at, functools.partial(Told, steps, spent, count=step, step=step))
+    assert len(said) == 1
+    assert said[0].startswith("watch: rank 1 (n1) is late by 25% since step 1")
+    assert ("waits for a processor that other processes have" in said[0]) is says
 
 
 def test_of_a_node_that_is_slow_as_a_whole_it_is_said_so(tmp_path: Path) -> None:
