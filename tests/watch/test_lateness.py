@@ -55,11 +55,11 @@ def late(told: Sequence[Late | Over]) -> list[Late]:
 @pytest.mark.parametrize(("ranks", "size"), [(2, 0.03), (4, 0.03), (4, 0.05)])
 def test_a_tenth_slower_is_named_within_thirty_steps(ranks: int, size: float) -> None:
     soon = 0
-    for seed in range(60):
+    for seed in range(40):
         found = late(said(Lateness(7.0), course(ranks, 150, "normal", size, seed, {ranks - 1: 1.1}, since=101)))
         assert {one.rank for one in found} <= {ranks - 1}
         soon += bool(found) and found[0].step <= 130
-    assert soon >= 57  # the noise of single steps leaves a few for a little later
+    assert soon >= 38  # the noise of single steps leaves a few for a little later
 
 
 def test_it_says_by_how_much_and_since_when() -> None:
@@ -78,7 +78,7 @@ def test_one_that_was_slow_from_the_start_is_named_as_soon_as_a_window_is_full()
 @pytest.mark.parametrize("kind", [*NOISE, "correlated"])
 @pytest.mark.parametrize("size", [0.05, 0.2])
 def test_noise_names_nobody(kind: str, size: float) -> None:
-    assert late(said(Lateness(7.0), course(4, 10_000, kind, size, 3, {}), at_once=50)) == []
+    assert late(said(Lateness(7.0), course(4, 4_000, kind, size, 3, {}), at_once=50)) == []
 
 
 def test_a_pause_of_a_few_steps_is_nobody_s_lateness() -> None:
