@@ -195,8 +195,9 @@ class Bench:
         dcp.save(self.their_state(), checkpoint_id=str(theirs), process_group=self.gloo)
         unique = sum(file.stat().st_size for file in folder.iterdir())
         own_mib = self.state_bytes() / 2**20
-        # what was saved makes room: at 500M parameters two states and dcp's copies are more than 24 GiB
-        del self.state
+        # what was saved makes room: at 500M parameters two states, buffers for saves and dcp's copies are more than 24 GiB
+        self.close()
+        del self.state, self.ours, self.blocking
         gc.collect()
         fresh = self.state = self._build(size, seed=1)
         forget(folder, theirs)
@@ -208,6 +209,10 @@ class Bench:
             "ours_s": ours_s, "dcp_s": theirs_s, "unique_bytes": unique, "ours_bytes": ours_bytes, "dcp_bytes": theirs_bytes,
             "state_mib": own_mib,
         }  # fmt: skip
+
+    def close(self) -> None:
+        self.ours.close()
+        self.blocking.close()
 
     def _load_ours(self, state: TrainState) -> None:
         again = self._checkpointer("async")
@@ -277,8 +282,6 @@ def rank_main(options: argparse.Namespace) -> None:
         "memory_mib": bench.memory(options.saves),
         "load": bench.load(size),
     }
-    bench.ours.close()
-    bench.blocking.close()
     Path(options.place, f"result-{env.rank}.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
