@@ -21,7 +21,7 @@ SHORT = ("start_memory", "train", "start", "restart", "goodput", "scale", "save"
 MINUTES, LAST_BEGIN = 10, 9
 
 
-def told_peers() -> None:
+def tell_peers() -> None:
     for name in setup.PEERS:
         said = setup.missing(name) or f"ready in {setup.HOME / name}"
         print(f"{name:<12} {' '.join(setup.PEERS[name].packages):<20} {said}", flush=True)
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
         took[name] = (code, time.monotonic() - start)
         if name == SHORT[0]:
             setting_up.join()
-            told_peers()
+            tell_peers()
     whole = time.monotonic() - began
     print("\n== which took: " + ", ".join(f"{name} {seconds:.0f} s" for name, (_, seconds) in took.items()))
     print(

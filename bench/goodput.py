@@ -98,7 +98,7 @@ def shown(seen: dict[str, Ran]) -> str:
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=0, help="of faults, each contender; 0 is 90, or 12 with --short")
-    parser.add_argument("--mean", type=float, default=0, help="seconds from kill to kill, on average; 0 is 15, or 10")
+    parser.add_argument("--mean", type=float, default=0, help="seconds from kill to kill, on average; 0 is 15, or 6")
     parser.add_argument("--every", type=int, default=10, help="steps from one checkpoint to the next")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seed", type=int, default=9)

@@ -1,7 +1,7 @@
 """What a save costs the training step, and what a load costs: ours beside dcp.save and dcp.async_save, in one run.
 
     python -m bench.save            124M parameters, Adam, 2 ranks; about half an hour
-    python -m bench.save --size 500m    498M parameters, four ways, three rounds; 16 GiB of memory
+    python -m bench.save --size 500m    457M parameters, four ways, three rounds; 16 GiB of memory
     python -m bench.save --short    6M parameters, some minutes: the same table, for a look
     python -m bench.save --ways none,ours --rounds 20 --saves 1     only what a save adds to the mean step, with its interval
 

@@ -32,9 +32,9 @@ def lost_a_neighbour(error: BaseException) -> bool:
 class Sum:
     """A sum over all ranks that goes on while the caller works."""
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
         self.tensor = tensor
-        self._work = dist.all_reduce(tensor, async_op=True) if dist.get_world_size() > 1 else None
+        self._work = dist.all_reduce(tensor, group=group, async_op=True) if dist.get_world_size() > 1 else None
 
     def wait(self) -> Tensor:
         if self._work is not None:

@@ -302,7 +302,7 @@ class _Loop:
         self.numbers.gradients(self.state.step + 1)
         if self.scaler is not None:
             norm = self.scaler.unscale(self.gradients, norm)
-        loss = loss_sum.wait() / weight
+        loss = loss_sum.wait()[0] / weight
         applied = self.verdicts.may_update(self.state.step + 1, loss, norm)
         if applied:
             if self.config.train.clip_grad_norm:
@@ -334,7 +334,7 @@ class _Loop:
                 if last:
                     self.verdicts.own_loss = total.clone()  # whose it was, should the sum not be finite
                     # Begun here it travels beside the last backward.
-                    reduced = agree.Sum(total)
+                    reduced = self.stopper.sum_with(total)
                 self.phases.enter("backward")
                 (parts.loss_sum * (self.sharded.divisor * scale / weight)).backward()
         return reduced, weight, tokens

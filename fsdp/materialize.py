@@ -24,7 +24,7 @@ from fsdp.memory.nvme import Shelf
 from fsdp.models import ModelSpec, to_empty
 from fsdp.models.init import Init, draw, draw_into
 from fsdp.models.lora import lora_inits
-from fsdp.models.real import seeded
+from fsdp.models.real import persistent, seeded
 from fsdp.proof import cut_of, fill_with_poison, local, poison, prove, prove_unsaved, shard_count
 from fsdp.shard import Sharded
 
@@ -125,7 +125,7 @@ def materialize(
 
 def _in_checkpoint(root: nn.Module) -> bool:
     """Whether a checkpoint holds all that the model does not fill by itself."""
-    return hasattr(root, "init_buffers") or len(_persistent(root)) == sum(1 for _ in (*root.parameters(), *root.buffers()))
+    return hasattr(root, "init_buffers") or len(persistent(root)) == sum(1 for _ in (*root.parameters(), *root.buffers()))
 
 
 # ---------------------------------------------------------------- filling
@@ -182,7 +182,7 @@ def _all_names(root: nn.Module) -> dict[str, list[str]]:
 def _check_state_fits(state: Mapping[str, Tensor], names: Mapping[str, list[str]], root: nn.Module) -> None:
     """Nothing missing, nothing left over, every shape the model's: else part of it would be trained from scratch unseen."""
     tensors = {**dict(root.named_parameters()), **dict(root.named_buffers())}
-    needed = dict(root.named_parameters()) if hasattr(root, "init_buffers") else {n: tensors[n] for n in _persistent(root)}
+    needed = dict(root.named_parameters()) if hasattr(root, "init_buffers") else {n: tensors[n] for n in persistent(root)}
     added = lora_inits(root)
     missing = [name for name in needed if name not in added and not any(known in state for known in names[name])]
     if missing:
@@ -204,11 +204,6 @@ def _check_state_fits(state: Mapping[str, Tensor], names: Mapping[str, list[str]
                     f"--model.weights has {known} as {tuple(state[known].shape)}, the model as {tuple(tensors[name].shape)}.",
                     "give --model.preset and --model.args as the weights were trained with",
                 )
-
-
-def _persistent(root: nn.Module) -> list[str]:
-    kept = root.state_dict().keys()
-    return [name for name, _ in [*root.named_parameters(), *root.named_buffers()] if name in kept]
 
 
 def build_on_host(spec: ModelSpec, seed: int) -> nn.Module:

@@ -26,6 +26,7 @@ from fsdp.memory.activation_offload import apply_activation_offload
 from fsdp.memory.activations import apply_activation_checkpointing
 from fsdp.mesh import MeshSizes
 from fsdp.models.blocks import blocks_of, find_units
+from fsdp.models.real import persistent
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -236,15 +237,16 @@ def replicate(sharded: Sharded) -> None:
         return
     trains = any(p.requires_grad for p in sharded.root.parameters())
     assert trains, "DDP refuses a model with nothing to train"
-    kept = sharded.root.state_dict().keys()
-    sharded.runs = DistributedDataParallel(
+    runs = DistributedDataParallel(
         sharded.root,
         device_ids=[sharded.device.index] if sharded.device.type == "cuda" else None,
         process_group=sharded.mesh.get_group("dp_replicate"),
         init_sync=False,
-        # Rank 0's go to all before each forward, which costs a small model as much as its gradients: constants need it not.
-        broadcast_buffers=any(name in kept for name, _ in sharded.root.named_buffers()),
         gradient_as_bucket_view=True,
         find_unused_parameters=False,
         static_graph=False,
     )
+    # Rank 0's go to all before each forward, which costs a small model as much as its gradients: constants need it not.
+    # Set here: as an argument it has one name in torch 2.11 and another in 2.13, which warns of the first.
+    runs.broadcast_buffers = any(name in persistent(sharded.root) for name, _ in sharded.root.named_buffers())
+    sharded.runs = runs

@@ -1,7 +1,8 @@
 """Stopping in time: a signal, a file, a deadline or the launcher marks; the ranks agree on one step; the loop acts.
 
-The agreement is one small reduction on a gloo group of its own, begun before a step's forward pass and read after its update,
-so it costs the step nothing. A request that arrives while a step runs is acted on after the next one, at the latest. An
+The agreement is a sum of a few numbers, read after a step's update. On the host they travel with the step's loss, so they cost
+no reduction of their own, which a small model on few processors would feel; where the loss is on a device they go by a gloo
+group, begun before the forward pass. A request that arrives while a step runs is acted on after the next one, at the latest. An
 evaluation, where no step ends for long, asks `check_now` between batches; what arrives while data are awaited or units compiled
 is marked, and seen at the end of that step.
 
@@ -24,7 +25,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from fsdp.agree import Sum, everyones
 from fsdp.config import StopSection
 from fsdp.env import DistEnv
 from fsdp.errors import LaunchError
@@ -38,7 +41,11 @@ REASONS = (
     "the deadline",
     "the launcher",
 )
-"""What stops a run, as the ranks tell each other: by place here, from 1. SIGCONT comes with others and stops nothing."""
+"""What stops a run, as the ranks tell each other: by place here. SIGCONT comes with others and stops nothing."""
+WORDS = len(REASONS) + 3
+"""How many ranks have each reason, how many are due to save, and the sums of their steps and of the squares of these."""
+SHORT_STEP = 4096
+"""Steps are told modulo this: squares summed over many thousand ranks stay exact."""
 
 AGAIN_S = 1.0
 """torchrun sends its workers the Ctrl-C that the terminal has sent them already: only a later one is a second wish."""
@@ -58,7 +65,7 @@ class Agreed:
 
 
 class Stopper:
-    """Building, agreed and check_now are collective; begin only starts a reduction."""
+    """Building, agreed and check_now are collective; begin and sum_with only start a reduction."""
 
     def __init__(
         self,
@@ -73,11 +80,12 @@ class Stopper:
     ) -> None:
         self._env, self._reporter_reason, self._save_seconds = env, reporter_reason, save_seconds
         self._file = Path(section.file) if section.file else run_dir / "STOP"
-        self._group = dist.new_group(backend="gloo") if env.world_size > 1 else None
+        self._loss_on_host = env.device.type == "cpu"
+        self._group = None if self._loss_on_host or env.world_size == 1 else dist.new_group(backend="gloo")
         self._ends = _ends(section.deadline_s, end_time)
         self._every_s, self._last_save = every_minutes * 60, time.monotonic()
         self._looked, self._file_seen = 0.0, False
-        self._begun: tuple[torch.Tensor, Any] | None = None
+        self._begun: Sum | None = None
         self._step, self._step_began, self._step_s = 0, 0.0, 0.0
         self._marks = _Marks()
         if env.is_main and self._file.exists():
@@ -91,25 +99,24 @@ class Stopper:
         if self._step_began:
             self._step_s = max(now - self._step_began, 0.5 * self._step_s)
         self._step, self._step_began = step, now
-        vector = self._vector()
-        work = dist.all_reduce(vector, dist.ReduceOp.MAX, group=self._group, async_op=True) if self._group else None
-        self._begun = (vector, work)
+        self._begun = None if self._loss_on_host else Sum(self._word(), self._group)
+
+    def sum_with(self, loss: Tensor) -> Sum:
+        """Start summing a step's loss over the ranks: the first number of what comes is that sum."""
+        if not self._loss_on_host:
+            return Sum(loss.view(1))
+        self._begun = Sum(torch.cat([loss.view(1), self._word()]))
+        return self._begun
 
     def agreed(self) -> Agreed:
-        """After the update: what all ranks have agreed on since `begin`."""
-        assert self._begun is not None, "agreed() before begin()"
-        vector, work = self._begun
-        self._begun = None
-        if work is not None:
-            work.wait()
-        return self._outcome(vector)
+        """After the update: what all ranks have agreed on in this step."""
+        assert self._begun is not None, "agreed() before sum_with()"
+        begun, self._begun = self._begun, None
+        return self._outcome(begun.wait()[-WORDS:])
 
     def check_now(self) -> Agreed:
         """Ask all ranks at once, where no step ends for long: between the batches of an evaluation."""
-        vector = self._vector()
-        if self._group is not None:
-            dist.all_reduce(vector, dist.ReduceOp.MAX, group=self._group)
-        return self._outcome(vector)
+        return self._outcome(Sum(self._word(), self._group).wait())
 
     def saved(self) -> None:
         """A save has begun for whatever reason: the clock of `every_minutes` starts anew."""
@@ -121,19 +128,20 @@ class Stopper:
         if self._file_seen:
             self._file.unlink(missing_ok=True)
 
-    def _vector(self) -> torch.Tensor:
-        """Reason, save, and the step twice over: its largest and smallest must be one."""
-        reason = self._reason()
+    def _word(self) -> Tensor:
+        """This rank's share of what is summed. On the host, in the loss's dtype."""
+        reason, step = self._reason(), self._step % SHORT_STEP
         due = self._env.is_main and self._every_s > 0 and time.monotonic() - self._last_save >= self._every_s
-        return torch.tensor([REASONS.index(reason) + 1 if reason else 0, due, self._step, -self._step], dtype=torch.int64)
+        return torch.tensor([*(float(reason == one) for one in REASONS), due, step, step * step], dtype=torch.float64)
 
-    def _outcome(self, vector: torch.Tensor) -> Agreed:
-        reason, save, newest, oldest = (int(n) for n in vector)
-        if newest != -oldest:
-            raise LaunchError(f"ranks are at different steps, {-oldest} and {newest}: they do not train one run.")
+    def _outcome(self, words: Tensor) -> Agreed:
+        *reasons, save, steps, squares = (int(n) for n in words.tolist())
+        if steps * steps != self._env.world_size * squares:  # equal only where all steps are
+            told = everyones(self._step)
+            raise LaunchError(f"ranks are at different steps, {min(told)} and {max(told)}: they do not train one run.")
         if save:
             self.saved()
-        return Agreed(REASONS[reason - 1] if reason else None, bool(save))
+        return Agreed(next((name for name, ranks in zip(REASONS, reasons, strict=True) if ranks), None), bool(save))
 
     def _reason(self) -> str | None:
         """This rank's own view; which of several is told matters to nobody."""

@@ -47,6 +47,12 @@ def to_empty(model: nn.Module, device: str | torch.device, empty: Callable[[Tens
                 setattr(model.get_submodule(owner), key, tensor)
 
 
+def persistent(model: nn.Module) -> list[str]:
+    """The names of the parameters and buffers that a state dict holds."""
+    kept = model.state_dict().keys()
+    return [name for name, _ in [*model.named_parameters(), *model.named_buffers()] if name in kept]
+
+
 def _names_by_tensor(model: nn.Module) -> dict[torch.Tensor, list[str]]:
     names: dict[torch.Tensor, list[str]] = {}
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from array import array
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, median
@@ -107,33 +108,31 @@ class Lateness:
         said: list[Late | Over] = []
         for rank, followed in self._excess.items():
             window = sorted(followed[-WINDOW:])
+            excess = _middle(window)
             if rank in self.late:
-                if _middle(window) < self._least / 2:  # half as late is late still: it is not said again and again
+                if excess < self._least / 2:  # half as late is late still: it is not said again and again
                     del self.late[rank]
                     said.append(Over(rank, step))
-            elif _middle(window) >= self._least and self._stands_out(followed, window):
+            elif excess >= self._least and self._stands_out(followed, window, excess):
                 self.late[rank] = _described(rank, followed, self._typical, step)
                 said.append(self.late[rank])
         return said
 
-    def _stands_out(self, followed: array[float], window: Sequence[float]) -> bool:
-        mean, half = _middle(window), WINDOW // 2
+    def _stands_out(self, followed: array[float], window: Sequence[float], excess: float) -> bool:
+        half = WINDOW // 2
         if min(median(followed[-WINDOW:-half]), median(followed[-half:])) < self._least / 2:
             return False  # a burst, not a rank that is slow
         return (
-            mean >= odds(len(self._excess)) * max(_error(window), _wandering(followed))
-            and math.expm1(mean) * self._typical >= LEAST_S
+            excess >= odds(len(self._excess)) * max(_error(window), _wandering(followed))
+            and math.expm1(excess) * self._typical >= LEAST_S
         )
 
 
 def _median_without(ordered: Sequence[float], one: float) -> float:
     """The median of all others, without another sort for each: ranks may be thousands."""
-    rest, middle = len(ordered) - 1, (len(ordered) - 1) // 2
-    below = one < ordered[middle + 1] if rest % 2 == 0 else one <= ordered[middle]
-    if rest % 2:
-        return ordered[middle + 1] if below else ordered[middle]
-    left = ordered[middle] if one <= ordered[middle - 1] else ordered[middle - 1]
-    return (left + (ordered[middle + 1] if below else ordered[middle])) / 2
+    own, others = bisect_left(ordered, one), len(ordered) - 1
+    low, high = (ordered[at + (at >= own)] for at in ((others - 1) // 2, others // 2))
+    return (low + high) / 2
 
 
 def _middle(window: Sequence[float]) -> float:

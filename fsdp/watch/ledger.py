@@ -13,14 +13,10 @@ from dataclasses import dataclass
 from statistics import median
 
 from fsdp.watch.files import Files
-from fsdp.watch.lateness import Late, Lateness, Over, Work
+from fsdp.watch.lateness import WINDOW, Late, Lateness, Over, Work
 
-LOOKS = 256
-"""How many are remembered, for why somebody is late."""
-LOOK_S = 0.1
-"""Between two looks at least: with the monitor's beats, at each of them."""
 PAUSE = 20
-"""And so many times what a look took: with thousands of ranks they become rarer, and cost a twentieth of a processor."""
+"""Times what a look took pass before the next one: with thousands of ranks that is more than a beat of the monitor."""
 TIMING_S = 2.0
 
 
@@ -41,7 +37,7 @@ class Ledger:
         self._nodes, self._files, self._say = nodes, files, say
         self._lateness = Lateness(late_percent) if late_percent else None
         self._slow_nodes: set[str] = set()
-        self._starved: deque[tuple[int, dict[int, float]]] = deque(maxlen=LOOKS)
+        self._starved: deque[tuple[int, dict[int, float]]] = deque(maxlen=WINDOW)
         self._look_at = 0.0
         self._began = time.monotonic()
         self._since: tuple[float, Told] | None = None
@@ -53,7 +49,7 @@ class Ledger:
         began = time.perf_counter()
         told = tell()
         self._late(told)
-        self._look_at = now + max(LOOK_S, PAUSE * (time.perf_counter() - began))
+        self._look_at = now + PAUSE * (time.perf_counter() - began)
         self._time(now, told, last)
 
     def _late(self, told: Told) -> None:
@@ -61,7 +57,8 @@ class Ledger:
             return
         for rank, steps in told.steps.items():
             self._lateness.feed(rank, steps)
-        self._starved.append((told.step, {rank: spent.get("starved", 0.0) for rank, spent in told.spent.items()}))
+        if not self._starved or told.step > self._starved[-1][0]:
+            self._starved.append((told.step, {rank: spent.get("starved", 0.0) for rank, spent in told.spent.items()}))
         for said in self._lateness.judge():
             if isinstance(said, Over):
                 self._tell_over(said)
@@ -71,8 +68,8 @@ class Ledger:
 
     def _tell_nodes(self, late: AbstractSet[int]) -> None:
         """A node all of whose ranks are late, once, where others have ranks that are not."""
-        of_several = {name: ranks for name, ranks in self._nodes.items() if len(ranks) > 1 and len(self._nodes) > 1}
-        slow = {name for name, ranks in of_several.items() if late >= set(ranks)}
+        several = len(self._nodes) > 1
+        slow = {name for name, ranks in self._nodes.items() if several and len(ranks) > 1 and late >= set(ranks)}
         for node in sorted(slow - self._slow_nodes):
             self._say([f"watch: all ranks of {node} are late: it is the node. HINT: python -m fsdp.doctor compares the nodes"])
         self._slow_nodes = slow

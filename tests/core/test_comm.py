@@ -146,7 +146,7 @@ def counted(env: DistEnv, words: list[str]) -> Traffic:
                 ranks = dist.get_world_size(group)
                 given = max((t for t in (*args, *more.values()) if isinstance(t, torch.Tensor)), key=torch.Tensor.numel)
                 times = 2 if names[name] == "all_reduce" else 1
-                if given.numel() > 1:  # the norm and the loss are one number each
+                if given.numel() > 1 and given.dtype != torch.float64:  # not the norm, nor the loss with the wish to stop
                     sent[names[name]] += times * given.nbytes * (ranks - 1) / ranks
             was, inside[0] = inside[0], False  # one may be made of the other
             try:

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from fsdp import stop
 from fsdp.config import StopSection
@@ -24,6 +25,7 @@ def steps_until_stop(stopper: Stopper, before_step: dict[int, object], most: int
     """Run empty steps; what `before_step` holds for a step is called while it runs."""
     for step in range(most):
         stopper.begin(step)
+        stopper.sum_with(torch.zeros((), dtype=torch.float64))
         action = before_step.get(step)
         if callable(action):
             action()
@@ -127,6 +129,7 @@ def saves_by_the_clock(env: DistEnv, run_dir: str) -> list[Agreed]:
     seen = []
     for step in range(2):
         stopper.begin(step)
+        stopper.sum_with(torch.zeros((), dtype=torch.float64))
         seen.append(stopper.agreed())
     stopper.close()
     return seen
@@ -153,6 +156,7 @@ def test_an_evaluation_hears_of_it_between_two_batches(tmp_path: Path) -> None:
 def at_other_steps(env: DistEnv, run_dir: str) -> str:
     stopper = Stopper(StopSection(), env, Path(run_dir), lambda: None)
     stopper.begin(4 + env.rank)
+    stopper.sum_with(torch.zeros((), dtype=torch.float64))
     try:
         stopper.agreed()
     except Exception as error:
