@@ -21,8 +21,7 @@ from pathlib import Path
 
 from bench import tables
 from bench.launched import Ended, Launched, with_restarts
-from bench.peers.roster import ready
-from bench.restart import LABELS, command
+from bench.restart import LABELS, command, that_run
 
 QUIET = (5, 25)
 """Steps between which the undisturbed rate is taken."""
@@ -119,7 +118,7 @@ def main(argv: Sequence[str]) -> int:
     machine = tables.joined(before.get("machine", ""), tables.machine())
     seen = {name: Ran(**one) for name, one in before.get("ran", {}).items()}
     left_out: list[str] = []
-    for name in [name for name in wanted if name == "local" or ready([name])]:
+    for name in that_run(wanted):
         try:
             seen[name] = storm(name, options)
             print(f"{name}: {seen[name]}, goodput {seen[name].goodput:.2f}", flush=True)

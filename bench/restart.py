@@ -28,7 +28,9 @@ LABELS = {
     "local": "shardrun, python -m launch.local", "ours": "shardrun, torchrun --max-restarts",
     "bare": "bare script with dcp.save, torchrun --max-restarts", "accelerate": "Accelerate, torchrun --max-restarts",
     "fabric": "Lightning Fabric, torchrun --max-restarts", "ddp": "DDP script with torch.save, torchrun --max-restarts",
+    "local-ddp": "shardrun --mesh.strategy ddp, python -m launch.local",
 }  # fmt: skip
+DDP = ("--mesh.strategy", "ddp")
 SHORT = ("local", "bare")
 
 
@@ -44,12 +46,17 @@ class Back:
 
 
 def command(name: str, folder: Path, ranks: int, every: int, restarts: int) -> list[str]:
-    if name == "local":
-        words = ["--ranks", str(ranks), "--restarts", str(restarts), "--", *ours(folder, STEPS, every)]
-        return [sys.executable, "-m", "launch.local", *words]
+    if name.startswith("local"):
+        flags = [*ours(folder, STEPS, every), *(DDP if name == "local-ddp" else ())]
+        return [sys.executable, "-m", "launch.local", "--ranks", str(ranks), "--restarts", str(restarts), "--", *flags]
     words = ["train.py", *ours(folder, STEPS, every)] if name == "ours" else alone(name, folder, STEPS, every)
     python = str(ROSTER[name].python)
     return torchrun(ranks, words, restarts=restarts, python=python)
+
+
+def that_run(names: Sequence[str]) -> list[str]:
+    """Peers are set up first, where they never were; those that cannot be are left out."""
+    return [name for name in names if name.startswith("local") or ready([name])]
 
 
 def one_kill(name: str, ranks: int, every: int, at: int, draw: random.Random) -> Back:
@@ -128,7 +135,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--short", action="store_true")
     options = parser.parse_args(argv)
     wanted = options.only.split(",") if options.only else list(SHORT if options.short else LABELS)
-    names = [name for name in wanted if name == "local" or ready([name])]
+    names = that_run(wanted)
     about = tables.machine()
     before = tables.standing("restart", short=options.short) if options.add else {}
     tables.check_add(parser, before.get("kills"), names)
