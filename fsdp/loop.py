@@ -5,6 +5,7 @@ Config → DistEnv → mesh → model → optimizer → loader → TrainState �
 
 from __future__ import annotations
 
+import linecache
 import logging
 import time
 from contextlib import nullcontext
@@ -96,6 +97,7 @@ def _train(
 ) -> Outcome:  # fmt: skip
     with collector.held():
         loop = _set_up(config, env, reporter, job, run, claim, witness)
+    linecache.clearcache()  # 1.5 MiB of source, read for the traces of the fake tensors with which FSDP2 learns shapes
     loop.phases.listen(watch.phase)
     profile = _maybe_profile(loop)
     try:
