@@ -76,7 +76,7 @@ def _reducing(tracker: Tracker, method: Any) -> Any:
             gradient = getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
             if gradient is not None:
                 tracker.hold(gradient, "whole_gradients")
-        if self.comm_ctx.reduce_scatter_states:
+        if _reduces(self.comm_ctx):
             tracker.wait("wait_reduce")
         with counted_as(tracker, "communication", 0, tracker.groups(self)):
             result = method(self, *unused)
@@ -85,6 +85,12 @@ def _reducing(tracker: Tracker, method: Any) -> Any:
         return result
 
     return post_backward
+
+
+def _reduces(of_all: Any) -> bool:
+    """Whether an earlier unit's reduction is still under way. torch 2.11 knows one at a time, later ones a list."""
+    known = "reduce_scatter_states" if hasattr(of_all, "reduce_scatter_states") else "reduce_scatter_state"
+    return bool(getattr(of_all, known))
 
 
 def _hold_gradients(tracker: Tracker, parameter: Any) -> None:
