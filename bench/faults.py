@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.fault_kinds import KINDS, Kind, Where
+from bench.ports import free_port
 from bench.tables import RESULTS, machine, write
 
 RANKS = 4
@@ -68,12 +69,6 @@ def import_once() -> None:
     """Before the ranks are forked, so that each need not."""
     importlib.import_module("fsdp.loop")
     importlib.import_module("train")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def fork_rank(rank: int, address: tuple[str, int], flags: Sequence[str], log: Path, kind: Kind | None, where: Where | None,

@@ -25,7 +25,7 @@ from bench import tables
 from bench.launched import STEP, alone, ours
 from bench.peers import setup
 from bench.peers.roster import ROSTER, absent, ready
-from bench.peers.team import free_port
+from bench.ports import free_port
 
 LABELS = {
     "bare": "bare fully_shard script", "ours": "shardrun, train.py", "local": "shardrun, python -m launch.local",

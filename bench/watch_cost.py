@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.faults import free_port, import_once
+from bench.faults import import_once
+from bench.ports import free_port
 from bench.tables import machine, write
 
 STEPS = 150

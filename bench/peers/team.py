@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import socket
 import subprocess
 import tempfile
 import time
@@ -19,6 +18,7 @@ from typing import Any, TextIO
 
 from bench.peers import setup
 from bench.peers.roster import ROSTER
+from bench.ports import free_port
 
 HONEST = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
 """glibc keeps freed blocks; told so, it gives them back and a process's size says something. It costs page faults."""
@@ -34,12 +34,6 @@ class _Rank:
     process: subprocess.Popen[str]
     answers: TextIO
     log: Path
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Team:
