@@ -144,7 +144,7 @@ def main(argv: Sequence[str]) -> int:
     done, page, left_out = len(seen["bare"]), "", dict[str, str]()
     for nth in range(done, done + (options.rounds or (1 if options.short else 5))):
         backs = one_round(list(seen), nth, options.ranks, options.every, left_out)
-        seen = {name: [*seen[name], back] for name, back in backs.items()}
+        seen = {name: [*known, backs[name]] for name, known in seen.items() if name in backs}
         if "bare" not in seen:
             raise SystemExit(f"{LABELS['bare']}, which all are compared with: {left_out['bare']}")
         page = write(seen, left_out, about, options)  # after each: minutes are in a round
