@@ -107,7 +107,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     options.mean = options.mean or (6.0 if options.short else 15.0)
     options.seconds = options.seconds or (12.0 if options.short else 90.0)
-    wanted = options.only.split(",") if options.only else list(SHORT if options.short else LABELS)
+    wanted = tables.chosen(parser, options.only, list(LABELS), SHORT if options.short else list(LABELS), needs=())
     flags = (
         f"--ranks {options.ranks} --seconds {options.seconds:.0f} --mean {options.mean:.0f} --every {options.every} "
         f"--seed {options.seed}"

@@ -134,7 +134,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--add", action="store_true", help="to the rounds that were taken before")
     parser.add_argument("--short", action="store_true")
     options = parser.parse_args(argv)
-    wanted = options.only.split(",") if options.only else list(SHORT if options.short else LABELS)
+    wanted = tables.chosen(parser, options.only, list(LABELS), SHORT if options.short else list(LABELS))
     names = that_run(wanted)
     about = tables.machine()
     before = tables.standing("restart", short=options.short) if options.add else {}

@@ -148,7 +148,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--only", default="", help="these contenders: bare,ours,fabric")
     parser.add_argument("--short", action="store_true")
     options = parser.parse_args(argv)
-    wanted = options.only.split(",") if options.only else list(SHORT if options.short else LABELS)
+    wanted = tables.chosen(parser, options.only, list(LABELS), SHORT if options.short else list(LABELS))
     names = [name for name in wanted if name == "local" or ready([name])]
     rounds, about = options.rounds or (2 if options.short else 5), tables.machine()
     temperature = "cold" if options.cold else "warm"

@@ -118,6 +118,19 @@ def standing(stem: str, *, piece: str = "", short: bool = False) -> dict[str, An
     return found.get("pieces", {}).get(piece, {}) if piece else found
 
 
+def chosen(
+    parser: argparse.ArgumentParser, only: str, known: Sequence[str], otherwise: Sequence[str], needs: Sequence[str] = ("bare",)
+) -> list[str]:
+    """The contenders that --only names, or the usual ones; with those that the others are compared with."""
+    names = only.split(",") if only else list(otherwise)
+    for name in names:
+        if name not in known:
+            parser.error(f"--only: {name!r} is no contender here. HINT: --only {','.join(known)}, or some of them")
+    if missing := [name for name in needs if name not in names]:
+        parser.error(f"--only: the others are compared with {missing[0]}. HINT: --only {','.join([*missing, *names])}")
+    return names
+
+
 def check_add(parser: argparse.ArgumentParser, before: Mapping[str, Any] | None, names: Sequence[str]) -> None:
     """Rounds are added for all contenders alike, or a ratio would be of other rounds than its neighbour's."""
     if before and set(before) != set(names):

@@ -213,7 +213,8 @@ def main(argv: Sequence[str]) -> int:
     options.rounds = options.rounds or (4 if options.short else 20)
     for work, ranks in pieces:
         few = SHORT.get(work, SHORT["tiny"]) if options.short else ROSTER
-        piece(work, ranks, ready(options.only.split(",") if options.only else list(few)), options)
+        names = tables.chosen(parser, options.only, list(ROSTER), list(few), needs=("bare", "ours"))
+        piece(work, ranks, ready(names), options)
     return 0
 
 

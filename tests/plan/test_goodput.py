@@ -24,8 +24,9 @@ def test_what_was_measured_is_what_stands_in_the_results() -> None:
     # Adam's two states beside each parameter, four bytes each, over the ranks
     state_gb = saved["parameters"] * 12 / saved["ranks"] / 1e9
     assert saved["ways"]["ours"]["stall_s"] / state_gb == pytest.approx(STALL_S_A_GB, rel=0.05)
-    pieces = json.loads((results / "start.json").read_text(encoding="utf-8"))["pieces"].values()
-    starts = [row["wall_s"] for piece in pieces for row in piece["rounds"].get("ours", ())]
+    pieces = json.loads((results / "start.json").read_text(encoding="utf-8"))["pieces"]
+    # After a failure the packages' files are in the page cache still.
+    starts = [row["wall_s"] for name, piece in pieces.items() if name.startswith("warm") for row in piece["rounds"]["ours"]]
     assert statistics.median(starts) == pytest.approx(START_S, rel=0.05)
 
 
