@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench import tables
-from bench.launched import Ended, Launched, with_restarts
-from bench.restart import LABELS, command, that_run
+from bench.launched import Ended, Launched, that_run, with_restarts
+from bench.restart import LABELS, command
 
 QUIET = (5, 25)
 """Steps between which the undisturbed rate is taken."""

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bench.peers import setup
+from bench.peers.roster import ready
 
 STEP = re.compile(r"step +(\d+)/")
 
@@ -121,6 +122,11 @@ def torchrun(ranks: int, words: Sequence[str], *, restarts: int = 0, python: str
 def with_restarts() -> dict[str, str]:
     """On torch 2.13 with gloo a restarted group reads the addresses of the dead one from the shared store without this."""
     return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+def that_run(names: Sequence[str]) -> list[str]:
+    """Those of `names` that can be started here: ours under its own launcher always, peers once they are set up."""
+    return [name for name in names if name.startswith("local") or ready([name])]
 
 
 def ours(folder: Path, steps: int, every: int) -> list[str]:

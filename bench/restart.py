@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench import tables
-from bench.launched import Ended, Launched, alone, ours, torchrun, with_restarts
-from bench.peers.roster import ROSTER, ready
+from bench.launched import Ended, Launched, alone, ours, that_run, torchrun, with_restarts
+from bench.peers.roster import ROSTER
 
 STEPS = 100_000
 BAR = 1 / 3
@@ -52,11 +52,6 @@ def command(name: str, folder: Path, ranks: int, every: int, restarts: int) -> l
     words = ["train.py", *ours(folder, STEPS, every)] if name == "ours" else alone(name, folder, STEPS, every)
     python = str(ROSTER[name].python)
     return torchrun(ranks, words, restarts=restarts, python=python)
-
-
-def that_run(names: Sequence[str]) -> list[str]:
-    """Peers are set up first, where they never were; those that cannot be are left out."""
-    return [name for name in names if name.startswith("local") or ready([name])]
 
 
 def one_kill(name: str, ranks: int, every: int, at: int, draw: random.Random) -> Back:

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench import tables
-from bench.launched import STEP, alone, ours
+from bench.launched import STEP, alone, ours, that_run
 from bench.peers import setup
-from bench.peers.roster import ROSTER, absent, ready
+from bench.peers.roster import ROSTER, absent
 from bench.ports import free_port
 
 LABELS = {
@@ -149,7 +149,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--short", action="store_true")
     options = parser.parse_args(argv)
     wanted = tables.chosen(parser, options.only, list(LABELS), SHORT if options.short else list(LABELS))
-    names = [name for name in wanted if name == "local" or ready([name])]
+    names = that_run(wanted)
     rounds, about = options.rounds or (2 if options.short else 5), tables.machine()
     temperature = "cold" if options.cold else "warm"
     piece = f"{temperature}@{options.ranks}"

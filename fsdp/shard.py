@@ -248,5 +248,6 @@ def replicate(sharded: Sharded) -> None:
     )
     # Rank 0's go to all before each forward, which costs a small model as much as its gradients: constants need it not.
     # Set here: as an argument it has one name in torch 2.11 and another in 2.13, which warns of the first.
-    runs.broadcast_buffers = any(name in persistent(sharded.root) for name, _ in sharded.root.named_buffers())
+    buffers = {name for name, _ in sharded.root.named_buffers()}
+    runs.broadcast_buffers = not buffers.isdisjoint(persistent(sharded.root))
     sharded.runs = runs

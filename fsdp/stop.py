@@ -95,7 +95,8 @@ class Stopper:
             self._file.unlink()
 
     def begin(self, step: int) -> None:
-        """Before the forward pass, after its data have come: what is marked by now is agreed on behind this step."""
+        """Before the forward pass, after its data have come. What is marked until the word is given, here or beside the loss,
+        is agreed on behind this step."""
         now = time.monotonic()
         if self._step_began:
             self._step_s = max(now - self._step_began, 0.5 * self._step_s)
@@ -103,7 +104,7 @@ class Stopper:
         self._begun = None if self._loss_on_host else Sum(self._word(), self._group)
 
     def sum_with(self, loss: Tensor) -> Sum:
-        """Start summing a step's loss over the ranks: the first number of what comes is that sum."""
+        """Start summing a step's loss over the ranks, once a step: the first number of what comes is that sum."""
         if not self._loss_on_host:
             return Sum(loss.view(1))
         self._begun = Sum(torch.cat([loss.view(1), self._word()]))

@@ -68,8 +68,9 @@ class Ledger:
 
     def _tell_nodes(self, late: AbstractSet[int]) -> None:
         """A node all of whose ranks are late, once, where others have ranks that are not."""
-        several = len(self._nodes) > 1
-        slow = {name for name, ranks in self._nodes.items() if several and len(ranks) > 1 and late >= set(ranks)}
+        if len(self._nodes) < 2:
+            return
+        slow = {name for name, ranks in self._nodes.items() if len(ranks) > 1 and late >= set(ranks)}
         for node in sorted(slow - self._slow_nodes):
             self._say([f"watch: all ranks of {node} are late: it is the node. HINT: python -m fsdp.doctor compares the nodes"])
         self._slow_nodes = slow
