@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
 
 def under_ray(config: Config) -> int:
     """This process is the driver. Its own Ray comes up while it imports torch."""
-    from launch.ray_cluster import own_ray
+    from launch.ray_own import own_ray
 
     with own_ray(config.ray) as own:
         try:

@@ -2,8 +2,8 @@
 
 It checks what can be checked, chooses the run directory, brings up or joins a Ray, lets it train, and says how that ended, as
 torchrun's run says it. Checkpoints are ours, sealed by the workers themselves; Ray is told where they are. What runs in a
-worker is in launch/ray_worker.py, Ray itself in ray_cluster.py, room and code for the workers in ray_room.py and ray_code.py,
-the ranks' words in ray_output.py.
+worker is in launch/ray_worker.py, Ray itself in ray_own.py and ray_cluster.py, room and code for the workers in ray_room.py and
+ray_code.py, the ranks' words in ray_output.py.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from fsdp.loop import Outcome
 from fsdp.mesh import plan_batch, resolve
 from fsdp.summary import summary
 from launch import ray_cluster
-from launch.ray_cluster import OwnRay
 from launch.ray_code import runtime_env
 from launch.ray_output import Follower
+from launch.ray_own import OwnRay
 from launch.ray_room import Workers, workers_for
 from launch.ray_verdict import Referee, story_of
 from launch.ray_worker import Order, work

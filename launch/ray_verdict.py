@@ -14,9 +14,9 @@ from typing import Any
 
 from fsdp.errors import LaunchError
 from fsdp.rundir import RunDir
-from launch import ray_cluster
+from launch.ray_quiet import quiet
 
-ray_cluster.quiet()
+quiet()
 
 from ray.train import UserCallback  # noqa: E402  (after the words that Ray reads when it is imported)
 

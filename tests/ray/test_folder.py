@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from launch.ray_cluster import _own_folder
+from launch.ray_own import _own_folder
 from tests.processes import dies_with_us
 from tests.ray.cluster import REPOSITORY
 
 HOLD = """
 import sys
 from pathlib import Path
-from launch.ray_cluster import _own_folder
+from launch.ray_own import _own_folder
 with _own_folder(Path(sys.argv[1])) as folder:
     print(folder, flush=True)
     sys.stdin.read()

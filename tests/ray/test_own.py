@@ -1,0 +1,58 @@
+"""A Ray of one's own that cannot come up, once or each time."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.ray_own import _own_folder
+from tests.ray.cluster import REPOSITORY, clean_environment
+
+pytestmark = pytest.mark.ray
+
+MENDED = """
+from pathlib import Path
+from fsdp.config import RaySection
+from launch import ray_own
+
+class Mended(ray_own.OwnRay):
+    def _start(self, count):
+        good = Path(self._folder) if count == 1 else self._folder.parent
+        self._folder = good / "shardrun-driver" if count == 1 else good  # a file, where Ray wants a folder
+        super()._start(count)
+
+ray_own.OwnRay = Mended
+with ray_own.own_ray(RaySection()) as own:
+    print(own.wait())
+"""
+
+
+def run(*command: str, open_files: int = 4096) -> subprocess.CompletedProcess[str]:
+    words = ["bash", "-c", f'ulimit -n {open_files}; exec "$@"', "bash", sys.executable, *command]
+    return subprocess.run(words, cwd=REPOSITORY, env=clean_environment(), capture_output=True, text=True, timeout=150)
+
+
+def test_a_start_that_fails_once_is_made_again() -> None:
+    done = run("-c", MENDED)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"Ray \d\S+, started here\n", done.stdout)
+    assert re.search(r"^Ray did not come up here: .*shardrun-driver.*\. It is started once more\.$", done.stderr, re.MULTILINE)
+
+
+@pytest.mark.long  # Ray waits half a minute, twice, for a process of its own that has ended
+def test_one_that_fails_twice_is_told_in_a_line_with_its_logs_kept(tmp_path: Path) -> None:
+    done = run("train.py", "--backend", "ray", "--run.dir", str(tmp_path / "run"), open_files=30)
+    assert done.returncode == 3
+    assert "Traceback" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    told = r"train\.py: Ray did not come up here, 2 times: .* HINT: .*ulimit -n.*its logs are in (\S+) until the next start"
+    found = re.fullmatch(told, last)
+    assert found is not None, done.stderr
+    logs = Path(found[1])
+    assert any(logs.glob("gcs_server.*"))
+    with _own_folder(logs.parent.parent):  # what a next start begins with
+        assert not logs.exists()
