@@ -6,15 +6,19 @@ import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
-def eventually(what: str, condition: Callable[[], object], timeout_s: float, tell: Callable[[], str] = str) -> None:
-    """Poll until condition() is true; the failure says what was waited for, and what `tell` knows."""
+def eventually(what: str, condition: Callable[[], T], timeout_s: float, tell: Callable[[], str] = str) -> T:
+    """Poll until condition() is true, and give what it gave; the failure says what was waited for, and what `tell` knows."""
     deadline = time.monotonic() + timeout_s
-    while not condition():
+    while not (found := condition()):
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {timeout_s:.0f} s: {what}\n{tell()}")
         time.sleep(0.1)
+    return found
 
 
 def dies_with_us() -> list[str]:

@@ -14,11 +14,12 @@ from typing import Any
 
 from tests.processes import eventually
 from tests.ray.cluster import REPOSITORY, Cluster, clean_environment
+from tests.resumable import resumable_at
 
-STEPS = 24
+STEPS, EVERY = 24, 4
 FLAGS = (
     "--model.name", "mlp", "--train.steps", str(STEPS), "--train.global_batch", "16",
-    "--checkpoint.every_steps", "4", "--run.log_every_steps", "1",
+    "--checkpoint.every_steps", str(EVERY), "--run.log_every_steps", "1",
 )  # fmt: skip
 SLOWLY = ("--data.name", "tests.ray.slow:digits", "--data.args.seconds", "0.25")
 HSDP = ("--mesh.strategy", "hsdp", "--mesh.replicate", "2", "--mesh.shard", "2")
@@ -69,10 +70,22 @@ class Driver:
 
     def until(self, step: int, starts: int = 1, timeout_s: float = 120) -> None:
         def there() -> bool:
-            assert self.process.poll() is None, f"the driver ended with {self.process.poll()}\n{self.said()}"
+            self._check_alive()
             return self.run.reaches(step, starts)
 
         eventually(f"step {step} of start {starts}", there, timeout_s, self.said)
+
+    def until_resumable(self, step: int, timeout_s: float = 120) -> int:
+        """The step that it has come to, `step` or a later one: an interval before it at most is sealed."""
+
+        def there() -> int:
+            self._check_alive()
+            return resumable_at(self.run.path, step, EVERY)
+
+        return eventually(f"step {step} and its checkpoint", there, timeout_s, self.said)
+
+    def _check_alive(self) -> None:
+        assert self.process.poll() is None, f"the driver ended with {self.process.poll()}\n{self.said()}"
 
     def signal(self, number: signal.Signals) -> None:
         os.killpg(self.process.pid, number)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.processes import eventually
+from tests.resumable import resumable_at
 from tests.slurm.cluster import FOREIGN, REPOSITORY, Cluster
 
 STEPS = 40
@@ -70,6 +71,11 @@ class Job:
 
     def until_step(self, step: int, timeout_s: float = 240) -> None:
         eventually(f"step {step} of job {self.id}", lambda: self.run.reaches(step), timeout_s, self.log)
+
+    def until_resumable(self, step: int, timeout_s: float = 240) -> int:
+        """The step that it has come to, `step` or a later one: an interval before it at most is sealed."""
+        what = f"step {step} of job {self.id}, and its checkpoint"
+        return eventually(what, lambda: resumable_at(self.run.path, step, EVERY), timeout_s, self.log)
 
     def until_start(self, count: int, timeout_s: float = 240) -> None:
         eventually(f"start {count} of job {self.id}", lambda: len(self.run.starts) >= count, timeout_s, self.log)

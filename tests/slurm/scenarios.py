@@ -75,7 +75,7 @@ def time_limit(folder: Path) -> Left:
 def preempted(folder: Path, shape: Shape, launcher: str, slowness: Mapping[str, str] = SLOWLY) -> Left:
     with Cluster(folder / "slurm", shape) as cluster:
         job = sbatch(cluster, folder, env={**slowness, "SLOW_STARTS": "1", "LAUNCHER": launcher})
-        job.until_step(13)
+        job.until_resumable(13)
         other = preempt(cluster)
         reached = max(job.run.steps)
         cluster.wait(other)
@@ -108,8 +108,7 @@ def preempted_without_time(folder: Path) -> Left:
 def cancelled(folder: Path) -> Left:
     with Cluster(folder / "slurm") as cluster:
         job = sbatch(cluster, folder, env={**SLOWLY, "LAUNCHER": "srun"})
-        job.until_step(13)
-        reached = max(job.run.steps)
+        reached = job.until_resumable(13)
         cluster.run("scancel", job.id)
         return left(job, reached)
 
@@ -120,8 +119,7 @@ def cancelled(folder: Path) -> Left:
 def rank_killed(folder: Path, launcher: str = "torchrun") -> Left:
     with Cluster(folder / "slurm") as cluster:
         job = sbatch(cluster, folder, env={**SLOWLY, "LAUNCHER": launcher})
-        job.until_step(13)
-        reached = max(job.run.steps)
+        reached = job.until_resumable(13)
         os.kill(rank_pid(job, "n2", rank=1), signal.SIGKILL)
         return left(job, reached)
 
@@ -134,8 +132,7 @@ def rank_stopped(folder: Path) -> Left:
     """On the node whose monitor does not judge: it tells the head's."""
     with Cluster(folder / "slurm") as cluster:
         job = sbatch(cluster, folder, flags=[*FLAGS, "--watch.hang_s", "5"], env={**SLOWLY, "SLOW_STARTS": "1"})
-        job.until_step(13)
-        reached = max(job.run.steps)
+        reached = job.until_resumable(13)
         os.kill(rank_pid(job, "n2", rank=1), signal.SIGSTOP)
         return left(job, reached)
 
@@ -163,8 +160,7 @@ def node_lost(folder: Path, node: str = "n2", launcher: str = "srun") -> Left:
     """Its power is cut; a third node stands by."""
     with Cluster(folder / "slurm", Shape(nodes=3, kill_wait_s=3, slurmd_timeout_s=6)) as cluster:
         job = sbatch(cluster, folder, env={**SLOWLY, "SLOW_STARTS": "1", "LAUNCHER": launcher})
-        job.until_step(13)
-        reached = max(job.run.steps)
+        reached = job.until_resumable(13)
         cluster.power_off(node)
         return left(job, reached)
 
@@ -178,8 +174,7 @@ def orphans(folder: Path) -> Left:
     """slurmd dies and its two ranks train on, while Slurm gives the job to another node."""
     with Cluster(folder / "slurm", Shape(kill_wait_s=3, slurmd_timeout_s=6)) as cluster:
         job = sbatch(cluster, folder, "--nodes=1", ranks=2, env={"SLOW_S": "2", "SLOW_FROM": "14"})
-        job.until_step(13)
-        reached = max(job.run.steps)
+        reached = job.until_resumable(13)
         cluster.kill_slurmd("n1")
         return left(job, reached)
 
