@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import Variable
 
 from fsdp.errors import ShardrunError, TrainingError
 
@@ -32,11 +33,24 @@ def lost_a_neighbour(error: BaseException) -> bool:
 class Sum:
     """A sum over all ranks that goes on while the caller works."""
 
-    def __init__(self, tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
-        self.tensor = tensor
-        self._work = dist.all_reduce(tensor, group=group, async_op=True) if dist.get_world_size() > 1 else None
+    def __init__(self, tensor: Tensor, group: dist.ProcessGroup | None = None, *, behind: Tensor | None = None) -> None:
+        """`behind`: begun when the backward of this tensor has computed all, and before it waits for what it reduces. Beside it
+        the sum of two numbers, which is gloo's threads' work, took 0.7 ms of a step of 14, each rank with one processor."""
+        self.tensor, self._group = tensor, group
+        self._work: Any = None
+        self._begun = dist.get_world_size() == 1
+        if behind is None:
+            self._begin()
+        else:
+            engine: Any = Variable._execution_engine
+            behind.register_hook(lambda _: engine.queue_callback(self._begin))
+
+    def _begin(self) -> None:
+        if not self._begun:
+            self._begun, self._work = True, dist.all_reduce(self.tensor, group=self._group, async_op=True)
 
     def wait(self) -> Tensor:
+        self._begin()
         if self._work is not None:
             self._work.wait()
             self._work = None

@@ -333,12 +333,12 @@ class _Loop:
                 weight = float(max(1, tokens if self.loss_function.counts_tokens else batch.samples))
                 part = parts.loss_sum.detach().double()
                 total = part if total is None else total + part
+                scaled = parts.loss_sum * (self.sharded.divisor * scale / weight)
                 if last:
                     self.verdicts.own_loss = total.clone()  # whose it was, should the sum not be finite
-                    # Begun here it travels beside the last backward.
-                    reduced = self.stopper.sum_with(total)
+                    reduced = self.stopper.sum_with(total, behind=scaled)
                 self.phases.enter("backward")
-                (parts.loss_sum * (self.sharded.divisor * scale / weight)).backward()
+                scaled.backward()
         return reduced, weight, tokens
 
     def _tokens_of(self, batch: StepBatch) -> _Tokens:

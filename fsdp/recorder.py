@@ -109,16 +109,20 @@ class Recorder:
         return fetched
 
     def _fetch(self, pending: list[Pending]) -> list[StepMetrics]:
-        """One copy from the device for all. There the host runs ahead: its time a step is not the device's, but over all
-        steps since the last look it is."""
-        losses = torch.stack([one.loss.double() for one in pending]).tolist()
-        norms = torch.stack([one.grad_norm.double() for one in pending]).tolist()
+        """Beside a device the host runs ahead: its time a step is not the device's, but over all since the last look it is."""
+        losses, norms = self._read([one.loss for one in pending]), self._read([one.grad_norm for one in pending])
         times = [one.step_time_s for one in pending]
         if self._holds and pending[0].began:
             times = [(time.perf_counter() - pending[0].began) / len(pending)] * len(pending)
         memory = peak_memory_gib(self._env.device)
         numbers = zip(pending, losses, norms, times, strict=True)
         return [one.fetched(loss, norm, seconds, memory) for one, loss, norm, seconds in numbers]
+
+    def _read(self, numbers: list[Tensor]) -> list[float]:
+        """One copy from the device for all; on the host a number is read where it lies."""
+        if not self._holds:
+            return [float(number) for number in numbers]
+        return torch.stack([number.double() for number in numbers]).tolist()
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         if self._env.is_main:

@@ -103,11 +103,12 @@ class Stopper:
         self._step, self._step_began = step, now
         self._begun = None if self._loss_on_host else Sum(self._word(), self._group)
 
-    def sum_with(self, loss: Tensor) -> Sum:
-        """Start summing a step's loss over the ranks, once a step: the first number of what comes is that sum."""
+    def sum_with(self, loss: Tensor, behind: Tensor | None = None) -> Sum:
+        """Sum a step's loss over the ranks, once a step: the first number of what comes is that sum. On a device it goes beside
+        the backward, on the host behind that of `behind`."""
         if not self._loss_on_host:
             return Sum(loss.view(1))
-        self._begun = Sum(torch.cat([loss.view(1), self._word()]))
+        self._begun = Sum(torch.cat([loss.view(1), self._word()]), behind=behind)
         return self._begun
 
     def agreed(self) -> Agreed:
