@@ -99,9 +99,10 @@ class OwnRay:
 def _said_of(error: Exception, folder: Path) -> str:
     """Ray's own words, and the first error of the newest session that one of its processes wrote down."""
     words = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-    for log in sorted(folder.glob("session_latest/logs/*.out")):
-        if (found := _AN_ERROR.search(log.read_text(errors="replace"))) is not None:
-            return f"{words}; its {log.stem} wrote: {found[1].strip().rstrip('.')}"
+    with contextlib.suppress(OSError):  # its last processes may still be tidying up
+        for log in sorted(folder.glob("session_latest/logs/*.out")):
+            if (found := _AN_ERROR.search(log.read_text(errors="replace"))) is not None:
+                return f"{words}; its {log.stem} wrote: {found[1].strip().rstrip('.')}"
     return words
 
 
@@ -110,9 +111,9 @@ def _keep(folder: Path) -> str:
     kept = folder.with_name(folder.name.replace("ray-", "ray-failed-", 1))
     try:
         shutil.copytree(folder / "session_latest" / "logs", kept / "logs")
+        (kept / HELD).touch()
     except OSError:
         return "it left no logs"
-    (kept / HELD).touch()
     return f"its logs are in {kept / 'logs'} until the next start"
 
 
