@@ -6,7 +6,8 @@
     python -m bench.plan --published   the published rows alone; nothing is run
 
 A prediction is made before its run and from the flags alone. Measured tensor bytes are those of every storage that a real step
-makes, of all ranks; the true peak is what the kernel counts above the idle process, with malloc told to give memory back.
+makes, of four steps the least, of all ranks the most; the true peak is what the kernel counts above the idle process, with
+malloc told to give memory back.
 Results: bench/results/plan.json and plan.md, plan_published.md.
 """
 

@@ -41,7 +41,7 @@ class Sum:
         self._begun = dist.get_world_size() == 1
         if behind is None:
             self._begin()
-        else:
+        elif not self._begun:
             engine: Any = Variable._execution_engine
             behind.register_hook(lambda _: engine.queue_callback(self._begin))
 
