@@ -112,9 +112,11 @@ def _serve(pipe: Connection) -> None:
         try:
             from datetime import timedelta
 
-            dist.init_process_group(
-                "cpu:gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks, timeout=timedelta(seconds=90)
-            )
+            meeting = dist.FileStore(store, ranks)
+            dist.init_process_group("cpu:gloo", store=meeting, rank=rank, world_size=ranks, timeout=timedelta(seconds=90))
+            # A function that ends at once would close connections that another rank still waits to have.
+            meeting.set(f"connected {rank}", "")
+            meeting.wait([f"connected {other}" for other in range(ranks)])
             value = function(_env(rank, ranks), *args)
             pipe.send((True, value))
         except BaseException:
