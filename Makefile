@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+LINT := .cache/lint/bin
 # Tests in three processes: those of Slurm and Ray mostly wait.
 SHARED := -n 3 --dist loadfile --no-loadscope-reorder
 # Ranks share the cores; torchrun would say so on every start.
@@ -32,18 +33,20 @@ test: $(READY)
 test-quick: $(READY)
 	@$(BIN)/python -m pytest tests -m "not slow and not slurm and not ray" $(SHARED)
 
-# Alike cases, of which make test has a sample, and what is long by itself. Those that bring up a cluster each go one by one:
-# three of them at once on two cores wait for processor time longer than a person would.
+# What make test leaves out: the other cases of the alike, what is long by itself, and what needs a package of .ci/requirements.txt
+# or an S3 server. Tests that bring up a cluster run one by one: three at once on two cores starve each other.
 test-full: $(READY)
-	@SHARDRUN_FULL=1 $(BIN)/python -m pytest tests -m "long and not slurm and not ray" $(SHARED)
+	@SHARDRUN_FULL=1 $(BIN)/python -m pytest tests -m "(long or needs) and not slurm and not ray" $(SHARED)
 	@SHARDRUN_FULL=1 $(BIN)/python -m pytest tests -m "long and (slurm or ray)"
 
 bench: $(READY)
 	@$(BIN)/python -m bench --short
 
+# Format, lint and types from an environment of their own: what they install is never what a test finds by accident.
 lint: $(READY)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r .ci/requirements.txt
-	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy
+	@test -x $(LINT)/python || $(PYTHON) -m venv .cache/lint
+	@$(LINT)/python -m pip install --quiet --disable-pip-version-check -r .ci/lint-requirements.txt
+	@$(LINT)/ruff format --check . && $(LINT)/ruff check . && $(LINT)/mypy --python-executable $(BIN)/python
 
 clean:
 	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .mypy_cache

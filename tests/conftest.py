@@ -1,5 +1,6 @@
-"""The order of the tests, and which of them wait for the full form. `make test` shares their files out among pytest's processes
-(pytest-xdist): a file stays in one, and the longest begin first. `pytest tests` runs the same tests in one process.
+"""The order of the tests, which of them wait for the full form or need what may be absent, and no GPU for those that test
+none. `make test` distributes their files over pytest's processes (pytest-xdist): a file stays in one, and the longest start
+first. `pytest tests` runs the same tests in one process.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import needs
+
 HERE = Path(__file__).parent
 LONGEST = (
     "slurm/test_jobs.py", "ray/test_joined.py", "ray/test_faults.py", "core/test_pairs.py", "core/test_parity.py",
@@ -16,6 +19,18 @@ LONGEST = (
     "checkpoint/test_killed.py", "checkpoint/test_exact.py", "checkpoint/test_s3.py", "plan/test_command.py",
 )  # fmt: skip
 """Of Slurm and Ray, which mostly wait, beside those that compute."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The same tests on a machine with GPUs: only `pytest -m cuda` sees them, in this process and in all that it starts."""
+    if config.getoption("markexpr") != "cuda":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for marker in item.iter_markers("needs"):
+        for name in marker.args:
+            needs.check(name)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

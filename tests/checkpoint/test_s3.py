@@ -20,6 +20,8 @@ from tests.checkpoint import s3_server
 from tests.checkpoint.small import bits, build
 from tests.world import WorldError, run_world
 
+pytestmark = pytest.mark.needs("s3")
+
 
 def use(url: str) -> None:
     """This process speaks to that server from now on."""

@@ -24,9 +24,7 @@ EMULATED = "--speed.float8_emulate true --speed.float8"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-@pytest.fixture(autouse=True)
-def _torchao() -> None:
-    pytest.importorskip("torchao", reason="float8 is torchao's")
+pytestmark = pytest.mark.needs("torchao")
 
 
 def largest_gather(env: DistEnv, words: list[str]) -> int:

@@ -71,6 +71,7 @@ def test_the_same_bits_however_many_ranks(model: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
+@pytest.mark.needs("transformers")
 def test_the_same_bits_of_a_hugging_face_model() -> None:
     check(LLAMA)
 

@@ -13,7 +13,7 @@ from fsdp.config import ModelSection
 from fsdp.models import ModelSpec, build_real, load_attribute, resolve
 from fsdp.models.blocks import find_units
 
-pytestmark = pytest.mark.slow  # importing transformers takes seconds
+pytestmark = [pytest.mark.slow, pytest.mark.needs("transformers")]  # importing transformers takes seconds
 
 FACTORY = """
 from transformers import LlamaConfig, LlamaForCausalLM

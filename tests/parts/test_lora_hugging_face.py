@@ -17,7 +17,7 @@ from fsdp.predict.trained import open_run
 from tests.core.runs import Finished, run, settings
 from tests.parts.test_lora_runs import plain_model, sizes_of
 
-pytestmark = pytest.mark.slow  # importing transformers takes seconds
+pytestmark = [pytest.mark.slow, pytest.mark.needs("transformers")]  # importing transformers takes seconds
 
 LLAMA = "--model.name tests.core.llama:llama --data.name tests.core.own:sentences"
 LORA = "--lora.rank 4 --lora.targets q_proj,v_proj --train.steps 6 --optim.warmup_steps 0"
@@ -26,7 +26,6 @@ TOKENS = torch.randint(0, 31, (3, 9), generator=torch.Generator().manual_seed(1)
 
 @pytest.fixture(scope="module", params=["", "--model.args.tied true"])
 def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, list[str]]:
-    pytest.importorskip("transformers", reason="its models are what is adapted")
     words = [LLAMA, LORA, request.param]
     return run(2, tmp_path_factory.mktemp("llama"), *words), words
 

@@ -6,21 +6,18 @@ Without Ray these tests skip and say why; where SHARDRUN_CI_REQUIRE names ray, t
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Iterator
 
 import pytest
 
+from tests.needs import skip_or_fail
 from tests.ray.cluster import Cluster
 from tests.ray.runs import Run, torchrun
 
 
 def need_ray() -> None:
-    missing = importlib.util.find_spec("ray") is None
-    if missing and "ray" in os.environ.get("SHARDRUN_CI_REQUIRE", "").split(","):
-        pytest.fail("SHARDRUN_CI_REQUIRE names ray, but it is not installed")
-    if missing:
-        pytest.skip("ray is not installed (pip install 'ray[train]')")
+    if importlib.util.find_spec("ray") is None:
+        skip_or_fail("ray", "ray is not installed (pip install 'ray[train]')")
 
 
 @pytest.fixture(autouse=True)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.ray.runs import FLAGS, HSDP, SLOWLY, STEPS, Driver, Run, torchrun
-from tests.slurm.cluster import REPOSITORY, Cluster
+from tests.slurm.cluster import Cluster
 from tests.slurm.conftest import need_slurm
 from tests.slurm.job import sbatch
 
@@ -51,11 +49,3 @@ def test_begun_under_torchrun_gone_on_under_ray_ended_under_sbatch(tmp_path: Pat
     assert run.steps == list(range(1, STEPS + 1))
     assert [start["launcher"] for start in run.starts] == ["torchrun", "ray", "torchrun under Slurm"]
     assert [start["from_step"] for start in run.starts] == [0, 7, 15]
-
-
-def test_shellcheck_finds_nothing() -> None:
-    if shutil.which("shellcheck") is None:
-        pytest.skip("shellcheck is not installed")
-    scripts = ["slurm/ray.sbatch", "slurm/ray_node.sh"]
-    done = subprocess.run(["shellcheck", "-x", *scripts], cwd=REPOSITORY, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.browser import NAMES, Browser, find
+from tests.needs import skip_or_fail
 
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
     if find() is None:
         reason = f"no browser is installed: {', '.join(NAMES)} (apt-get install chromium)"
-        required = "browser" in os.environ.get("SHARDRUN_CI_REQUIRE", "").split(",")
-        (pytest.fail if required else pytest.skip)(reason)
+        skip_or_fail("browser", reason)
     with Browser() as one:
         yield one

@@ -8,13 +8,13 @@ scenario is waiting (for a time limit, a requeue, a node to be given up), so tho
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from tests.needs import skip_or_fail
 from tests.slurm import scenarios
 from tests.slurm.cluster import Cluster, Shape, best_mode, missing
 from tests.slurm.job import Undisturbed
@@ -30,11 +30,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def need_slurm() -> None:
     """Skip, or fail where it must not be missing."""
-    reason = missing()
-    if reason and "slurm" in os.environ.get("SHARDRUN_CI_REQUIRE", "").split(","):
-        pytest.fail(f"SHARDRUN_CI_REQUIRE names slurm, but {reason}")
-    if reason:
-        pytest.skip(reason)
+    if reason := missing():
+        skip_or_fail("slurm", reason)
 
 
 def need_namespaces() -> None:

@@ -8,6 +8,7 @@ import subprocess
 
 import pytest
 
+from tests.needs import skip_or_fail
 from tests.slurm.cluster import REPOSITORY
 
 SCRIPTS = sorted(path.name for path in (REPOSITORY / "slurm").iterdir())
@@ -17,7 +18,7 @@ SCRIPTS = sorted(path.name for path in (REPOSITORY / "slurm").iterdir())
 def test_shellcheck_has_nothing_to_say(name: str) -> None:
     if shutil.which("shellcheck") is None:
         reason = "shellcheck is not installed (apt-get install shellcheck)"
-        (pytest.fail if "shellcheck" in os.environ.get("SHARDRUN_CI_REQUIRE", "").split(",") else pytest.skip)(reason)
+        skip_or_fail("shellcheck", reason)
     said = subprocess.run(["shellcheck", "-x", f"slurm/{name}"], cwd=REPOSITORY, capture_output=True, text=True)
     assert said.returncode == 0, said.stdout
 

@@ -1,0 +1,45 @@
+"""What some tests need beside requirements.txt. Where it is absent they skip and say why; where SHARDRUN_CI_REQUIRE names it,
+they fail instead, so that CI cannot pass by skipping.
+
+    @pytest.mark.needs("transformers")       a package of .ci/requirements.txt, or a server named in ABSENT
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import NoReturn
+
+import pytest
+
+from tests.checkpoint import s3_server
+
+
+def _package(name: str) -> str:
+    return "" if importlib.util.find_spec(name) else f"{name} is not installed (pip install -r .ci/requirements.txt)"
+
+
+def _s3() -> str:
+    return "" if s3_server.program() else s3_server.MISSING
+
+
+ABSENT: dict[str, Callable[[], str]] = {
+    "transformers": functools.partial(_package, "transformers"),
+    "torchao": functools.partial(_package, "torchao"),
+    "s3": _s3,
+}
+"""By name: a function that returns why a thing is absent, or an empty string where it is there."""
+
+
+def skip_or_fail(name: str, reason: str) -> NoReturn:
+    """Skip the running test, or fail it where SHARDRUN_CI_REQUIRE names what it needs."""
+    if name in os.environ.get("SHARDRUN_CI_REQUIRE", "").split(","):
+        pytest.fail(f"SHARDRUN_CI_REQUIRE names {name}, but {reason}")
+    pytest.skip(reason)
+
+
+def check(name: str) -> None:
+    if reason := ABSENT[name]():
+        skip_or_fail(name, reason)
