@@ -20,6 +20,7 @@ from fsdp import config as configuration
 from fsdp.env import DistEnv
 from fsdp.errors import ConfigError
 from fsdp.loop import train
+from tests import needs
 from tests.core.plain import Trained, relative_difference, train_plainly, worst_parameter
 from tests.core.runs import Finished, finished
 from tests.marks import quick_are, sample_are
@@ -133,6 +134,8 @@ def train_each(env: DistEnv, cases: list[list[str]]) -> None:
 
 def check(several: Sequence[Sequence[str]], ranks: int, folder: Path) -> None:
     """All of them one after the other in one world."""
+    if any("float8" in names for names in several):
+        needs.check("torchao")  # a sample of triples has it or not
     places = [folder / f"{ranks}-{at}" for at in range(len(several))]
     run_world(
         ranks, train_each,
@@ -154,7 +157,11 @@ def apart(names: Sequence[str], ours: Finished) -> str:
     return "" if max(found, furthest) <= bound else f"parameters {found:.1e}, losses {furthest:.1e}, bound {bound:.0e}"
 
 
-@pytest.mark.parametrize("knob", quick_are(["recompute", "ddp", "fp16"], KNOBS))
+EAGER = [name for name in KNOBS if name != "float8"]
+TORCHAO = pytest.mark.needs("torchao")
+
+
+@pytest.mark.parametrize("knob", [*quick_are(["recompute", "ddp", "fp16"], EAGER), pytest.param("float8", marks=TORCHAO)])
 def test_alone(knob: str, tmp_path: Path) -> None:
     check([(knob,)], ranks_of([knob]), tmp_path)
 
@@ -165,7 +172,11 @@ def shares() -> list[tuple[str, int]]:
 
 
 def pairs_of(first: str, share: int) -> list[tuple[str, str]]:
-    return [pair for pair in PAIRS if pair[0] == first and pair not in REFUSED][share::SHARES]
+    """Without float8, whose pairs need torchao."""
+    return [pair for pair in PAIRS if pair[0] == first and pair not in REFUSED and "float8" not in pair][share::SHARES]
+
+
+FLOAT8_PAIRS = [pair for pair in PAIRS if "float8" in pair and pair not in REFUSED]
 
 
 @pytest.mark.parametrize(("first", "share"), sample_are([one for one in shares() if one[1] == 0][::2], shares()))
@@ -175,9 +186,17 @@ def test_with_each_knob_after_it(first: str, share: int, tmp_path: Path) -> None
             check(some, ranks, tmp_path)
 
 
+@TORCHAO
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("share", sample_are([0], range(4)))
+def test_float8_with_each_other_knob(share: int, ranks: int, tmp_path: Path) -> None:
+    check([pair for pair in FLOAT8_PAIRS[share::4] if ranks_of(pair) == ranks], ranks, tmp_path)
+
+
 def test_the_shares_are_all_the_pairs() -> None:
     shared = [pair for one in shares() for pair in pairs_of(*one)]
-    assert sorted(shared) == sorted(set(PAIRS) - REFUSED)
+    assert sorted([*shared, *FLOAT8_PAIRS]) == sorted(set(PAIRS) - REFUSED)
 
 
 def triples(count: int, seed: int) -> list[tuple[str, ...]]:
@@ -221,7 +240,7 @@ def test_the_pairs_that_are_refused_are_these() -> None:
     assert {pair for pair in PAIRS if refusal(pair)} == REFUSED - started
 
 
-@pytest.mark.parametrize("pair", sorted(REFUSED))
+@pytest.mark.parametrize("pair", [pytest.param(pair, marks=TORCHAO if "float8" in pair else ()) for pair in sorted(REFUSED)])
 def test_a_refusal_names_both(pair: tuple[str, str], tmp_path: Path) -> None:
     said = refusal(pair)
     if "root only" in pair:
