@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 
 .PHONY: train test test-quick test-full bench lint setup clean help
 help:
-	@echo "make train   the default job on two processes: set-up, training, held-out accuracy, what to type next"
+	@echo "make train   the default job on every GPU, or on two processes of the CPU: set-up, training, held-out accuracy, what to type next"
 	@echo "make test    the tests that this machine can run; make test-quick the short ones; make test-full what make test leaves out"
 	@echo "make bench   side by side with what one would use instead; make lint format, lint and types"
 
@@ -25,7 +25,7 @@ $(READY): requirements.txt
 	@touch $(READY)
 
 train: $(READY)
-	@$(BIN)/torchrun --nproc_per_node=2 train.py
+	@$(BIN)/torchrun --nproc_per_node=$$($(BIN)/python -c 'import torch; print(torch.cuda.device_count() or 2)') train.py
 
 test: $(READY)
 	@$(BIN)/python -m pytest tests $(SHARED)

@@ -58,7 +58,7 @@ def run_here(config: Config) -> int:
         from fsdp.summary import summary
         from fsdp.watch.rank import told
 
-    env = from_environment()
+    env = from_environment(device=config.run.device)
     try:
         outcome = train(config, env)
     except Elsewhere as error:
@@ -86,7 +86,7 @@ def dry_run(config: Config) -> int:
     from fsdp.env import from_environment
     from fsdp.job import dry_run as facts
 
-    env = from_environment()
+    env = from_environment(device=config.run.device)
     text = facts(config, env)
     if env.is_main:
         print(text)

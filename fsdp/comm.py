@@ -97,7 +97,7 @@ def check_divide(section: CommSection, sizes: MeshSizes) -> None:
         )
 
 
-def apply_comm(root: nn.Module, section: CommSection, hooks: Hooks, device: torch.device) -> None:
+def apply_comm(root: nn.Module, section: CommSection, hooks: Hooks) -> None:
     """After fully_shard, on each unit: torch's setters do not go down by themselves."""
     for module in root.modules():
         if not isinstance(module, FSDPModule):
@@ -111,8 +111,9 @@ def apply_comm(root: nn.Module, section: CommSection, hooks: Hooks, device: torc
             unit.set_custom_reduce_scatter(_InOrder(hooks.reduce_scatter))
         if section.divide_by:
             module.set_gradient_divide_factor(section.divide_by)
-            # Any other factor than the size of the group is NCCL's PREMUL_SUM, which gloo does not know.
-            module.set_force_sum_reduction_for_comms(device.type == "cpu")
+            # A factor other than the group's size becomes ReduceOp.PREMUL_SUM: gloo refuses it, and NCCL up to torch 2.13
+            # returns zeros for it in bf16 (pytorch #190747). A sum, divided locally, is right on both.
+            module.set_force_sum_reduction_for_comms(True)
 
 
 class _InOrder:

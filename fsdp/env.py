@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from fsdp.errors import LaunchError
 
@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 OLDEST_TORCH = (2, 11)
+
+DeviceChoice = Literal["auto", "cpu", "cuda"]
+"""--run.device: auto is a GPU where torch sees one."""
+
+FEWER_RANKS = {"srun": "--ntasks-per-node={}", "submitit": "--gpus-per-node {}", "launch.local": "--ranks {}"}
+"""How each launcher starts a number of ranks on a node; torchrun's flag for all others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,16 +80,17 @@ def speaks_for_all(environ: Mapping[str, str] = os.environ) -> bool:
     return all(environ.get(name, "0") == "0" for name in ("RANK", "SLURM_PROCID") if name in environ)
 
 
-def from_environment(environ: Mapping[str, str] = os.environ) -> DistEnv:
+def from_environment(environ: Mapping[str, str] = os.environ, device: DeviceChoice = "auto") -> DistEnv:
     """torchrun's variables first (torchrun may stand inside a Slurm step), then Slurm's, then a single process."""
-    check_gpus_are_seen(environ)
+    if device != "cpu":
+        check_gpus_are_seen(environ)
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        return _from_torchrun(environ)
+        return _from_torchrun(environ, device)
     if "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ and int(environ["SLURM_STEP_NUM_TASKS"]) > 1:
-        return _from_slurm(environ)
+        return _from_slurm(environ, device)
     return DistEnv(
         rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, num_nodes=1,
-        device=pick_device(0), launcher="a single process",
+        device=pick_device(0, device), launcher="a single process",
     )  # fmt: skip
 
 
@@ -94,7 +101,7 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
     return int(text)
 
 
-def _from_torchrun(environ: Mapping[str, str]) -> DistEnv:
+def _from_torchrun(environ: Mapping[str, str], device: DeviceChoice) -> DistEnv:
     world, local_world = _integer(environ, "WORLD_SIZE"), _integer(environ, "LOCAL_WORLD_SIZE", 1)
     local_rank = _integer(environ, "LOCAL_RANK", 0)
     return DistEnv(
@@ -104,12 +111,12 @@ def _from_torchrun(environ: Mapping[str, str]) -> DistEnv:
         local_world_size=local_world,
         node_rank=_integer(environ, "GROUP_RANK", 0),
         num_nodes=_integer(environ, "GROUP_WORLD_SIZE", max(1, world // local_world)),
-        device=pick_device(local_rank),
+        device=pick_device(local_rank, device),
         launcher="torchrun under Slurm" if "SLURM_JOB_ID" in environ else "torchrun",
     )
 
 
-def _from_slurm(environ: Mapping[str, str]) -> DistEnv:
+def _from_slurm(environ: Mapping[str, str], device: DeviceChoice) -> DistEnv:
     local_rank = _integer(environ, "SLURM_LOCALID")
     return DistEnv(
         rank=_integer(environ, "SLURM_PROCID"),
@@ -118,7 +125,7 @@ def _from_slurm(environ: Mapping[str, str]) -> DistEnv:
         local_world_size=_tasks_on_node(environ),
         node_rank=_integer(environ, "SLURM_NODEID"),
         num_nodes=_integer(environ, "SLURM_STEP_NUM_NODES", 1),
-        device=pick_device(local_rank),
+        device=pick_device(local_rank, device),
         launcher="srun",
     )
 
@@ -132,11 +139,23 @@ def _tasks_on_node(environ: Mapping[str, str]) -> int:
     return counts[_integer(environ, "SLURM_NODEID", 0)]
 
 
-def pick_device(local_rank: int) -> torch.device:
-    """A scheduler that shows each process one device numbers it 0, whatever the local rank."""
+def pick_device(local_rank: int, wanted: DeviceChoice = "auto") -> torch.device:
+    """A scheduler that shows each process one device numbers it 0, whatever the local rank. --run.device cpu hides the GPUs from
+    this process: FSDP2 and pinned memory look for an accelerator by themselves."""
+    if wanted == "cpu":
+        set_variable("CUDA_VISIBLE_DEVICES", "")
     import torch
 
+    if wanted == "cpu":
+        return torch.device("cpu")
     if not torch.cuda.is_available():
+        if wanted == "cuda":
+            error = LaunchError(
+                f"--run.device cuda, but torch {torch.__version__} sees no GPU on {socket.gethostname()}.",
+                "--run.device cpu, or a CUDA build of torch and a driver: nvidia-smi shows the driver's GPUs",
+            )
+            error.scope = "node"
+            raise error
         return torch.device("cpu")
     visible = torch.cuda.device_count()
     if visible > 1 and local_rank >= visible:
@@ -221,13 +240,16 @@ def process_group(env: DistEnv, timeout_s: float, store: dist.Store | None = Non
     import torch
     import torch.distributed as dist
 
+    if env.device.type == "cuda":
+        torch.cuda.set_device(env.device)  # before any return: a group of somebody else's does not set it
     if dist.is_initialized():
         _check_same_size(env)
         yield
         return
-    if env.device.type == "cuda":
-        torch.cuda.set_device(env.device)
-    dist.init_process_group(**_group_arguments(env, timedelta(seconds=timeout_s), store))
+    arguments = _group_arguments(env, timedelta(seconds=timeout_s), store)
+    if env.device.type == "cuda" and env.world_size > 1:
+        check_devices_differ(env, dist.PrefixStore("devices", arguments["store"]), _device_id(env.device), timeout_s)
+    dist.init_process_group(**arguments)
     try:
         yield
     finally:
@@ -245,6 +267,37 @@ def _check_same_size(env: DistEnv) -> None:
         )
 
 
+def _device_id(device: torch.device) -> str:
+    """The same for two processes on one GPU, and only then. NCCL_HOSTID is how NCCL itself tells hosts apart."""
+    import torch
+
+    return f"{os.environ.get('NCCL_HOSTID') or socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
+
+
+def check_devices_differ(env: DistEnv, store: dist.Store, device_id: str, timeout_s: float) -> None:
+    """LaunchError on every rank where two ranks of a node have one GPU: NCCL refuses that later, in a raw error. Four requests
+    to the store a rank."""
+    store.set(f"rank {env.rank}", device_id)
+    if store.add(device_id, 1) > 1:
+        store.add("shared", 1)
+    if store.add("counted", 1) == env.world_size:
+        store.set("all are counted", "")
+    store.wait(["all are counted"], timedelta(seconds=timeout_s))
+    if not store.add("shared", 0):
+        return
+    holders: dict[str, list[int]] = {}
+    for rank in range(env.world_size):
+        holders.setdefault(store.get(f"rank {rank}").decode(), []).append(rank)
+    shared, ranks = next((device, ranks) for device, ranks in holders.items() if len(ranks) > 1)
+    host, _, gpu = shared.partition(" ")
+    there = [of for device, of in holders.items() if device.startswith(f"{host} ")]
+    raise LaunchError(
+        f"ranks {', '.join(map(str, ranks))} on {host} have one GPU between them ({gpu}): "
+        f"{sum(map(len, there))} ranks and {len(there)} GPU{'s' if len(there) > 1 else ''} are there.",
+        FEWER_RANKS.get(env.launcher.split(" ")[0], "--nproc_per_node={}").format(len(there)),
+    )
+
+
 def _group_arguments(env: DistEnv, timeout: timedelta, store: dist.Store | None) -> dict[str, Any]:
     import torch.distributed as dist
 
@@ -257,16 +310,23 @@ def _group_arguments(env: DistEnv, timeout: timedelta, store: dist.Store | None)
         "timeout": timeout,
         "device_id": env.device if cuda else None,
     }
-    if store is not None:
-        arguments["store"] = store
-    elif env.world_size == 1:
-        arguments["store"] = dist.HashStore()  # no port, so nothing to collide with
-    elif "MASTER_ADDR" not in os.environ:
-        if env.launcher != "srun":
-            raise LaunchError(f"rank {env.rank} has no MASTER_ADDR.", "start with torchrun, or srun")
-        address, port = slurm_rendezvous()
-        arguments["init_method"] = f"tcp://{address}:{port}"
-    return arguments
+    if store is None and env.world_size == 1:
+        store = dist.HashStore()  # no port, so nothing to collide with
+    elif store is None:
+        # As init_process_group does with an init_method: torchrun's restarts each have a prefix of their own in it.
+        store, _, _ = next(iter(dist.rendezvous(_init_method(env), env.rank, env.world_size, timeout=timeout)))
+        store.set_timeout(timeout)
+        store = dist.PrefixStore("default_pg", store)
+    return arguments | {"store": store}
+
+
+def _init_method(env: DistEnv) -> str:
+    if "MASTER_ADDR" in os.environ:
+        return "env://"
+    if env.launcher != "srun":
+        raise LaunchError(f"rank {env.rank} has no MASTER_ADDR.", "start with torchrun, or srun")
+    address, port = slurm_rendezvous()
+    return f"tcp://{address}:{port}"
 
 
 def meeting_address(environ: Mapping[str, str] = os.environ) -> str:

@@ -124,7 +124,7 @@ def _set_up(
 ) -> _Loop:  # fmt: skip
     """All that stands before the first step, the newest checkpoint restored. Collective."""
     planned = maybe_planned(config.plan, env.device.type)
-    mesh = build_mesh(job.sizes, env.device)
+    mesh = build_mesh(job.sizes, env.device, config.run.process_group_timeout_s)
     set_compile_cache(config.speed, env.device)
     model = trained_model(config, job)
     facts, mfu_of, loss_function = describe(config, job, model), begin.mfu_of(model, job, env), LossFunction(model)
@@ -156,7 +156,7 @@ def _set_up(
         device=env.device if config.data.to_device else None,
     )  # fmt: skip
     stopper = Stopper(
-        config.stop, env, run.path, reporter.should_stop, end_time=end_time(),
+        config.stop, env, run.path, reporter.should_stop, end_time=end_time(), timeout_s=config.run.process_group_timeout_s,
         every_minutes=config.checkpoint.every_minutes, save_seconds=lambda: checkpointer.save_seconds,
     )  # fmt: skip
     begin.records(config, env, run, state.step, job.data_identity)

@@ -7,10 +7,12 @@ Here the strategy becomes two numbers; what is done with them is fsdp/shard.py's
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout  # the only way to a group that a mesh has made
 
 from fsdp.config import MeshSection, TrainSection, reshard_policy
 from fsdp.env import DistEnv
@@ -106,8 +108,14 @@ def _check_reshard(mesh: MeshSection, shard: int) -> None:
         )
 
 
-def build_mesh(sizes: MeshSizes, device: torch.device) -> DeviceMesh:
-    return init_device_mesh(device.type, (sizes.replicate, sizes.shard), mesh_dim_names=AXES)
+def build_mesh(sizes: MeshSizes, device: torch.device, timeout_s: float | None = None) -> DeviceMesh:
+    """The mesh. Its groups take torch's own time-out (10 minutes on NCCL, 30 on gloo) unless `timeout_s` says another: they do
+    not take that of the default group."""
+    mesh = init_device_mesh(device.type, (sizes.replicate, sizes.shard), mesh_dim_names=AXES)
+    if timeout_s is not None:
+        for axis in AXES:
+            _set_pg_timeout(timedelta(seconds=timeout_s), mesh.get_group(axis))
+    return mesh
 
 
 def data_rank(env: DistEnv) -> DataRank:

@@ -178,7 +178,7 @@ def shard_model(
     if sizes.strategy != "ddp":
         _apply_fully_shard(sharded, policy, memory)
         _apply_prefetch(units, speed)
-        apply_comm(model, comm, hooks or load_hooks(comm), device)
+        apply_comm(model, comm, hooks or load_hooks(comm))
     return sharded
 
 

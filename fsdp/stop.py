@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -75,13 +76,16 @@ class Stopper:
         reporter_reason: Callable[[], str | None],
         *,
         end_time: float | None = None,
+        timeout_s: float = 600.0,
         every_minutes: float = 0.0,
         save_seconds: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._env, self._reporter_reason, self._save_seconds = env, reporter_reason, save_seconds
         self._file = Path(section.file) if section.file else run_dir / "STOP"
         self._loss_on_host = env.device.type == "cpu"
-        self._group = None if self._loss_on_host or env.world_size == 1 else dist.new_group(backend="gloo")
+        self._group = None
+        if not self._loss_on_host and env.world_size > 1:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._ends = _ends(section.deadline_s, end_time)
         self._every_s, self._last_save = every_minutes * 60, time.monotonic()
         self._looked, self._file_seen = 0.0, False

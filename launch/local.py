@@ -173,7 +173,7 @@ def _be_rank(config: Config, rank: int, ranks: int, store: str) -> NoReturn:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         env = DistEnv(
             rank=rank, world_size=ranks, local_rank=rank, local_world_size=ranks, node_rank=0, num_nodes=1,
-            device=pick_device(rank), launcher="launch.local",
+            device=pick_device(rank, config.run.device), launcher="launch.local",
         )  # fmt: skip
         code = _train(config, env, store)
     except BaseException:

@@ -28,14 +28,16 @@ def _amounts(cpus: float, gpus: float) -> str:
     return f"{cpus:g} CPU" + (f" and {gpus:g} GPU" if gpus else "")
 
 
-def workers_for(section: RaySection) -> Workers:
+def workers_for(section: RaySection, device: str) -> Workers:
     """What the flags ask of the Ray that is connected, or LaunchError with what it has."""
     import ray
 
     await_nodes()
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     low, high = worker_range(section.num_workers)
-    gpus = _gpus(section.gpus_per_worker, nodes)
+    gpus = 0.0 if device == "cpu" else _gpus(section.gpus_per_worker, nodes)
+    if device == "cuda" and not gpus:
+        raise LaunchError("--run.device cuda, but the workers ask this Ray for no GPU.", "--ray.gpus_per_worker 1")
     places = sum(_places(node, section.cpus_per_worker, gpus) for node in nodes)
     if places < low:
         has = ", ".join(_amounts(node.get("CPU", 0), node.get("GPU", 0)) for node in nodes)

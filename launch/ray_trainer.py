@@ -66,7 +66,7 @@ def run_on_ray(config: Config, own: OwnRay | None) -> int:
         follower = Follower(logs)
         try:
             with _code(config) as code, ray_cluster.connected(own, config.ray, code) as name:
-                workers = workers_for(config.ray)
+                workers = workers_for(config.ray, config.run.device)
                 print(f"{name}: {workers}", file=sys.stderr, flush=True)
                 outcome = _train_to_the_end(Order(config, run.path, logs, Path.cwd()), workers, stopping)
         finally:

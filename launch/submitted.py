@@ -37,7 +37,7 @@ class Training:
         if job.cluster == "slurm":
             # until the ranks listen themselves: submitit's handler would requeue from within itself
             signal.signal(submitit.JobEnvironment._usr_sig(), signal.SIG_IGN)
-        stopped = loop.train(self.config, rank_environment(job)).stopped
+        stopped = loop.train(self.config, rank_environment(job, self.config.run.device)).stopped
         if stopped in SCHEDULERS_REASONS:
             leave_for_later(job)
         return stopped
@@ -47,17 +47,17 @@ class Training:
         return DelayedSubmission(self)
 
 
-def rank_environment(job: submitit.JobEnvironment) -> DistEnv:
+def rank_environment(job: submitit.JobEnvironment, device: environment.DeviceChoice) -> DistEnv:
     """Slurm's own variables in a Slurm job; submitit's where it started the tasks itself."""
     if job.cluster == "slurm":
-        env = environment.from_environment()
+        env = environment.from_environment(device=device)
     elif job.num_tasks > 1:
         env = DistEnv(
             rank=job.global_rank, world_size=job.num_tasks, local_rank=job.local_rank, local_world_size=job.num_tasks,
-            node_rank=0, num_nodes=1, device=environment.pick_device(job.local_rank), launcher="submitit",
+            node_rank=0, num_nodes=1, device=environment.pick_device(job.local_rank, device), launcher="submitit",
         )  # fmt: skip
     else:
-        env = environment.from_environment({})
+        env = environment.from_environment({}, device)
     if env.world_size > 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
         environment.set_variable("GLOO_SOCKET_IFNAME", rendezvous.here(os.environ["MASTER_ADDR"])[1])
     return dataclasses.replace(env, launcher=f"submitit ({job.cluster})")

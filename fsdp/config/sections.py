@@ -35,6 +35,7 @@ class RunSection:
     dir: str = knob("", "run directory; empty makes a new one under runs/. The same directory again resumes it")
     seed: int = knob(0, "seed of weights, data order and dropout", low=0)
     process_group_timeout_s: float = knob(600.0, "a collective that waits longer than this fails", "s", above=0)
+    device: Literal["auto", "cpu", "cuda"] = knob("auto", "where to compute; auto takes the GPUs where torch sees any")
     log_every_steps: int = knob(0, "print a line each n steps; 0 chooses: 1 on CPU, 10 on CUDA", "steps", low=0)
     matmul_precision: Literal["highest", "high", "medium"] = knob("high", "fp32 matrix products on CUDA: high is TF32")
     wandb: str = knob("", "a Weights & Biases project that hears the numbers too; empty: none")

@@ -10,12 +10,13 @@ import multiprocessing
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
 
 from fsdp.errors import TrainingError
 from fsdp.parity.asked import Asked, Row
+
+GROUP_TIMEOUT_S = 300.0
 
 
 @contextlib.contextmanager
@@ -59,7 +60,7 @@ def _rank(rank: int, asked: Asked, tried: list[Row], folder: str, on_cuda: bool)
     import torch
     import torch.distributed as dist
 
-    from fsdp.env import DistEnv
+    from fsdp.env import DistEnv, process_group
     from fsdp.loop import train
 
     if not on_cuda:
@@ -68,13 +69,7 @@ def _rank(rank: int, asked: Asked, tried: list[Row], folder: str, on_cuda: bool)
         rank=rank, world_size=asked.ranks, local_rank=rank, local_world_size=asked.ranks, node_rank=0, num_nodes=1,
         device=torch.device("cuda", rank) if on_cuda else torch.device("cpu"), launcher="fsdp.parity",
     )  # fmt: skip
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_cuda else "gloo", store=dist.FileStore(str(Path(folder, "store")), asked.ranks),
-        rank=rank, world_size=asked.ranks, timeout=timedelta(seconds=300),
-    )  # fmt: skip
-    try:
+    with process_group(env, GROUP_TIMEOUT_S, dist.FileStore(str(Path(folder, "store")), asked.ranks)):
         for at, row in enumerate(tried):
             train(asked.config(row, str(Path(folder, str(at)))), env)
             shutil.rmtree(Path(folder, str(at), "checkpoints"), ignore_errors=True)
-    finally:
-        dist.destroy_process_group()
