@@ -5,26 +5,52 @@
     STOPPED         the last start left by request: why     DONE            the last step was reached
 
 Only rank 0 writes here, apart from checkpoints. Who may write at all is fsdp/claim.py's.
+
+A line file (`*.jsonl`) holds one JSON object a line. Every reader and writer of one uses `read_lines`, `read_records`,
+`append` or `Appender` below: a torn line is left out when read, and ended before the next one is written.
 """
 
 from __future__ import annotations
 
 import datetime
+import errno
 import json
+import logging
 import os
 import secrets
 import socket
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fsdp import config as configuration
-from fsdp.config import Config
-from fsdp.env import DistEnv
-from fsdp.errors import ConfigError
+from fsdp.errors import CheckpointError, ConfigError, ShardrunError
+
+if TYPE_CHECKING:
+    from fsdp.config import Config
+    from fsdp.env import DistEnv
+
+log = logging.getLogger(__name__)
 
 RUNS = Path("runs")
+PROBE_BYTES = 4096
+"""Written and synced before a start: an empty file can be made on a disk that has no block left."""
+BLOCK_LINES = 2048
+"""Lines parsed in one call, which takes half the time of a call a line."""
+SHOWN = 4
+KEPT_BYTES = 4 << 20
+"""Of one file's records while it cannot be written; what comes after that is lost."""
+RETRY_S = 5.0
+FULL = (errno.ENOSPC, errno.EDQUOT)
+NEEDED: Mapping[str, Mapping[str, type]] = {
+    "start": {"from_step": int},
+    "end": {"step": int},
+    "crash": {"job": str, "restart": int, "step": int},
+}
+"""The fields of an event in history.jsonl that decisions rest on."""
 
 
 @dataclass(frozen=True)
@@ -71,29 +97,62 @@ def choose(config: Config) -> Path:
 
 def create(path: Path) -> RunDir:
     """Rank 0 makes the folders, or says why the place cannot be written."""
-    try:
+    with writing(path):
         for folder in (path, path / "logs", path / "tensorboard"):
             folder.mkdir(parents=True, exist_ok=True)
         probe = path / f".writable-{secrets.token_hex(4)}"
-        probe.touch()
+        write_atomically(probe, " " * PROBE_BYTES)
         probe.unlink()
-    except OSError as error:
-        raise ConfigError(f"--run.dir {path} cannot be written ({error.strerror}).", "--run.dir runs/NAME") from None
     return RunDir(path)
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """A failure to write becomes one line that names the file. For what a start cannot do without."""
+    try:
+        yield
+    except OSError as error:
+        raise _unwritable(path, error) from None
+
+
+def _unwritable(path: Path, error: OSError) -> ShardrunError:
+    if error.errno in FULL:
+        folder = path if path.is_dir() else path.parent
+        hint = f"df -h {folder} and df -i {folder} show what is full: free some, then start the same command"
+        return CheckpointError(f"{path} cannot be written ({error.strerror}).", hint)
+    return ConfigError(f"--run.dir: {path} cannot be written ({error.strerror}).", "--run.dir runs/NAME")
+
+
 def write_atomically(path: Path, text: str) -> None:
-    """A reader sees the old file or the new one, whole."""
+    """A reader sees the old file or the new one, whole, after a power cut too."""
+    replace_with(path, [text.encode()])
+
+
+def replace_with(path: Path, pieces: Iterable[bytes]) -> None:
+    """Synced before the rename: the name may otherwise reach the disk before the bytes, and a file of NULs is left."""
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)
+    try:
+        with aside.open("wb") as file:
+            file.writelines(pieces)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def write_config(run: RunDir, config: Config) -> list[str]:
     """Keep the configuration, and return what has changed since the last start as `field: old → new`."""
+    from fsdp import config as configuration  # each node's monitor imports this file and needs no configuration
+
     changed: list[str] = []
     if run.config.exists():
-        old = configuration.read_recipe(str(run.config))
+        try:
+            old = configuration.read_recipe(str(run.config))
+        except ConfigError as error:  # only compared with: a start does not depend on it
+            changed.append(f"config.toml of the last start cannot be compared: {str(error).partition(' HINT:')[0]}")
+            old = {}
         for name, value in configuration.flatten(config).items():
             before = old.get(name, {} if isinstance(value, Mapping) else value)
             if before != value:
@@ -102,36 +161,241 @@ def write_config(run: RunDir, config: Config) -> list[str]:
     return changed
 
 
-def append(path: Path, record: Mapping[str, Any]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
+# ---------------------------------------------------------------- reading line files
 
 
-def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Whole lines only: a line that a kill cut off is the last, and is no record."""
-    if not path.exists():
+def read_lines(path: Path, together: int = BLOCK_LINES) -> Iterator[dict[str, Any] | None]:
+    """Each line's object; None for a line that holds none. A file that is not there has no lines."""
+    return (record for _, record in _numbered(path, together))
+
+
+def read_records(path: Path, **needed: type) -> Iterator[dict[str, Any]]:
+    """The records of a line file. A line is left out and named in one warning a file if a kill or a full disk tore it, or if
+    one of the `needed` fields is of another type."""
+    return _whole(path, lambda record: _has(record, needed))
+
+
+def read_history(run: RunDir) -> Iterator[dict[str, Any]]:
+    """The events of history.jsonl whose fields are what a decision needs."""
+    return _whole(run.history, lambda record: _has(record, {"event": str, **NEEDED.get(str(record.get("event")), {})}))
+
+
+def last_step(run: RunDir) -> int:
+    """The last step in metrics.jsonl; 0 before the first."""
+    return max((record["step"] for record in read_records(run.metrics, step=int)), default=0)
+
+
+def _whole(path: Path, accepts: Callable[[dict[str, Any]], bool]) -> Iterator[dict[str, Any]]:
+    torn: list[int] = []
+    for number, record in _numbered(path, BLOCK_LINES):
+        if record is not None and accepts(record):
+            yield record
+        else:
+            torn.append(number)
+    _tell_torn(path, torn)
+
+
+def _has(record: Mapping[str, Any], needed: Mapping[str, type]) -> bool:
+    return all(type(record.get(name)) is kind for name, kind in needed.items())
+
+
+_told_torn: set[tuple[Path, tuple[int, ...]]] = set()
+
+
+def _tell_torn(path: Path, lines: list[int]) -> None:
+    """Once a process, however often the file is read."""
+    if not lines or (path, tuple(lines)) in _told_torn:
         return
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            if line.endswith("\n"):
-                yield json.loads(line)
+    _told_torn.add((path, tuple(lines)))
+    numbers = ", ".join(map(str, lines[:SHOWN])) + (f" and {len(lines) - SHOWN} more" if len(lines) > SHOWN else "")
+    what = f"line {numbers} is torn and" if len(lines) == 1 else f"lines {numbers} are torn and"
+    log.warning("%s: %s left out", path, what)
+
+
+def _numbered(path: Path, together: int) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """(line number, object or None) of each line that is not blank."""
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        first = 1
+        while block := list(islice(file, together)):
+            yield from _parsed(block, first)
+            first += len(block)
+
+
+def _parsed(block: list[str], first: int) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    try:
+        found = json.loads(f"[{','.join(block)}]")
+    except (ValueError, RecursionError):
+        found = []
+    if len(found) == len(block):
+        yield from ((number, one if isinstance(one, dict) else None) for number, one in enumerate(found, first))
+    else:
+        yield from ((number, _object(line)) for number, line in enumerate(block, first) if line.strip())
+
+
+def _object(line: str) -> dict[str, Any] | None:
+    """A disk that was full or lost power leaves NULs, which the next record may follow in the same line."""
+    try:
+        found = json.loads(line.lstrip("\0"))
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+# ---------------------------------------------------------------- writing line files
+
+
+def append(path: Path, record: Mapping[str, Any]) -> None:
+    """One record, whole; OSError where it cannot be written. A torn last line gets its newline first."""
+    descriptor = _open_for_append(path)
+    try:
+        _write_whole(descriptor, _ends_torn_line(descriptor) + _line(record))
+    finally:
+        os.close(descriptor)
+
+
+def append_if_possible(path: Path, record: Mapping[str, Any]) -> None:
+    """For a record that the run can do without: where it cannot be written the log has it."""
+    try:
+        append(path, record)
+    except OSError as error:
+        log.warning("%s cannot be written (%s). Not recorded: %s", path, error.strerror, json.dumps(record))
+
+
+class Appender:
+    """A file that grows by whole records and that the run can do without, held open. Nothing here raises OSError.
+
+    While the file cannot be written (a full disk, a server that is away) records are kept, up to KEPT_BYTES, and tried again
+    every RETRY_S and at `close`. The log says when that begins, and with how many records it ends.
+    """
+
+    def __init__(self, path: Path, *, lines: bool = True, buffer_bytes: int = 0) -> None:
+        """`lines`: a torn last line is ended first. `buffer_bytes`: so much is gathered before it is written."""
+        self.path = path
+        self._lines, self._buffer_bytes = lines, buffer_bytes
+        self._descriptor: int | None = None
+        self._waiting: list[bytes] = []
+        self._bytes = self._lost = 0
+        self._retry_at: float | None = None
+        """None while the file can be written."""
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        self.write(_line(record))
+
+    def write(self, data: bytes) -> None:
+        """One record, already encoded."""
+        if self._retry_at is not None and self._bytes + len(data) > KEPT_BYTES:
+            self._lost += 1
+        else:
+            self._waiting.append(data)
+            self._bytes += len(data)
+        if self._bytes > self._buffer_bytes and (self._retry_at is None or time.monotonic() >= self._retry_at):
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what waits, or keep it and say why."""
+        if not self._waiting:
+            return
+        try:
+            if self._descriptor is None:
+                self._descriptor = self._open()
+            _write_whole(self._descriptor, b"".join(self._waiting))
+        except OSError as error:
+            self._failed(error)
+            return
+        if self._retry_at is not None:
+            self._recovered()
+        self._waiting, self._bytes, self._retry_at = [], 0, None
+
+    def close(self) -> None:
+        """Write what waits. What still cannot be written is lost, and counted in the log."""
+        self.flush()
+        lost, self._waiting, self._bytes = self._lost + len(self._waiting), [], 0
+        if self._retry_at is not None:
+            log.warning("%s could not be written to the end: %s lost", self.path, _records(lost))
+        self._release()
+
+    def _open(self) -> int:
+        self.path.parent.mkdir(exist_ok=True)
+        descriptor = _open_for_append(self.path)
+        try:
+            if self._lines and (newline := _ends_torn_line(descriptor)):
+                _write_whole(descriptor, newline)
+        except OSError:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def _failed(self, error: OSError) -> None:
+        if self._retry_at is None:
+            log.warning("%s cannot be written (%s): the run continues, and its records are kept", self.path, error.strerror)
+        self._retry_at = time.monotonic() + RETRY_S
+        self._release()  # a handle that a server has forgotten stays bad
+
+    def _recovered(self) -> None:
+        lost, self._lost = self._lost, 0
+        words = (self.path, _records(len(self._waiting)), _records(lost))
+        log.warning("%s is written again: %s kept until now, %s lost", *words)
+
+    def _release(self) -> None:
+        if self._descriptor is not None:
+            descriptor, self._descriptor = self._descriptor, None
+            try:
+                os.close(descriptor)
+            except OSError as error:  # NFS tells here of writes that it has accepted before
+                log.warning("%s: the last records may be lost (%s)", self.path, error.strerror)
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(record).encode() + b"\n"
+
+
+def _records(count: int) -> str:
+    return "1 record" if count == 1 else f"{count} records"
+
+
+def _open_for_append(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+
+
+def _ends_torn_line(descriptor: int) -> bytes:
+    """What must stand before the next record: a newline, if the last line has none."""
+    size = os.fstat(descriptor).st_size
+    return b"\n" if size and os.pread(descriptor, 1, size - 1) != b"\n" else b""
+
+
+def _write_whole(descriptor: int, data: bytes) -> None:
+    """All or nothing: of a write that a full disk cut off, the part is taken back."""
+    size = os.fstat(descriptor).st_size
+    left = memoryview(data)
+    try:
+        while left:
+            left = left[os.write(descriptor, left) :]
+    except OSError:
+        if len(left) < len(data):
+            with suppress(OSError):  # the part stays: a torn line, which readers leave out
+                os.ftruncate(descriptor, size)
+        raise
 
 
 def truncate_metrics(run: RunDir, step: int) -> None:
     """A run that goes on from `step` draws the later steps anew: one curve, no step twice."""
-    if not run.metrics.exists():
-        return
-    kept = [json.dumps(record) for record in read_records(run.metrics) if record["step"] <= step]
-    write_atomically(run.metrics, "".join(line + "\n" for line in kept))
+    if run.metrics.exists():
+        kept = (record for record in read_records(run.metrics, step=int) if record["step"] <= step)
+        replace_with(run.metrics, map(_line, kept))
+
+
+# ---------------------------------------------------------------- starts and ends
 
 
 def other_data(run: RunDir, data: Mapping[str, Any]) -> list[str]:
     """A line where the last start trained on other data than this one: step n would no longer mean the same samples."""
-    starts = [event for event in read_records(run.history) if event["event"] == "start"]
+    starts = [event for event in read_history(run) if event["event"] == "start"]
     before = starts[-1].get("data", data) if starts else data
     return (
         []
-        if before == data
+        if before == data or not isinstance(before, Mapping)
         else [f"the data: {_said(before)} → {_said(data)}; a step's samples are not what they would have been"]
     )
 
@@ -161,8 +425,16 @@ def record_start(
     )
 
 
+def mark(marker: Path, text: str) -> None:
+    """STOPPED or DONE. A run that has come to its end has done so without a marker too."""
+    try:
+        write_atomically(marker, text)
+    except OSError as error:
+        log.error("%s cannot be written (%s): %s", marker, error.strerror, text.strip())
+
+
 def record_end(run: RunDir, *, step: int, why: str) -> None:
-    append(run.history, {"event": "end", "time": now(), "step": step, "why": why})
+    append_if_possible(run.history, {"event": "end", "time": now(), "step": step, "why": why})
 
 
 def now() -> str:
