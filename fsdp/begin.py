@@ -16,6 +16,7 @@ from torch import nn
 from fsdp import agree, preflight, rundir
 from fsdp.checkpoint.checkpointer import Restored
 from fsdp.checkpoint.full import open_full_state
+from fsdp.claim import FILE as CLAIM
 from fsdp.claim import Claim
 from fsdp.config import Config
 from fsdp.console import Console
@@ -41,7 +42,8 @@ def claimed_run(config: Config, env: DistEnv) -> Iterator[tuple[RunDir, Claim | 
 
     def open_run() -> str:
         run = rundir.create(rundir.choose(config))
-        held.append(Claim.acquire(run.path, env.launcher, env.job))
+        with rundir.writing(run.path / CLAIM):
+            held.append(Claim.acquire(run.path, env.launcher, env.job))
         return str(run.path)
 
     try:
@@ -54,13 +56,20 @@ def claimed_run(config: Config, env: DistEnv) -> Iterator[tuple[RunDir, Claim | 
 
 
 def records(config: Config, env: DistEnv, run: RunDir, step: int, data: Mapping[str, object]) -> None:
+    """What a start cannot do without: where it cannot be written no rank trains. Collective."""
     nodes = list(dict.fromkeys(agree.everyones(rundir.host())))
-    if env.is_main:
-        rundir.truncate_metrics(run, step)
-        changed = rundir.write_config(run, config) + rundir.other_data(run, data)
-        rundir.record_start(run, env, from_step=step, changed=changed, nodes=nodes, data=data)
+
+    def write() -> None:
+        with rundir.writing(run.metrics):
+            rundir.truncate_metrics(run, step)
+        with rundir.writing(run.config):
+            changed = rundir.write_config(run, config) + rundir.other_data(run, data)
+        with rundir.writing(run.history):
+            rundir.record_start(run, env, from_step=step, changed=changed, nodes=nodes, data=data)
         for line in changed:
             log.warning("changed since the last start: %s", line)
+
+    agree.on_main(env.rank, write)
 
 
 def sinks(config: Config, env: DistEnv, run: RunDir, job: Job, planned: Planned | None) -> list[Sink]:
