@@ -16,7 +16,6 @@ from torch import nn
 from fsdp import agree, preflight, rundir
 from fsdp.checkpoint.checkpointer import Restored
 from fsdp.checkpoint.full import open_full_state
-from fsdp.claim import FILE as CLAIM
 from fsdp.claim import Claim
 from fsdp.config import Config
 from fsdp.console import Console
@@ -42,8 +41,7 @@ def claimed_run(config: Config, env: DistEnv) -> Iterator[tuple[RunDir, Claim | 
 
     def open_run() -> str:
         run = rundir.create(rundir.choose(config))
-        with rundir.writing(run.path / CLAIM):
-            held.append(Claim.acquire(run.path, env.launcher, env.job))
+        held.append(Claim.acquire(run.path, env.launcher, env.job))
         return str(run.path)
 
     try:

@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fsdp.errors import LaunchError
+from fsdp.rundir import writing
 
 log = logging.getLogger(__name__)
 
@@ -125,11 +126,12 @@ class Claim:
     @staticmethod
     def acquire(run_dir: Path, launcher: str, job: str = "", stale_s: float = STALE_S) -> Claim:
         """Hold this run directory, or LaunchError with who does. May watch a silent holder for `stale_s`."""
-        run_dir.mkdir(parents=True, exist_ok=True)
         holder = here(launcher, job)
         took_over = ""
         while True:
-            staged, descriptor, beat_at = _write(run_dir, holder)
+            with writing(run_dir / FILE):
+                run_dir.mkdir(parents=True, exist_ok=True)
+                staged, descriptor, beat_at = _write(run_dir, holder)
             if _create(staged, run_dir / FILE):
                 return Claim(run_dir, holder, descriptor, beat_at, took_over)
             os.close(descriptor)

@@ -20,7 +20,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -45,12 +45,13 @@ KEPT_BYTES = 4 << 20
 """Of one file's records while it cannot be written; what comes after that is lost."""
 RETRY_S = 5.0
 FULL = (errno.ENOSPC, errno.EDQUOT)
-NEEDED: Mapping[str, Mapping[str, type]] = {
+NEEDED: Mapping[str, Mapping[str, type]] = {"metrics.jsonl": {"step": int}, "history.jsonl": {"event": str}}
+NEEDED_OF_EVENT: Mapping[str, Mapping[str, type]] = {
     "start": {"from_step": int},
     "end": {"step": int},
-    "crash": {"job": str, "restart": int, "step": int},
+    "crash": {"job": str, "restart": int, "step": int, "code": int},
 }
-"""The fields of an event in history.jsonl that decisions rest on."""
+"""The fields that a start, a stop or a restart is decided by. A record without them is left out as a torn one is."""
 
 
 @dataclass(frozen=True)
@@ -116,11 +117,12 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def _unwritable(path: Path, error: OSError) -> ShardrunError:
+    folder = path if path.is_dir() else path.parent
     if error.errno in FULL:
-        folder = path if path.is_dir() else path.parent
         hint = f"df -h {folder} and df -i {folder} show what is full: free some, then start the same command"
         return CheckpointError(f"{path} cannot be written ({error.strerror}).", hint)
-    return ConfigError(f"--run.dir: {path} cannot be written ({error.strerror}).", "--run.dir runs/NAME")
+    hint = f"ls -ld {folder} shows who may write there; --run.dir runs/NAME is another place"
+    return ConfigError(f"{path} cannot be written ({error.strerror}).", hint)
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -169,33 +171,24 @@ def read_lines(path: Path, together: int = BLOCK_LINES) -> Iterator[dict[str, An
     return (record for _, record in _numbered(path, together))
 
 
-def read_records(path: Path, **needed: type) -> Iterator[dict[str, Any]]:
-    """The records of a line file. A line is left out and named in one warning a file if a kill or a full disk tore it, or if
-    one of the `needed` fields is of another type."""
-    return _whole(path, lambda record: _has(record, needed))
-
-
-def read_history(run: RunDir) -> Iterator[dict[str, Any]]:
-    """The events of history.jsonl whose fields are what a decision needs."""
-    return _whole(run.history, lambda record: _has(record, {"event": str, **NEEDED.get(str(record.get("event")), {})}))
-
-
-def last_step(run: RunDir) -> int:
-    """The last step in metrics.jsonl; 0 before the first."""
-    return max((record["step"] for record in read_records(run.metrics, step=int)), default=0)
-
-
-def _whole(path: Path, accepts: Callable[[dict[str, Any]], bool]) -> Iterator[dict[str, Any]]:
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a line file that have the fields NEEDED. One warning a file names the lines left out."""
     torn: list[int] = []
     for number, record in _numbered(path, BLOCK_LINES):
-        if record is not None and accepts(record):
+        if record is not None and _is_whole(record, path.name):
             yield record
         else:
             torn.append(number)
     _tell_torn(path, torn)
 
 
-def _has(record: Mapping[str, Any], needed: Mapping[str, type]) -> bool:
+def last_step(run: RunDir) -> int:
+    """The last step in metrics.jsonl; 0 before the first."""
+    return max((record["step"] for record in read_records(run.metrics)), default=0)
+
+
+def _is_whole(record: Mapping[str, Any], file: str) -> bool:
+    needed = {**NEEDED.get(file, {}), **NEEDED_OF_EVENT.get(str(record.get("event")), {})}
     return all(type(record.get(name)) is kind for name, kind in needed.items())
 
 
@@ -382,7 +375,7 @@ def _write_whole(descriptor: int, data: bytes) -> None:
 def truncate_metrics(run: RunDir, step: int) -> None:
     """A run that goes on from `step` draws the later steps anew: one curve, no step twice."""
     if run.metrics.exists():
-        kept = (record for record in read_records(run.metrics, step=int) if record["step"] <= step)
+        kept = (record for record in read_records(run.metrics) if record["step"] <= step)
         replace_with(run.metrics, map(_line, kept))
 
 
@@ -391,7 +384,7 @@ def truncate_metrics(run: RunDir, step: int) -> None:
 
 def other_data(run: RunDir, data: Mapping[str, Any]) -> list[str]:
     """A line where the last start trained on other data than this one: step n would no longer mean the same samples."""
-    starts = [event for event in read_history(run) if event["event"] == "start"]
+    starts = [event for event in read_records(run.history) if event["event"] == "start"]
     before = starts[-1].get("data", data) if starts else data
     return (
         []

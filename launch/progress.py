@@ -52,7 +52,7 @@ def judge(run: RunDir, *, job: str, restart: int, code: int) -> Verdict:
 def _after_stop(run: RunDir, reason: str) -> Verdict:
     if reason not in SCHEDULERS_REASONS:
         return Verdict(FINISHED, f"stopped: {reason}. Not requeued; the same command with --run.dir {run.path} goes on.")
-    idle = _stops_without_a_step(list(rundir.read_history(run)))
+    idle = _stops_without_a_step(list(rundir.read_records(run.history)))
     if idle >= STOPS_WITHOUT_A_STEP:
         return Verdict(
             GIVE_UP,
@@ -77,7 +77,7 @@ def _stops_without_a_step(history: Sequence[dict[str, Any]]) -> int:
 
 def unmet(run: RunDir, *, job: str) -> Verdict:
     """Nodes that had met before do not now: one is lost, and Slurm has not noticed yet. A new allocation, a few times."""
-    history = list(rundir.read_history(run))
+    history = list(rundir.read_records(run.history))
     missed = 1
     while missed <= len(history) and history[-missed]["event"] == "unmet":
         missed += 1
@@ -88,7 +88,7 @@ def unmet(run: RunDir, *, job: str) -> Verdict:
 
 
 def _after_crash(run: RunDir, job: str, restart: int, code: int) -> Verdict:
-    earlier = [event for event in rundir.read_history(run) if event["event"] == "crash" and event["job"] == job]
+    earlier = [event for event in rundir.read_records(run.history) if event["event"] == "crash" and event["job"] == job]
     step = last_step(run)
     run.path.mkdir(parents=True, exist_ok=True)
     crash = {"event": "crash", "time": rundir.now(), "job": job, "restart": restart, "step": step, "code": code}
@@ -109,7 +109,7 @@ def _after_crash(run: RunDir, job: str, restart: int, code: int) -> Verdict:
 
 def last_step(run: RunDir) -> int:
     """The last step that anybody heard of; 0 before the first."""
-    return rundir.last_step(run)
+    return max((int(record["step"]) for record in rundir.read_records(run.metrics)), default=0)
 
 
 def begin(flags: Sequence[str], default_run_dir: str, *, log: str = "", dry_run: bool = False) -> RunDir:
@@ -122,7 +122,7 @@ def begin(flags: Sequence[str], default_run_dir: str, *, log: str = "", dry_run:
         _link_log(run, log)
     for marker in (run.stopped, run.done):
         marker.unlink(missing_ok=True)
-    events = list(rundir.read_history(run))
+    events = list(rundir.read_records(run.history))
     if events and events[-1]["event"] == "start":
         why = "without a word: its node lost, or killed before it could save"
         rundir.append(run.history, {"event": "lost", "time": rundir.now(), "step": last_step(run), "why": why})

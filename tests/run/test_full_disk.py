@@ -176,8 +176,7 @@ def test_a_start_on_a_full_disk_is_refused_in_one_line_with_a_hint(disk: SmallDi
 def test_a_claim_that_does_not_fit_is_named_and_cleared_away(disk: SmallDisk) -> None:
     """The last block goes between the look at the folder and the claim."""
     fill(disk.outside / "ballast")
-    take = "from pathlib import Path; from fsdp import rundir; from fsdp.claim import Claim; run = Path({!r})\n"
-    take += "with rundir.writing(run / 'CLAIM'): Claim.acquire(run, 'test')"
-    refused = disk.start(sys.executable, "-c", take.format(str(disk.inside)))
+    take = f"from pathlib import Path; from fsdp.claim import Claim; Claim.acquire(Path({str(disk.inside)!r}), 'test')"
+    refused = disk.start(sys.executable, "-c", take)
     assert f"{disk.inside}/CLAIM cannot be written (No space left on device)." in refused.stderr.splitlines()[-1]
     assert disk.names() == ["ballast"]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fsdp import claim
 from fsdp.claim import Claim
-from fsdp.errors import LaunchError
+from fsdp.errors import ShardrunError
 
 FORK = multiprocessing.get_context("fork")
 HERE = Path()
@@ -38,7 +38,7 @@ def want(told: Connection, user: int, stale_s: float) -> None:
         held = Claim.acquire(HERE, "srun", stale_s=stale_s)
         told.send(held.took_over)
         held.release()
-    except LaunchError as error:
+    except ShardrunError as error:
         told.send(f"refused: {error}")
 
 

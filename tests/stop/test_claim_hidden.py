@@ -13,7 +13,7 @@ import pytest
 
 from fsdp import claim
 from fsdp.claim import Claim
-from fsdp.errors import LaunchError
+from fsdp.errors import ShardrunError
 
 ROOT = Path(__file__).parents[2]
 NOBODY = 65534
@@ -94,7 +94,7 @@ def test_a_place_that_is_not_known_equals_no_other(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(claim, "BEAT_S", 0.05)
     monkeypatch.setattr(claim, "_place", lambda: "")
     held = Claim.acquire(tmp_path, "torchrun")
-    with pytest.raises(LaunchError, match="is being written by process"):
+    with pytest.raises(ShardrunError, match="is being written by process"):
         Claim.acquire(tmp_path, "srun", stale_s=30.0)
     held.release()
 
