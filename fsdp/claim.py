@@ -2,8 +2,8 @@
 
 The claim is a file that names its holder and carries a count that the holder raises every few seconds. A dead holder of this
 machine is seen by its process; one elsewhere by a count that stands still while we watch, which needs no two clocks to agree.
-"This machine" is one machine id, one boot and one process space. Where /proc does not give these (macOS, a container that masks
-it), or hides the holder's process (hidepid), the process proves nothing and the count decides.
+"This machine" means the same machine id, boot id and PID namespace. Where /proc does not give these (macOS, a container
+that masks it) or hides the holder's process (hidepid), the process proves nothing and the count decides.
 Taking over replaces the file, so a holder that was cut off and comes back finds another's name in it and stops writing.
 Only O_EXCL, link and rename are used: no lock that a shared folder may not have.
 """
@@ -35,7 +35,7 @@ STALE_S = 20.0
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a claim. Process numbers of one `place` are of one machine and one process space; an empty one equals none."""
+    """Who holds a claim. Process ids are comparable within one `place`; an empty `place` equals no other."""
 
     token: str
     host: str
@@ -61,14 +61,14 @@ def here(launcher: str, job: str = "") -> Holder:
 
 
 def _place() -> str:
-    """One value for all processes that see each other's numbers; empty where this system does not tell.
+    """One value for all processes that share process ids; empty where this system does not tell.
 
-    Host names may be equal in a cluster, and machine ids where nodes boot from one image; boot ids are drawn anew by each
-    kernel. The first process space has the same number on every machine.
+    Host names may be equal in a cluster, and machine ids where nodes boot from one image; each boot draws a new boot id.
+    The first PID namespace has the same number on every machine.
     """
     try:
         if Path("/proc/self").readlink() != Path(str(os.getpid())):
-            return ""  # a /proc of another process space: its numbers are not ours
+            return ""  # /proc of another PID namespace: its process ids are not ours
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         space = Path("/proc/self/ns/pid").readlink()
     except OSError:
@@ -85,8 +85,7 @@ def _machine_id() -> str:
 
 
 def _state_and_birth(pid: int) -> tuple[str, str] | None:
-    """Its state, and when it started in the kernel's own count: a number that was given again is another process. None where
-    /proc does not show it."""
+    """State and start time in the kernel's ticks, which tells a reused process id. None where /proc does not show it."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -171,7 +170,7 @@ class Claim:
                     log.warning("the claim on %s cannot be renewed: %s", self._path.parent, error)
             else:
                 if missed:
-                    log.warning("the claim on %s is renewed again, after %d beats without", self._path.parent, missed)
+                    log.warning("the claim on %s is renewed again, %d beats failed", self._path.parent, missed)
                 missed = 0
 
 
@@ -223,7 +222,7 @@ def _read(claim: Path) -> tuple[Holder | None, bytes]:
 
 
 def _is_sound(holder: Holder) -> bool:
-    """Whoever wrote the file: what is read from it is sent to the kernel and to a calendar."""
+    """Anybody may have written the file, and its values go to kill() and localtime()."""
     words = (holder.token, holder.host, holder.place, holder.born, holder.launcher, holder.job)
     if not all(isinstance(word, str) for word in words):
         return False
@@ -269,7 +268,8 @@ def _clear_dead(run_dir: Path, stale_s: float, job: str = "", watch: Callable[[P
         if known is None:
             why = "its process is hidden from this one: " if ours else ""
             shown = holder or "somebody unnamed"
-            log.warning("%s is claimed by %s: %swatching for %.0f s whether it lives", run_dir, shown, why, stale_s)
+            words = "%s is claimed by %s: %swatching for %.0f s whether it lives"
+            log.warning(words, run_dir, shown, why, stale_s)
             alive, how = (watch or _changes)(claim, data, stale_s), f"it gave no sign for {stale_s:g} s"
     if alive:
         raise LaunchError(

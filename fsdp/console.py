@@ -1,8 +1,8 @@
 """What a person sees: one live line on a terminal, one plain line a record in a log. Rank 0 speaks.
 
 A log's lines stay within 80 columns, and its columns stand still, so that it can be read down; a terminal's line is fitted
-to its width, what matters most first. What the numbers are is fsdp/metrics.py's. A stream that cannot be written (a log on a
-full disk, a reader that has left) loses lines and not the run.
+to its width, what matters most first. What the numbers are is fsdp/metrics.py's. A stream that cannot be written (a log
+on a full disk, a closed pipe) loses lines; the run continues.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _LiveHandler(logging.StreamHandler[TextIO]):
     """A log line never lands in the middle of the live line."""
 
     _failed = 0
-    """Records in a row that the stream has not taken."""
+    """Consecutive records that could not be written."""
 
     def emit(self, record: logging.LogRecord) -> None:
         Console.clear_live()
@@ -58,7 +58,7 @@ class _LiveHandler(logging.StreamHandler[TextIO]):
             log.warning("this log can be written again: %d lines came late or are lost", before)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Called by emit. There is no other place where a full disk could be named."""
+        """Called by emit. A full disk is counted: this stream is the one that would name it."""
         if isinstance(sys.exc_info()[1], OSError):
             self._failed += 1
         else:
@@ -66,7 +66,7 @@ class _LiveHandler(logging.StreamHandler[TextIO]):
 
 
 def print_last(text: str) -> None:
-    """A run that has ended has done so where nobody can read of it, too."""
+    """Print a run's summary. A full log does not make the run a failed one."""
     try:
         print(text, flush=True)
     except OSError as error:
@@ -74,8 +74,8 @@ def print_last(text: str) -> None:
 
 
 def flush_output() -> None:
-    """Before the interpreter ends. Its own flush of a stream that cannot be written turns any exit code into 120, so such a
-    stream is led to /dev/null, as the signal module's documentation does with a closed pipe."""
+    """Call before the interpreter exits: its own flush of a stream that cannot be written makes any exit code 120. Such a
+    stream is redirected to /dev/null, as the documentation of Python's signal module does for SIGPIPE."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()
@@ -97,7 +97,7 @@ class Console:
         self._total, self._every, self._unit = total_steps, every, unit
         self._drawn_at = 0.0
         self._failed = 0
-        """Lines in a row that the stream has not taken."""
+        """Consecutive lines that could not be written."""
         self._started: tuple[int, float] | None = None
 
     def wants(self, step: int) -> bool:

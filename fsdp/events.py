@@ -70,8 +70,8 @@ def _scalar(tag: str, value: float) -> bytes:
 
 
 class EventWriter:
-    """Appends scalars to one new event file; a restart adds another file, as TensorBoard expects. Events are written whole or
-    not at all: TensorBoard reads nothing behind a broken one."""
+    """Appends scalars to one new event file; a restart adds another file, as TensorBoard expects. Events are written whole
+    or not at all: TensorBoard stops reading at a broken one."""
 
     def __init__(self, folder: Path, purge_step: int | None = None) -> None:
         """Steps from `purge_step` on that an earlier file has are drawn anew (a resume after a crash)."""

@@ -1,7 +1,7 @@
 """Where a run's numbers go: metrics.jsonl, TensorBoard events, whoever else asked, the console, and the launcher's Reporter.
 
 Rank 0 writes files; every rank reports, every time. On CUDA the numbers of a step stay on the device until a line is printed.
-A file or a sink that cannot be written (a full disk) loses records and not the run.
+A file or a sink that cannot be written (a full disk) loses records; the run continues.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class Recorder:
         self._metrics, self._saves = Appender(run.metrics), Appender(run.path / "saves.jsonl")
         events = [EventWriter(run.path / "tensorboard", purge_step=from_step + 1)] if env.is_main else []
         self._sinks: list[Sink] = [*events, *sinks]
-        self._unheard: dict[int, int] = {}
-        """By sink, the steps whose numbers it could not write in a row."""
+        self._missed: dict[int, int] = {}
+        """Consecutive failures by sink."""
         self._pending: list[Pending] = []
         self._holds = env.device.type in DEVICES_THAT_HOLD
         self.last: StepMetrics | None = None
@@ -160,12 +160,12 @@ class Recorder:
                 self._recovered(nth, step)
 
     def _failed(self, nth: int, step: int, error: OSError) -> None:
-        if nth not in self._unheard:
+        if nth not in self._missed:
             log.warning("step %d: %s cannot write: %s. The run continues", step, type(self._sinks[nth]).__name__, error)
-        self._unheard[nth] = self._unheard.get(nth, 0) + 1
+        self._missed[nth] = self._missed.get(nth, 0) + 1
 
     def _recovered(self, nth: int, step: int) -> None:
-        if missed := self._unheard.pop(nth, 0):
+        if missed := self._missed.pop(nth, 0):
             log.warning("step %d: %s writes again, %d records are lost", step, type(self._sinks[nth]).__name__, missed)
 
     def close(self) -> None:
@@ -177,7 +177,7 @@ class Recorder:
                 sink.close()
             except OSError as error:
                 log.warning(
-                    "%s cannot be closed: %s. %d records are lost", type(sink).__name__, error, self._unheard.get(nth, 0)
+                    "%s cannot be closed: %s. %d records are lost", type(sink).__name__, error, self._missed.get(nth, 0)
                 )
 
 

@@ -6,8 +6,8 @@
 
 Only rank 0 writes here, apart from checkpoints. Who may write at all is fsdp/claim.py's.
 
-A line file (`*.jsonl`) holds one JSON object a line. Every reader and writer of one uses `read_lines`, `read_records`,
-`append` or `Appender` below: a torn line is left out when read, and ended before the next one is written.
+A line file (`*.jsonl`) holds one JSON object a line. Every reader and writer of one uses `read_lines`,
+`read_records`, `append` or `Appender` below: a torn line is left out when read, and ended before the next write.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ NEEDED_OF_EVENT: Mapping[str, Mapping[str, type]] = {
     "end": {"step": int},
     "crash": {"job": str, "restart": int, "step": int, "code": int},
 }
-"""The fields that a start, a stop or a restart is decided by. A record without them is left out as a torn one is."""
+"""The fields that decisions rest on. A record without them is left out as a torn one is."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def create(path: Path) -> RunDir:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """A failure to write becomes one line that names the file. For what a start cannot do without."""
+    """Turn a failure to write into one line that names the file. For what a start needs."""
     try:
         yield
     except OSError as error:
@@ -131,7 +131,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def replace_with(path: Path, pieces: Iterable[bytes]) -> None:
-    """Synced before the rename: the name may otherwise reach the disk before the bytes, and a file of NULs is left."""
+    """Synced before the rename: the name may otherwise reach the disk before the bytes, which leaves NULs."""
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         with aside.open("wb") as file:
@@ -146,14 +146,16 @@ def replace_with(path: Path, pieces: Iterable[bytes]) -> None:
 
 def write_config(run: RunDir, config: Config) -> list[str]:
     """Keep the configuration, and return what has changed since the last start as `field: old → new`."""
-    from fsdp import config as configuration  # each node's monitor imports this file and needs no configuration
+    # here, since the monitor process of each node imports this file and needs no configuration
+    from fsdp import config as configuration
 
     changed: list[str] = []
     if run.config.exists():
         try:
             old = configuration.read_recipe(str(run.config))
         except ConfigError as error:  # only compared with: a start does not depend on it
-            changed.append(f"config.toml of the last start cannot be compared: {str(error).partition(' HINT:')[0]}")
+            why = str(error).partition(" HINT:")[0]
+            changed.append(f"config.toml of the last start cannot be compared: {why}")
             old = {}
         for name, value in configuration.flatten(config).items():
             before = old.get(name, {} if isinstance(value, Mapping) else value)
@@ -200,7 +202,9 @@ def _tell_torn(path: Path, lines: list[int]) -> None:
     if not lines or (path, tuple(lines)) in _told_torn:
         return
     _told_torn.add((path, tuple(lines)))
-    numbers = ", ".join(map(str, lines[:SHOWN])) + (f" and {len(lines) - SHOWN} more" if len(lines) > SHOWN else "")
+    numbers = ", ".join(map(str, lines[:SHOWN]))
+    if len(lines) > SHOWN:
+        numbers += f" and {len(lines) - SHOWN} more"
     what = f"line {numbers} is torn and" if len(lines) == 1 else f"lines {numbers} are torn and"
     log.warning("%s: %s left out", path, what)
 
@@ -222,7 +226,8 @@ def _parsed(block: list[str], first: int) -> Iterator[tuple[int, dict[str, Any] 
     except (ValueError, RecursionError):
         found = []
     if len(found) == len(block):
-        yield from ((number, one if isinstance(one, dict) else None) for number, one in enumerate(found, first))
+        for number, one in enumerate(found, first):
+            yield number, one if isinstance(one, dict) else None
     else:
         yield from ((number, _object(line)) for number, line in enumerate(block, first) if line.strip())
 
@@ -249,7 +254,7 @@ def append(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def append_if_possible(path: Path, record: Mapping[str, Any]) -> None:
-    """For a record that the run can do without: where it cannot be written the log has it."""
+    """For an optional record: if it cannot be written, it goes to the log."""
     try:
         append(path, record)
     except OSError as error:
@@ -257,14 +262,14 @@ def append_if_possible(path: Path, record: Mapping[str, Any]) -> None:
 
 
 class Appender:
-    """A file that grows by whole records and that the run can do without, held open. Nothing here raises OSError.
+    """Appends whole records to an optional file, which it holds open. Its methods do not raise OSError.
 
-    While the file cannot be written (a full disk, a server that is away) records are kept, up to KEPT_BYTES, and tried again
-    every RETRY_S and at `close`. The log says when that begins, and with how many records it ends.
+    While the file cannot be written (a full disk, a server that is away) it keeps up to KEPT_BYTES of records and
+    retries every RETRY_S and at `close`. It logs when that begins, and how many records were kept and lost at its end.
     """
 
     def __init__(self, path: Path, *, lines: bool = True, buffer_bytes: int = 0) -> None:
-        """`lines`: a torn last line is ended first. `buffer_bytes`: so much is gathered before it is written."""
+        """`lines`: end a torn last line first. `buffer_bytes`: collect this much before a write."""
         self.path = path
         self._lines, self._buffer_bytes = lines, buffer_bytes
         self._descriptor: int | None = None
@@ -283,7 +288,8 @@ class Appender:
         else:
             self._waiting.append(data)
             self._bytes += len(data)
-        if self._bytes > self._buffer_bytes and (self._retry_at is None or time.monotonic() >= self._retry_at):
+        may_try = self._retry_at is None or time.monotonic() >= self._retry_at
+        if may_try and self._bytes > self._buffer_bytes:
             self.flush()
 
     def flush(self) -> None:
@@ -322,7 +328,8 @@ class Appender:
 
     def _failed(self, error: OSError) -> None:
         if self._retry_at is None:
-            log.warning("%s cannot be written (%s): the run continues, and its records are kept", self.path, error.strerror)
+            words = "%s cannot be written (%s): the run continues, and its records are kept"
+            log.warning(words, self.path, error.strerror)
         self._retry_at = time.monotonic() + RETRY_S
         self._release()  # a handle that a server has forgotten stays bad
 
@@ -419,7 +426,7 @@ def record_start(
 
 
 def mark(marker: Path, text: str) -> None:
-    """STOPPED or DONE. A run that has come to its end has done so without a marker too."""
+    """Write STOPPED or DONE. A failure is logged: the run has ended without its marker too."""
     try:
         write_atomically(marker, text)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""fp16's loss scale over time: halved by an overflow, doubled after enough good steps in a row, and kept across a resume."""
+"""fp16's loss scale over time: an overflow halves it, consecutive good steps double it, and it survives a resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A data set that fills a disk while a run reads it, and may free it again: a full disk at about a known step."""
+"""A data set that fills a disk while a run reads it, and frees it again: a full disk at about a known step."""
 
 from __future__ import annotations
 
