@@ -17,7 +17,6 @@ import errno
 import json
 import logging
 import os
-import secrets
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -89,7 +88,7 @@ def new_name(config: Config) -> str:
     """Sorts by time, says what it is, and two started in one second differ."""
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     model = config.model.name.replace(":", "-").replace(".", "-")
-    return f"{now}-{model}-{Path(config.data.name.replace(':', '-')).name}-{secrets.token_hex(2)}"
+    return f"{now}-{model}-{Path(config.data.name.replace(':', '-')).name}-{os.urandom(2).hex()}"
 
 
 def choose(config: Config) -> Path:
@@ -101,7 +100,8 @@ def create(path: Path) -> RunDir:
     with writing(path):
         for folder in (path, path / "logs", path / "tensorboard"):
             folder.mkdir(parents=True, exist_ok=True)
-        probe = path / f".writable-{secrets.token_hex(4)}"
+        # os.urandom, not secrets: that imports OpenSSL, 4 MiB in the monitor process of each node
+        probe = path / f".writable-{os.urandom(4).hex()}"
         write_atomically(probe, " " * PROBE_BYTES)
         probe.unlink()
     return RunDir(path)
@@ -132,7 +132,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 def replace_with(path: Path, pieces: Iterable[bytes]) -> None:
     """Synced before the rename: the name may otherwise reach the disk before the bytes, which leaves NULs."""
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    aside = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
     try:
         with aside.open("wb") as file:
             file.writelines(pieces)
