@@ -209,13 +209,18 @@ def test_a_log_that_cannot_be_written_has_no_tracebacks(capsys: pytest.CaptureFi
     assert capsys.readouterr().err == ""
 
 
+def buffered() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 @pytest.mark.parametrize("code", [0, 4])
 def test_an_output_that_is_full_does_not_change_the_exit_code(code: int) -> None:
     """Python's own flush at exit makes it 120."""
     say = "import sys; from fsdp.console import flush_output, print_last; print_last('the end'); flush_output(); "
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run([sys.executable, "-c", f"{say} sys.exit({code})"], cwd=ROOT, stdout=full, stderr=full)
+        command = [sys.executable, "-c", f"{say} sys.exit({code})"]
+        done = subprocess.run(command, cwd=ROOT, env=buffered(), stdout=full, stderr=full)
     assert done.returncode == code
 
 

@@ -6,6 +6,7 @@ The disk is a tmpfs of its own, in a mount namespace that a sleeping process hol
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import struct
@@ -43,7 +44,8 @@ class SmallDisk:
         """`output`: the file on the disk that standard output goes to."""
         enter = ["nsenter", "--target", str(self.keeper), "--mount", f"--wdns={ROOT}"]
         shell = ["bash", "-c", f"exec {shlex.join(command)}{f' >{output}' if output else ''}"]
-        return subprocess.run([*enter, *shell], cwd=ROOT, capture_output=True, text=True, timeout=200)
+        environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+        return subprocess.run([*enter, *shell], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=200)
 
     def names(self, folder: str = "") -> list[str]:
         return sorted(path.name for path in (self.outside / folder).iterdir())
