@@ -16,6 +16,7 @@ import traceback
 from fsdp import collector
 from fsdp import config as configuration
 from fsdp.config import Config
+from fsdp.console import flush_output
 from fsdp.env import speaks_for_all
 from fsdp.errors import ShardrunError
 
@@ -53,6 +54,7 @@ def run_here(config: Config) -> int:
     """This process is one rank, or the only one."""
     with collector.importing():
         from fsdp.agree import Elsewhere, lost_a_neighbour
+        from fsdp.console import print_last
         from fsdp.env import from_environment
         from fsdp.loop import train
         from fsdp.summary import summary
@@ -78,7 +80,7 @@ def run_here(config: Config) -> int:
         print(f"[rank {env.rank}] failed on {env.device}:\n{traceback.format_exc()}", file=sys.stderr)
         return 1
     if env.is_main:
-        print(summary(outcome, config))
+        print_last(summary(outcome, config))
     return 0
 
 
@@ -101,4 +103,6 @@ def _refuse(error: ShardrunError) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    flush_output()
+    sys.exit(code)

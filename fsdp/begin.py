@@ -54,13 +54,20 @@ def claimed_run(config: Config, env: DistEnv) -> Iterator[tuple[RunDir, Claim | 
 
 
 def records(config: Config, env: DistEnv, run: RunDir, step: int, data: Mapping[str, object]) -> None:
+    """What a start cannot do without: where it cannot be written no rank trains. Collective."""
     nodes = list(dict.fromkeys(agree.everyones(rundir.host())))
-    if env.is_main:
-        rundir.truncate_metrics(run, step)
-        changed = rundir.write_config(run, config) + rundir.other_data(run, data)
-        rundir.record_start(run, env, from_step=step, changed=changed, nodes=nodes, data=data)
+
+    def write() -> None:
+        with rundir.writing(run.metrics):
+            rundir.truncate_metrics(run, step)
+        with rundir.writing(run.config):
+            changed = rundir.write_config(run, config) + rundir.other_data(run, data)
+        with rundir.writing(run.history):
+            rundir.record_start(run, env, from_step=step, changed=changed, nodes=nodes, data=data)
         for line in changed:
             log.warning("changed since the last start: %s", line)
+
+    agree.on_main(env.rank, write)
 
 
 def sinks(config: Config, env: DistEnv, run: RunDir, job: Job, planned: Planned | None) -> list[Sink]:

@@ -2,6 +2,8 @@
 
 The claim is a file that names its holder and carries a count that the holder raises every few seconds. A dead holder of this
 machine is seen by its process; one elsewhere by a count that stands still while we watch, which needs no two clocks to agree.
+"This machine" means the same machine id, boot id and PID namespace. Where /proc does not give these (macOS, a container
+that masks it) or hides the holder's process (hidepid), the process proves nothing and the count decides.
 Taking over replaces the file, so a holder that was cut off and comes back finds another's name in it and stops writing.
 Only O_EXCL, link and rename are used: no lock that a shared folder may not have.
 """
@@ -21,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fsdp.errors import LaunchError
+from fsdp.rundir import writing
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +35,7 @@ STALE_S = 20.0
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a claim. `place` tells whether two process numbers are of one machine and one process space."""
+    """Who holds a claim. Process ids are comparable within one `place`; an empty `place` equals no other."""
 
     token: str
     host: str
@@ -52,33 +55,57 @@ class Holder:
 def here(launcher: str, job: str = "") -> Holder:
     """This process as a holder."""
     pid = os.getpid()
-    return Holder(secrets.token_hex(8), socket.gethostname(), _place(), pid, _born(pid), launcher, job, time.time())
+    place = _place()
+    _, born = (_state_and_birth(pid) if place else None) or ("", "")
+    return Holder(secrets.token_hex(8), socket.gethostname(), place, pid, born, launcher, job, time.time())
 
 
 def _place() -> str:
-    """One value for all processes that see each other's numbers: host, boot and process space."""
+    """One value for all processes that share process ids; empty where this system does not tell.
+
+    Host names may be equal in a cluster, and machine ids where nodes boot from one image; each boot draws a new boot id.
+    The first PID namespace has the same number on every machine.
+    """
     try:
+        if Path("/proc/self").readlink() != Path(str(os.getpid())):
+            return ""  # /proc of another PID namespace: its process ids are not ours
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{socket.gethostname()} {boot} {Path('/proc/self/ns/pid').readlink()}"
+        space = Path("/proc/self/ns/pid").readlink()
     except OSError:
-        return socket.gethostname()
+        return ""
+    return f"{socket.gethostname()} {_machine_id()} {boot} {space}"
 
 
-def _born(pid: int) -> str:
-    """When a process started, in the kernel's own count: a number that was given again is another process."""
+def _machine_id() -> str:
+    """Empty in many containers, where the boot id alone tells machines apart."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        return Path("/etc/machine-id").read_text().strip()
     except OSError:
         return ""
 
 
-def _lives(holder: Holder) -> bool:
-    """Only to be asked of a holder of this place. A zombie is dead."""
+def _state_and_birth(pid: int) -> tuple[str, str] | None:
+    """State and start time in the kernel's ticks, which tells a reused process id. None where /proc does not show it."""
     try:
-        fields = Path(f"/proc/{holder.pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
+        return None
+    return fields[0], fields[19]
+
+
+def _lives(holder: Holder) -> bool | None:
+    """Only to be asked of a holder of this place; None where this process cannot know. A zombie is dead."""
+    seen = _state_and_birth(holder.pid)
+    if seen is not None:
+        state, born = seen
+        return state not in "ZX" and born == holder.born
+    try:
+        os.kill(holder.pid, 0)
+    except ProcessLookupError:
         return False
-    return fields[0] not in "ZX" and fields[19] == holder.born
+    except PermissionError:
+        pass  # another user's process
+    return None  # there, and hidden: the holder, or a later process of its number
 
 
 class Claim:
@@ -98,11 +125,12 @@ class Claim:
     @staticmethod
     def acquire(run_dir: Path, launcher: str, job: str = "", stale_s: float = STALE_S) -> Claim:
         """Hold this run directory, or LaunchError with who does. May watch a silent holder for `stale_s`."""
-        run_dir.mkdir(parents=True, exist_ok=True)
         holder = here(launcher, job)
         took_over = ""
         while True:
-            staged, descriptor, beat_at = _write(run_dir, holder)
+            with writing(run_dir / FILE):
+                run_dir.mkdir(parents=True, exist_ok=True)
+                staged, descriptor, beat_at = _write(run_dir, holder)
             if _create(staged, run_dir / FILE):
                 return Claim(run_dir, holder, descriptor, beat_at, took_over)
             os.close(descriptor)
@@ -129,7 +157,7 @@ class Claim:
 
     def _beat(self) -> None:
         """Through the open file, never by name: after a take-over this writes into a file that nobody sees."""
-        count = 0
+        count = missed = 0
         while not self._over.wait(BEAT_S):
             count += 1
             try:
@@ -137,7 +165,13 @@ class Claim:
                 os.fsync(self._descriptor)
                 self.lost = self.ousted()
             except OSError as error:
-                log.warning("the claim on %s could not be renewed: %s", self._path.parent, error)
+                missed += 1
+                if missed == 1:
+                    log.warning("the claim on %s cannot be renewed: %s", self._path.parent, error)
+            else:
+                if missed:
+                    log.warning("the claim on %s is renewed again, %d beats failed", self._path.parent, missed)
+                missed = 0
 
 
 def _write(run_dir: Path, holder: Holder) -> tuple[Path, int, int]:
@@ -145,8 +179,13 @@ def _write(run_dir: Path, holder: Holder) -> tuple[Path, int, int]:
     staged = run_dir / f".{FILE}-{holder.token}"
     text = json.dumps(asdict(holder)).encode() + b"\n"
     descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-    os.write(descriptor, text + b"0" * 20 + b"\n")
-    os.fsync(descriptor)
+    try:
+        os.write(descriptor, text + b"0" * 20 + b"\n")
+        os.fsync(descriptor)
+    except OSError:
+        os.close(descriptor)
+        staged.unlink()
+        raise
     return staged, descriptor, len(text)
 
 
@@ -176,9 +215,19 @@ def _read(claim: Path) -> tuple[Holder | None, bytes]:
     """The holder (None where the file does not say) and the whole text, its count included."""
     data = claim.read_bytes()
     try:
-        return Holder(**json.loads(data.partition(b"\n")[0])), data
-    except (ValueError, TypeError):
+        holder = Holder(**json.loads(data.partition(b"\n")[0]))
+    except (ValueError, TypeError, RecursionError):
         return None, data
+    return holder if _is_sound(holder) else None, data
+
+
+def _is_sound(holder: Holder) -> bool:
+    """Anybody may have written the file, and its values go to kill() and localtime()."""
+    words = (holder.token, holder.host, holder.place, holder.born, holder.launcher, holder.job)
+    if not all(isinstance(word, str) for word in words):
+        return False
+    pid, since = holder.pid, holder.since
+    return type(pid) is int and 0 < pid < 2**31 and type(since) in (int, float) and 0 <= since < 2**32
 
 
 def _read_patiently(claim: Path) -> tuple[Holder | None, bytes]:
@@ -212,11 +261,16 @@ def _clear_dead(run_dir: Path, stale_s: float, job: str = "", watch: Callable[[P
         return ""
     if holder is not None and _succeeds(job, holder.job):
         alive, how = False, f"{holder.job} is over"
-    elif holder is not None and holder.place == _place():
-        alive, how = _lives(holder), "it is dead"
     else:
-        log.warning("%s is claimed by %s: watching for %.0f s whether it lives", run_dir, holder or "somebody unnamed", stale_s)
-        alive, how = (watch or _changes)(claim, data, stale_s), f"it gave no sign for {stale_s:g} s"
+        ours = holder is not None and holder.place != "" and holder.place == _place()
+        known = _lives(holder) if ours and holder is not None else None
+        alive, how = known is True, "it is dead"
+        if known is None:
+            why = "its process is hidden from this one: " if ours else ""
+            shown = holder or "somebody unnamed"
+            words = "%s is claimed by %s: %swatching for %.0f s whether it lives"
+            log.warning(words, run_dir, shown, why, stale_s)
+            alive, how = (watch or _changes)(claim, data, stale_s), f"it gave no sign for {stale_s:g} s"
     if alive:
         raise LaunchError(
             f"{run_dir} is being written by {holder or 'another job'}.",

@@ -1,7 +1,8 @@
 """What a person sees: one live line on a terminal, one plain line a record in a log. Rank 0 speaks.
 
 A log's lines stay within 80 columns, and its columns stand still, so that it can be read down; a terminal's line is fitted
-to its width, what matters most first. What the numbers are is fsdp/metrics.py's.
+to its width, what matters most first. What the numbers are is fsdp/metrics.py's. A stream that cannot be written (a log
+on a full disk, a closed pipe) loses lines; the run continues.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import TextIO
 
 from fsdp.env import DistEnv
 from fsdp.metrics import StepMetrics
+
+log = logging.getLogger(__name__)
 
 LOG_COLUMNS = 80
 ORDER = ("step", "loss", "grad", "lr", "rate", "mfu", "memory", "left", "saved")
@@ -43,9 +46,43 @@ def set_up_logging(env: DistEnv, stream: TextIO | None = None) -> None:
 class _LiveHandler(logging.StreamHandler[TextIO]):
     """A log line never lands in the middle of the live line."""
 
+    _failed = 0
+    """Consecutive records that could not be written."""
+
     def emit(self, record: logging.LogRecord) -> None:
         Console.clear_live()
+        before = self._failed
         super().emit(record)
+        if before and self._failed == before:
+            self._failed = 0
+            log.warning("this log can be written again: %d lines came late or are lost", before)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Called by emit. A full disk is counted: this stream is the one that would name it."""
+        if isinstance(sys.exc_info()[1], OSError):
+            self._failed += 1
+        else:
+            super().handleError(record)
+
+
+def print_last(text: str) -> None:
+    """Print a run's summary. A full log does not make the run a failed one."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        log.warning("the summary cannot be printed (%s)", error.strerror)
+
+
+def flush_output() -> None:
+    """Call before the interpreter exits: its own flush of a stream that cannot be written makes any exit code 120. Such a
+    stream is redirected to /dev/null, as the documentation of Python's signal module does for SIGPIPE."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
 
 
 class Console:
@@ -59,6 +96,8 @@ class Console:
         self._colours = self.terminal and not os.environ.get("NO_COLOR")
         self._total, self._every, self._unit = total_steps, every, unit
         self._drawn_at = 0.0
+        self._failed = 0
+        """Consecutive lines that could not be written."""
         self._started: tuple[int, float] | None = None
 
     def wants(self, step: int) -> bool:
@@ -72,7 +111,7 @@ class Console:
             if time.monotonic() - self._drawn_at > 0.1 or m.step == self._total:
                 self._draw(self._fields(m, checkpoint))
         elif self.wants(m.step):
-            print(self.line(m), file=self._out, flush=True)
+            self._write(self.line(m) + "\n")
 
     def line(self, m: StepMetrics) -> str:
         """A record in a log."""
@@ -109,23 +148,37 @@ class Console:
         return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
     def _draw(self, fields: Mapping[str, str]) -> None:
-        columns = os.get_terminal_size(self._out.fileno()).columns or LOG_COLUMNS
+        try:
+            columns = os.get_terminal_size(self._out.fileno()).columns or LOG_COLUMNS
+        except OSError:  # the terminal is gone: writing says so
+            columns = LOG_COLUMNS
         # The last column stays free: a terminal that has filled it wraps, and the line could not be taken back.
-        self._out.write("\r\x1b[2K" + fit(fields, ON_A_TERMINAL, columns - 1, COLOURS if self._colours else {}))
-        self._out.flush()
+        self._write("\r\x1b[2K" + fit(fields, ON_A_TERMINAL, columns - 1, COLOURS if self._colours else {}))
         self._drawn_at = time.monotonic()
         Console._live = self
 
     @classmethod
     def clear_live(cls) -> None:
         if cls._live is not None:
-            cls._live._out.write("\n")
-            cls._live._out.flush()
-            cls._live = None
+            live, cls._live = cls._live, None
+            live._write("\n")
 
     def say(self, text: str) -> None:
         self.clear_live()
-        print(text, file=self._out, flush=True)
+        self._write(text + "\n")
+
+    def _write(self, text: str) -> None:
+        try:
+            self._out.write(text)
+            self._out.flush()
+        except OSError as error:
+            self._failed += 1
+            if self._failed == 1:
+                log.warning("the steps' lines cannot be printed (%s): the run continues", error.strerror)
+            return
+        if self._failed:
+            failed, self._failed = self._failed, 0
+            log.warning("the steps' lines are printed again: %d came late or are lost", failed)
 
 
 def fit(fields: Mapping[str, str], importance: Sequence[str], columns: int, colours: Mapping[str, str] | None = None) -> str:

@@ -13,9 +13,12 @@ import time
 from array import array
 from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
+
+from fsdp.rundir import Appender
+
+BUFFER_BYTES = 8192
 
 
 @functools.cache
@@ -67,13 +70,13 @@ def _scalar(tag: str, value: float) -> bytes:
 
 
 class EventWriter:
-    """Appends scalars to one new event file; a restart adds another file, as TensorBoard expects."""
+    """Appends scalars to one new event file; a restart adds another file, as TensorBoard expects. Events are written whole
+    or not at all: TensorBoard stops reading at a broken one."""
 
     def __init__(self, folder: Path, purge_step: int | None = None) -> None:
         """Steps from `purge_step` on that an earlier file has are drawn anew (a resume after a crash)."""
-        folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
-        self._file: BinaryIO = (folder / name).open("wb")
+        self._file = Appender(folder / name, lines=False, buffer_bytes=BUFFER_BYTES)
         self._write(_event(time.time(), _bytes_field(3, b"brain.Event:2")))
         if purge_step is not None:
             session_log = _bytes_field(7, _varint(1 << 3) + _varint(1))  # SessionLog.START

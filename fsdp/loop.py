@@ -115,6 +115,7 @@ def _train(
             profile.close()
         loop.loader.close()
         loop.recorder.close()
+        loop.numbers.close()
         loop.stopper.close()
     return outcome
 
@@ -402,11 +403,11 @@ class _Loop:
         if self.env.is_main:
             why = self.stopped or "the last step"
             marker = self.run.stopped if self.stopped else self.run.done
-            rundir.write_atomically(marker, f"{why} at step {self.state.step}\n")
+            rundir.mark(marker, f"{why} at step {self.state.step}\n")
             rundir.record_end(self.run, step=self.state.step, why=why)
             if self.planned is not None and (compared := self.planned.compared()) is not None:
                 log.info("%s", compared)
-                rundir.append(self.run.history, {"event": "planned", "step": self.state.step, **compared.record()})
+                rundir.append_if_possible(self.run.history, {"event": "planned", "step": self.state.step, **compared.record()})
         return Outcome(self.run.path, self.state.step, self.stopped, self.evaluation)
 
 

@@ -1,26 +1,28 @@
 """Where a run's numbers go: metrics.jsonl, TensorBoard events, whoever else asked, the console, and the launcher's Reporter.
 
 Rank 0 writes files; every rank reports, every time. On CUDA the numbers of a step stay on the device until a line is printed.
+A file or a sink that cannot be written (a full disk) loses records; the run continues.
 """
 
 from __future__ import annotations
 
-import json
+import logging
 import resource
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TextIO
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from fsdp import rundir
 from fsdp.console import Console
 from fsdp.env import DistEnv
 from fsdp.events import EventWriter
 from fsdp.metrics import Reporter, StepMetrics
-from fsdp.rundir import RunDir
+from fsdp.rundir import Appender, RunDir
+
+log = logging.getLogger(__name__)
 
 DEVICES_THAT_HOLD = ("cuda",)
 """Where to fetch a number is to wait for all that was asked of the device before."""
@@ -77,10 +79,11 @@ class Recorder:
         mfu_of: float = 0.0,
     ) -> None:
         self._env, self._reporter, self._console, self._mfu_of = env, reporter, console, mfu_of
-        self._saves = run.path / "saves.jsonl"
-        self._file: TextIO | None = run.metrics.open("a", encoding="utf-8") if env.is_main else None
+        self._metrics, self._saves = Appender(run.metrics), Appender(run.path / "saves.jsonl")
         events = [EventWriter(run.path / "tensorboard", purge_step=from_step + 1)] if env.is_main else []
         self._sinks: list[Sink] = [*events, *sinks]
+        self._missed: dict[int, int] = {}
+        """Consecutive failures by sink."""
         self._pending: list[Pending] = []
         self._holds = env.device.type in DEVICES_THAT_HOLD
         self.last: StepMetrics | None = None
@@ -140,25 +143,42 @@ class Recorder:
         """A sealed checkpoint: what it held the steps up, what it took behind them."""
         self.checkpoint_note = f"saved {step}"
         if self._env.is_main:
-            rundir.append(self._saves, {"step": step, "stall_s": stall_s, "write_s": write_s, "bytes": size})
+            self._saves.append({"step": step, "stall_s": stall_s, "write_s": write_s, "bytes": size})
             if not self._console.terminal:
                 self._console.say(f"checkpoint of step {step} sealed: {size / 2**20:.1f} MiB in {write_s:.2f} s")
         self._reporter.report({"step": step}, checkpoint=path)
 
     def _write(self, step: int, record: Mapping[str, float], group: str) -> None:
-        assert self._file is not None
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()  # a kill loses nothing that was shown
+        self._metrics.append(record)  # unbuffered: a kill loses nothing that was shown
         values = {f"{group}/{name}": float(v) for name, v in record.items() if name != "step"}
-        for sink in self._sinks:
-            sink.scalars(step, values)
+        for nth, sink in enumerate(self._sinks):
+            try:
+                sink.scalars(step, values)
+            except OSError as error:  # a sink's own files may lie on the full disk
+                self._failed(nth, step, error)
+            else:
+                self._recovered(nth, step)
+
+    def _failed(self, nth: int, step: int, error: OSError) -> None:
+        if nth not in self._missed:
+            log.warning("step %d: %s cannot write: %s. The run continues", step, type(self._sinks[nth]).__name__, error)
+        self._missed[nth] = self._missed.get(nth, 0) + 1
+
+    def _recovered(self, nth: int, step: int) -> None:
+        if missed := self._missed.pop(nth, 0):
+            log.warning("step %d: %s writes again, %d records are lost", step, type(self._sinks[nth]).__name__, missed)
 
     def close(self) -> None:
         Console.clear_live()
-        if self._file is not None:
-            self._file.close()
-        for sink in self._sinks:
-            sink.close()
+        self._metrics.close()
+        self._saves.close()
+        for nth, sink in enumerate(self._sinks):
+            try:
+                sink.close()
+            except OSError as error:
+                log.warning(
+                    "%s cannot be closed: %s. %d records are lost", type(sink).__name__, error, self._missed.get(nth, 0)
+                )
 
 
 def step_record(metrics: StepMetrics) -> dict[str, float]:

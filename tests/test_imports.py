@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[1]
 
 LEVELS = {
     0: "errors config collector",
-    1: "models env optim small_states metrics digest torchvision_import events phases devices",
-    2: "mesh stop state memory loss agree claim console gradients scaler rundir recorder wandb_sink planned verdict",
+    1: "models env optim small_states metrics digest torchvision_import phases devices",
+    2: "mesh stop state memory loss agree claim console gradients scaler rundir events recorder wandb_sink planned verdict",
     3: "shard comm traffic float8 compile_cache materialize adapters proof data checkpoint watch evaluate job flops preflight "
     "begin",
     4: "loop",

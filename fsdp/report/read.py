@@ -19,9 +19,9 @@ from fsdp.checkpoint.inspect import Found, scan
 from fsdp.checkpoint.store import open_store
 from fsdp.config import FIELDS, read_recipe
 from fsdp.errors import ConfigError, ShardrunError
-from fsdp.report.series import Series, read_lines, read_numbers
+from fsdp.report.series import Series, read_numbers
 from fsdp.report.watched import Verdict, Watched, read_watched
-from fsdp.rundir import RunDir
+from fsdp.rundir import RunDir, read_lines
 
 Outcome = Literal["finished", "stopped", "failed", "killed", "running"]
 LIVE_S = 30.0

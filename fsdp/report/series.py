@@ -6,16 +6,15 @@ highest and mean, so a spike of one step stays on the page. Not here: drawing.
 
 from __future__ import annotations
 
-import json
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
 
 import numpy as np
 
-BLOCK = 2048
+from fsdp.rundir import read_lines
+
 BUCKETS = 360
 
 
@@ -80,36 +79,6 @@ def read_numbers(path: Path) -> Numbers:
                 steps[name].append(step)
                 values[name].append(value)
     return Numbers({name: _series(steps[name], values[name]) for name in steps}, unreadable)
-
-
-def read_lines(path: Path, together: int = BLOCK) -> Iterator[dict[str, Any] | None]:
-    """Each line's object; None for a line that is none. A file that is not there has no lines."""
-    if not path.is_file():
-        return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        while block := _block(file, together):
-            try:
-                # one call for many lines: half the time of a call a line
-                yield from (one if isinstance(one, dict) else None for one in json.loads(f"[{','.join(block)}]"))
-            except ValueError:
-                yield from (_object(line) for line in block if line.strip())
-
-
-def _block(file: TextIO, most: int) -> list[str]:
-    block: list[str] = []
-    for line in file:
-        block.append(line)
-        if len(block) == most:
-            break
-    return block
-
-
-def _object(line: str) -> dict[str, Any] | None:
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def _series(steps: array[float], values: array[float]) -> Series:

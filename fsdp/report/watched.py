@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from fsdp.phases import PHASES
-from fsdp.report.series import Series, in_order, read_lines
+from fsdp.report.series import Series, in_order
+from fsdp.rundir import read_lines
 
 WAITING = "waiting"
 """In collectives, for others: what no computing hides."""

@@ -10,12 +10,16 @@ KIND-STEP/          what a verdict rests on: rank-N.txt (stacks), rank-N.fr.json
 
 from __future__ import annotations
 
-import json
+import logging
 import queue
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from fsdp.rundir import Appender
+
+log = logging.getLogger(__name__)
 
 PATIENCE_S = 3.0
 
@@ -23,17 +27,16 @@ PATIENCE_S = 3.0
 class Files:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._tasks: queue.SimpleQueue[tuple[Path, str, str] | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[tuple[Path, str | Mapping[str, Any]] | None] = queue.SimpleQueue()
+        self._appenders: dict[Path, Appender] = {}
         self._thread = threading.Thread(target=self._serve, name="files", daemon=True)
         self._thread.start()
-        self.failed = ""
-        """The last thing that could not be written."""
 
     def append(self, name: str, record: Mapping[str, Any]) -> None:
-        self._tasks.put((self.folder / name, json.dumps(record) + "\n", "a"))
+        self._tasks.put((self.folder / name, record))
 
     def write(self, name: str, text: str) -> None:
-        self._tasks.put((self.folder / name, text, "w"))
+        self._tasks.put((self.folder / name, text))
 
     def close(self) -> None:
         """Waits for the storage, but not for ever: the process that asks has said all it has to say."""
@@ -42,10 +45,18 @@ class Files:
 
     def _serve(self) -> None:
         while (task := self._tasks.get()) is not None:
-            path, text, mode = task
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with path.open(mode, encoding="utf-8") as file:
-                    file.write(text)
-            except OSError as error:
-                self.failed = f"{path}: {error.strerror}"
+            path, content = task
+            if isinstance(content, str):
+                self._replace(path, content)
+            else:
+                self._appenders.setdefault(path, Appender(path)).append(content)
+        for appender in self._appenders.values():
+            appender.close()
+
+    def _replace(self, path: Path, text: str) -> None:
+        """Evidence of a moment: what cannot be written is not kept for later."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            log.warning("watch: %s cannot be written (%s)", path, error.strerror)

@@ -25,7 +25,7 @@ from fsdp.config import WatchSection
 from fsdp.digest import digest_shard
 from fsdp.env import DistEnv, set_variable
 from fsdp.errors import ConfigError, TrainingError
-from fsdp.rundir import append
+from fsdp.rundir import Appender
 from fsdp.shard import Sharded
 
 USUAL = 64
@@ -33,11 +33,6 @@ USUAL = 64
 FEWEST = 16
 MOST_SAMPLES = 4096
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")
-
-
-def written(folder: Path, name: str, record: Mapping[str, object]) -> None:
-    folder.mkdir(exist_ok=True)
-    append(folder / name, record)
 
 
 def make_deterministic() -> None:
@@ -54,7 +49,8 @@ class Spikes:
     """A sink of fsdp/recorder.py: hears each step's numbers once they are on the host."""
 
     def __init__(self, factor: float, run: Path, indices: Callable[[int], np.ndarray]) -> None:
-        self._factor, self._folder, self._indices = factor, run / "watch", indices
+        self._factor, self._indices = factor, indices
+        self._file = Appender(run / "watch" / "spikes.jsonl")
         self._before: deque[float] = deque(maxlen=USUAL)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -64,19 +60,20 @@ class Spikes:
         usual = median(self._before) if len(self._before) >= FEWEST else 0.0
         if usual > 0 and not norm <= self._factor * usual:  # so that NaN is one too
             samples = self._indices(step - 1)[:MOST_SAMPLES].tolist()
-            written(self._folder, "spikes.jsonl", {"step": step, "grad_norm": norm, "usual": usual, "samples": samples})
+            self._file.append({"step": step, "grad_norm": norm, "usual": usual, "samples": samples})
         if norm < float("inf"):
             self._before.append(norm)
 
     def close(self) -> None:
-        """Nothing is held open."""
+        self._file.close()
 
 
 class Numbers:
     """One rank's side of what is compared and summed over ranks."""
 
     def __init__(self, section: WatchSection, env: DistEnv, run: Path, sharded: Sharded) -> None:
-        self._section, self._env, self._folder = section, env, run / "watch"
+        self._section, self._env = section, env
+        self._file = Appender(run / "watch" / "gradients.jsonl")
         self._root = sharded.root
         names = {id(module): name for name, module in sharded.root.named_modules()}
         self._units = _parameters_by_unit(sharded, names)
@@ -101,7 +98,11 @@ class Numbers:
             dist.all_reduce(squares, group=self._shards)
         if self._env.is_main:
             norms = dict(zip(self._units, squares.sqrt().tolist(), strict=True))
-            written(self._folder, "gradients.jsonl", {"step": step, "units": norms})
+            self._file.append({"step": step, "units": norms})
+
+    def close(self) -> None:
+        """Local."""
+        self._file.close()
 
     def compare(self, step: int) -> None:
         """After an update: replicas hold the same bits, or TrainingError on every rank with whose are odd."""

@@ -121,7 +121,7 @@ class Watch:
     def _start_monitor(self, path: Path) -> None:
         spread = self._env.local_world_size < self._env.world_size
         ear = _listen() if spread and self._env.is_main else None
-        mine = here("").place
+        mine = here("").place or socket.gethostname()
         told = agree.everyones((mine, socket.gethostname(), str(path), _meeting(ear)))
         places = list(dict.fromkeys(place for place, _, _, _ in told))
         of_place = {place: [rank for rank, one in enumerate(told) if one[0] == place] for place in places}

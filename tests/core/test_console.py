@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import io
+import logging
 import os
 import pty
 import re
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.console import BOLD, GREEN, LOG_COLUMNS, PLAIN, Console, fit
+from fsdp.console import BOLD, GREEN, LOG_COLUMNS, PLAIN, Console, _LiveHandler, fit
 from fsdp.metrics import StepMetrics
 from tests.marks import sample_are
 
@@ -162,6 +163,65 @@ def test_time_left_is_said_as_people_say_it(monkeypatch: pytest.MonkeyPatch) -> 
 def test_no_width_is_too_small(columns: int) -> None:
     fields = {"step": "step 1/2", "loss": "loss 1.0000", "rate": "1 tok/s", "lr": "lr 1"}
     assert len(fit(fields, ("step", "loss", "rate", "lr"), columns)) <= columns
+
+
+# ---------------------------------------------------------------- streams that fail
+
+
+class Fails(io.StringIO):
+    """As a log on a disk that is full while `full` is set."""
+
+    full = False
+
+    def write(self, text: str) -> int:
+        if self.full:
+            raise OSError(28, "No space left on device")
+        return super().write(text)
+
+
+def test_lines_that_cannot_be_printed_are_told_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    out = Fails()
+    console = Console(total_steps=9, every=1, unit="tok", stream=out)
+    for step in range(1, 6):
+        out.full = 2 <= step <= 4
+        console.step(metrics(step), "")
+    assert [line.split()[1] for line in out.getvalue().splitlines()] == ["1/9", "5/9"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "the steps' lines cannot be printed (No space left on device): the run continues",
+        "the steps' lines are printed again: 3 came late or are lost",
+    ]
+
+
+def test_a_log_that_cannot_be_written_has_no_tracebacks(capsys: pytest.CaptureFixture[str]) -> None:
+    out = Fails()
+    handler = _LiveHandler(out)
+    logger = logging.Logger("test")
+    logger.addHandler(handler)
+    fsdp = logging.getLogger("fsdp")
+    fsdp.addHandler(handler)
+    try:
+        for step in range(1, 6):
+            out.full = 2 <= step <= 4
+            logger.warning("line %d", step)
+    finally:
+        fsdp.removeHandler(handler)
+    assert out.getvalue().splitlines() == ["line 1", "line 5", "this log can be written again: 3 lines came late or are lost"]
+    assert capsys.readouterr().err == ""
+
+
+def buffered() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("code", [0, 4])
+def test_an_output_that_is_full_does_not_change_the_exit_code(code: int) -> None:
+    """Python's own flush at exit makes it 120."""
+    say = "import sys; from fsdp.console import flush_output, print_last; print_last('the end'); flush_output(); "
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-c", f"{say} sys.exit({code})"]
+        done = subprocess.run(command, cwd=ROOT, env=buffered(), stdout=full, stderr=full)
+    assert done.returncode == code
 
 
 # ---------------------------------------------------------------- real runs

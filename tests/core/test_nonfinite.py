@@ -90,6 +90,12 @@ def test_skipping_has_a_bound(tmp_path: Path) -> None:
         assert "not finite 4 times in a row" in str(text)
 
 
+def test_good_steps_between_bad_ones_start_the_count_anew(tmp_path: Path) -> None:
+    """A bad step in each of three epochs: never two in a row, so a bound of one is not reached."""
+    finished = run(1, tmp_path, SPOILT, "--train.nonfinite skip --train.max_skipped 1 --train.steps 12")
+    assert sum(record["loss"] != record["loss"] for record in finished.records if "loss" in record) == 3
+
+
 @pytest.mark.parametrize(("ranks", "mesh"), quick_are([(1, "")], [(1, ""), (2, ""), (2, DDP)]))
 def test_an_fp16_overflow_halves_the_scale_and_training_goes_on(ranks: int, mesh: str, tmp_path: Path) -> None:
     finished = run(ranks, tmp_path, mesh, "--precision.param fp16 --precision.loss_scale 4e6 --train.max_skipped 20")

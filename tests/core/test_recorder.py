@@ -5,14 +5,16 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from fsdp.console import Console
 from fsdp.env import DistEnv
-from fsdp.metrics import NoReporter
-from fsdp.recorder import Pending, Recorder
+from fsdp.metrics import NoReporter, StepMetrics
+from fsdp.recorder import Pending, Recorder, step_record
 from fsdp.rundir import RunDir
 
 
@@ -66,6 +68,43 @@ def test_mfu_is_the_samples_a_second_times_what_one_is_worth(tmp_path: Path) -> 
     assert metrics.extra["mfu"] == 8 / 0.5 * 0.025
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["mfu"] == metrics.extra["mfu"]
     assert "40% MFU" in out.getvalue()
+
+
+@pytest.mark.parametrize(("tokens", "rate"), [(4096, 8192.0), (0, 16.0)])
+def test_the_rate_is_of_tokens_where_there_are_any_else_of_samples(tokens: int, rate: float) -> None:
+    metrics = StepMetrics(step=1, loss=1.0, grad_norm=1.0, lr=0.1, samples=8, tokens=tokens, step_time_s=0.5)
+    assert step_record(metrics)["per_s"] == rate
+    console = Console(total_steps=9, every=1, unit="tok", stream=io.StringIO())
+    console.step(metrics, "")
+    assert f"{rate:.0f} tok/s" in console.line(metrics)
+
+
+class Breaks(Hears):
+    """A sink whose own disk is full for the steps 2 to 4."""
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        if 2 <= step <= 4:
+            raise OSError(28, "No space left on device")
+        super().scalars(step, values)
+
+    def close(self) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_sink_that_cannot_write_is_told_once_and_holds_nobody_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    breaks = Breaks()
+    told = recorder(tmp_path, io.StringIO(), breaks)
+    for step in range(1, 7):
+        told.step(replace(one_step(), step=step))
+        told.flush()
+    told.close()
+    assert [step for step, _ in breaks.heard] == [1, 5, 6]
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4, 5, 6]
+    assert [record.getMessage() for record in caplog.records] == [
+        "step 2: Breaks cannot write: [Errno 28] No space left on device. The run continues",
+        "step 5: Breaks writes again, 3 records are lost",
+        "Breaks cannot be closed: [Errno 28] No space left on device. 0 records are lost",
+    ]
 
 
 def test_a_save_is_told_and_kept_with_what_it_took(tmp_path: Path) -> None:

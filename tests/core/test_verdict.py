@@ -95,6 +95,11 @@ def test_skipping_has_its_bound(tmp_path: Path) -> None:
         assert finite
 
 
+def test_good_steps_between_bad_ones_start_the_count_anew(tmp_path: Path) -> None:
+    words = f"{SPOILT} --train.nonfinite skip --train.max_skipped 1 --train.steps 12 --run.log_every_steps 5"
+    assert run_world(2, decided_by_device, ["--run.dir", str(tmp_path), *flags(words)]) == [(None, True)] * 2
+
+
 class _Fetches(TorchDispatchMode):
     """Numbers taken from a tensor to the host, by step and phase; what ranks tell each other on the host is not counted."""
 

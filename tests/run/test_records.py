@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.core.runs import flags, on_a_rank
+from tests.core.runs import failures, flags, on_a_rank
 from tests.world import run_world
 
 
@@ -25,3 +25,11 @@ def test_a_start_on_other_data_says_what_was_there_before(tmp_path: Path) -> Non
     changed = second["changed"]
     assert isinstance(changed, list)
     assert "the data: samples 64 → samples 96; a step's samples are not what they would have been" in changed
+
+
+def test_a_history_that_cannot_be_written_ends_the_start_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "run/history.jsonl").mkdir(parents=True)
+    first, second = failures(2, tmp_path / "run")
+    line = f"{tmp_path}/run/history.jsonl cannot be written (Is a directory). HINT: ls -ld {tmp_path}/run/history.jsonl "
+    assert str(first).startswith(f"ConfigError: {line}")
+    assert str(second).startswith(f"Elsewhere: rank 0 failed: {line}")

@@ -65,6 +65,21 @@ def test_a_killed_holder_is_replaced_at_once_with_one_line(tmp_path: Path) -> No
     assert not (tmp_path / FILE).exists()
 
 
+def test_a_zombie_is_dead(tmp_path: Path) -> None:
+    """Killed, and not yet waited for: its number and its birth are still there."""
+    with holder(tmp_path) as first:
+        first.kill()
+        eventually("the holder is a zombie", lambda: stat_of(first.pid)[0] == "Z", 10)
+        second = Claim.acquire(tmp_path, "srun", stale_s=1e9)
+        assert stat_of(first.pid)[0] == "Z"
+    assert second.took_over.endswith("it is dead")
+    second.release()
+
+
+def stat_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
 def test_a_process_number_that_was_given_again_is_not_the_holder(tmp_path: Path) -> None:
     held = Claim.acquire(tmp_path, "torchrun")
     rewrite(tmp_path, token="another", born="1")

@@ -173,12 +173,27 @@ def test_times_are_means_a_step_over_an_interval_that_grows(tmp_path: Path) -> N
     assert lines[0] == {**lines[0], "seconds": 12.0}
 
 
-def test_a_disk_that_is_not_there_holds_nobody_up(tmp_path: Path) -> None:
+def test_a_disk_that_is_not_there_holds_nobody_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("no folder")
     files = Files(tmp_path / "file" / "watch")
-    files.append("verdicts.jsonl", {"a": 1})
+    for _ in range(3):
+        files.append("verdicts.jsonl", {"a": 1})
+    files.write("late-1/rank-0.txt", "stacks")
     files.close()
-    assert "Not a directory" in files.failed
+    verdicts, text = tmp_path / "file/watch/verdicts.jsonl", tmp_path / "file/watch/late-1/rank-0.txt"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{verdicts} cannot be written (Not a directory): the run continues, and its records are kept",
+        f"watch: {text} cannot be written (Not a directory)",
+        f"{verdicts} could not be written to the end: 3 records lost",
+    ]
+
+
+def test_a_record_of_the_watch_follows_a_torn_one(tmp_path: Path) -> None:
+    (tmp_path / "late.jsonl").write_text('{"rank": 1, "no')
+    files = Files(tmp_path)
+    files.append("late.jsonl", {"rank": 2})
+    files.close()
+    assert (tmp_path / "late.jsonl").read_text().splitlines()[1:] == ['{"rank": 2}']
 
 
 @pytest.mark.parametrize(
