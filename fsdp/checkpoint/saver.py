@@ -27,6 +27,7 @@ from fsdp.checkpoint.staging import Image, Room, Staging
 from fsdp.checkpoint.store import Store
 from fsdp.checkpoint.talk import Talk
 from fsdp.checkpoint.write import Written, write_file
+from fsdp.devices import set_thread_device
 from fsdp.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ class Saver:
     ) -> None:
         self._store, self._talk, self._attempt = store, talk, attempt
         self._ours, self._after = ours, after
-        self._staging = Staging(device, room)
+        self._staging, self._device = Staging(device, room), device
         self._compared = False
         self._plan: Plan | None = None
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -95,6 +96,7 @@ class Saver:
         self._thread.join()
 
     def _serve(self) -> None:
+        set_thread_device(self._device)
         if hasattr(os, "setpriority"):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + NICE)
         while (job := self._jobs.get()) is not None:
