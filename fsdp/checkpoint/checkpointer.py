@@ -157,7 +157,7 @@ class Checkpointer:
         outcome = job.outcome
         assert outcome is not None
         if outcome.fatal or (must and outcome.failure):
-            raise CheckpointError(f"step {outcome.step} was not saved: {outcome.failure}.", LOST_HINT)
+            raise CheckpointError(f"step {outcome.step} {outcome.verdict.lower()}: {outcome.failure}.", LOST_HINT)
         if outcome.failure and self._failed_before:
             raise repeated(outcome)
         self._failed_before = bool(outcome.failure)
@@ -172,8 +172,13 @@ class Checkpointer:
         if not outcome.failure:
             self._ended.append(Sealed(job.step, outcome.path, job.stall_s, outcome.write_s, outcome.bytes))
             self._save_seconds = job.stall_s + outcome.write_s
+            if outcome.doubt and self._env.is_main:
+                log.warning(
+                    "checkpoint of step %d is whole in %s, but %s: a power cut may still lose it. Older ones are kept until "
+                    "a later save succeeds.", outcome.step, outcome.path, outcome.doubt,
+                )  # fmt: skip
         elif self._env.is_main:
-            log.error("CHECKPOINT of step %d was NOT saved: %s. The run goes on.", outcome.step, outcome.failure)
+            log.error("CHECKPOINT of step %d %s: %s. The run goes on.", outcome.step, outcome.verdict, outcome.failure)
 
     def _about(self, state: TrainState, metrics: Mapping[str, float], reason: str) -> Manifest:
         """What the manifest says of this save, but for the files."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from fsdp.checkpoint import inspect, names, store
 from fsdp.checkpoint.inspect import Found
 from fsdp.checkpoint.keep import superfluous
 from fsdp.checkpoint.manifest import Manifest
-from fsdp.checkpoint.store import LocalStore
+from fsdp.checkpoint.remote import RemoteStore
+from fsdp.checkpoint.store import LocalStore, open_store
 from fsdp.claim import FILE, Claim
 from fsdp.config import CheckpointSection
 from fsdp.env import DistEnv
@@ -87,6 +92,26 @@ def test_what_a_dead_attempt_left_is_swept_by_the_next(tmp_path: Path) -> None:
     assert steps(tmp_path) == ["somebody-elses", "step-00000001"]
 
 
+@pytest.mark.slow
+def test_pruning_deletes_a_link_and_leaves_what_it_leads_to(tmp_path: Path) -> None:
+    """A person keeps checkpoints on another disk, with a link in the run. The run prunes, and starts again afterwards."""
+    place, elsewhere = tmp_path / "run" / "checkpoints", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    run_world(2, save_all, str(tmp_path / "run"), {}, 2)
+    for name in ("step-00000001", "step-00000002"):
+        (place / name).rename(elsewhere / name)
+        (place / name).symlink_to(elsewhere / name)
+    (place / "step-00000001.gone-deadbeefabc").symlink_to(elsewhere / "step-00000001")
+    run_world(2, save_all, str(tmp_path / "run"), {"keep_last": 1}, 2)
+    run_world(2, save_all, str(tmp_path / "run"), {"keep_last": 1}, 1)
+    assert steps(tmp_path / "run") == ["step-00000005"]
+    for name in ("step-00000001", "step-00000002"):
+        found = inspect.look(LocalStore(elsewhere), name)
+        assert found.manifest is not None, found.detail
+        for file, (size, crc) in found.manifest.files.items():
+            inspect.check_file(LocalStore(elsewhere), name, file, size, crc)
+
+
 def fail_to_save(env: DistEnv, run_dir: str) -> tuple[list[str], str]:
     """A save that ends with its manifest unwritten: what there is must still be there."""
     run = build(env, "fsdp", run_dir, section={"keep_last": 1})
@@ -114,6 +139,101 @@ def test_the_old_stays_while_the_new_is_not_sealed(tmp_path: Path) -> None:
     for left, said in run_world(2, fail_to_save, str(tmp_path)):
         assert left == ["step-00000001", "step-00000002"]
         assert "step 3 was not saved: rank 0: EIO, Input/output error" in said
+
+
+class Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def fail_after_the_rename(env: DistEnv, run_dir: str) -> tuple[list[str], list[int], list[str], list[str]]:
+    """The fsync of the folder fails once the checkpoint has its name; then storage is well again."""
+    run, heard = build(env, "fsdp", run_dir, section={"keep_last": 1}), Heard()
+    logging.getLogger("fsdp.checkpoint").addHandler(heard)
+    run.checkpointer.restore(run.state)
+    sync_folder = store.sync_folder
+
+    def failing(folder: Path) -> None:
+        if (folder / "step-00000003").exists():
+            raise OSError(errno.EIO, "Input/output error")
+        sync_folder(folder)
+
+    run.step()
+    store.sync_folder = failing
+    try:
+        run.save(wait=True)
+    finally:
+        store.sync_folder = sync_folder
+    sealed, left = [one.step for one in run.checkpointer.sealed()], steps(Path(run_dir))
+    if env.world_size > 1:
+        dist.barrier()
+    run.step()
+    run.save(wait=True)
+    run.checkpointer.close()
+    logging.getLogger("fsdp.checkpoint").removeHandler(heard)
+    return left, sealed, heard.lines, steps(Path(run_dir))
+
+
+def test_a_failure_after_the_rename_is_no_lost_save_and_costs_no_older_one(tmp_path: Path) -> None:
+    run_world(2, save_all, str(tmp_path), {}, 2)
+    results = run_world(2, fail_after_the_rename, str(tmp_path))
+    for left, sealed, _, _ in results:
+        assert left == ["step-00000001", "step-00000002", "step-00000003"], "it may not outlive a power cut: none is pruned"
+        assert sealed == [3]
+    (_, _, (line,), later), (_, _, others, _) = results
+    assert later == ["step-00000004"]
+    assert line.startswith(f"checkpoint of step 3 is whole in {tmp_path}/checkpoints/step-00000003, but rank 0: ")
+    assert "EIO, Input/output error" in line
+    assert others == []
+
+
+def lose_the_answer(env: DistEnv, run_dir: str, answers_later: bool) -> tuple[list[int], str, list[str]]:
+    """An object store puts the manifest and its answer is lost; with `answers_later` it can be asked what it has."""
+    run, heard = build(env, "ddp", run_dir, section={"dir": "memory://bucket/lost"}), Heard()
+    logging.getLogger("fsdp.checkpoint").addHandler(heard)
+    run.checkpointer.restore(run.state)
+    write, sizes = RemoteStore.write, RemoteStore.sizes
+
+    def lossy(self: RemoteStore, folder: str, file: str, buffers: Any) -> None:
+        write(self, folder, file, buffers)
+        if file == names.MANIFEST:
+            if not answers_later:
+                RemoteStore.sizes = silent  # type: ignore[method-assign]
+            raise OSError(errno.ETIMEDOUT, "no answer")
+
+    def silent(self: RemoteStore, folder: str) -> dict[str, int]:
+        raise OSError(errno.ETIMEDOUT, "no answer")
+
+    run.step()
+    RemoteStore.write = lossy  # type: ignore[method-assign]
+    said = ""
+    try:
+        run.save(wait=True)
+    except CheckpointError as error:
+        said = str(error)
+    finally:
+        RemoteStore.write, RemoteStore.sizes = write, sizes  # type: ignore[method-assign]
+        run.checkpointer.close()
+        logging.getLogger("fsdp.checkpoint").removeHandler(heard)
+    whole = [found.step for found in inspect.scan(open_store("memory://bucket/lost")) if found.manifest is not None]
+    open_store("memory://bucket/lost")._fs.rm("/bucket", recursive=True)  # type: ignore[attr-defined]
+    return whole, said, heard.lines
+
+
+def test_what_an_object_store_has_decides_how_a_save_ended(tmp_path: Path) -> None:
+    """A manifest that is there is a checkpoint; where the store cannot be asked, nothing is claimed and nothing deleted."""
+    ((whole, said, lines),) = run_world(1, lose_the_answer, str(tmp_path / "one"), True)
+    assert (whole, said) == ([1], "")
+    assert "checkpoint of step 1 is whole in memory://bucket/lost/step-00000001-" in lines[0]
+    ((whole, said, lines),) = run_world(1, lose_the_answer, str(tmp_path / "two"), False)
+    assert whole == [1]
+    assert said.startswith("step 1 may not be saved: rank 0: ")
+    assert "no answer; then memory://bucket/lost/step-00000001-" in said
+    assert "CHECKPOINT of step 1 may NOT be saved" in lines[0]
 
 
 def save_ousted(env: DistEnv, run_dir: str) -> str:
