@@ -176,9 +176,19 @@ def _read(claim: Path) -> tuple[Holder | None, bytes]:
     """The holder (None where the file does not say) and the whole text, its count included."""
     data = claim.read_bytes()
     try:
-        return Holder(**json.loads(data.partition(b"\n")[0])), data
-    except (ValueError, TypeError):
+        holder = Holder(**json.loads(data.partition(b"\n")[0]))
+    except (ValueError, TypeError, RecursionError):
         return None, data
+    return holder if _is_sound(holder) else None, data
+
+
+def _is_sound(holder: Holder) -> bool:
+    """Whoever wrote the file: what is read from it is sent to the kernel and to a calendar."""
+    words = (holder.token, holder.host, holder.place, holder.born, holder.launcher, holder.job)
+    if not all(isinstance(word, str) for word in words):
+        return False
+    pid, since = holder.pid, holder.since
+    return type(pid) is int and 0 < pid < 2**31 and type(since) in (int, float) and 0 <= since < 2**32
 
 
 def _read_patiently(claim: Path) -> tuple[Holder | None, bytes]:

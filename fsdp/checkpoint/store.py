@@ -136,11 +136,15 @@ class LocalStore:
         sync_folder(self.root)
         return target
 
-    def prove(self, word: str) -> None:
-        """Leave a word that every rank should see."""
+    def make(self) -> None:
+        """The folder itself, if it is not there."""
         if not self.root.is_dir():
             self.root.mkdir(parents=True, exist_ok=True)
             sync_folder(self.root.parent)
+
+    def prove(self, word: str) -> None:
+        """Leave a word that every rank should see."""
+        self.make()
         (self.root / f".shared-{word}").write_text(word)
 
     def proven(self, word: str) -> bool:

@@ -19,7 +19,7 @@ from fsdp.checkpoint.store import LocalStore, open_store
 from fsdp.claim import FILE, Claim
 from fsdp.config import CheckpointSection
 from fsdp.env import DistEnv
-from fsdp.errors import CheckpointError, LaunchError
+from fsdp.errors import CheckpointError
 from tests.checkpoint.small import build
 from tests.world import run_world
 
@@ -258,32 +258,6 @@ def save_ousted(env: DistEnv, run_dir: str) -> str:
 def test_an_ousted_writer_seals_nothing_and_stops(tmp_path: Path) -> None:
     assert all("was taken over by process" in said for said in run_world(2, save_ousted, str(tmp_path)))
     assert steps(tmp_path) == []
-
-
-def two_runs_one_folder(env: DistEnv, folder: str) -> str:
-    """The second run has its own directory and keeps its checkpoints where the first does."""
-    runs = [Path(folder, name) for name in ("one", "two")]
-    claims = [Claim.acquire(run_dir, "torchrun") for run_dir in runs]
-    first, second = (
-        build(env, "ddp", str(run_dir), claim=claim, section={"dir": str(Path(folder, "shared"))})
-        for run_dir, claim in zip(runs, claims, strict=True)
-    )
-    first.checkpointer.restore(first.state)
-    try:
-        second.checkpointer.restore(second.state)
-    except LaunchError as error:
-        return str(error)
-    finally:
-        for run, claim in ((first, claims[0]), (second, claims[1])):
-            run.checkpointer.close()
-            claim.release()
-    return "restored"
-
-
-def test_two_runs_do_not_share_a_folder_of_checkpoints(tmp_path: Path) -> None:
-    said = run_world(1, two_runs_one_folder, str(tmp_path))[0]
-    assert f"{tmp_path / 'shared'} is being written by process" in said
-    assert list((tmp_path / "shared").iterdir()) == []
 
 
 def save_apart(env: DistEnv, run_dir: str) -> str:
