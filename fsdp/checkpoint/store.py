@@ -107,7 +107,9 @@ class LocalStore:
         if (self.root / folder).is_symlink():
             self._delete(folder)
             return
-        (self.root / folder / names.MANIFEST).unlink(missing_ok=True)
+        if (self.root / folder / names.MANIFEST).exists():
+            (self.root / folder / names.MANIFEST).unlink()
+            sync_folder(self.root / folder)  # or a power cut could leave the seal and not the files
         base = names.parse(folder)
         gone = folder
         if base is not None and base.kind != "gone":

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fsdp.checkpoint import inspect, names, store
 from fsdp.checkpoint.inspect import Found
-from fsdp.checkpoint.keep import superfluous
+from fsdp.checkpoint.keep import prune, superfluous
 from fsdp.checkpoint.manifest import Manifest
 from fsdp.checkpoint.remote import RemoteStore
 from fsdp.checkpoint.store import LocalStore, open_store
@@ -80,6 +80,16 @@ def test_only_whole_ones_count_and_others_are_left_to_people(tmp_path: Path) -> 
     run_world(2, save_all, str(tmp_path), {"keep_last": 2}, 2)
     # Resumed from 2, since 3 is broken; 3 and 4 are new, and the broken 3 counts for neither.
     assert steps(tmp_path) == ["step-00000003", "step-00000003.broken-size", "step-00000004"]
+
+
+def test_pruning_neither_counts_nor_deletes_what_is_not_sealed(tmp_path: Path) -> None:
+    """The seal of the newest is gone (a deletion that a power cut stopped, say): the two whole ones are the last two."""
+    run_world(1, save_all, str(tmp_path), {}, 3)
+    (tmp_path / "checkpoints" / "step-00000003" / names.MANIFEST).unlink()
+    place = LocalStore(tmp_path / "checkpoints")
+    assert prune(place, CheckpointSection(keep_last=2), "00000000") == []
+    assert prune(place, CheckpointSection(keep_last=1), "00000000") == ["step-00000001"]
+    assert steps(tmp_path) == ["step-00000002", "step-00000003"]
 
 
 def test_what_a_dead_attempt_left_is_swept_by_the_next(tmp_path: Path) -> None:
@@ -236,28 +246,58 @@ def test_what_an_object_store_has_decides_how_a_save_ended(tmp_path: Path) -> No
     assert "CHECKPOINT of step 1 may NOT be saved" in lines[0]
 
 
-def save_ousted(env: DistEnv, run_dir: str) -> str:
+def save_ousted(env: DistEnv, run_dir: str, when: str) -> str:
+    """Another job takes the run directory over: before a save, while its files are written, or as it has been sealed."""
     claim = Claim.acquire(Path(run_dir), "torchrun") if env.is_main else None
-    run = build(env, "fsdp", run_dir, claim=claim)
+    run = build(env, "fsdp", run_dir, claim=claim, section={"keep_last": 1})
     run.checkpointer.restore(run.state)
     run.step()
-    if env.is_main:
-        file = Path(run_dir, FILE)
-        file.write_text(file.read_text().replace(claim.holder.token, "1234"))  # type: ignore[union-attr]
+    run.save(wait=True)
+    run.step()
+    write, seal = LocalStore.write, LocalStore.seal
+
+    def oust() -> None:
+        if claim is not None:
+            file = Path(run_dir, FILE)
+            file.write_text(file.read_text().replace(claim.holder.token, "1234"))
+
+    def ousting_write(self: LocalStore, folder: str, file: str, buffers: Any) -> None:
+        write(self, folder, file, buffers)
+        if file == names.METADATA:
+            oust()
+
+    def ousting_seal(self: LocalStore, staged: str, final: str) -> None:
+        seal(self, staged, final)
+        oust()
+
+    if when == "before":
+        oust()
+    elif when == "writing":
+        LocalStore.write = ousting_write  # type: ignore[method-assign]
+    else:
+        LocalStore.seal = ousting_seal  # type: ignore[method-assign]
     try:
         run.save(wait=True)
     except CheckpointError as error:
         return str(error)
     finally:
+        LocalStore.write, LocalStore.seal = write, seal  # type: ignore[method-assign]
         run.checkpointer.close()
         if claim is not None:
             claim.release()
     return "sealed"
 
 
-def test_an_ousted_writer_seals_nothing_and_stops(tmp_path: Path) -> None:
-    assert all("was taken over by process" in said for said in run_world(2, save_ousted, str(tmp_path)))
-    assert steps(tmp_path) == []
+@pytest.mark.parametrize("when", ["before", "writing"])
+def test_an_ousted_writer_seals_nothing_and_stops(tmp_path: Path, when: str) -> None:
+    assert all("was taken over by process" in said for said in run_world(2, save_ousted, str(tmp_path), when))
+    # What it was writing is the next holder's to sweep: its own deletion could meet the other's.
+    assert [name for name in steps(tmp_path) if ".tmp-" not in name] == ["step-00000001"]
+
+
+def test_an_ousted_writer_prunes_nothing(tmp_path: Path) -> None:
+    assert run_world(2, save_ousted, str(tmp_path), "sealed") == ["sealed", "sealed"]
+    assert steps(tmp_path) == ["step-00000001", "step-00000002"]
 
 
 def save_apart(env: DistEnv, run_dir: str) -> str:
