@@ -59,7 +59,7 @@ class Recorder:
             self.notes.append((len(self.changes), text))
 
     def __enter__(self) -> Recorder:
-        noted = {
+        noted: dict[str, Callable[..., None]] = {
             "open": self._on_open, "close": self._on_close, "write": self._on_write, "writev": self._on_writev,
             "fsync": self._on_fsync, "rename": self._on_rename, "replace": self._on_rename, "mkdir": self._on_mkdir,
             "unlink": self._on_unlink, "remove": self._on_unlink, "rmdir": self._on_unlink,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from fsdp.checkpoint import manifest
 from fsdp.checkpoint.names import MANIFEST, METADATA
@@ -221,8 +221,8 @@ def lead_out(stored: Metadata) -> None:
 
 def leave_a_gap(stored: Metadata) -> None:
     """A tensor of which some rows are nowhere."""
-    entry = next(one for one in stored.state_dict_metadata.values() if len(getattr(one, "chunks", [])) > 1)
-    del entry.chunks[-1]
+    tensors = [one for one in stored.state_dict_metadata.values() if isinstance(one, TensorStorageMetadata)]
+    del next(one for one in tensors if len(one.chunks) > 1).chunks[-1]
 
 
 @pytest.mark.parametrize(("alter", "why"), [(lead_out, "foreign-path"), (leave_a_gap, "metadata")])
