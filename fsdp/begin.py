@@ -16,7 +16,8 @@ from torch import nn
 from fsdp import agree, preflight, rundir
 from fsdp.checkpoint.checkpointer import Restored
 from fsdp.checkpoint.full import open_full_state
-from fsdp.claim import Claim
+from fsdp.checkpoint.lock import Locks, hold
+from fsdp.checkpoint.store import open_store
 from fsdp.config import Config
 from fsdp.console import Console
 from fsdp.env import DistEnv
@@ -35,13 +36,15 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def claimed_run(config: Config, env: DistEnv) -> Iterator[tuple[RunDir, Claim | None]]:
-    """Rank 0 makes and holds the run directory; the others hear where it is, or that somebody else holds it."""
-    held: list[Claim] = []
+def claimed_run(config: Config, env: DistEnv) -> Iterator[tuple[RunDir, Locks | None]]:
+    """Rank 0 makes and holds the run directory and the store of its checkpoints; the others receive where it is, or
+    who else holds one of them."""
+    held: list[Locks] = []
 
     def open_run() -> str:
         run = rundir.create(rundir.choose(config))
-        held.append(Claim.acquire(run.path, env.launcher, env.job))
+        store = open_store(config.checkpoint.dir or str(run.path / "checkpoints"))
+        held.append(hold(run.path, store, env.launcher, env.job))
         return str(run.path)
 
     try:

@@ -6,7 +6,8 @@
     python -m fsdp.checkpoints RUN export --format both --out FOLDER
 
 RUN is a run directory, a folder of checkpoints or s3://bucket/prefix; `verify RUN` is understood like `RUN verify`. --step N
-picks one. Exit code 0, 1 where a checkpoint is not whole, 2 for a wrong command, 4 where there is nothing to work on.
+picks one. Exit code 0, 1 where a checkpoint is not whole, 2 for a wrong command, 4 where there is nothing to work on
+or another job writes there.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from fsdp.checkpoint import inspect, keep, load, names
 from fsdp.checkpoint.adapters import Base
 from fsdp.checkpoint.export import export
 from fsdp.checkpoint.inspect import Found
+from fsdp.checkpoint.lock import Locks, hold
 from fsdp.checkpoint.manifest import Broken
 from fsdp.checkpoint.store import Store, open_store
-from fsdp.claim import Claim
 from fsdp.config import CheckpointSection
-from fsdp.errors import CheckpointError, ConfigError, ShardrunError
+from fsdp.errors import CheckpointError, ConfigError, LaunchError, ShardrunError
 from fsdp.job import prepare
 
 COMMANDS = ("list", "verify", "prune", "export")
@@ -176,7 +177,7 @@ def _size(count: float) -> str:
 
 
 def _prune(store: Store, options: argparse.Namespace) -> int:
-    claim = None if "://" in options.run else Claim.acquire(Path(options.run), "python -m fsdp.checkpoints prune")
+    locks = _hold(store, options)
     try:
         if options.step is not None:
             gone = [found.folder for found in _chosen(store, options)]
@@ -186,9 +187,19 @@ def _prune(store: Store, options: argparse.Namespace) -> int:
             gone = keep.prune(store, options.section, "00000000")
         print("deleted " + ", ".join(gone) if gone else "nothing to delete")
     finally:
-        if claim is not None:
-            claim.release()
+        locks.release()
     return 0
+
+
+def _hold(store: Store, options: argparse.Namespace) -> Locks:
+    """The locks of RUN and of its store, which another run directory may share."""
+    run_dir = None if "://" in options.run else Path(options.run)
+    try:
+        return hold(run_dir, store, "python -m fsdp.checkpoints prune")
+    except LaunchError as error:
+        held = str(error).removesuffix(f" HINT: {error.hint}")
+        hint = "prune when that job has ended, or start it with --checkpoint.keep_last N"
+        raise CheckpointError(held, hint) from None
 
 
 def _export(store: Store, options: argparse.Namespace) -> int:

@@ -55,12 +55,12 @@ class Holder:
 def here(launcher: str, job: str = "") -> Holder:
     """This process as a holder."""
     pid = os.getpid()
-    place = _place()
+    place = this_place()
     _, born = (_state_and_birth(pid) if place else None) or ("", "")
     return Holder(secrets.token_hex(8), socket.gethostname(), place, pid, born, launcher, job, time.time())
 
 
-def _place() -> str:
+def this_place() -> str:
     """One value for all processes that share process ids; empty where this system does not tell.
 
     Host names may be equal in a cluster, and machine ids where nodes boot from one image; each boot draws a new boot id.
@@ -93,7 +93,7 @@ def _state_and_birth(pid: int) -> tuple[str, str] | None:
     return fields[0], fields[19]
 
 
-def _lives(holder: Holder) -> bool | None:
+def lives(holder: Holder) -> bool | None:
     """Only to be asked of a holder of this place; None where this process cannot know. A zombie is dead."""
     seen = _state_and_birth(holder.pid)
     if seen is not None:
@@ -218,10 +218,10 @@ def _read(claim: Path) -> tuple[Holder | None, bytes]:
         holder = Holder(**json.loads(data.partition(b"\n")[0]))
     except (ValueError, TypeError, RecursionError):
         return None, data
-    return holder if _is_sound(holder) else None, data
+    return holder if is_sound(holder) else None, data
 
 
-def _is_sound(holder: Holder) -> bool:
+def is_sound(holder: Holder) -> bool:
     """Anybody may have written the file, and its values go to kill() and localtime()."""
     words = (holder.token, holder.host, holder.place, holder.born, holder.launcher, holder.job)
     if not all(isinstance(word, str) for word in words):
@@ -246,7 +246,7 @@ def _start(job: str) -> tuple[str, int, int]:
     return (found[1], int(found[2]), int(found[3] or 1)) if found else (job, 0, 0)
 
 
-def _succeeds(job: str, other: str) -> bool:
+def succeeds(job: str, other: str) -> bool:
     """A later start of the same job: the scheduler has ended the other, even if its processes live on without their slurmd."""
     ours, theirs = _start(job), _start(other)
     return ours[0] == theirs[0] and ours[1:] > theirs[1:]
@@ -259,11 +259,11 @@ def _clear_dead(run_dir: Path, stale_s: float, job: str = "", watch: Callable[[P
         holder, data = _read(claim)
     except FileNotFoundError:
         return ""
-    if holder is not None and _succeeds(job, holder.job):
+    if holder is not None and succeeds(job, holder.job):
         alive, how = False, f"{holder.job} is over"
     else:
-        ours = holder is not None and holder.place != "" and holder.place == _place()
-        known = _lives(holder) if ours and holder is not None else None
+        ours = holder is not None and holder.place != "" and holder.place == this_place()
+        known = lives(holder) if ours and holder is not None else None
         alive, how = known is True, "it is dead"
         if known is None:
             why = "its process is hidden from this one: " if ours else ""

@@ -1,4 +1,5 @@
 """What a device can do at best: its maker's figures for dense bf16 products, memory and memory rate, in one table.
+And which device a thread works on.
 
 Sources: NVIDIA's data sheets of the A100, H100, H200, B200, L4 and L40S, figures with sparsity halved.
 Not here: what was measured.
@@ -7,6 +8,10 @@ Not here: what was measured.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -54,3 +59,24 @@ def find(name: str) -> Device | None:
         if all(any(word.upper() == part or (len(word) > 2 and word.upper() in part) for part in spoken) for word in words):
             return next(device for device in DEVICES if device.name == known)
     return None
+
+
+def set_thread_device(device: torch.device | None) -> None:
+    """Make a CUDA device the calling thread's current device; does nothing for a CPU or None.
+
+    The current device is a thread's own and starts at 0: a thread that pins, copies or records an event without this
+    opens a context of about half a gigabyte on GPU 0. Every thread of ours that touches tensors calls this first.
+    """
+    if device is not None and device.type == "cuda":
+        import torch
+
+        torch.cuda.set_device(device)
+
+
+def thread_device() -> torch.device | None:
+    """The calling thread's current CUDA device, to hand to a thread that it starts; None where CUDA is not in use."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return None
+    return torch.device("cuda", torch.cuda.current_device())

@@ -20,7 +20,7 @@ from torch import Tensor
 from fsdp import agree, begin, collector, preflight, rundir
 from fsdp.adapters import maybe_base
 from fsdp.checkpoint import Checkpointer
-from fsdp.claim import Claim
+from fsdp.checkpoint.lock import Locks
 from fsdp.compile_cache import set_compile_cache
 from fsdp.config import Config, config_hash
 from fsdp.console import set_up_logging
@@ -92,7 +92,7 @@ def train(config: Config, env: DistEnv, reporter: Reporter | None = None) -> Out
 
 
 def _train(
-    config: Config, env: DistEnv, reporter: Reporter, job: Job, run: RunDir, claim: Claim | None, watch: Watch,
+    config: Config, env: DistEnv, reporter: Reporter, job: Job, run: RunDir, claim: Locks | None, watch: Watch,
     witness: Witness,
 ) -> Outcome:  # fmt: skip
     with collector.held():
@@ -121,7 +121,7 @@ def _train(
 
 
 def _set_up(
-    config: Config, env: DistEnv, reporter: Reporter, job: Job, run: RunDir, claim: Claim | None, witness: Witness
+    config: Config, env: DistEnv, reporter: Reporter, job: Job, run: RunDir, claim: Locks | None, witness: Witness
 ) -> _Loop:  # fmt: skip
     """All that stands before the first step, the newest checkpoint restored. Collective."""
     planned = maybe_planned(config.plan, env.device.type)
@@ -213,7 +213,7 @@ class _Loop:
     stopper: Stopper
     recorder: Recorder
     phases: Phases
-    claim: Claim | None
+    claim: Locks | None
     update: Update
     in_turn: InTurn | None
     numbers: Numbers

@@ -19,13 +19,13 @@ import torch
 from fsdp.checkpoint import inspect, keep, load, snapshot, survey
 from fsdp.checkpoint.adapters import Base
 from fsdp.checkpoint.inspect import Found
+from fsdp.checkpoint.lock import Lock
 from fsdp.checkpoint.manifest import Broken, Manifest
 from fsdp.checkpoint.restore import Restore, Restored
 from fsdp.checkpoint.saver import Job, Saver, repeated
 from fsdp.checkpoint.staging import Room
 from fsdp.checkpoint.store import Store, open_store
 from fsdp.checkpoint.talk import Talk
-from fsdp.claim import Claim
 from fsdp.config import CheckpointSection
 from fsdp.env import DistEnv
 from fsdp.errors import CheckpointError
@@ -61,7 +61,7 @@ class Checkpointer:
         sizes: MeshSizes,
         *,
         config_hash: str,
-        claim: Claim | None = None,
+        claim: Lock | None = None,
         room: Room | None = None,
     ) -> None:
         self.base: Base | None = None
@@ -70,8 +70,7 @@ class Checkpointer:
         self._talk = Talk()
         self._attempt: str = self._talk.tell(secrets.token_hex(4))
         self._store: Store = open_store(section.dir or str(run_dir / "checkpoints"))
-        self._claims = [claim] if claim is not None else []
-        self._own_claim: Claim | None = None
+        self._claim = claim
         self._saver = Saver(self._store, self._talk, env.device, self._attempt, self._ousted, self._prune, room)
         self._flight: Job | None = None
         self._ended: list[Sealed] = []
@@ -135,7 +134,6 @@ class Checkpointer:
             self._land(must=True)
         finally:
             self._saver.stop()
-            self._release()
 
     def abandon(self) -> None:
         """Leave without raising, after close or instead of it on an exception's way out: a save in flight may still end,
@@ -145,7 +143,6 @@ class Checkpointer:
         self._closed = True
         if self._flight is not None and self._flight.done.wait(PATIENCE_S + 3 * self.save_seconds):
             self._settle(self._flight)
-        self._release()
 
     def _land(self, must: bool = False) -> None:
         """Wait for the save before this one. All ranks are at the same step here, so all raise or none does."""
@@ -157,7 +154,7 @@ class Checkpointer:
         outcome = job.outcome
         assert outcome is not None
         if outcome.fatal or (must and outcome.failure):
-            raise CheckpointError(f"step {outcome.step} was not saved: {outcome.failure}.", LOST_HINT)
+            raise CheckpointError(f"step {outcome.step} {outcome.verdict.lower()}: {outcome.failure}.", LOST_HINT)
         if outcome.failure and self._failed_before:
             raise repeated(outcome)
         self._failed_before = bool(outcome.failure)
@@ -172,8 +169,13 @@ class Checkpointer:
         if not outcome.failure:
             self._ended.append(Sealed(job.step, outcome.path, job.stall_s, outcome.write_s, outcome.bytes))
             self._save_seconds = job.stall_s + outcome.write_s
+            if outcome.doubt and self._env.is_main:
+                log.warning(
+                    "checkpoint of step %d is whole in %s, but %s: a power cut may still lose it. Older ones are kept until "
+                    "a later save succeeds.", outcome.step, outcome.path, outcome.doubt,
+                )  # fmt: skip
         elif self._env.is_main:
-            log.error("CHECKPOINT of step %d was NOT saved: %s. The run goes on.", outcome.step, outcome.failure)
+            log.error("CHECKPOINT of step %d %s: %s. The run goes on.", outcome.step, outcome.verdict, outcome.failure)
 
     def _about(self, state: TrainState, metrics: Mapping[str, float], reason: str) -> Manifest:
         """What the manifest says of this save, but for the files."""
@@ -186,11 +188,14 @@ class Checkpointer:
         )  # fmt: skip
 
     def _ousted(self) -> str | None:
-        return next((why for claim in self._claims if (why := claim.ousted()) is not None), None)
+        return self._claim.ousted() if self._claim is not None else None
 
     def _prune(self) -> None:
         """After a seal, on rank 0's background thread. A folder that will not go is said and left."""
         try:
+            if (why := self._ousted()) is not None:
+                log.warning("old checkpoints were not removed: %s", why)
+                return
             keep.prune(self._store, self._section, self._attempt)
         except Exception as error:  # the save itself is sealed
             log.warning("old checkpoints in %s could not be removed: %s", self._store.where, error)
@@ -219,19 +224,7 @@ class Checkpointer:
         """Once, before the first look or the first save."""
         if not self._proven:
             self._proven = True
-            self._talk.on_main(self._claim_place)
             survey.prove_shared(self._store, self._talk, self._attempt)
-
-    def _claim_place(self) -> None:
-        """Rank 0: a folder outside the run directory may be another run's too. Apart in an object store they keep by prefix."""
-        place = Path(self._section.dir)
-        if self._claims and self._section.dir and "://" not in self._section.dir and self._run_dir not in place.parents:
-            self._own_claim = Claim.acquire(place, self._env.launcher)
-            self._claims.append(self._own_claim)
-
-    def _release(self) -> None:
-        if self._own_claim is not None:
-            self._own_claim.release()
 
     # ------------------------------------------------------------ out
 

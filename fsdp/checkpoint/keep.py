@@ -5,6 +5,7 @@ Only whole ones count, and the old go after the new is sealed.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 
@@ -12,6 +13,8 @@ from fsdp.checkpoint import names
 from fsdp.checkpoint.inspect import Found, scan
 from fsdp.checkpoint.store import Store
 from fsdp.config import CheckpointSection
+
+log = logging.getLogger(__name__)
 
 
 def superfluous(section: CheckpointSection, whole: Sequence[Found]) -> list[Found]:
@@ -58,11 +61,18 @@ def prune(store: Store, section: CheckpointSection, attempt: str) -> list[str]:
 
 
 def sweep(store: Store, attempt: str) -> list[str]:
-    """What attempts before this one left half-written or half-deleted. Only the holder of the run directory may."""
+    """Delete what attempts before this one left half-written or half-deleted. Only the holder of the store's lock may.
+
+    What cannot be deleted is logged and left: it counts as no checkpoint, and the run starts all the same.
+    """
     swept = []
     for folder in store.folders():
         name = names.parse(folder)
         if name is not None and name.kind in ("tmp", "gone") and name.attempt != attempt:
-            store.remove(folder, attempt)
+            try:
+                store.remove(folder, attempt)
+            except OSError as error:
+                log.warning("%s could not be removed: %s", store.path(folder), error)
+                continue
             swept.append(folder)
     return swept

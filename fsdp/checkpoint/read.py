@@ -20,6 +20,7 @@ from fsdp.checkpoint.crc import combine, crc32
 from fsdp.checkpoint.inspect import CHUNK
 from fsdp.checkpoint.manifest import Broken
 from fsdp.checkpoint.store import Store
+from fsdp.devices import set_thread_device
 
 Sizes = tuple[int, ...]
 
@@ -73,9 +74,14 @@ class _Read:
 def run(store: Store, folder: str, tasks: Iterable[Task], ours: bool, sums: bool) -> list[Segment]:
     """All tasks, a few at a time; the first that fails is raised. `ours`: the data lie where container.py puts them."""
     ordered = sorted(tasks, key=lambda task: (task.file, task.offset, task.rows))
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(THREADS, initializer=set_thread_device, initargs=(_device(ordered),)) as pool:
         reads = _joined(pool.map(lambda task: _prepare(store, folder, task, ours, sums), ordered))
         return list(pool.map(lambda read: _fulfil(store, folder, read, sums), reads))
+
+
+def _device(tasks: list[Task]) -> torch.device | None:
+    """The CUDA device among the targets: a rank has one."""
+    return next((task.into.device for task in tasks if task.into.device.type == "cuda"), None)
 
 
 def _prepare(store: Store, folder: str, task: Task, ours: bool, sums: bool) -> _Read:

@@ -8,10 +8,12 @@ is tried again with growing pauses; what remains of a failure is an OSError with
 from __future__ import annotations
 
 import errno
+import hashlib
 import logging
 import re
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -30,12 +32,22 @@ MARK = ".broken-"
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class Cell:
+    """A small object and its version: S3's ETag, or the digest of the data where the client gives none."""
+
+    data: bytes
+    version: str
+
+
 class RemoteStore:
     """A prefix in a bucket. Safe to use from several threads."""
 
     def __init__(self, url: str) -> None:
         self.where = _without_secrets(url)
         self._fs, self._root = _open(url)
+        protocol = self._fs.protocol
+        self._conditional = "s3" in ((protocol,) if isinstance(protocol, str) else protocol)
 
     def path(self, folder: str) -> str:
         return f"{self.where.rstrip('/')}/{folder}"
@@ -135,8 +147,101 @@ class RemoteStore:
     def unprove(self, word: str) -> None:
         _patiently(lambda: self._fs.rm_file(f"{self._root}/.shared-{word}"), f"deleting from {self.where}")
 
+    # ------------------------------------------------------------ one small object that several jobs write
+
+    def get(self, name: str) -> Cell | None:
+        """The object beside the folders; None where there is none."""
+        return _patiently(lambda: self._get(f"{self._root}/{name}"), f"reading {self.path(name)}")
+
+    def _get(self, path: str) -> Cell | None:
+        try:
+            if self._conditional:
+                return Cell(*_with_etag(self._fs, path))
+            self._fs.invalidate_cache()
+            data = bytes(self._fs.cat_file(path))
+        except FileNotFoundError:
+            return None
+        return Cell(data, hashlib.sha256(data).hexdigest())
+
+    def swap(self, name: str, data: bytes, version: str | None) -> str | None:
+        """Write the object if it still has this version (None: if there is none); the new version, or None.
+
+        S3 compares and writes in one step (If-None-Match, If-Match). In another store the object is read first: two
+        jobs that write between those two steps both receive a version, and the next read shows which one holds.
+        """
+        path = f"{self._root}/{name}"
+        return _patiently(lambda: self._swap(path, data, version), f"writing {self.path(name)}")
+
+    def _swap(self, path: str, data: bytes, version: str | None) -> str | None:
+        if self._conditional:
+            condition = {"mode": "create"} if version is None else {"IfMatch": version}
+            try:
+                return str(self._fs.pipe_file(path, data, **condition)["ETag"])
+            except Exception as error:  # s3fs has a type of its own for each code
+                if _refused(error):
+                    return None
+                self._or_raise(error)
+        now = self._get(path)
+        if (None if now is None else now.version) != version:
+            return None
+        self._fs.pipe_file(path, data)
+        again = self._get(path)
+        return again.version if again is not None and again.data == data else None
+
+    def drop(self, name: str, version: str) -> None:
+        """Delete the object if it still has this version. One try: who asks is about to end."""
+        path = f"{self._root}/{name}"
+        if self._conditional:
+            bucket, key, _ = self._fs.split_path(path)
+            try:
+                self._fs.call_s3("delete_object", Bucket=bucket, Key=key, IfMatch=version)
+                return
+            except Exception as error:  # s3fs has a type of its own for each code
+                if _refused(error):
+                    return
+                self._or_raise(error)
+        now = self._get(path)
+        if now is not None and now.version == version:
+            self._fs.rm_file(path)
+
+    def _or_raise(self, error: Exception) -> None:
+        """Some S3 servers answer that they have no conditional writes: from then on read, compare and write."""
+        if _code(error) != "NotImplemented":
+            raise error
+        self._conditional = False
+        log.warning("%s has no conditional writes: two jobs that start at the same moment may not see each other", self.where)
+
     def _path(self, folder: str, file: str) -> str:
         return f"{self._root}/{_real(folder)}/{file}"
+
+
+def _with_etag(fs: Any, path: str) -> tuple[bytes, str]:
+    """An object and its ETag from one answer: between two questions it may be written."""
+    from fsspec.asyn import sync
+
+    async def fetch() -> tuple[bytes, str]:
+        bucket, key, _ = fs.split_path(path)
+        answer = await fs._call_s3("get_object", Bucket=bucket, Key=key)
+        async with answer["Body"] as body:
+            return bytes(await body.read()), str(answer["ETag"])
+
+    found: tuple[bytes, str] = sync(fs.loop, fetch)
+    return found
+
+
+def _code(error: BaseException | None) -> str:
+    """What the server called it, from the client's error below fsspec's own; empty where it said nothing."""
+    while error is not None:
+        response = getattr(error, "response", None)
+        if isinstance(response, dict):
+            return str(response.get("Error", {}).get("Code", ""))
+        error = error.__cause__
+    return ""
+
+
+def _refused(error: Exception) -> bool:
+    """Whether a conditional write found another version, or no object where it expected one."""
+    return isinstance(error, FileExistsError) or _code(error) in ("PreconditionFailed", "412", "NoSuchKey")
 
 
 def _shown(folder: str, files: set[str]) -> str:

@@ -27,6 +27,7 @@ from fsdp.checkpoint.staging import Image, Room, Staging
 from fsdp.checkpoint.store import Store
 from fsdp.checkpoint.talk import Talk
 from fsdp.checkpoint.write import Written, write_file
+from fsdp.devices import set_thread_device
 from fsdp.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -43,8 +44,16 @@ class Outcome:
     failure: str = ""
     fatal: bool = False
     """No later save can do better: the run directory is another's, or the ranks cannot speak."""
+    unseen: bool = False
+    """The store did not answer when the save had failed: whether the checkpoint is there is not known."""
+    doubt: str = ""
+    """What failed in a save whose checkpoint is there all the same: a power cut may still lose it."""
     write_s: float = 0.0
     bytes: int = 0
+
+    @property
+    def verdict(self) -> str:
+        return "may NOT be saved" if self.unseen else "was NOT saved"
 
 
 @dataclass
@@ -80,7 +89,7 @@ class Saver:
     ) -> None:
         self._store, self._talk, self._attempt = store, talk, attempt
         self._ours, self._after = ours, after
-        self._staging = Staging(device, room)
+        self._staging, self._device = Staging(device, room), device
         self._compared = False
         self._plan: Plan | None = None
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -95,6 +104,7 @@ class Saver:
         self._thread.join()
 
     def _serve(self) -> None:
+        set_thread_device(self._device)
         if hasattr(os, "setpriority"):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + NICE)
         while (job := self._jobs.get()) is not None:
@@ -123,7 +133,7 @@ class Saver:
         outcome = self._close(job, folder, reports) if reports is not None else None
         outcome = self._talk.tell(outcome)
         self._compared = True
-        if outcome.path and self._talk.rank == 0:
+        if outcome.path and not outcome.doubt and self._talk.rank == 0:
             self._after()
         return replace(outcome, write_s=time.perf_counter() - started)
 
@@ -166,11 +176,28 @@ class Saver:
                 return self._seal(job, folder, written)
             except Exception as error:  # the other ranks wait to hear of it, whatever it is
                 failures.append(f"rank 0: {one_line(error)}")
+                if (there := self._look_after(job, failures[0])) is not None:
+                    return there
         try:
             self._store.remove(folder, self._attempt)
         except OSError as error:
             failures.append(f"what was written could not be removed: {one_line(error)}")
         return Outcome(job.step, "", "; ".join(failures))
+
+    def _look_after(self, job: Job, failure: str) -> Outcome | None:
+        """Rank 0: what a save that failed near its seal has left; None where that is no checkpoint.
+
+        An fsync may fail after the rename, and a server's answer may be lost after it has stored the manifest.
+        """
+        final = self._store.final(job.step, self._attempt)
+        try:
+            found = inspect.look(self._store, final).manifest
+        except CheckpointError as error:
+            # Nothing is deleted on a guess.
+            return Outcome(job.step, "", f"{failure}; then {str(error).partition(' HINT: ')[0]}", unseen=True)
+        if found is None or found.attempt != self._attempt:
+            return None
+        return Outcome(job.step, self._store.path(final), doubt=failure, bytes=found.bytes)
 
     def _compare_buffers(self, written: list[Written]) -> None:
         """Once: statistics that each rank gathers by itself (BatchNorm's) are kept as rank 0 has them, and that is said."""

@@ -78,7 +78,8 @@ class LocalStore:
 
     def begin(self, folder: str) -> None:
         """An empty folder for this attempt's try; what an earlier try of the same attempt left goes."""
-        shutil.rmtree(self.root / folder, ignore_errors=True)
+        if os.path.lexists(self.root / folder):
+            self._delete(folder)
         (self.root / folder).mkdir(parents=True)
 
     def write(self, folder: str, file: str, buffers: Sequence[Buffer]) -> None:
@@ -96,38 +97,56 @@ class LocalStore:
     def seal(self, staged: str, final: str) -> None:
         """Staged becomes final in one rename; a folder of that name without a seal makes room first."""
         sync_folder(self.root / staged)
-        if (self.root / final).exists():
+        if os.path.lexists(self.root / final):
             self.set_aside(final, "unsealed")
         (self.root / staged).rename(self.root / final)
         sync_folder(self.root)
 
     def remove(self, folder: str, attempt: str) -> None:
-        """The seal goes first, then the name, then the bytes."""
-        (self.root / folder / names.MANIFEST).unlink(missing_ok=True)
+        """The seal goes first, then the name, then the bytes. Of a link only the link: what it leads to is not this store's."""
+        if (self.root / folder).is_symlink():
+            self._delete(folder)
+            return
+        if (self.root / folder / names.MANIFEST).exists():
+            (self.root / folder / names.MANIFEST).unlink()
+            sync_folder(self.root / folder)  # or a power cut could leave the seal and not the files
         base = names.parse(folder)
         gone = folder
         if base is not None and base.kind != "gone":
             gone = f"{names.final(base.step)}.gone-{attempt}{os.urandom(3).hex()}"
             (self.root / folder).rename(self.root / gone)
             sync_folder(self.root)
-        shutil.rmtree(self.root / gone)
+        self._delete(gone)
+
+    def _delete(self, folder: str) -> None:
+        """Delete a folder with its files, or a link without what it leads to."""
+        path = self.root / folder
+        if path.is_symlink():
+            path.unlink()
+            sync_folder(self.root)
+        else:
+            shutil.rmtree(path)
 
     def set_aside(self, folder: str, why: str) -> str:
         """Give a folder a name that says why it does not count."""
         stem = f"{folder}.broken-{why}"
         target, nth = stem, 1
-        while (self.root / target).exists():
+        while os.path.lexists(self.root / target):
             nth += 1
             target = f"{stem}-{nth}"
         (self.root / folder).rename(self.root / target)
         sync_folder(self.root)
         return target
 
-    def prove(self, word: str) -> None:
-        """Leave a word that every rank should see."""
+    def make(self) -> None:
+        """The folder itself, if it is not there."""
         if not self.root.is_dir():
             self.root.mkdir(parents=True, exist_ok=True)
             sync_folder(self.root.parent)
+
+    def prove(self, word: str) -> None:
+        """Leave a word that every rank should see."""
+        self.make()
         (self.root / f".shared-{word}").write_text(word)
 
     def proven(self, word: str) -> bool:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
+from fsdp.devices import set_thread_device, thread_device
+
 T = TypeVar("T")
 
 
@@ -22,6 +24,7 @@ class Readers(Generic[T]):
         self._made: SimpleQueue[tuple[int, int, T | None, BaseException | None]] = SimpleQueue()
         self._ready: dict[int, tuple[T | None, BaseException | None]] = {}
         self._expected: int | None = None
+        self._device = thread_device()  # the threads pin and copy there
         self._jumps = 0  # names a run of consecutive steps: what was made for an earlier one is dropped
         # Daemons: a read that hangs does not keep a process that is about to end.
         self._threads = [threading.Thread(target=self._work, name=f"reader-{n}", daemon=True) for n in range(threads)]
@@ -50,6 +53,7 @@ class Readers(Generic[T]):
             self._tasks.put((self._jumps, later))
 
     def _work(self) -> None:
+        set_thread_device(self._device)
         while (task := self._tasks.get()) is not None:
             jumps, step = task
             if jumps != self._jumps:

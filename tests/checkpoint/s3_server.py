@@ -13,7 +13,7 @@ import os
 import re
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -54,20 +54,42 @@ def s3_server() -> Iterator[str]:
 @contextmanager
 def busy_proxy(url: str, every: int) -> Iterator[tuple[str, list[str]]]:
     """Passes requests on, but each `every`-th is answered 503. Also yields the requests so answered."""
+    counter, lock = iter(range(1, 1 << 30)), threading.Lock()
+
+    def busy(request: BaseHTTPRequestHandler) -> bool:
+        with lock:
+            return next(counter) % every == 0
+
+    with _proxy(url, busy, 503, "ServiceUnavailable") as found:
+        yield found
+
+
+@contextmanager
+def without_conditions(url: str) -> Iterator[str]:
+    """A server that knows no conditional writes: it answers 501 to them, as S3's reference says."""
+
+    def conditional(request: BaseHTTPRequestHandler) -> bool:
+        return request.command in ("PUT", "DELETE") and bool({"If-Match", "If-None-Match"} & set(request.headers))
+
+    with _proxy(url, conditional, 501, "NotImplemented") as (found, _):
+        yield found
+
+
+@contextmanager
+def _proxy(
+    url: str, refuses: Callable[[BaseHTTPRequestHandler], bool], status: int, code: str
+) -> Iterator[tuple[str, list[str]]]:
     host = url.removeprefix("http://")
     refused: list[str] = []
-    counter, lock = iter(range(1, 1 << 30)), threading.Lock()
 
     class Proxy(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def serve(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            with lock:
-                busy = next(counter) % every == 0
-            if busy:
+            if refuses(self):
                 refused.append(f"{self.command} {self.path}")
-                self.answer(503, {}, b"<Error><Code>ServiceUnavailable</Code><Message>busy</Message></Error>")
+                self.answer(status, {}, f"<Error><Code>{code}</Code><Message>refused</Message></Error>".encode())
                 return
             upstream = http.client.HTTPConnection(host, timeout=60)
             upstream.request(self.command, self.path, body, dict(self.headers.items()))

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp.checkpoint import Checkpointer
-from fsdp.claim import Claim
+from fsdp.checkpoint.lock import Lock
 from fsdp.config import CheckpointSection
 from fsdp.env import DistEnv
 from fsdp.mesh import MeshSizes, build_mesh
@@ -108,7 +108,7 @@ def build_state(
 
 
 def build(
-    env: DistEnv, kind: Kind, run_dir: str, claim: Claim | None = None, section: Mapping[str, Any] | None = None, **how: Any
+    env: DistEnv, kind: Kind, run_dir: str, claim: Lock | None = None, section: Mapping[str, Any] | None = None, **how: Any
 ) -> Run:
     state, runs, sizes = build_state(env, kind, **how)
     checkpointer = Checkpointer(

@@ -9,10 +9,12 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from fsdp.checkpoint import manifest
 from fsdp.checkpoint.names import MANIFEST, METADATA
@@ -200,20 +202,63 @@ class Evil:
         return os.system, (f"touch {self.file}",)
 
 
+def test_a_manifest_that_reads_well_and_was_altered_is_not_believed(run_dir: Path) -> None:
+    """Valid JSON, right sizes, another word: only its own checksum tells."""
+    file = run_dir / "checkpoints" / "step-00000004" / MANIFEST
+    file.write_bytes(file.read_bytes().replace(b'"reason": "test"', b'"reason": "tesT"'))
+    with pytest.raises(manifest.Broken, match="its checksum differs"):
+        manifest.decode(file.read_bytes())
+    results = run_world(RANKS, restore, str(run_dir), {})
+    assert [step for step, *_ in results] == [2, 2]
+    assert "step-00000004.broken-manifest" in results[0][1][0]
+
+
+def lead_out(stored: Metadata) -> None:
+    """A tensor that is said to lie in a file of another checkpoint."""
+    key = next(iter(stored.storage_data))
+    stored.storage_data[key] = replace(stored.storage_data[key], relative_path="../step-00000002/__0_0.distcp")
+
+
+def leave_a_gap(stored: Metadata) -> None:
+    """A tensor of which some rows are nowhere."""
+    tensors = [one for one in stored.state_dict_metadata.values() if isinstance(one, TensorStorageMetadata)]
+    del next(one for one in tensors if len(one.chunks) > 1).chunks[-1]
+
+
+@pytest.mark.parametrize(("alter", "why"), [(lead_out, "foreign-path"), (leave_a_gap, "metadata")])
+def test_a_metadata_that_leads_out_or_leaves_a_gap_is_refused_for_that(
+    run_dir: Path, alter: Callable[[Metadata], None], why: str
+) -> None:
+    """Sealed anew by who altered it, so that every checksum fits."""
+    folder = run_dir / "checkpoints" / "step-00000004"
+    stored = pickle.loads((folder / METADATA).read_bytes())
+    alter(stored)
+    reseal(folder, pickle.dumps(stored))
+    results = run_world(RANKS, restore, str(run_dir), {})
+    assert [step for step, *_ in results] == [2, 2]
+    assert f"set aside as step-00000004.broken-{why}." in results[0][1][0]
+
+
+def reseal(folder: Path, metadata: bytes) -> None:
+    """Put this `.metadata`, and a manifest that fits it."""
+    (folder / METADATA).write_bytes(metadata)
+    about = manifest.decode((folder / MANIFEST).read_bytes())
+    files = {**about.files, METADATA: (len(metadata), manifest.crc32(metadata))}
+    (folder / MANIFEST).write_bytes(manifest.encode(manifest.Manifest(**{**vars(about), "files": files})))
+
+
 @pytest.mark.parametrize("sealed", [True, False])
 def test_a_metadata_that_runs_code_is_refused_and_runs_nothing(run_dir: Path, sealed: bool) -> None:
     """Sealed: by somebody who made the manifest fit. Not sealed: a bare folder that --checkpoint.resume points at."""
     folder, proof = run_dir / "checkpoints" / "step-00000004", run_dir / "was-here"
     evil = pickle.dumps({"state_dict_metadata": Evil(str(proof))})
-    (folder / METADATA).write_bytes(evil)
     if sealed:
-        about = manifest.decode((folder / MANIFEST).read_bytes())
-        files = {**about.files, METADATA: (len(evil), manifest.crc32(evil))}
-        (folder / MANIFEST).write_bytes(manifest.encode(manifest.Manifest(**{**vars(about), "files": files})))
+        reseal(folder, evil)
         results = run_world(RANKS, restore, str(run_dir), {})
         assert [step for step, *_ in results] == [2, 2]
         assert ".metadata asks for posix.system" in results[0][1][0]
     else:
+        (folder / METADATA).write_bytes(evil)
         (folder / MANIFEST).unlink()
         elsewhere = run_dir / "new"
         for step, _, said, _ in run_world(RANKS, restore, str(elsewhere), {"resume": str(folder)}):

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from fsdp.checkpoint import inspect, names, store
 from fsdp.checkpoint.inspect import Found
-from fsdp.checkpoint.keep import superfluous
+from fsdp.checkpoint.keep import prune, superfluous
 from fsdp.checkpoint.manifest import Manifest
-from fsdp.checkpoint.store import LocalStore
+from fsdp.checkpoint.remote import RemoteStore
+from fsdp.checkpoint.store import LocalStore, open_store
 from fsdp.claim import FILE, Claim
 from fsdp.config import CheckpointSection
 from fsdp.env import DistEnv
-from fsdp.errors import CheckpointError, LaunchError
+from fsdp.errors import CheckpointError
 from tests.checkpoint.small import build
 from tests.world import run_world
 
@@ -77,6 +82,16 @@ def test_only_whole_ones_count_and_others_are_left_to_people(tmp_path: Path) -> 
     assert steps(tmp_path) == ["step-00000003", "step-00000003.broken-size", "step-00000004"]
 
 
+def test_pruning_neither_counts_nor_deletes_what_is_not_sealed(tmp_path: Path) -> None:
+    """The seal of the newest is gone (a deletion that a power cut stopped, say): the two whole ones are the last two."""
+    run_world(1, save_all, str(tmp_path), {}, 3)
+    (tmp_path / "checkpoints" / "step-00000003" / names.MANIFEST).unlink()
+    place = LocalStore(tmp_path / "checkpoints")
+    assert prune(place, CheckpointSection(keep_last=2), "00000000") == []
+    assert prune(place, CheckpointSection(keep_last=1), "00000000") == ["step-00000001"]
+    assert steps(tmp_path) == ["step-00000002", "step-00000003"]
+
+
 def test_what_a_dead_attempt_left_is_swept_by_the_next(tmp_path: Path) -> None:
     run_world(2, save_all, str(tmp_path), {}, 1)
     for name in ("step-00000002.tmp-deadbeef", "step-00000001.gone-deadbeefabc"):
@@ -85,6 +100,26 @@ def test_what_a_dead_attempt_left_is_swept_by_the_next(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "somebody-elses").mkdir()
     run_world(2, save_all, str(tmp_path), {}, 0)
     assert steps(tmp_path) == ["somebody-elses", "step-00000001"]
+
+
+@pytest.mark.slow
+def test_pruning_deletes_a_link_and_leaves_what_it_leads_to(tmp_path: Path) -> None:
+    """A person keeps checkpoints on another disk, with a link in the run. The run prunes, and starts again afterwards."""
+    place, elsewhere = tmp_path / "run" / "checkpoints", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    run_world(2, save_all, str(tmp_path / "run"), {}, 2)
+    for name in ("step-00000001", "step-00000002"):
+        (place / name).rename(elsewhere / name)
+        (place / name).symlink_to(elsewhere / name)
+    (place / "step-00000001.gone-deadbeefabc").symlink_to(elsewhere / "step-00000001")
+    run_world(2, save_all, str(tmp_path / "run"), {"keep_last": 1}, 2)
+    run_world(2, save_all, str(tmp_path / "run"), {"keep_last": 1}, 1)
+    assert steps(tmp_path / "run") == ["step-00000005"]
+    for name in ("step-00000001", "step-00000002"):
+        found = inspect.look(LocalStore(elsewhere), name)
+        assert found.manifest is not None, found.detail
+        for file, (size, crc) in found.manifest.files.items():
+            inspect.check_file(LocalStore(elsewhere), name, file, size, crc)
 
 
 def fail_to_save(env: DistEnv, run_dir: str) -> tuple[list[str], str]:
@@ -116,54 +151,153 @@ def test_the_old_stays_while_the_new_is_not_sealed(tmp_path: Path) -> None:
         assert "step 3 was not saved: rank 0: EIO, Input/output error" in said
 
 
-def save_ousted(env: DistEnv, run_dir: str) -> str:
+class Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def fail_after_the_rename(env: DistEnv, run_dir: str) -> tuple[list[str], list[int], list[str], list[str]]:
+    """The fsync of the folder fails once the checkpoint has its name; then storage is well again."""
+    run, heard = build(env, "fsdp", run_dir, section={"keep_last": 1}), Heard()
+    logging.getLogger("fsdp.checkpoint").addHandler(heard)
+    run.checkpointer.restore(run.state)
+    sync_folder = store.sync_folder
+
+    def failing(folder: Path) -> None:
+        if (folder / "step-00000003").exists():
+            raise OSError(errno.EIO, "Input/output error")
+        sync_folder(folder)
+
+    run.step()
+    store.sync_folder = failing
+    try:
+        run.save(wait=True)
+    finally:
+        store.sync_folder = sync_folder
+    sealed, left = [one.step for one in run.checkpointer.sealed()], steps(Path(run_dir))
+    if env.world_size > 1:
+        dist.barrier()
+    run.step()
+    run.save(wait=True)
+    run.checkpointer.close()
+    logging.getLogger("fsdp.checkpoint").removeHandler(heard)
+    return left, sealed, heard.lines, steps(Path(run_dir))
+
+
+def test_a_failure_after_the_rename_is_no_lost_save_and_costs_no_older_one(tmp_path: Path) -> None:
+    run_world(2, save_all, str(tmp_path), {}, 2)
+    results = run_world(2, fail_after_the_rename, str(tmp_path))
+    for left, sealed, _, _ in results:
+        assert left == ["step-00000001", "step-00000002", "step-00000003"], "it may not outlive a power cut: none is pruned"
+        assert sealed == [3]
+    (_, _, (line,), later), (_, _, others, _) = results
+    assert later == ["step-00000004"]
+    assert line.startswith(f"checkpoint of step 3 is whole in {tmp_path}/checkpoints/step-00000003, but rank 0: ")
+    assert "EIO, Input/output error" in line
+    assert others == []
+
+
+def lose_the_answer(env: DistEnv, run_dir: str, answers_later: bool) -> tuple[list[int], str, list[str]]:
+    """An object store puts the manifest and its answer is lost; with `answers_later` it can be asked what it has."""
+    run, heard = build(env, "ddp", run_dir, section={"dir": "memory://bucket/lost"}), Heard()
+    logging.getLogger("fsdp.checkpoint").addHandler(heard)
+    run.checkpointer.restore(run.state)
+    write, sizes = RemoteStore.write, RemoteStore.sizes
+
+    def lossy(self: RemoteStore, folder: str, file: str, buffers: Any) -> None:
+        write(self, folder, file, buffers)
+        if file == names.MANIFEST:
+            if not answers_later:
+                RemoteStore.sizes = silent  # type: ignore[method-assign]
+            raise OSError(errno.ETIMEDOUT, "no answer")
+
+    def silent(self: RemoteStore, folder: str) -> dict[str, int]:
+        raise OSError(errno.ETIMEDOUT, "no answer")
+
+    run.step()
+    RemoteStore.write = lossy  # type: ignore[method-assign]
+    said = ""
+    try:
+        run.save(wait=True)
+    except CheckpointError as error:
+        said = str(error)
+    finally:
+        RemoteStore.write, RemoteStore.sizes = write, sizes  # type: ignore[method-assign]
+        run.checkpointer.close()
+        logging.getLogger("fsdp.checkpoint").removeHandler(heard)
+    whole = [found.step for found in inspect.scan(open_store("memory://bucket/lost")) if found.manifest is not None]
+    open_store("memory://bucket/lost")._fs.rm("/bucket", recursive=True)  # type: ignore[attr-defined]
+    return whole, said, heard.lines
+
+
+def test_what_an_object_store_has_decides_how_a_save_ended(tmp_path: Path) -> None:
+    """A manifest that is there is a checkpoint; where the store cannot be asked, nothing is claimed and nothing deleted."""
+    ((whole, said, lines),) = run_world(1, lose_the_answer, str(tmp_path / "one"), True)
+    assert (whole, said) == ([1], "")
+    assert "checkpoint of step 1 is whole in memory://bucket/lost/step-00000001-" in lines[0]
+    ((whole, said, lines),) = run_world(1, lose_the_answer, str(tmp_path / "two"), False)
+    assert whole == [1]
+    assert said.startswith("step 1 may not be saved: rank 0: ")
+    assert "no answer; then memory://bucket/lost/step-00000001-" in said
+    assert "CHECKPOINT of step 1 may NOT be saved" in lines[0]
+
+
+def save_ousted(env: DistEnv, run_dir: str, when: str) -> str:
+    """Another job takes the run directory over: before a save, while its files are written, or as it has been sealed."""
     claim = Claim.acquire(Path(run_dir), "torchrun") if env.is_main else None
-    run = build(env, "fsdp", run_dir, claim=claim)
+    run = build(env, "fsdp", run_dir, claim=claim, section={"keep_last": 1})
     run.checkpointer.restore(run.state)
     run.step()
-    if env.is_main:
-        file = Path(run_dir, FILE)
-        file.write_text(file.read_text().replace(claim.holder.token, "1234"))  # type: ignore[union-attr]
+    run.save(wait=True)
+    run.step()
+    write, seal = LocalStore.write, LocalStore.seal
+
+    def oust() -> None:
+        if claim is not None:
+            file = Path(run_dir, FILE)
+            file.write_text(file.read_text().replace(claim.holder.token, "1234"))
+
+    def ousting_write(self: LocalStore, folder: str, file: str, buffers: Any) -> None:
+        write(self, folder, file, buffers)
+        if file == names.METADATA:
+            oust()
+
+    def ousting_seal(self: LocalStore, staged: str, final: str) -> None:
+        seal(self, staged, final)
+        oust()
+
+    if when == "before":
+        oust()
+    elif when == "writing":
+        LocalStore.write = ousting_write  # type: ignore[method-assign]
+    else:
+        LocalStore.seal = ousting_seal  # type: ignore[method-assign]
     try:
         run.save(wait=True)
     except CheckpointError as error:
         return str(error)
     finally:
+        LocalStore.write, LocalStore.seal = write, seal  # type: ignore[method-assign]
         run.checkpointer.close()
         if claim is not None:
             claim.release()
     return "sealed"
 
 
-def test_an_ousted_writer_seals_nothing_and_stops(tmp_path: Path) -> None:
-    assert all("was taken over by process" in said for said in run_world(2, save_ousted, str(tmp_path)))
-    assert steps(tmp_path) == []
+@pytest.mark.parametrize("when", ["before", "writing"])
+def test_an_ousted_writer_seals_nothing_and_stops(tmp_path: Path, when: str) -> None:
+    assert all("was taken over by process" in said for said in run_world(2, save_ousted, str(tmp_path), when))
+    # What it was writing is the next holder's to sweep: its own deletion could meet the other's.
+    assert [name for name in steps(tmp_path) if ".tmp-" not in name] == ["step-00000001"]
 
 
-def two_runs_one_folder(env: DistEnv, folder: str) -> str:
-    """The second run has its own directory and keeps its checkpoints where the first does."""
-    runs = [Path(folder, name) for name in ("one", "two")]
-    claims = [Claim.acquire(run_dir, "torchrun") for run_dir in runs]
-    first, second = (
-        build(env, "ddp", str(run_dir), claim=claim, section={"dir": str(Path(folder, "shared"))})
-        for run_dir, claim in zip(runs, claims, strict=True)
-    )
-    first.checkpointer.restore(first.state)
-    try:
-        second.checkpointer.restore(second.state)
-    except LaunchError as error:
-        return str(error)
-    finally:
-        for run, claim in ((first, claims[0]), (second, claims[1])):
-            run.checkpointer.close()
-            claim.release()
-    return "restored"
-
-
-def test_two_runs_do_not_share_a_folder_of_checkpoints(tmp_path: Path) -> None:
-    said = run_world(1, two_runs_one_folder, str(tmp_path))[0]
-    assert f"{tmp_path / 'shared'} is being written by process" in said
-    assert list((tmp_path / "shared").iterdir()) == []
+def test_an_ousted_writer_prunes_nothing(tmp_path: Path) -> None:
+    assert run_world(2, save_ousted, str(tmp_path), "sealed") == ["sealed", "sealed"]
+    assert steps(tmp_path) == ["step-00000001", "step-00000002"]
 
 
 def save_apart(env: DistEnv, run_dir: str) -> str:

@@ -93,7 +93,7 @@ def test_a_process_number_that_was_given_again_is_not_the_holder(tmp_path: Path)
 def test_a_live_holder_elsewhere_is_known_by_its_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claim, "BEAT_S", 0.05)
     held = Claim.acquire(tmp_path, "srun")
-    monkeypatch.setattr(claim, "_place", lambda: "another machine")
+    monkeypatch.setattr(claim, "this_place", lambda: "another machine")
     with pytest.raises(LaunchError, match="is being written by process"):
         Claim.acquire(tmp_path, "srun", stale_s=30.0)
     assert held.ousted() is None

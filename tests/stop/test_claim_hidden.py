@@ -80,19 +80,19 @@ def test_machines_of_one_name_are_told_apart_by_their_ids(tmp_path: Path) -> Non
         pytest.skip("this system has no /etc/machine-id")
     (tmp_path / "id").write_text("0" * 32 + "\n")
     (tmp_path / "none").touch()
-    show = [sys.executable, "-c", "from fsdp import claim; print(claim._place(), end='')"]
+    show = [sys.executable, "-c", "from fsdp import claim; print(claim.this_place(), end='')"]
     here, other, without = (
         in_namespaces(["unshare", "--mount"], f"mount --bind {file} /etc/machine-id", *show)
         for file in ("/etc/machine-id", tmp_path / "id", tmp_path / "none")
     )
-    assert here == claim._place() != ""
+    assert here == claim.this_place() != ""
     assert "0" * 32 in other
     assert without not in ("", here, other), "the boot id stands alone"
 
 
 def test_a_place_that_is_not_known_equals_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claim, "BEAT_S", 0.05)
-    monkeypatch.setattr(claim, "_place", lambda: "")
+    monkeypatch.setattr(claim, "this_place", lambda: "")
     held = Claim.acquire(tmp_path, "torchrun")
     with pytest.raises(ShardrunError, match="is being written by process"):
         Claim.acquire(tmp_path, "srun", stale_s=30.0)

@@ -1,0 +1,228 @@
+"""Who writes in a store: one live job, a run or `checkpoints prune`, whichever run directory it has.
+
+A folder has the lock of a run directory (fsdp/claim.py). An object store has an object of the same name and
+content. Its holder writes it anew every few seconds with a higher count; it is taken over when its holder's process
+is dead, or when it has not changed while watched. Each write is conditional on the version before it, so of two that
+take over one succeeds.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Protocol
+
+from fsdp.checkpoint.remote import Cell, RemoteStore
+from fsdp.checkpoint.store import LocalStore, Store
+from fsdp.claim import FILE, STALE_S, Claim, Holder, here, is_sound, lives, succeeds, this_place
+from fsdp.errors import CheckpointError, LaunchError
+
+log = logging.getLogger(__name__)
+
+OBJECT_BEAT_S = 10.0
+"""Each beat is a request that a cloud charges for."""
+OBJECT_STALE_S = 60.0
+"""Six beats, and longer than a request is tried again."""
+
+
+class Lock(Protocol):
+    """Held by this process. `lost` is who has it now, as the last beat found out; `ousted` asks the store."""
+
+    @property
+    def lost(self) -> str | None: ...
+    @property
+    def took_over(self) -> str: ...
+    def ousted(self) -> str | None: ...
+    def release(self) -> None: ...
+
+
+class ObjectLock:
+    """The lock object of an object store: a thread keeps it alive until `release`."""
+
+    def __init__(
+        self,
+        store: RemoteStore,
+        holder: Holder,
+        version: str,
+        took_over: str,
+        beat_s: float,
+    ) -> None:
+        self.holder, self.took_over = holder, took_over
+        self.lost: str | None = None
+        self._store, self._version, self._beat_s = store, version, beat_s
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="store-lock", daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def acquire(
+        store: RemoteStore,
+        launcher: str,
+        job: str = "",
+        *,
+        beat_s: float = OBJECT_BEAT_S,
+        stale_s: float = OBJECT_STALE_S,
+    ) -> ObjectLock:
+        """Hold the store's lock, or LaunchError with who does. May watch a silent holder for `stale_s`."""
+        holder, took_over = here(launcher, job), ""
+        while True:
+            found = store.get(FILE)
+            if found is not None:
+                took_over = _clear_dead(store, found, stale_s, job)
+            version = _write(store, holder, 0, None if found is None else found.version)
+            if version is not None:
+                if took_over:
+                    log.warning(took_over)
+                return ObjectLock(store, holder, version, took_over, beat_s)
+
+    def ousted(self) -> str | None:
+        """None while the lock is ours; else who has it now. Asked before every seal and before pruning."""
+        found = self._store.get(FILE)
+        if found is None:
+            gone = f"the lock on {self._store.where} is gone: somebody removed {FILE}"
+            return f"{gone}, and another job may write there"
+        now = _holder(found.data)
+        if now is not None and now.token == self.holder.token:
+            return None
+        over = f"{self._store.where} was taken over by {now}"
+        return f"{over}: this process was silent too long and must not write there"
+
+    def release(self) -> None:
+        """Delete the lock; nothing happens where another has it by now."""
+        self._over.set()
+        self._thread.join(self._beat_s)  # a request may be in its pauses
+        try:
+            self._store.drop(FILE, self._version)
+        except Exception as error:  # each client has its own types; the lock goes stale by itself
+            log.warning("the lock on %s could not be removed: %s", self._store.where, error)
+
+    def _beat(self) -> None:
+        count = 0
+        while not self._over.wait(self._beat_s) and self.lost is None:
+            count += 1
+            try:
+                version = _write(self._store, self.holder, count, self._version)
+                if version is None:
+                    self.lost = self.ousted()
+                self._version = version or self._version
+            except OSError as error:
+                log.warning("the lock on %s could not be renewed: %s", self._store.where, error)
+
+
+def _write(store: RemoteStore, holder: Holder, count: int, version: str | None) -> str | None:
+    """The new version, or None where another wrote first. An answer that was lost is found by reading."""
+    data = json.dumps(asdict(holder)).encode() + f"\n{count:020d}\n".encode()
+    written = store.swap(FILE, data, version)
+    if written is None and (found := store.get(FILE)) is not None and found.data == data:
+        return found.version
+    return written
+
+
+def _holder(data: bytes) -> Holder | None:
+    """None where the object does not say."""
+    try:
+        holder = Holder(**json.loads(data.partition(b"\n")[0]))
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return holder if is_sound(holder) else None
+
+
+def _clear_dead(store: RemoteStore, found: Cell, stale_s: float, job: str) -> str:
+    """One line about a dead holder, for who takes over from it; LaunchError if it lives."""
+    holder = _holder(found.data)
+    how, alive = "it is dead", _known(holder, job)
+    if alive is None:
+        who = holder or "somebody unnamed"
+        log.warning("%s is locked by %s: watching for %.0f s whether it lives", store.where, who, stale_s)
+        how, alive = f"it gave no sign for {stale_s:g} s", _changes(store, found, stale_s)
+    if alive:
+        raise LaunchError(f"{store.where} is being written by {holder or 'another job'}.")
+    return f"{store.where}: took over from {holder or 'a holder without a name'}: {how}"
+
+
+def _known(holder: Holder | None, job: str) -> bool | None:
+    """Whether a holder lives, where its job or its process says so; None where only watching does."""
+    if holder is None:
+        return None
+    if succeeds(job, holder.job):
+        return False  # the scheduler has ended the earlier start
+    return lives(holder) if holder.place and holder.place == this_place() else None
+
+
+def _changes(store: RemoteStore, found: Cell, stale_s: float) -> bool:
+    """Does the object change (a beat, or a new holder) while we watch? Gone is not alive."""
+    deadline = time.monotonic() + stale_s
+    while time.monotonic() < deadline:
+        time.sleep(min(1.0, stale_s / 10))
+        now = store.get(FILE)
+        if now is None or now.data != found.data:
+            return now is not None
+    return False
+
+
+class Locks:
+    """Several held as one: lost when any is."""
+
+    def __init__(self, *held: Lock) -> None:
+        self._held = held
+        self.took_over = " ".join(one.took_over for one in held if one.took_over)
+
+    @property
+    def lost(self) -> str | None:
+        return next((one.lost for one in self._held if one.lost is not None), None)
+
+    def ousted(self) -> str | None:
+        return next((why for one in self._held if (why := one.ousted()) is not None), None)
+
+    def release(self) -> None:
+        for one in reversed(self._held):
+            one.release()
+
+
+def hold(run_dir: Path | None, store: Store, launcher: str, job: str = "") -> Locks:
+    """Hold a run directory (where there is one) and its store, or LaunchError with who does."""
+    if run_dir is None or _same(store, run_dir):
+        return Locks(_hold_store(store, launcher, job))
+    before, began = _peek(store), time.monotonic()
+    run = Claim.acquire(run_dir, launcher, job)
+    # The time for which a silent holder of the run directory was watched counts, if the store's lock stood still.
+    watched = time.monotonic() - began if before is not None and _peek(store) == before else 0.0
+    try:
+        return Locks(run, _hold_store(store, launcher, job, watched))
+    except BaseException:
+        run.release()
+        raise
+
+
+def _same(store: Store, run_dir: Path) -> bool:
+    return isinstance(store, LocalStore) and store.root.resolve() == run_dir.resolve()
+
+
+def _peek(store: Store) -> bytes | None:
+    """The lock's content; None where there is none or it cannot be read, of which acquiring it says why."""
+    try:
+        if isinstance(store, RemoteStore):
+            return found.data if (found := store.get(FILE)) is not None else None
+        assert isinstance(store, LocalStore)
+        return (store.root / FILE).read_bytes()
+    except OSError:
+        return None
+
+
+def _hold_store(store: Store, launcher: str, job: str, watched_s: float = 0.0) -> Lock:
+    try:
+        if isinstance(store, RemoteStore):
+            return ObjectLock.acquire(store, launcher, job, stale_s=max(0.0, OBJECT_STALE_S - watched_s))
+        assert isinstance(store, LocalStore)
+        store.make()
+        return Claim.acquire(store.root, launcher, job, stale_s=max(0.0, STALE_S - watched_s))
+    except LaunchError as error:
+        held = str(error).removesuffix(f" HINT: {error.hint}")
+        raise LaunchError(held, "another --checkpoint.dir, or end that job") from None
+    except OSError as error:
+        hint = "--checkpoint.dir FOLDER that is writable"
+        raise CheckpointError(f"{store.where} cannot be written: {error}.", hint) from None

@@ -1,0 +1,174 @@
+"""Whenever the power is cut, what was sealed is whole: each state that a crash may leave, of a run that saves and prunes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp.checkpoint import inspect, names
+from fsdp.checkpoint.manifest import Broken
+from fsdp.checkpoint.saver import Saver
+from fsdp.checkpoint.store import LocalStore, sync_folder
+from fsdp.env import DistEnv
+from tests.checkpoint.crashes import Change, Left, Recorder, Tree, states
+from tests.checkpoint.small import build
+
+ENV = DistEnv(
+    rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, num_nodes=1, device=torch.device("cpu"),
+    launcher="tests",
+)  # fmt: skip
+
+
+def record(folder: Path, forgets: Callable[[Change], bool] = lambda change: False) -> Recorder:
+    """Two starts of a run that keeps two: four saves and two prunings, a save that dies, its sweep, two more saves."""
+    with Recorder(folder / "checkpoints", forgets) as recorder, pytest.MonkeyPatch.context() as patch:
+        seal = LocalStore.seal
+
+        def noting(self: LocalStore, staged: str, final: str) -> None:
+            seal(self, staged, final)
+            recorder.note(final)
+
+        patch.setattr(LocalStore, "seal", noting)
+        for saves in (4, 2):
+            run = build(ENV, "ddp", str(folder), section={"keep_last": 2})
+            run.checkpointer.restore(run.state)
+            for _ in range(saves):
+                run.step()
+                run.save(wait=True)
+            run.checkpointer.close()
+            store = LocalStore(folder / "checkpoints")
+            store.begin(names.staging(9, "deadbeef"))  # killed in a later save
+            store.write(names.staging(9, "deadbeef"), "__0_0.distcp", [b"half"])
+    return recorder
+
+
+def wrong(tree: Tree, sealed: int, deleting: set[str]) -> str:
+    """What the state breaks of what is promised; empty if nothing."""
+    store: Any = Left(tree)
+    founds = inspect.scan(store)
+    whole = [found for found in founds if found.manifest is not None and not _damage(store, found)]
+    if max((found.step for found in whole), default=0) < sealed:
+        return f"the newest whole one is {[found.step for found in whole][:1]} and step {sealed} was sealed"
+    for found in founds:
+        if found not in whole and found.folder not in deleting:
+            return f"{found.folder} has its final name and is not whole: {found.detail or 'a checksum differs'}"
+    for folder in store.folders():
+        going = (name := names.parse(folder)) is not None and name.kind == "gone"
+        if going and names.MANIFEST in tree[folder] and _damage(store, inspect.look(store, folder)):
+            return f"{folder} is sealed and in parts"
+    return ""
+
+
+def _damage(store: Any, found: inspect.Found) -> bool:
+    if found.manifest is None:
+        return True
+    try:
+        for file, (size, crc) in found.manifest.files.items():
+            inspect.check_file(store, found.folder, file, size, crc)
+    except Broken:
+        return True
+    return False
+
+
+def violations(recorder: Recorder) -> tuple[int, list[str]]:
+    """How many states were tried, and what was wrong in each that was not right."""
+    count, found = 0, []
+    for done, tree in states(recorder):
+        count += 1
+        sealed = max((names.parse(text).step for at, text in recorder.notes if at <= done), default=0)  # type: ignore[union-attr]
+        if said := wrong(tree, sealed, _deleting(recorder.changes[:done])):
+            found.append(f"after {done} operations: {said}")
+    return count, found
+
+
+def _deleting(changes: list[Change]) -> set[str]:
+    """Folders whose deletion had begun: a file of theirs was deleted, or their name taken."""
+    begun = set()
+    for change in changes:
+        if change.kind == "names" and change.leaves:
+            begun |= {change.leaves, Path(change.path).parent.name}
+    return begun
+
+
+def test_no_crash_loses_what_was_sealed(tmp_path: Path) -> None:
+    recorder = record(tmp_path)
+    count, found = violations(recorder)
+    print(f"{len(recorder.changes)} operations, {count} states after a crash, {len(found)} wrong")
+    assert [text for _, text in recorder.notes] == [f"step-{step:08d}" for step in range(1, 7)]
+    assert count > 500
+    assert not found, found[:3]
+
+
+# ---- the simulator finds each of these
+
+
+def no_fsync_of(what: str) -> Callable[[Change], bool]:
+    """fsyncs that the product is supposed not to make: of files, of staged folders, of the folder of checkpoints."""
+
+    def forgets(change: Change) -> bool:
+        if change.kind != "fsync":
+            return False
+        kind = "root" if change.path.endswith("/checkpoints") else "folder" if change.node.folder else "file"
+        return kind == what
+
+    return forgets
+
+
+@pytest.mark.parametrize("what", ["file", "folder", "root"])
+def test_a_missing_fsync_is_found(tmp_path: Path, what: str) -> None:
+    assert violations(record(tmp_path, no_fsync_of(what)))[1]
+
+
+def seal_before_the_manifest(patch: pytest.MonkeyPatch) -> None:
+    """The manifest comes into the folder when that has its final name."""
+    write, seal, kept = LocalStore.write, LocalStore.seal, dict[str, Any]()
+
+    def late(self: LocalStore, folder: str, file: str, buffers: Any) -> None:
+        if file == names.MANIFEST:
+            kept[folder] = buffers
+        else:
+            write(self, folder, file, buffers)
+
+    def sealed(self: LocalStore, staged: str, final: str) -> None:
+        seal(self, staged, final)
+        write(self, final, names.MANIFEST, kept[staged])
+        sync_folder(self.root / final)
+
+    patch.setattr(LocalStore, "write", late)
+    patch.setattr(LocalStore, "seal", sealed)
+
+
+def delete_sealed(patch: pytest.MonkeyPatch) -> None:
+    """Files go while the manifest is there."""
+    unlink = Path.unlink
+
+    def spared(self: Path, missing_ok: bool = False) -> None:
+        if self.name != names.MANIFEST:
+            unlink(self, missing_ok)
+
+    patch.setattr(Path, "unlink", spared)
+
+
+def prune_first(patch: pytest.MonkeyPatch) -> None:
+    """The older ones go while the new one is still staged."""
+    seal = Saver._seal
+
+    def late(self: Saver, job: Any, folder: str, written: Any) -> Any:
+        store = LocalStore(Path(self._store.where))
+        for old in inspect.finals(store):
+            store.remove(old, "00000000")
+        return seal(self, job, folder, written)
+
+    patch.setattr(Saver, "_seal", late)
+
+
+@pytest.mark.parametrize("fault", [seal_before_the_manifest, delete_sealed, prune_first], ids=lambda fault: fault.__name__)
+def test_a_wrong_order_is_found(tmp_path: Path, fault: Callable[[pytest.MonkeyPatch], None]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        fault(patch)
+        recorder = record(tmp_path)
+    assert violations(recorder)[1]

@@ -1,0 +1,307 @@
+"""One job writes in a store: in a folder that two run directories share, in an object store (a real S3 server)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from fsdp import checkpoints
+from fsdp.checkpoint import inspect, lock
+from fsdp.checkpoint.lock import ObjectLock, hold
+from fsdp.checkpoint.remote import RemoteStore
+from fsdp.checkpoint.store import LocalStore, open_store
+from fsdp.claim import FILE, Claim, here
+from fsdp.env import DistEnv
+from fsdp.errors import CheckpointError, LaunchError
+from tests.checkpoint import s3_server
+from tests.checkpoint.small import build
+from tests.core.runs import on_a_rank
+from tests.world import run_world
+
+ROOT = Path(__file__).parents[2]
+
+
+def save(env: DistEnv, run_dir: str, place: str, steps: int) -> None:
+    run = build(env, "ddp", run_dir, section={"dir": place})
+    run.checkpointer.restore(run.state)
+    for _ in range(steps):
+        run.step()
+        run.save()
+    run.checkpointer.close()
+
+
+def whole(place: str) -> list[int]:
+    return [found.step for found in inspect.scan(open_store(place)) if found.manifest is not None]
+
+
+# ---- folders
+
+
+def test_prune_is_refused_while_another_run_writes_in_the_same_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A's directory is free; its config names the folder in which B, with a directory of its own, trains."""
+    run_a, run_b, shared = tmp_path / "a", tmp_path / "b", str(tmp_path / "shared")
+    run_world(1, save, str(run_a), shared, 3)
+    run_a.mkdir(exist_ok=True)
+    (run_a / "config.toml").write_text(f'[checkpoint]\ndir = "{shared}"\nkeep_last = 1\n')
+    live = hold(run_b, open_store(shared), "torchrun")
+    try:
+        for where in (str(run_a), shared):
+            assert checkpoints.main([where, "prune", "--keep-last", "1"]) == 4
+            said = capsys.readouterr().err
+            assert said.count("\n") == 1
+            assert f"{shared} is being written by process {os.getpid()} on" in said
+            assert "HINT: prune when that job has ended" in said
+        assert whole(shared) == [3, 2, 1]
+    finally:
+        live.release()
+    assert checkpoints.main([str(run_a), "prune"]) == 0
+    assert whole(shared) == [3]
+    assert not [path for path in tmp_path.rglob("*") if "CLAIM" in path.name]
+
+
+def test_prune_is_refused_while_the_run_is_live(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where the store's own lock is free: the run directory alone is held."""
+    (tmp_path / "checkpoints").mkdir()
+    claim = Claim.acquire(tmp_path, "torchrun")
+    assert checkpoints.main([str(tmp_path), "prune", "--keep-last", "1"]) == 4
+    assert f"{tmp_path} is being written by process" in capsys.readouterr().err
+    claim.release()
+
+
+def test_a_run_is_refused_a_store_that_another_run_writes(tmp_path: Path) -> None:
+    """The other's store is the one inside its run directory, as most are."""
+    store = LocalStore(tmp_path / "a" / "checkpoints")
+    live = hold(tmp_path / "a", store, "torchrun")
+    words = ["--model.name", "mlp", "--train.steps", "1"]
+    words += ["--run.dir", str(tmp_path / "b"), "--checkpoint.dir", str(store.root)]
+    (said,) = run_world(1, on_a_rank, words)
+    assert said.startswith(f"LaunchError: {store.root} is being written by process {os.getpid()} on")
+    assert said.endswith("HINT: another --checkpoint.dir, or end that job")
+    live.release()
+    assert run_world(1, on_a_rank, words) == [None]
+    assert not (store.root / FILE).exists(), "a run that has ended holds nothing"
+
+
+def test_a_run_directory_that_is_the_store_itself_is_held_once(tmp_path: Path) -> None:
+    locks = hold(tmp_path, LocalStore(tmp_path), "torchrun")
+    assert locks.ousted() is None
+    locks.release()
+    assert not (tmp_path / FILE).exists()
+
+
+def test_a_lost_store_is_a_lost_run(tmp_path: Path) -> None:
+    """Two locks held as one: who has the store is asked too."""
+    locks = hold(tmp_path / "run", LocalStore(tmp_path / "store"), "torchrun")
+    assert locks.ousted() is None
+    file = tmp_path / "store" / FILE
+    file.write_text(file.read_text().replace('"pid"', '"token": "1234", "pid"'))
+    assert str(locks.ousted()).startswith(f"{tmp_path}/store was taken over by process")
+    locks.release()
+    assert file.exists(), "the other's"
+    assert not (tmp_path / "run" / FILE).exists()
+
+
+# ---- object stores
+
+
+@pytest.fixture(params=["memory", "s3"])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A prefix of the test's own: in a server with conditional writes, and in a store without."""
+    import fsspec
+
+    name = "test-" + format(abs(hash(request.node.name)), "x")
+    if request.param == "s3":
+        server = request.getfixturevalue("server")
+        for key, value in {**s3_server.KEYS, "AWS_ENDPOINT_URL": server}.items():
+            monkeypatch.setenv(key, value)
+        fsspec.get_filesystem_class("s3").clear_instance_cache()
+        fsspec.filesystem("s3").mkdir(name)
+    yield f"{request.param}://{name}/run"
+    if request.param == "memory":
+        fsspec.filesystem("memory").store.clear()
+
+
+def remote(place: str) -> RemoteStore:
+    store = open_store(place)
+    assert isinstance(store, RemoteStore)
+    return store
+
+
+def leave(store: RemoteStore, pid: int, where: str) -> None:
+    """The lock of a holder that does not beat."""
+    holder = replace(here("torchrun"), pid=pid, place=where, host="far-away")
+    assert lock._write(store, holder, 0, None) is not None
+
+
+def test_a_live_holder_is_named_and_a_released_lock_is_gone(place: str) -> None:
+    store = remote(place)
+    held = ObjectLock.acquire(store, "torchrun", "Slurm job 7, start 1")
+    named = rf"{place} is being written by process {os.getpid()} on .* \(Slurm job 7, start 1\)"
+    with pytest.raises(LaunchError, match=named):
+        ObjectLock.acquire(store, "srun")
+    assert held.ousted() is None
+    held.release()
+    assert store.get(FILE) is None
+    assert store.folders() == []
+
+
+def test_a_live_holder_elsewhere_is_known_by_its_beat(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = remote(place)
+    held = ObjectLock.acquire(store, "torchrun", beat_s=0.1)
+    monkeypatch.setattr(lock, "place", lambda: "another machine")
+    with pytest.raises(LaunchError, match="is being written by process"):
+        ObjectLock.acquire(store, "srun", stale_s=30.0)
+    assert held.lost is None
+    held.release()
+    assert store.get(FILE) is None, "it has been renewed, and is still the holder's to delete"
+
+
+def test_a_silent_holder_elsewhere_is_replaced_by_one_of_many(place: str) -> None:
+    store = remote(place)
+    leave(store, 1, "another machine")
+    taken: list[ObjectLock] = []
+    refused: list[str] = []
+    many = 4 if place.startswith("s3") else 1  # elsewhere two at one moment may both begin
+    together = threading.Barrier(many)
+
+    def attempt() -> None:
+        together.wait()
+        try:
+            taken.append(ObjectLock.acquire(store, "torchrun", stale_s=0.5))
+        except LaunchError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=attempt) for _ in range(many)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(taken) == 1
+    assert len(refused) == many - 1
+    assert "far-away" in taken[0].took_over
+    assert "it gave no sign for 0.5 s" in taken[0].took_over
+    assert taken[0].ousted() is None
+    taken[0].release()
+
+
+@pytest.mark.parametrize("since", ["1e999", "-1", '"now"', "1" + "0" * 400])
+@pytest.mark.parametrize("place", ["memory"], indirect=True)
+def test_a_lock_with_odd_content_is_of_somebody_unnamed(place: str, since: str) -> None:
+    store = remote(place)
+    about = json.dumps({**asdict(here("torchrun")), "since": 7}).replace(": 7}", f": {since}}}")
+    assert store.swap(FILE, about.encode() + b"\n", None) is not None
+    held = ObjectLock.acquire(store, "torchrun", stale_s=0.1)
+    assert held.took_over == f"{place}: took over from a holder without a name: it gave no sign for 0.1 s"
+    held.release()
+
+
+def test_a_later_start_of_the_same_job_does_not_watch(place: str) -> None:
+    store = remote(place)
+    first = ObjectLock.acquire(store, "srun", "Slurm job 12, start 1")
+    second = ObjectLock.acquire(store, "srun", "Slurm job 12, start 2", stale_s=3600.0)
+    assert f"{place} was taken over by" in str(first.ousted())
+    first.release()
+    assert second.ousted() is None
+    second.release()
+
+
+def test_a_holder_that_was_replaced_finds_out_and_deletes_nothing(place: str) -> None:
+    store = remote(place)
+    held = ObjectLock.acquire(store, "torchrun", beat_s=0.05)
+    found = store.get(FILE)
+    while found is None or store.swap(FILE, b'{"nobody": 1}\n', found.version) is None:
+        found = store.get(FILE)  # renewed in between
+    held._thread.join(30)
+    assert str(held.lost).startswith(f"{place} was taken over by")
+    assert held.ousted() == held.lost
+    held.release()
+    found = store.get(FILE)
+    assert found is not None
+    assert found.data == b'{"nobody": 1}\n'
+
+
+KILLED = """
+import os, signal, sys
+from fsdp.checkpoint.lock import hold
+from fsdp.checkpoint.store import open_store
+hold(None, open_store(sys.argv[1]), "torchrun")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("place", ["s3"], indirect=True)
+def test_a_killed_holder_of_this_machine_is_replaced_at_once(place: str) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, place], cwd=ROOT)
+    assert done.returncode == -signal.SIGKILL
+    held = ObjectLock.acquire(remote(place), "torchrun", stale_s=3600.0)
+    assert held.took_over.endswith("it is dead")
+    held.release()
+
+
+def test_prune_by_command_waits_for_no_live_run(place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    live = hold(None, remote(place), "torchrun")
+    assert checkpoints.main([place, "prune", "--keep-last", "1"]) == 4
+    assert f"{place} is being written by process {os.getpid()} on" in capsys.readouterr().err
+    live.release()
+    assert checkpoints.main([place, "prune", "--keep-last", "1"]) == 0
+    assert "nothing to delete" in capsys.readouterr().out
+    assert remote(place).get(FILE) is None
+
+
+def save_replaced(env: DistEnv, run_dir: str, place: str, environ: dict[str, str]) -> tuple[str, list[int]]:
+    """Another job takes the store over during the step before a save."""
+    os.environ.update(environ)
+    store = remote(place)
+    locks = hold(Path(run_dir), store, "torchrun")
+    run = build(env, "ddp", run_dir, claim=locks, section={"dir": place})
+    run.checkpointer.restore(run.state)
+    run.step()
+    found = store.get(FILE)
+    assert found is not None
+    assert store.swap(FILE, b'{"nobody": 1}\n', found.version) is not None
+    said = ""
+    try:
+        run.save(wait=True)
+    except CheckpointError as error:
+        said = str(error)
+    finally:
+        run.checkpointer.close()
+        locks.release()
+    return said, whole(place)
+
+
+def test_a_run_whose_store_was_taken_over_seals_nothing(place: str, tmp_path: Path) -> None:
+    environ = {name: os.environ[name] for name in (*s3_server.KEYS, "AWS_ENDPOINT_URL") if name in os.environ}
+    ((said, left),) = run_world(1, save_replaced, str(tmp_path), place, environ)
+    assert f"step 1 was not saved: {place} was taken over by" in said
+    assert left == []
+
+
+def test_a_server_without_conditional_writes_is_locked_all_the_same(
+    server: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import fsspec
+
+    with s3_server.without_conditions(server) as url:
+        for key, value in {**s3_server.KEYS, "AWS_ENDPOINT_URL": url}.items():
+            monkeypatch.setenv(key, value)
+        fsspec.get_filesystem_class("s3").clear_instance_cache()
+        fsspec.filesystem("s3").mkdir("test-unconditional")
+        store = remote("s3://test-unconditional/run")
+        held = ObjectLock.acquire(store, "torchrun", beat_s=0.1)
+        with pytest.raises(LaunchError, match="is being written by process"):
+            ObjectLock.acquire(store, "srun")
+        held.release()
+        assert store.get(FILE) is None
+    assert caplog.text.count("s3://test-unconditional/run has no conditional writes") == 1

@@ -1,0 +1,127 @@
+"""Threads that touch tensors work on their rank's GPU. torch.cuda is a stand-in here that records what is asked of it."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fsdp.checkpoint import read
+from fsdp.checkpoint.manifest import Manifest
+from fsdp.checkpoint.saver import Job, Saver
+from fsdp.checkpoint.snapshot import Snapshot
+from fsdp.checkpoint.store import LocalStore
+from fsdp.checkpoint.talk import Talk
+from fsdp.data.loader import Loader
+from fsdp.mesh import DataRank
+
+ROOT = Path(__file__).parents[2]
+GPU = torch.device("cuda", 1)
+
+
+class Calls:
+    """What each thread did, in its order."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, list[Any]] = {}
+
+    def note(self, what: Any) -> None:
+        self.of.setdefault(threading.current_thread().name, []).append(what)
+
+    def noting(self, what: Any, then: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **named: Any) -> Any:
+            self.note(what)
+            return then(*args, **named)
+
+        return noted
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    found = Calls()
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: found.note(torch.device(device)))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: GPU.index)
+    return found
+
+
+def test_the_savers_thread(calls: Calls, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    staging = SimpleNamespace(copy=calls.noting("copy", lambda *_: SimpleNamespace(data=b"", staged=[])), event=lambda: None)
+    monkeypatch.setattr("fsdp.checkpoint.saver.Staging", lambda device, room: staging)
+    about = Manifest(
+        step=1, attempt="", created=0.0, torch="", strategy="fsdp", replicate=1, shard=1, ranks=1, config="", reason="",
+        counters={}, metrics={}, files={}, digests={},
+    )  # fmt: skip
+    saver = Saver(LocalStore(tmp_path), Talk(), GPU, "00000000", lambda: None, lambda: None)
+    saver.put(Job(1, Snapshot([], {}), about))
+    saver.stop()
+    assert calls.of == {"checkpoint": [GPU, "copy"]}
+
+
+def test_the_threads_that_read_a_checkpoint(calls: Calls, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    prepared = SimpleNamespace(file="", start=0, end=0, views=[], targets=[])
+    monkeypatch.setattr(read, "_prepare", calls.noting("read", lambda *_: prepared))
+    monkeypatch.setattr(read, "_fulfil", calls.noting("copy", lambda *_: None))
+    into = SimpleNamespace(device=GPU)
+    tasks: Any = [SimpleNamespace(file="f", offset=nth, rows=(0, 1), into=into) for nth in range(20)]
+    read.run(LocalStore(tmp_path), "", tasks, ours=True, sums=True)
+    assert calls.of
+    for name, done in calls.of.items():
+        assert done[0] == GPU, name
+        assert done.count(GPU) == 1, name
+
+
+class Samples:
+    def __init__(self, calls: Calls) -> None:
+        self.calls = calls
+
+    def __len__(self) -> int:
+        return 64
+
+    def batch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
+        self.calls.note("batch")
+        return {"x": torch.zeros(len(indices), 2), "target": torch.zeros(len(indices), dtype=torch.long)}
+
+
+def test_the_loaders_threads(calls: Calls) -> None:
+    """They pin memory, and copy to the device where they are asked to."""
+    order = SimpleNamespace(indices=lambda step: np.arange(4))
+    samples: Any = Samples(calls)
+    loader = Loader(samples, order, micro_batch=4, accumulation=1, rank=DataRank(0, 1), workers=2, prefetch=2, pin=False)
+    for step in range(6):
+        loader.step(step)
+    loader.close()
+    assert set(calls.of) == {"reader-0", "reader-1"}
+    for name, done in calls.of.items():
+        assert done[0] == GPU, name
+        assert "batch" in done, name
+
+
+WITHOUT_TENSORS = {
+    "fsdp/claim.py": 1, "fsdp/checkpoint/lock.py": 1, "fsdp/doctor/examine.py": 1, "fsdp/doctor/network.py": 2,
+    "fsdp/stop.py": 1, "fsdp/watch/files.py": 1, "fsdp/watch/witness.py": 1, "launch/ray_output.py": 1,
+    "launch/ray_own.py": 1, "launch/ray_trainer.py": 1, "launch/ray_worker.py": 1,
+}  # fmt: skip
+"""Threads that read files, sockets and signals, and touch no tensor: how many a file starts."""
+WITH_TENSORS = {"fsdp/checkpoint/saver.py": 1, "fsdp/checkpoint/read.py": 1, "fsdp/data/readers.py": 1}
+
+
+def test_every_thread_that_touches_tensors_is_among_these() -> None:
+    """A new one calls fsdp/devices.py: set_thread_device first and is entered, with a test, above; or touches none."""
+    started = re.compile(r"\b(?:Thread|Timer|ThreadPoolExecutor)\(")
+    found = {
+        str(path.relative_to(ROOT)): count
+        for place in ("fsdp", "launch")
+        for path in sorted((ROOT / place).rglob("*.py"))
+        if (count := len(started.findall(path.read_text(encoding="utf-8"))))
+    }
+    assert found == WITHOUT_TENSORS | WITH_TENSORS
+    for file in WITH_TENSORS:
+        assert "set_thread_device" in (ROOT / file).read_text(encoding="utf-8")
