@@ -40,9 +40,10 @@ from fsdp.config.values import parse_free_value, parse_value, profile_steps, res
 from fsdp.config.writing import config_hash, to_toml
 
 __all__ = [
-    "FIELDS", "TRUST_HELP", "Args", "CheckpointSection", "CodeRefused", "CommSection", "Config", "DataSection", "FieldSpec", "LoraSection",
-    "MemorySection", "MeshSection", "ModelSection", "OptimSection", "PlanSection", "PrecisionSection", "ProfileSection",
-    "RaySection", "RunSection", "SpeedSection", "StopSection", "TrainSection", "WatchSection", "check", "check_store",
-    "config_hash", "flatten", "help_text", "load", "load_run_config", "pair_flags", "parse_free_value", "parse_value",
-    "profile_steps", "read_recipe", "replace", "reshard_policy", "to_toml", "worker_range",
+    "FIELDS", "TRUST_HELP", "Args", "CheckpointSection", "CodeRefused", "CommSection", "Config",
+    "DataSection", "FieldSpec", "LoraSection", "MemorySection", "MeshSection", "ModelSection", "OptimSection",
+    "PlanSection", "PrecisionSection", "ProfileSection", "RaySection", "RunSection", "SpeedSection",
+    "StopSection", "TrainSection", "WatchSection", "check", "check_store", "config_hash", "flatten",
+    "help_text", "load", "load_run_config", "pair_flags", "parse_free_value", "parse_value", "profile_steps",
+    "read_recipe", "replace", "reshard_policy", "to_toml", "worker_range",
 ]  # fmt: skip

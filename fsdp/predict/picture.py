@@ -77,7 +77,11 @@ def save(sheet: Image, file: Path, *, replace: bool) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         into = file.with_name(f".{secrets.token_hex(4)}.{file.name}") if replace else file
-        sheet.save(into)
-        into.replace(file)
+        try:
+            sheet.save(into)
+            into.replace(file)
+        finally:
+            if replace:
+                into.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"--out {file} cannot be written ({error.strerror}).", "--out predictions.png") from None

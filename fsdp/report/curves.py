@@ -160,7 +160,9 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
         return []
     raw = span / count
     power = 10.0 ** math.floor(math.log10(raw))
-    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999)
+    step = next((m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999), 0.0)
+    if not step:  # smaller than a double's power of ten can be
+        return []
     start = math.ceil(low / step - 1e-9)
     return [n * step for n in range(start, start + 12) if n * step <= high + step * 1e-9]
 

@@ -7,16 +7,22 @@ highest and mean, so a spike of one step stays on the page. Not here: drawing.
 from __future__ import annotations
 
 import json
+import math
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 
+from fsdp.report.notes import LARGEST as MOST
+from fsdp.report.notes import Notes
+
 BLOCK = 2048
 BUCKETS = 360
+LARGEST = 1e100
+"""Beyond it a value is shown as one that is not finite: sums and spans of smaller ones are."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,7 @@ class Series:
 
     @property
     def finite(self) -> Series:
-        good = np.isfinite(self.values)
+        good = np.abs(self.values) <= LARGEST
         return self if good.all() else Series(self.steps[good], self.values[good])
 
     @property
@@ -55,43 +61,41 @@ class Band:
     """Values a point stands for; 1 where nothing was thinned."""
 
 
-@dataclass(frozen=True)
-class Numbers:
-    """What a file of records held, and what could not be read of it."""
-
-    series: Mapping[str, Series]
-    unreadable: int
-
-
-def read_numbers(path: Path) -> Numbers:
+def read_numbers(path: Path, notes: Notes) -> dict[str, Series]:
     """Every number of every record that has a step; a line cut off by a kill, or garbled, is counted and left out."""
     steps: dict[str, array[float]] = {}
     values: dict[str, array[float]] = {}
-    unreadable = 0
     for record in read_lines(path):
-        if record is None or not isinstance(record.get("step"), (int, float)):
-            unreadable += 1
+        step = record.get("step") if record is not None else None
+        if record is None or type(step) not in (int, float) or not abs(step) < MOST:
+            notes.lost(path.name)
             continue
-        step = record["step"]
         for name, value in record.items():
             if type(value) in (float, int) and name != "step":
                 if name not in steps:
                     steps[name], values[name] = array("d"), array("d")
                 steps[name].append(step)
-                values[name].append(value)
-    return Numbers({name: _series(steps[name], values[name]) for name in steps}, unreadable)
+                # an integer can be larger than any double
+                values[name].append(value if type(value) is float or abs(value) < LARGEST else math.inf)
+    return {name: _series(steps[name], values[name]) for name in steps}
 
 
 def read_lines(path: Path, together: int = BLOCK) -> Iterator[dict[str, Any] | None]:
-    """Each line's object; None for a line that is none. A file that is not there has no lines."""
+    """Each line's object; None for a line that is none. A file that is not there has no lines, one that cannot be opened is
+    one such line."""
     if not path.is_file():
         return
-    with path.open(encoding="utf-8", errors="replace") as file:
+    try:
+        file = path.open(encoding="utf-8", errors="replace")
+    except OSError:
+        yield None
+        return
+    with file:
         while block := _block(file, together):
             try:
                 # one call for many lines: half the time of a call a line
                 yield from (one if isinstance(one, dict) else None for one in json.loads(f"[{','.join(block)}]"))
-            except ValueError:
+            except (ValueError, RecursionError):
                 yield from (_object(line) for line in block if line.strip())
 
 
@@ -107,7 +111,7 @@ def _block(file: TextIO, most: int) -> list[str]:
 def _object(line: str) -> dict[str, Any] | None:
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 
