@@ -92,8 +92,11 @@ def _checked(body: dict[str, Any]) -> Manifest:
             raise TypeError(f"{name} is no text")
     for name in ("counters", "metrics"):
         body[name] = {str(key): _number(value) for key, value in body[name].items()}
-    if not isinstance(body.get("base", {}), dict):
-        raise TypeError("base is no table")
+    if base := body.get("base", {}):
+        body["base"] = {"digest": str(base["digest"]), "origin": str(base["origin"]), "rank": _count(base["rank"])}
+        body["base"]["alpha"] = _number(base["alpha"])
+    else:
+        body["base"] = {}
     _number(body["created"])
     return Manifest(**body)
 

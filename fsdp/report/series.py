@@ -66,7 +66,7 @@ def read_numbers(path: Path, notes: Notes) -> dict[str, Series]:
     steps: dict[str, array[float]] = {}
     values: dict[str, array[float]] = {}
     for record in read_lines(path):
-        step = record.get("step") if record is not None else None
+        step: Any = record.get("step") if record is not None else None
         if record is None or type(step) not in (int, float) or not abs(step) < MOST:
             notes.lost(path.name)
             continue
