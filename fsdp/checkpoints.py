@@ -86,7 +86,7 @@ def _section(options: argparse.Namespace) -> CheckpointSection:
     """What the run itself was told, with this command's flags over it."""
     file = Path(options.run, "config.toml")
     section = CheckpointSection()
-    if "://" not in options.run and file.exists():
+    if "://" not in options.run and file.is_file():
         fields = {name: config.FIELDS[name] for name in config.FIELDS if name.startswith("checkpoint.")}
         said = {name: value for name, value in config.read_recipe(str(file)).items() if name in fields}
         values = {name.removeprefix("checkpoint."): config.parse_value(fields[name], value) for name, value in said.items()}
@@ -236,7 +236,7 @@ def _base(options: argparse.Namespace, found: Found) -> Base | None:
     if not said:
         return None
     file = Path(options.run, "config.toml")
-    if not file.exists():
+    if not file.is_file():
         raise ConfigError(
             f"{found.folder} holds adapters over {said['origin']}, and {file} is not there.", "give the run directory"
         )

@@ -153,6 +153,8 @@ def _named_files(index: Path) -> set[str]:
 
 def _open_safetensors(file: Path) -> dict[str, Callable[[], torch.Tensor]]:
     try:
+        if file.exists() and not file.is_file():
+            raise ValueError("it is no regular file")
         size = file.stat().st_size
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
