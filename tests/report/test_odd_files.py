@@ -107,6 +107,7 @@ def damage(run: Path, chance: random.Random, outside: Path) -> str:
     for name in chance.sample(read_by_the_report(run), k=chance.choice((1, 2, 6))):
         file = run / name
         kind = chance.randrange(24)
+        how = chance.choice(DAMAGE)
         if kind == 0:
             file.unlink()
             chance.choice((file.mkdir, lambda file=file: os.mkfifo(file), lambda: None))()
@@ -114,10 +115,8 @@ def damage(run: Path, chance: random.Random, outside: Path) -> str:
             file.unlink()
             file.symlink_to(chance.choice((outside, file, run / "none", "/dev/zero", "/")))
         else:
-            how = chance.choice(DAMAGE)
             file.write_bytes(how(file.read_bytes(), chance))
-            kind = f"{how.__name__}"
-        said.append(f"{name}: {kind}")
+        said.append(f"{name}: {('removed', 'a link')[kind] if kind < 2 else how.__name__}")
     if not chance.randrange(6):
         (run / "report.html").unlink(missing_ok=True)
         (run / "report.html").symlink_to(outside)

@@ -130,7 +130,7 @@ def test_stacks_are_read_from_the_runs_own_folder_alone(tmp_path: Path, way: str
 
 # ---------------------------------------------------------------- .metadata, a pickle
 
-ALTERED = {
+ALTERED: dict[tuple[str, str], list[Any]] = {
     ("pathlib", "PosixPath"): [pathlib.PosixPath, pathlib.PurePosixPath],
     ("torch.distributed.checkpoint.metadata", "MetadataIndex"): [MetadataIndex],
     ("torch.distributed.checkpoint.metadata", "Metadata"): [Metadata],
@@ -220,7 +220,7 @@ def test_no_damage_to_a_metadata_is_anything_but_broken(run: Path) -> None:
 
 # ---------------------------------------------------------------- the manifest
 
-ODD = (None, True, -1, 1e999, float("nan"), 10**400, "", "x", [], {}, [[1]], {"a": {}}, "../x", [1, 2, 3])
+ODD: tuple[Any, ...] = (None, True, -1, 1e999, float("nan"), 10**400, "", "x", [], {}, [[1]], {"a": {}}, "../x", [1, 2, 3])
 
 
 def resealed(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
