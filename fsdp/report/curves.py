@@ -145,7 +145,7 @@ def _notes(name: str, series: Series, frame: Frame, several: bool) -> list[str]:
         )
     lost = len(series) - len(finite)
     if lost:
-        first = series.steps[~np.isfinite(series.values)][0]
+        first = series.steps[~series.shown][0]
         notes.append(f'{who}<strong class="bad">{lost:,} not finite</strong>, the first at step {first:,.0f}')
     return notes
 

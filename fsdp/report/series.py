@@ -36,8 +36,13 @@ class Series:
         return len(self.steps)
 
     @property
+    def shown(self) -> np.ndarray:
+        """Which values a chart can show."""
+        return np.abs(self.values) <= LARGEST  # type: ignore[no-any-return]
+
+    @property
     def finite(self) -> Series:
-        good = np.abs(self.values) <= LARGEST
+        good = self.shown
         return self if good.all() else Series(self.steps[good], self.values[good])
 
     @property

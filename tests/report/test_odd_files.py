@@ -242,6 +242,15 @@ def test_a_field_of_another_form_is_said_and_left_out(whole: Path, tmp_path: Pat
     assert "new.thing" in text
 
 
+def test_a_value_too_large_for_a_chart_is_said(whole: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "loss": 1e308}\n{"step": 8, "loss": -1e308}\n' + f'{{"step": 9, "loss": {10**400}}}\n')
+    assert report([str(run), "--no-samples"]) == 0
+    assert "3 not finite</strong>, the first at step 7" in (run / "report.html").read_text()
+
+
 def test_a_whole_run_has_no_notes(whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "run")
     assert report([str(tmp_path / "run")]) == 0
