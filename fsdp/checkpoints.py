@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ import torch
 from fsdp import config
 from fsdp.adapters import base_of
 from fsdp.checkpoint import inspect, keep, load, names
-from fsdp.checkpoint.adapters import Base
+from fsdp.checkpoint.adapters import PEFT, Base
 from fsdp.checkpoint.export import export
 from fsdp.checkpoint.inspect import Found
 from fsdp.checkpoint.lock import Locks, hold
@@ -67,6 +68,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--format", choices=("torch", "safetensors", "both"), help="export: what to write")
     parser.add_argument("--shard-gib", type=float, help="export: largest safetensors file")
     parser.add_argument("--out", help="export: folder; RUN/full_model if not given")
+    parser.add_argument(
+        "--trust-code", action="append", default=[], metavar="NAME", help=f"export of adapters: {config.TRUST_HELP}"
+    )
     options = parser.parse_intermixed_args(list(argv))
     commands = [word for word in options.words if word in COMMANDS]
     runs = [word for word in options.words if word not in COMMANDS]
@@ -83,7 +87,7 @@ def _section(options: argparse.Namespace) -> CheckpointSection:
     """What the run itself was told, with this command's flags over it."""
     file = Path(options.run, "config.toml")
     section = CheckpointSection()
-    if "://" not in options.run and file.exists():
+    if "://" not in options.run and file.is_file():
         fields = {name: config.FIELDS[name] for name in config.FIELDS if name.startswith("checkpoint.")}
         said = {name: value for name, value in config.read_recipe(str(file)).items() if name in fields}
         values = {name.removeprefix("checkpoint."): config.parse_value(fields[name], value) for name, value in said.items()}
@@ -100,7 +104,7 @@ def _place(run: str, section: CheckpointSection) -> str:
     if "://" in run:
         return run
     if section.dir:
-        return section.dir
+        return config.check_store(Path(run), section.dir)
     if Path(run, "checkpoints").is_dir():
         return str(Path(run, "checkpoints"))
     if not Path(run).is_dir():
@@ -156,6 +160,9 @@ def _why_not(store: Store, found: Found, read: bool) -> str | None:
             for file, (size, crc) in found.manifest.files.items():
                 inspect.check_file(store, found.folder, file, size, crc)
             load.open_one(store, found.folder, found.manifest)
+    except (EOFError, LookupError, ValueError, TypeError) as error:
+        # a manifest and files that do not fit together
+        return f"{type(error).__name__}: {error}"
     except (Broken, OSError) as error:
         return error.detail if isinstance(error, Broken) else str(error)
     return None
@@ -208,12 +215,29 @@ def _export(store: Store, options: argparse.Namespace) -> int:
         raise CheckpointError(f"{store.where} holds no whole checkpoint.", f"python -m fsdp.checkpoints {options.run} verify")
     if "://" in options.run and not options.out:
         raise ConfigError("an object store needs a local folder to export to.", "--out FOLDER")
-    folder = Path(options.out or Path(options.run, "full_model"))
-    source = load.open_one(store, found.folder, found.manifest)
+    folder = Path(options.out) if options.out else _own_export(Path(options.run))
     section, base = options.section, _base(options, found)
-    for file in export(source, folder, section.export_format, section.export_shard_gib, base=base):
+    try:
+        source = load.open_one(store, found.folder, found.manifest)
+        files = export(source, folder, section.export_format, section.export_shard_gib, base=base)
+    except (EOFError, LookupError, ValueError, TypeError, RuntimeError, MemoryError) as error:
+        # what files that do not fit together, or are larger than this machine, end in
+        raise inspect.of_failure(error, store.path(found.folder)) from error
+    for file in files:
         print(f"{file}  {_size(file.stat().st_size)}")
     return 0
+
+
+def _own_export(run: Path) -> Path:
+    """RUN/full_model, where no link in the run directory leads elsewhere."""
+    folder = run / "full_model"
+    for one in (folder, folder / PEFT):
+        if one.is_symlink():
+            raise ConfigError(
+                f"{one} is a link to {one.readlink()}, and a run directory's own links are not written through.",
+                f"--out {shlex.quote(str(folder.resolve()))}, if that is where the export belongs",
+            )
+    return folder
 
 
 def _base(options: argparse.Namespace, found: Found) -> Base | None:
@@ -223,11 +247,11 @@ def _base(options: argparse.Namespace, found: Found) -> Base | None:
     if not said:
         return None
     file = Path(options.run, "config.toml")
-    if not file.exists():
+    if not file.is_file():
         raise ConfigError(
             f"{found.folder} holds adapters over {said['origin']}, and {file} is not there.", "give the run directory"
         )
-    run = config.load(["--config", str(file)], {"checkpoint.resume": "auto"})
+    run = config.load_run_config(Path(options.run), trusted=options.trust_code, forgotten=("checkpoint.resume",))
     job = prepare(run, world_size=1, num_nodes=1, device=torch.device("cpu"))
     return dataclasses.replace(
         base_of(run, job.spec, job.dtypes.master, said["digest"]),

@@ -140,8 +140,8 @@ def _tasks_on_node(environ: Mapping[str, str]) -> int:
 
 
 def pick_device(local_rank: int, wanted: DeviceChoice = "auto") -> torch.device:
-    """A scheduler that shows each process one device numbers it 0, whatever the local rank. --run.device cpu hides the GPUs from
-    this process: FSDP2 and pinned memory look for an accelerator by themselves."""
+    """A scheduler that shows each process one device numbers it 0, whatever the local rank. --run.device cpu hides the GPUs
+    from this process: FSDP2 and pinned memory look for an accelerator by themselves."""
     if wanted == "cpu":
         set_variable("CUDA_VISIBLE_DEVICES", "")
     import torch

@@ -18,12 +18,14 @@ def summary(outcome: Outcome, config: Config) -> str:
     how = f"stopped by {outcome.stopped}" if outcome.stopped else "finished"
     lines += [f"{how} at step {outcome.step}: {shown}", "next:"]
     run = shlex.quote(shown)
+    named = [name for name in (config.model.name, config.data.name) if ":" in name]
+    asked = " ".join([run, *(f"--trust-code {shlex.quote(name)}" for name in dict.fromkeys(named))])
     resume = f"python train.py --config {shlex.quote(shown + '/config.toml')} --run.dir {run}"
     if outcome.stopped:
         lines.append(f"  {resume}{' --train.stop_after 0' if config.train.stop_after else ''}   # goes on from here")
     else:
         if config.checkpoint.export:
-            lines.append(f"  python -m fsdp.predict {run}")
+            lines.append(f"  python -m fsdp.predict {asked}")
         lines.append(f"  {resume} --train.steps {outcome.step * 2} --train.epochs 0   # trains on")
-    lines += [f"  python -m fsdp.report {run}", f"  python -m fsdp.checkpoints {run}"]
+    lines += [f"  python -m fsdp.report {asked}", f"  python -m fsdp.checkpoints {run}"]
     return "\n".join(lines)

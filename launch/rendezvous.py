@@ -132,7 +132,8 @@ async def lead(meeting: Meeting) -> Roll:
         assert task is not None
         callers.add(task)
         # strangers knock too: whoever does not know the token is not listened to
-        with contextlib.suppress(OSError, ValueError, EOFError, asyncio.LimitOverrunError, asyncio.CancelledError):
+        theirs = (OSError, ValueError, RecursionError, EOFError, asyncio.LimitOverrunError)
+        with contextlib.suppress(*theirs, asyncio.CancelledError):
             hello = json.loads(await reader.readuntil())
             if isinstance(hello, dict) and hello.get("token") == meeting.token:
                 roll.enter(hello, str(writer.get_extra_info("sockname")[0]).removeprefix("::ffff:"))

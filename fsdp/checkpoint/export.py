@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -81,9 +82,10 @@ def _safetensors(folder: Path, entries: list[Entry], fetch: full.Fetch, largest:
 
 def _whole_file(file: Path, write: Callable[[BinaryIO], object]) -> Path:
     """Under another name until it is whole and synced."""
-    staged = file.with_name(f".{file.name}.tmp-{os.getpid()}")
+    # "x" and a name that nobody can guess: a link that lies there already is not written through.
+    staged = file.with_name(f".{file.name}.tmp-{secrets.token_hex(8)}")
     try:
-        with staged.open("wb") as stream:
+        with staged.open("xb") as stream:
             write(stream)
             stream.flush()
             os.fsync(stream.fileno())

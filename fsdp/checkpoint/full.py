@@ -127,7 +127,7 @@ def _files(folder: Path) -> list[Path]:
     """A run directory's export, an export folder, or what others call such files."""
     for place in (folder, folder / "full_model"):
         if (place / INDEX_FILE).exists():
-            names = set(json.loads((place / INDEX_FILE).read_text())["weight_map"].values())
+            names = _named_files(place / INDEX_FILE)
             strangers = [name for name in names if Path(name).name != name]
             if strangers:
                 raise ConfigError(f"{place / INDEX_FILE} leads out of its folder, to {strangers[0]}.", "give a whole export")
@@ -141,27 +141,45 @@ def _files(folder: Path) -> list[Path]:
     )
 
 
+def _named_files(index: Path) -> set[str]:
+    try:
+        return {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        said = f"{type(error).__name__}: {error}"
+        raise ConfigError(
+            f"--model.weights {index} is no index of safetensors files ({said}).", "give a whole export"
+        ) from None
+
+
 def _open_safetensors(file: Path) -> dict[str, Callable[[], torch.Tensor]]:
     try:
+        if file.exists() and not file.is_file():
+            raise ValueError("it is no regular file")
         size = file.stat().st_size
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             if length > size - 8:
                 raise ValueError("it is cut off, or no safetensors file")
             header = json.loads(stream.read(length))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--model.weights {file} cannot be read: {error}.", "give a whole .safetensors file") from None
-    header.pop("__metadata__", None)
-    return {name: _Mapped(file, 8 + length, about) for name, about in header.items()}
+        header.pop("__metadata__", None)
+        return {name: _Mapped(file, 8 + length, about, size) for name, about in header.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        said = error if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
+        raise ConfigError(f"--model.weights {file} cannot be read: {said}.", "give a whole .safetensors file") from None
 
 
 class _Mapped:
     """One tensor of a safetensors file, mapped when called."""
 
-    def __init__(self, file: Path, base: int, about: Mapping[str, Any]) -> None:
-        self._file, self._start = file, base + about["data_offsets"][0]
-        self._length = about["data_offsets"][1] - about["data_offsets"][0]
+    def __init__(self, file: Path, base: int, about: Mapping[str, Any], whole: int) -> None:
+        first, last = about["data_offsets"]
+        self._file, self._start, self._length = file, base + first, last - first
         self._dtype, self._size = _TYPES[about["dtype"]], tuple(about["shape"])
+        # Memory that is mapped beyond the file's end would end the process when it is read.
+        if first < 0 or min(self._size, default=0) < 0 or base + last > whole:
+            raise ValueError(f"a tensor of it lies outside the file, at {first} to {last}")
+        if self._length != math.prod(self._size) * self._dtype.itemsize:
+            raise ValueError(f"a tensor of {list(self._size)} {about['dtype']} has {self._length} bytes")
 
     def __call__(self) -> torch.Tensor:
         if not self._length:

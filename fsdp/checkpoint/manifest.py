@@ -69,13 +69,51 @@ def decode(data: bytes) -> Manifest:
         if not newline or rest[-2:] != b"}\n" or crc32(text) != said:
             raise ValueError("its checksum differs")
         body = json.loads(text)
-    except (ValueError, KeyError, TypeError) as error:
+        form, step = body.pop("format"), body.get("step")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Broken("manifest", f"the manifest cannot be read ({error})") from None
-    if (form := body.pop("format")) != FORMAT:
+    if form != FORMAT:
         # Whole, for all we know, and not ours to set aside.
-        raise CheckpointError(
-            f"a checkpoint of step {body.get('step')} has format {form}; this program knows {FORMAT}.", "update it"
-        )
-    body["files"] = {name: (int(size), int(crc)) for name, (size, crc) in body["files"].items()}
-    body["digests"] = {key: (int(numel), str(value)) for key, (numel, value) in body["digests"].items()}
+        raise CheckpointError(f"a checkpoint of step {step!a} has format {form!a}; this program knows {FORMAT}.", "update it")
+    try:
+        return _checked(body)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Broken("manifest", f"the manifest has another form than this program writes ({error})") from None
+
+
+def _checked(body: dict[str, Any]) -> Manifest:
+    """Each field of the type that the class gives it: the file may be anybody's."""
+    body["files"] = {name: (_count(size), _count(crc)) for name, (size, crc) in body["files"].items()}
+    body["digests"] = {key: (_count(numel), _hex(value)) for key, (numel, value) in body["digests"].items()}
+    for name in ("step", "replicate", "shard", "ranks", "bytes"):
+        _count(body.get(name, 0))
+    for name in ("attempt", "torch", "strategy", "config", "reason"):
+        if not isinstance(body[name], str):
+            raise TypeError(f"{name} is no text")
+    for name in ("counters", "metrics"):
+        body[name] = {str(key): _number(value) for key, value in body[name].items()}
+    if base := body.get("base", {}):
+        body["base"] = {"digest": str(base["digest"]), "origin": str(base["origin"]), "rank": _count(base["rank"])}
+        body["base"]["alpha"] = _number(base["alpha"])
+    else:
+        body["base"] = {}
+    _number(body["created"])
     return Manifest(**body)
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{value!a:.40} is not a whole number from 0")
+    return value
+
+
+def _hex(value: Any) -> str:
+    int(value, 16)
+    return str(value)
+
+
+def _number(value: Any) -> float | int:
+    """NaN is one: a metric may be."""
+    if type(value) is not float and not (type(value) is int and abs(value) < 2**63):
+        raise ValueError(f"{value!a:.40} is not a number")
+    return value  # type: ignore[no-any-return]

@@ -1,41 +1,78 @@
 """DCP's `.metadata`, read without running anything that it says.
 
-It is a pickle. This unpickler knows the types that DCP itself writes there and the few of torch inside them; any other name,
-and so any call that a stranger put there, is refused before it is looked up.
+It is a pickle. This unpickler knows the names that DCP itself writes there and the few of torch inside them; any other name,
+and so any call that a stranger put there, is refused before it is looked up. A pickle may also set attributes of what it is
+given: it is given stand-ins that are made for this one read, so what it alters is dropped with them. DCP's own objects are
+made from the stand-ins afterwards, with each type, size and path checked.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import math
+import operator
 import pickle
-from pathlib import PurePosixPath
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
-from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from fsdp import collector
 from fsdp.checkpoint.manifest import Broken
 
 _DCP = "torch.distributed.checkpoint.metadata"
-
-_KNOWN: dict[tuple[str, str], Any] = {
-    **{(_DCP, name): getattr(dcp, name) for name in dcp.__all__},
-    (_DCP, "_MEM_FORMAT_ENCODING"): dcp._MEM_FORMAT_ENCODING,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    ("collections", "OrderedDict"): dict,
-    ("pathlib", "PosixPath"): PurePosixPath,  # dcp.save notes where it wrote
-    **{("torch", str(value).removeprefix("torch.")): value for value in vars(torch).values() if isinstance(value, torch.dtype)},
+_CLASSES = (
+    "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+    "TensorStorageMetadata",
+)  # fmt: skip
+_DTYPES = {
+    ("torch", str(value).removeprefix("torch.")): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }
+_DEEPEST = 8
+"""Levels of a state dict that planner_data may tell of."""
+
+_METADATA = frozenset(field.name for field in dataclasses.fields(Metadata))
+_TENSOR = frozenset(field.name for field in dataclasses.fields(dcp.TensorStorageMetadata))
+_CHUNK = frozenset(field.name for field in dataclasses.fields(ChunkStorageMetadata))
+_INDEX = frozenset(field.name for field in dataclasses.fields(MetadataIndex))
+_PLACE = frozenset(field.name for field in dataclasses.fields(_StorageInfo))
+
+
+def _stand_in(name: str) -> type:
+    """What a class of DCP becomes while the pickle is read."""
+    return type(name, (), {"__setstate__": _keep} if name == "TensorProperties" else {})
+
+
+def _keep(properties: Any, state: Any) -> None:
+    properties.state = state
+
+
+def _handed_out() -> dict[tuple[str, str], Any]:
+    """Names that the pickle may ask for → what it is given. Classes of Python and torch are immutable types."""
+    return {
+        **_DTYPES,
+        **{(_DCP, name): _stand_in(name) for name in _CLASSES},
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _stand_in("_StorageInfo"),
+        ("torch", "Size"): torch.Size,
+        ("collections", "OrderedDict"): dict,
+        # fields of a tensor that no reader here uses, and where dcp.save wrote
+        (_DCP, "_MEM_FORMAT_ENCODING"): lambda *_: None,
+        ("torch.serialization", "_get_layout"): lambda *_: None,
+        ("pathlib", "PosixPath"): lambda *parts: None,
+    }
 
 
 class _Reader(pickle.Unpickler):
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self.known = _handed_out()
+
     def find_class(self, module: str, name: str) -> Any:
-        known = _KNOWN.get((module, name))
+        known = self.known.get((module, name))
         if known is None:
             raise Broken(
                 "foreign-pickle", f".metadata asks for {module}.{name}, which is no part of a checkpoint; nothing was run"
@@ -47,11 +84,126 @@ def read(data: bytes) -> Metadata:
     """The metadata, or Broken."""
     try:
         with collector.held():
-            found = _Reader(io.BytesIO(data)).load()
+            reader = _Reader(data)
+            return _Converter(reader.known).metadata(reader.load())
     except Broken:
         raise
     except Exception as error:  # a damaged pickle fails in any way it likes; each is the same news
         raise Broken("metadata", f".metadata cannot be read ({type(error).__name__}: {error})") from None
-    if not isinstance(found, Metadata):
-        raise Broken("metadata", ".metadata holds something else")
-    return found
+
+
+class _Converter:
+    """Stand-ins into DCP's objects. What has another form than DCP writes raises TypeError, ValueError or KeyError.
+
+    A checkpoint of 1,000 ranks has 100,000 chunks and places. Those keep their attributes and change their class, and what many
+    share (sizes, paths) is checked once.
+    """
+
+    def __init__(self, known: Mapping[tuple[str, str], Any]) -> None:
+        self._kinds = {name: known[_DCP, name] for name in _CLASSES}
+        self._info = known["torch.distributed.checkpoint.filesystem", "_StorageInfo"]
+        self._sizes_seen: dict[int, torch.Size] = {}
+        self._paths_seen: set[str] = set()
+
+    def metadata(self, found: Any) -> Metadata:
+        if type(found) is not self._kinds["Metadata"]:
+            raise Broken("metadata", ".metadata holds something else")
+        fields = _fields(found, self._kinds["Metadata"], _METADATA)
+        tensors = {_text(key): self._entry(entry) for key, entry in _dict(fields["state_dict_metadata"]).items()}
+        storage = {self._index(key): self._place(info) for key, info in _dict(fields.get("storage_data") or {}).items()}
+        version = fields.get("version")
+        return Metadata(tensors, _plain(fields.get("planner_data")), storage, version=version and _text(version))
+
+    def _entry(self, found: Any) -> dcp.STORAGE_TYPES:
+        if type(found) is self._kinds["BytesStorageMetadata"]:
+            return dcp.BytesStorageMetadata()
+        fields = _fields(found, self._kinds["TensorStorageMetadata"], _TENSOR)
+        properties, size = fields["properties"], self._sizes(fields["size"])
+        if type(properties) is not self._kinds["TensorProperties"] or type(properties.state[0]) is not torch.dtype:
+            raise TypeError("a tensor has no dtype")
+        chunks = [self._chunk(chunk, size) for chunk in fields["chunks"]]
+        if sum([math.prod(chunk.sizes) for chunk in chunks]) < math.prod(size):
+            raise ValueError(f"chunks do not cover a tensor of {tuple(size)}")
+        return dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=properties.state[0]), size, chunks)
+
+    def _chunk(self, found: Any, whole: torch.Size) -> ChunkStorageMetadata:
+        fields = _fields(found, self._kinds["ChunkStorageMetadata"], _CHUNK)
+        offsets, sizes = self._sizes(fields["offsets"]), self._sizes(fields["sizes"])
+        same = len(offsets) == len(sizes) == len(whole)
+        if not same or not all(map(operator.le, map(operator.add, offsets, sizes), whole)):
+            raise ValueError(f"a chunk of {tuple(sizes)} at {tuple(offsets)} leaves its tensor of {tuple(whole)}")
+        found.__class__ = ChunkStorageMetadata
+        return cast(ChunkStorageMetadata, found)
+
+    def _index(self, found: Any) -> MetadataIndex:
+        fields = _fields(found, self._kinds["MetadataIndex"], _INDEX)
+        _text(fields["fqn"])
+        if fields.get("offset") is not None:
+            self._sizes(fields["offset"])
+        if fields.get("index") is not None:
+            _count(fields["index"])
+        found.__class__ = MetadataIndex
+        return cast(MetadataIndex, found)
+
+    def _place(self, found: Any) -> _StorageInfo:
+        fields = _fields(found, self._info, _PLACE)
+        if fields.get("transform_descriptors"):
+            raise Broken("format", f"{fields['relative_path']!a} is compressed or encrypted")
+        path = _text(fields["relative_path"])
+        if path not in self._paths_seen:
+            self._paths_seen.add(inside(path))
+        _count(fields["offset"])
+        _count(fields["length"])
+        found.__class__ = _StorageInfo
+        return cast(_StorageInfo, found)
+
+    def _sizes(self, value: Any) -> torch.Size:
+        if id(value) not in self._sizes_seen:  # kept below, so that no other object can have its id
+            if type(value) is not torch.Size or min(value, default=0) < 0:
+                raise ValueError(f"{value!a:.40} is not a size")
+            self._sizes_seen[id(value)] = value
+        return cast(torch.Size, value)
+
+
+def _fields(found: Any, kind: type, names: frozenset[str]) -> dict[str, Any]:
+    if type(found) is not kind or not vars(found).keys() <= names:
+        raise TypeError(f"a {type(found).__name__} stands for a {kind.__name__}")
+    return vars(found)
+
+
+def inside(path: str) -> str:
+    """A file's path below its checkpoint; Broken for one that leads out. Checked on the string, before a path is made of it."""
+    if "\0" in path or any(part in ("", ".", "..") for part in path.split("/")):
+        raise Broken("foreign-path", f".metadata leads out of the checkpoint, to {path!a}")
+    return path
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise TypeError(f"a {type(value).__name__} stands for a text")
+    return value
+
+
+def _dict(value: Any) -> dict[Any, Any]:
+    if type(value) is not dict:
+        raise TypeError(f"a {type(value).__name__} stands for a dict")
+    return value
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{value!r:.40} is not a number of bytes or elements")
+    return value
+
+
+def _plain(value: Any, deep: int = 0) -> Any:
+    """Names and numbers, in dicts, lists and tuples."""
+    if deep > _DEEPEST:
+        raise ValueError("planner_data is nested too deeply")
+    if type(value) is dict:
+        return {_plain(key, _DEEPEST): _plain(one, deep + 1) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_plain(one, deep + 1) for one in value)
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    raise TypeError(f"a {type(value).__name__} stands in planner_data")

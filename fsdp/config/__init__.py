@@ -5,6 +5,7 @@
     values.py          one value from its text, within its type and range
     reading.py         a recipe (TOML) first, flags `--section.field value` over it, then the checks
     checks.py          what two knobs may not say together; checks_memory.py those that save memory or time
+    trust.py           a run directory's own config.toml, and the code that it may name
     writing.py         back to a recipe, and the hash of what is trained
 
 Not here: what a knob does, and what depends on the number of ranks (fsdp/mesh.py). Nothing here knows torch.
@@ -34,13 +35,15 @@ from fsdp.config.sections import (
     TrainSection,
     WatchSection,
 )
+from fsdp.config.trust import TRUST_HELP, CodeRefused, check_store, load_run_config
 from fsdp.config.values import parse_free_value, parse_value, profile_steps, reshard_policy, worker_range
 from fsdp.config.writing import config_hash, to_toml
 
 __all__ = [
-    "FIELDS", "Args", "CheckpointSection", "CommSection", "Config", "DataSection", "FieldSpec", "LoraSection",
-    "MemorySection", "MeshSection", "ModelSection", "OptimSection", "PlanSection", "PrecisionSection", "ProfileSection",
-    "RaySection", "RunSection", "SpeedSection", "StopSection", "TrainSection", "WatchSection", "check", "config_hash",
-    "flatten", "help_text", "load", "pair_flags", "parse_free_value", "parse_value", "profile_steps", "read_recipe",
-    "replace", "reshard_policy", "to_toml", "worker_range",
+    "FIELDS", "TRUST_HELP", "Args", "CheckpointSection", "CodeRefused", "CommSection", "Config",
+    "DataSection", "FieldSpec", "LoraSection", "MemorySection", "MeshSection", "ModelSection", "OptimSection",
+    "PlanSection", "PrecisionSection", "ProfileSection", "RaySection", "RunSection", "SpeedSection",
+    "StopSection", "TrainSection", "WatchSection", "check", "check_store", "config_hash", "flatten",
+    "help_text", "load", "load_run_config", "pair_flags", "parse_free_value", "parse_value", "profile_steps",
+    "read_recipe", "replace", "reshard_policy", "to_toml", "worker_range",
 ]  # fmt: skip

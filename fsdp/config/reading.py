@@ -49,7 +49,7 @@ def read_recipe(path: str) -> dict[str, Any]:
         tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--config {path} cannot be read ({error.strerror}).", "ls recipes/ shows those that ship") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, a number of too many digits, tables nested too deeply
         raise ConfigError(f"--config {path} is not TOML: {error}.", "compare it with recipes/digits.toml") from None
     return dict(_flatten(tree))
 

@@ -16,6 +16,7 @@ from fsdp.doctor import examine, table
 from fsdp.doctor.verdict import Scene, judge
 from fsdp.env import from_environment, meeting_store
 from fsdp.errors import LaunchError
+from fsdp.rundir import write_atomically
 
 NOT_FIT = LaunchError.exit_code
 
@@ -79,10 +80,10 @@ def _tell(scene: Scene, run: Path, seconds: float) -> int:
     folder = run / "doctor"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "doctor.html").write_text(table.page(scene, verdict, seconds), encoding="utf-8")
+        write_atomically(folder / "doctor.html", table.page(scene, verdict, seconds))
         record = {"verdict": str(verdict), "fit": verdict.fit, "findings": [asdict(one) for one in verdict.findings]}
-        (folder / "doctor.json").write_text(json.dumps(record | {"looks": scene.looks}, indent=1) + "\n", encoding="utf-8")
-        (folder / "exclude").write_text(",".join(verdict.exclude) + "\n" if verdict.exclude else "", encoding="utf-8")
+        write_atomically(folder / "doctor.json", json.dumps(record | {"looks": scene.looks}, indent=1) + "\n")
+        write_atomically(folder / "exclude", ",".join(verdict.exclude) + "\n" if verdict.exclude else "")
     except OSError as error:
         print(f"fsdp.doctor: {folder} cannot be written ({error.strerror}): the table above is all there is", file=sys.stderr)
     return 0 if verdict.fit else NOT_FIT

@@ -5,7 +5,8 @@
     python -m fsdp.predict RUN --prompt "import "       for a language model
 
 RUN is the --run.dir of a run with an export in RUN/full_model. Flags --data.NAME go over the run's own, where its data has
-moved. Exit code 0, 2 for what the command got wrong.
+moved. Code that RUN/config.toml names is imported only where --trust-code names it too (docs/security.md). Exit code 0, 2 for
+what the command got wrong.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from fsdp.config import TRUST_HELP
 from fsdp.errors import ConfigError, ShardrunError
 from fsdp.predict import images, language, picture
 from fsdp.predict.images import Said
@@ -27,7 +29,7 @@ FOR_IMAGES, FOR_LANGUAGE = ("image", "invert", "split", "samples"), ("prompt", "
 def main(argv: Sequence[str]) -> int:
     try:
         options, flags = _parse(argv)
-        trained = open_run(Path(options.run), flags)
+        trained = open_run(Path(options.run), flags, options.trust_code)
         speaks = trained.data.info.kind == "text"
         _check_fits(options, "a language model" if speaks else "a classifier", FOR_IMAGES if speaks else FOR_LANGUAGE)
         if speaks:
@@ -67,6 +69,7 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--top-k", type=_count, help="text: draw from the k likeliest; 0 from all (default: 40)")
     parser.add_argument("--seed", type=_count, help="text: another seed, another text (default: 0)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the picture (default: RUN/predictions.png), or the text")
+    parser.add_argument("--trust-code", action="append", default=[], metavar="NAME", help=TRUST_HELP)
     options, flags = parser.parse_known_args(list(argv))
     for flag in flags:
         if flag.startswith("-") and not flag.startswith("--data."):
@@ -119,7 +122,7 @@ def _classify(trained: Trained, options: argparse.Namespace) -> None:
     classes = _named(images.classes_of(trained), said)
     _print_table(said, classes)
     if said and said[0].inputs.ndim == 3:
-        picture.save(picture.draw(said, classes, trained.data.info.preprocess), file)
+        picture.save(picture.draw(said, classes, trained.data.info.preprocess), file, replace=options.out is None)
         print(f"picture   {file}")
     if samples is not None and not options.image:
         right, count = images.accuracy(trained, samples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,9 +72,16 @@ def check_name(file: Path) -> None:
         raise ConfigError(f"--out {file} is not the name of a picture.", f"--out {file.with_suffix('.png')}")
 
 
-def save(sheet: Image, file: Path) -> None:
+def save(sheet: Image, file: Path, *, replace: bool) -> None:
+    """`replace`: if a link lies there, the picture takes its place instead of being written through it."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        sheet.save(file)
+        into = file.with_name(f".{secrets.token_hex(4)}.{file.name}") if replace else file
+        try:
+            sheet.save(into)
+            into.replace(file)
+        finally:
+            if replace:
+                into.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"--out {file} cannot be written ({error.strerror}).", "--out predictions.png") from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,9 +46,10 @@ class Trained:
         return logits
 
 
-def open_run(run: Path, flags: Sequence[str] = ()) -> Trained:
-    """`flags` go over the run's own configuration: where its data lies now, for one."""
-    config = read_config(run, flags)
+def open_run(run: Path, flags: Sequence[str] = (), trusted: Collection[str] = ()) -> Trained:
+    """`flags` go over the run's own configuration: where its data lies now, for one. Of the code that the configuration
+    names only what is in `trusted` is imported."""
+    config = read_config(run, flags, trusted)
     device = pick_device(0)
     data = build_dataset(config.data)
     model = _load(run, config, data.info.facts)
@@ -58,13 +59,12 @@ def open_run(run: Path, flags: Sequence[str] = ()) -> Trained:
     return Trained(run, config, model, data, device)
 
 
-def read_config(run: Path, flags: Sequence[str]) -> Config:
+def read_config(run: Path, flags: Sequence[str], trusted: Collection[str]) -> Config:
     file = run / "config.toml"
     if not file.is_file():
         what = "holds no config.toml" if run.is_dir() else "does not exist"
         raise ConfigError(f"{run} {what}.", "python -m fsdp.predict RUN, with the --run.dir of a run")
-    values = {name: v for name, v in configuration.read_recipe(str(file)).items() if not name.startswith(FORGOTTEN)}
-    return configuration.load([], values | dict(configuration.pair_flags(flags)))
+    return configuration.load_run_config(run, flags=flags, trusted=trusted, forgotten=FORGOTTEN)
 
 
 def _load(run: Path, config: Config, facts: Mapping[str, Any]) -> nn.Module:

@@ -3,7 +3,8 @@
     python -m fsdp.report RUN                 into RUN/report.html
     python -m fsdp.report A B --out both.html two runs over each other, and what differs
 
---out FILE puts it elsewhere; --no-samples leaves the trained model unasked.
+--out FILE puts it elsewhere; --no-samples leaves the trained model unasked. A run directory is data: code that its config.toml
+names is imported only where --trust-code NAME names it too, which may be repeated (docs/security.md).
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ from fsdp.errors import ConfigError, ShardrunError
 from fsdp.report.page import page
 from fsdp.report.read import read_run
 from fsdp.report.samples import Samples, read_samples
+from fsdp.rundir import write_atomically
 
-USAGE = "python -m fsdp.report RUN [RUN] [--out FILE] [--no-samples]"
+USAGE = "python -m fsdp.report RUN [RUN] [--out FILE] [--no-samples] [--trust-code NAME]"
 
 
 @dataclass(frozen=True)
 class Asked:
     runs: list[Path]
-    out: Path
+    out: Path | None
     samples: bool
+    trusted: tuple[str, ...]
 
 
 def main(argv: list[str]) -> int:
@@ -34,33 +37,55 @@ def main(argv: list[str]) -> int:
     try:
         asked = _asked(argv)
         stories = [read_run(run) for run in asked.runs]
-        samples = [read_samples(story.path) if asked.samples else Samples() for story in stories]
-        asked.out.write_text(page(stories, samples), encoding="utf-8")
-    except OSError as error:
-        print(f"fsdp.report: {error.filename} cannot be written ({error.strerror}). HINT: --out FILE", file=sys.stderr)
-        return 2
+        samples = [read_samples(story.path, asked.trusted) if asked.samples else Samples() for story in stories]
+        out = _write(asked, page(stories, samples))
     except ShardrunError as error:
         print(f"fsdp.report: {error}", file=sys.stderr)
         return error.exit_code
-    print(asked.out)
+    for said in samples:
+        if said.refused:
+            print(f"fsdp.report: no samples: {said.refused}", file=sys.stderr)
+    print(out)
     return 0
 
 
+def _write(asked: Asked, text: str) -> Path:
+    """Into the file that the person named, or into RUN/report.html: if that is a link, the page replaces the link."""
+    text = text.encode("utf-8", "replace").decode()  # a lone surrogate, which JSON can hold
+    out = asked.out or asked.runs[0] / "report.html"
+    try:
+        if asked.out is None:
+            write_atomically(out, text)
+        else:
+            out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written ({error.strerror}).", "--out FILE") from None
+    return out
+
+
 def _asked(argv: list[str]) -> Asked:
-    words, out = list(argv), ""
-    if "--out" in words:
-        at = words.index("--out")
-        if at + 1 == len(words):
-            raise ConfigError("--out has no value.", "--out report.html")
-        out = words.pop(at + 1)
-        words.pop(at)
+    words = list(argv)
+    out = _values(words, "--out", "report.html")
+    trusted = _values(words, "--trust-code", "my_module:build")
     runs = [word for word in words if word != "--no-samples"]
     wrong = next((word for word in runs if word.startswith("--")), None)
     if wrong is not None:
         raise ConfigError(f"{wrong} is not a flag.", USAGE)
     if not 1 <= len(runs) <= 2:
         raise ConfigError(f"{len(runs)} runs were named, not one or two.", USAGE)
-    return Asked([Path(run) for run in runs], Path(out) if out else Path(runs[0], "report.html"), "--no-samples" not in words)
+    return Asked([Path(run) for run in runs], Path(out[-1]) if out else None, "--no-samples" not in words, tuple(trusted))
+
+
+def _values(words: list[str], flag: str, example: str) -> list[str]:
+    """The values of a flag, in their order; it and they are taken out of the words."""
+    found: list[str] = []
+    while flag in words:
+        at = words.index(flag)
+        if at + 1 == len(words):
+            raise ConfigError(f"{flag} has no value.", f"{flag} {example}")
+        found.append(words.pop(at + 1))
+        words.pop(at)
+    return found
 
 
 if __name__ == "__main__":

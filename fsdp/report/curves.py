@@ -145,7 +145,7 @@ def _notes(name: str, series: Series, frame: Frame, several: bool) -> list[str]:
         )
     lost = len(series) - len(finite)
     if lost:
-        first = series.steps[~np.isfinite(series.values)][0]
+        first = series.steps[~series.shown][0]
         notes.append(f'{who}<strong class="bad">{lost:,} not finite</strong>, the first at step {first:,.0f}')
     return notes
 
@@ -160,7 +160,9 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
         return []
     raw = span / count
     power = 10.0 ** math.floor(math.log10(raw))
-    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999)
+    step = next((m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999), 0.0)
+    if not step:  # smaller than a double's power of ten can be
+        return []
     start = math.ceil(low / step - 1e-9)
     return [n * step for n in range(start, start + 12) if n * step <= high + step * 1e-9]
 

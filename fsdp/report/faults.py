@@ -50,7 +50,8 @@ def _kind(verdict: Verdict) -> Raw:
 
 
 def _stacks(verdict: Verdict) -> str:
-    title = f"Stacks of rank {verdict.ranks[0]}, {verdict.kind} at step {verdict.step:,}"
+    of = f"rank {verdict.ranks[0]}" if verdict.ranks else "the other ranks"
+    title = f"Stacks of {of}, {verdict.kind} at step {verdict.step:,}"
     return f"<details><summary>{html.escape(title)}</summary><pre>{html.escape(verdict.stacks)}</pre></details>"
 
 

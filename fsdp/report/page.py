@@ -15,7 +15,7 @@ from fsdp.report.document import SCRIPT, document
 from fsdp.report.faults import odd, stopped
 from fsdp.report.plan import ABOUT as PLAN
 from fsdp.report.plan import planned
-from fsdp.report.profile import memory_by_rank, read_accounts
+from fsdp.report.profile import memory_by_rank
 from fsdp.report.read import RunStory, Start
 from fsdp.report.samples import Samples
 from fsdp.report.series import Series
@@ -41,7 +41,7 @@ def page(stories: Sequence[RunStory], samples: Sequence[Samples] = ()) -> str:
         body += [section(f"Where the time goes{of}", time_by_rank(story.watched.timing, _marks(story)), TIME)]
         body += [odd(story.watched, of)]
         body += [section(f"Planned and measured{of}", planned(story), PLAN)]
-        body += [section(f"Memory{of}", memory_by_rank(read_accounts(story.path / "profile")), MEMORY)]
+        body += [section(f"Memory{of}", memory_by_rank(story.accounts), MEMORY)]
         body += [_samples(of, said), section(f"Checkpoints{of}", _checkpoints(story))]
         body += [section(f"Starts{of}", _starts(story))]
     body.append(_configuration(stories))
@@ -62,7 +62,8 @@ def _marks(story: RunStory) -> Marks:
 def _head(stories: Sequence[RunStory]) -> str:
     if len(stories) > 1:
         heads = "".join(
-            f'<div class="run"><h2><i class="c{nth}"></i>{html.escape(story.name)} {_state(story)}</h2>{_line(story)}</div>'
+            f'<div class="run"><h2><i class="c{nth}"></i>{html.escape(story.name)} {_state(story)}</h2>'
+            f"{_line(story)}{_notes(story)}</div>"
             for nth, story in enumerate(stories)
         )
         names = " and ".join(html.escape(story.name) for story in stories)

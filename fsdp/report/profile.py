@@ -10,21 +10,32 @@ from typing import Any
 
 from fsdp.phases import PHASES
 from fsdp.report.bars import bars, chosen
+from fsdp.report.notes import ODD, Notes, number
 from fsdp.report.tables import size, table
 
 
-def read_accounts(folder: Path) -> dict[int, Mapping[str, Any]]:
+def read_accounts(folder: Path, notes: Notes) -> dict[int, Mapping[str, Any]]:
     """Rank → its account; a file that cannot be read or is of another format is left out."""
     found: dict[int, Mapping[str, Any]] = {}
     for file in sorted(folder.glob("rank*_memory.json")):
-        name = re.fullmatch(r"rank(\d+)_memory\.json", file.name)
+        name = re.fullmatch(r"rank(\d+)_memory\.json", file.name, re.ASCII)
+        if not name or not file.is_file():
+            continue
         try:
             account = json.loads(file.read_text(encoding="utf-8"))
-            if name and account["format"] == 1 and account["peak"]["bytes"] >= 0:
-                found[int(name[1])] = account
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
+            if account["format"] != 1:
+                raise ValueError("another format")
+            phases = {str(phase): _held(held) for phase, held in account.get("phases", {}).items()}
+            found[int(name[1])] = {"peak": _held(account["peak"]), "phases": phases}
+        except (OSError, *ODD) as error:
+            notes.say(f"left out: profile/{file.name}, which could not be read ({type(error).__name__})")
     return dict(sorted(found.items()))
+
+
+def _held(said: Mapping[str, Any]) -> dict[str, Any]:
+    """One moment: bytes in all, and by kind."""
+    kinds = {str(kind): number(count) for kind, count in said["kinds"].items()}
+    return {"bytes": abs(number(said["bytes"])), "kinds": kinds}
 
 
 def memory_by_rank(accounts: Mapping[int, Mapping[str, Any]]) -> str:
@@ -48,7 +59,7 @@ def _phases(accounts: Mapping[int, Mapping[str, Any]], ranks: Sequence[int]) -> 
     """Phase by phase, what the fullest rank held and of which kinds."""
     rows = []
     for phase in PHASES:
-        peaks = {rank: accounts[rank]["phases"][phase] for rank in ranks if phase in accounts[rank].get("phases", {})}
+        peaks = {rank: accounts[rank]["phases"][phase] for rank in ranks if phase in accounts[rank]["phases"]}
         if not peaks:
             continue
         rank, fullest = max(peaks.items(), key=lambda pair: pair[1]["bytes"])

@@ -17,8 +17,10 @@ from typing import Any, Literal
 
 from fsdp.checkpoint.inspect import Found, scan
 from fsdp.checkpoint.store import open_store
-from fsdp.config import FIELDS, read_recipe
+from fsdp.config import FIELDS, check_store, parse_value, read_recipe
 from fsdp.errors import ConfigError, ShardrunError
+from fsdp.report.notes import LARGEST, Notes, number, whole
+from fsdp.report.profile import read_accounts
 from fsdp.report.series import Series, read_numbers
 from fsdp.report.watched import Verdict, Watched, read_watched
 from fsdp.rundir import RunDir, read_lines
@@ -66,6 +68,8 @@ class RunStory:
     checkpoints: tuple[Found, ...]
     saves: Mapping[int, Save]
     watched: Watched = field(default_factory=Watched)
+    accounts: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    """Rank → where its memory went, of a profiled run."""
     planned: Mapping[str, float] = field(default_factory=dict)
     """What came of a plan, by the last start that ended."""
     notes: tuple[str, ...] = field(default=())
@@ -85,49 +89,64 @@ class RunStory:
 
 
 def read_run(path: Path) -> RunStory:
-    run, notes = RunDir(path), list[str]()
+    run, notes = RunDir(path), Notes()
     if not any(file.exists() for file in (run.config, run.metrics, run.history)):
         raise ConfigError(f"{path} is no run directory: it has no config.toml.", "ls -d runs/*")
     config = _config(run, notes)
-    numbers = read_numbers(run.metrics)
-    if numbers.unreadable:
-        lines = "1 line" if numbers.unreadable == 1 else f"{numbers.unreadable} lines"
-        notes.append(f"left out: {lines} of metrics.jsonl that could not be read")
     story = RunStory(
         name=path.resolve().name,
         path=path,
         config=config,
-        series=numbers.series,
-        starts=tuple(_starts(run)),
-        checkpoints=tuple(_checkpoints(str(config.get("checkpoint.dir") or path / "checkpoints"), notes)),
-        saves=_saves(path / "saves.jsonl"),
-        watched=read_watched(path),
+        series=read_numbers(run.metrics, notes),
+        starts=tuple(_starts(run, notes)),
+        checkpoints=tuple(_checkpoints(path, str(config.get("checkpoint.dir", "")), notes)),
+        saves=_saves(path / "saves.jsonl", notes),
+        watched=read_watched(path, notes),
         planned=_planned(run),
+        accounts=read_accounts(path / "profile", notes),
     )
     starts = _explained(_last_word(run, story), story.watched.verdicts)
-    return replace(story, starts=starts, notes=tuple(notes))
+    return replace(story, starts=starts, notes=notes.lines)
 
 
-def _config(run: RunDir, notes: list[str]) -> dict[str, Any]:
-    if not run.config.exists():
-        notes.append("config.toml is missing")
+def _config(run: RunDir, notes: Notes) -> dict[str, Any]:
+    """Each known field as its type; another that a file holds is shown as it stands there."""
+    if not run.config.is_file():
+        notes.say("config.toml is missing")
         return {}
     try:
-        return read_recipe(str(run.config))
+        said = read_recipe(str(run.config))
     except ConfigError as error:
-        notes.append(str(error).partition(" HINT:")[0])
+        notes.say(str(error).partition(" HINT:")[0])
         return {}
+    found: dict[str, Any] = {}
+    for name, value in said.items():
+        try:
+            found[name] = _typed(name, value)
+        except ConfigError as error:
+            notes.say(f"config.toml: {str(error).partition(' HINT:')[0][:200]} It is left out.")
+    return found
 
 
-def _starts(run: RunDir) -> Iterator[Start]:
+def _typed(name: str, value: Any) -> Any:
+    if name not in FIELDS:
+        return str(value)
+    if not FIELDS[name].is_args:
+        return parse_value(FIELDS[name], value)
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"--{name} {value} has no name.")
+    return value
+
+
+def _starts(run: RunDir, notes: Notes) -> Iterator[Start]:
     """Each start with the first end, crash or loss that stands behind it."""
     open_start: Start | None = None
     count = 0
     for event in read_lines(run.history):
         kind = event.get("event") if event else None
         if event is None or kind is None:
-            continue
-        if kind == "start":
+            notes.lost("history.jsonl")
+        elif kind == "start":
             if open_start is not None:
                 yield open_start
             count += 1
@@ -144,10 +163,14 @@ def _start(event: Mapping[str, Any], number: int) -> Start:
         time=str(event.get("time", "")),
         launcher=str(event.get("launcher", "")),
         ranks=_whole(event.get("ranks")) or 0,
-        nodes=tuple(str(node) for node in event.get("nodes") or ()),
+        nodes=_texts(event.get("nodes")),
         from_step=_whole(event.get("from_step")) or 0,
-        changed=tuple(str(line) for line in event.get("changed") or ()),
+        changed=_texts(event.get("changed")),
     )
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    return tuple(map(str, value)) if isinstance(value, list) else ()
 
 
 def _ended(start: Start, event: Mapping[str, Any]) -> Start:
@@ -168,7 +191,7 @@ def _planned(run: RunDir) -> dict[str, float]:
     found: dict[str, float] = {}
     for event in read_lines(run.history):
         if event and event.get("event") == "planned":
-            found = {name: value for name, value in event.items() if type(value) in (int, float)}
+            found = {name: value for name, value in event.items() if type(value) in (int, float) and abs(value) < LARGEST}
     return found
 
 
@@ -182,7 +205,7 @@ def _last_word(run: RunDir, story: RunStory) -> tuple[Start, ...]:
         return story.starts
     last = replace(story.starts[-1], to_step=story.last_step or None)
     claim = run.path / "CLAIM"
-    with contextlib.suppress(FileNotFoundError):  # no claim, so nobody runs
+    with contextlib.suppress(OSError):  # no claim, so nobody runs
         if time.time() - claim.stat().st_mtime < LIVE_S:
             last = replace(last, outcome="running", why="goes on")
     return (*story.starts[:-1], last)
@@ -212,22 +235,24 @@ def _with_words(start: Start, verdict: Verdict) -> Start:
 def _seconds(text: str) -> float:
     try:
         return datetime.datetime.fromisoformat(text).timestamp()
-    except ValueError:
+    except (ValueError, OverflowError):
         return float("inf")  # a time that cannot be read explains nothing
 
 
-def _checkpoints(place: str, notes: list[str]) -> list[Found]:
+def _checkpoints(run: Path, place: str, notes: Notes) -> list[Found]:
     """The whole ones and those that are not, newest first."""
+    place = place or str(run / "checkpoints")
     try:
-        return scan(open_store(place))
+        return scan(open_store(check_store(run, place)))
     except (ShardrunError, OSError, ImportError) as error:
-        notes.append(f"checkpoints in {place} could not be looked at: {str(error).partition(' HINT:')[0]}")
+        notes.say(f"checkpoints in {place} could not be looked at: {str(error).partition(' HINT:')[0]}")
         return []
 
 
-def _saves(path: Path) -> dict[int, Save]:
+def _saves(path: Path, notes: Notes) -> dict[int, Save]:
     saves: dict[int, Save] = {}
     for record in read_lines(path):
-        if record is not None and isinstance(record.get("step"), int):
-            saves[record["step"]] = Save(float(record.get("stall_s", 0.0)), float(record.get("write_s", 0.0)))
+        with notes.left_out("saves.jsonl"):
+            known = {} if record is None else record
+            saves[whole(known["step"])] = Save(number(known.get("stall_s", 0.0)), number(known.get("write_s", 0.0)))
     return saves

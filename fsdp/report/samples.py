@@ -9,11 +9,12 @@ from __future__ import annotations
 import base64
 import html
 import io
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp.errors import ShardrunError
+from fsdp.config import CodeRefused
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,27 +33,37 @@ class Samples:
 
     body: str = ""
     why_not: str = ""
+    refused: str = ""
+    """The whole line, where the person must name the run's code before it is imported."""
 
 
-def read_samples(run: Path) -> Samples:
-    export = run / "full_model"
-    files = [file for file in export.iterdir() if file.is_file()] if export.is_dir() else []
-    if not files:
-        return Samples(why_not="no export in full_model/ yet: it is written at the end of a run")
-    total = sum(file.stat().st_size for file in files)
-    if total > LARGEST_EXPORT:
-        return Samples(why_not=f"the export has {total / 2**30:.1f} GiB; python -m fsdp.predict RUN asks it")
-    from fsdp.predict.trained import open_run
-
+def read_samples(run: Path, trusted: Collection[str] = ()) -> Samples:
+    """Of the code that the run's configuration names only what is in `trusted` is imported."""
     try:
-        trained = open_run(run)
-        if trained.data.info.kind == "text":
-            return Samples(body=_text(trained))
-        return Samples(body=_pictures(trained))
-    except (ShardrunError, OSError, ImportError, RuntimeError, ValueError, TypeError, KeyError, AttributeError) as error:
-        # A model or data set of a person's own can fail in any of these ways, and the rest of the page is worth having.
+        why_not = _missing(run / "full_model")
+        return Samples(why_not=why_not) if why_not else _asked(run, trusted)
+    except CodeRefused as error:
+        return Samples(why_not=str(error), refused=str(error))
+    except Exception as error:
+        # A model or data set can fail in any way, and so can files that are damaged; the rest of the page is worth having.
         first = (str(error).splitlines() or [""])[0].partition(" HINT:")[0]
         return Samples(why_not=f"the model could not be asked ({type(error).__name__}: {first[:200]})")
+
+
+def _missing(export: Path) -> str:
+    """Why there is nothing to ask; empty where there is an export of a size to load."""
+    files = [file for file in export.iterdir() if file.is_file()] if export.is_dir() else []
+    total = sum(file.stat().st_size for file in files)
+    if not files:
+        return "no export in full_model/ yet: it is written at the end of a run"
+    return f"the export has {total / 2**30:.1f} GiB; python -m fsdp.predict RUN asks it" if total > LARGEST_EXPORT else ""
+
+
+def _asked(run: Path, trusted: Collection[str]) -> Samples:
+    from fsdp.predict.trained import open_run
+
+    trained = open_run(run, (), trusted)
+    return Samples(body=_text(trained) if trained.data.info.kind == "text" else _pictures(trained))
 
 
 # ---------------------------------------------------------------- pictures

@@ -6,16 +6,21 @@ highest and mean, so a spike of one step stays on the page. Not here: drawing.
 
 from __future__ import annotations
 
+import math
 from array import array
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from fsdp.report.notes import LARGEST as MOST
+from fsdp.report.notes import Notes
 from fsdp.rundir import read_lines
 
 BUCKETS = 360
+LARGEST = 1e100
+"""Beyond it a value is shown as one that is not finite: sums and spans of smaller ones are."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +34,13 @@ class Series:
         return len(self.steps)
 
     @property
+    def shown(self) -> np.ndarray:
+        """Which values a chart can show."""
+        return np.abs(self.values) <= LARGEST  # type: ignore[no-any-return]
+
+    @property
     def finite(self) -> Series:
-        good = np.isfinite(self.values)
+        good = self.shown
         return self if good.all() else Series(self.steps[good], self.values[good])
 
     @property
@@ -54,31 +64,23 @@ class Band:
     """Values a point stands for; 1 where nothing was thinned."""
 
 
-@dataclass(frozen=True)
-class Numbers:
-    """What a file of records held, and what could not be read of it."""
-
-    series: Mapping[str, Series]
-    unreadable: int
-
-
-def read_numbers(path: Path) -> Numbers:
+def read_numbers(path: Path, notes: Notes) -> dict[str, Series]:
     """Every number of every record that has a step; a line cut off by a kill, or garbled, is counted and left out."""
     steps: dict[str, array[float]] = {}
     values: dict[str, array[float]] = {}
-    unreadable = 0
     for record in read_lines(path):
-        if record is None or not isinstance(record.get("step"), (int, float)):
-            unreadable += 1
+        step: Any = record.get("step") if record is not None else None
+        if record is None or type(step) not in (int, float) or not abs(step) < MOST:
+            notes.lost(path.name)
             continue
-        step = record["step"]
         for name, value in record.items():
             if type(value) in (float, int) and name != "step":
                 if name not in steps:
                     steps[name], values[name] = array("d"), array("d")
                 steps[name].append(step)
-                values[name].append(value)
-    return Numbers({name: _series(steps[name], values[name]) for name in steps}, unreadable)
+                # an integer can be larger than any double
+                values[name].append(value if type(value) is float or abs(value) < LARGEST else math.inf)
+    return {name: _series(steps[name], values[name]) for name in steps}
 
 
 def _series(steps: array[float], values: array[float]) -> Series:

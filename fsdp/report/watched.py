@@ -5,9 +5,10 @@ Here it is read; faults.py beside it and timing.py show it. A line that is cut o
 
 from __future__ import annotations
 
-import contextlib
+import datetime
+import re
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from fsdp.phases import PHASES
+from fsdp.report.notes import Notes, number, whole
 from fsdp.report.series import Series, in_order
 from fsdp.rundir import read_lines
 
@@ -27,6 +29,7 @@ FEW_LINES = 8
 """Read together: with thousands of ranks one line is a megabyte."""
 MOST_STACKS = 4
 STACK = 6000
+_STACK_FILE = re.compile(r"rank-(\d+)\.txt", re.ASCII)
 SHORT = 100
 """Such a file holds no stack, but why there is none."""
 
@@ -85,35 +88,34 @@ class Watched:
     spikes: tuple[Spike, ...] = ()
 
 
-def read_watched(run: Path) -> Watched:
+def read_watched(run: Path, notes: Notes) -> Watched:
     folder = run / "watch"
-    return Watched(
-        _timing(folder / "timing.jsonl"), tuple(_verdicts(folder)), tuple(_late(folder / "late.jsonl")),
-        tuple(_spikes(folder / "spikes.jsonl")),
-    )  # fmt: skip
+    timing, verdicts = _timing(folder, notes), tuple(_verdicts(folder, notes))
+    return Watched(timing, verdicts, tuple(_late(folder, notes)), tuple(_spikes(folder, notes)))
 
 
-def _records(path: Path, *needed: str) -> Iterator[Mapping[str, Any]]:
-    for record in read_lines(path, FEW_LINES):
-        if record is not None and all(name in record for name in needed):
+def _records(folder: Path, name: str, notes: Notes, *needed: str) -> Iterator[Mapping[str, Any]]:
+    for record in read_lines(folder / name, FEW_LINES):
+        if record is not None and all(key in record for key in needed):
             yield record
+        else:
+            notes.lost(f"watch/{name}")
 
 
 # ---------------------------------------------------------------- times
 
 
-def _timing(path: Path) -> Timing:
+def _timing(folder: Path, notes: Notes) -> Timing:
     """Summed up line by line: with thousands of ranks a line alone is large."""
     sums: dict[int, dict[str, float]] = {}
     counts: dict[int, float] = {}
     steps: dict[str, array[float]] = {}
     means: dict[str, array[float]] = {}
-    for record in _records(path, "ranks", "from_step", "step"):
-        try:
-            count = record["step"] - record["from_step"]
-            ranks = {int(rank): [float(times.get(name, 0.0)) for name in SHOWN] for rank, times in record["ranks"].items()}
-        except (TypeError, ValueError, AttributeError):
-            continue
+    for record in _records(folder, "timing.jsonl", notes, "ranks", "from_step", "step"):
+        count, ranks = 0.0, dict[int, list[float]]()
+        with notes.left_out("watch/timing.jsonl"):
+            count = number(record["step"]) - number(record["from_step"])
+            ranks = {int(rank): [_seconds(times.get(name, 0.0)) for name in SHOWN] for rank, times in record["ranks"].items()}
         if count <= 0 or not ranks:
             continue
         for rank, times in ranks.items():
@@ -128,24 +130,28 @@ def _timing(path: Path) -> Timing:
     return Timing(by_rank, {name: in_order(np.array(steps[name]), np.array(means[name])) for name in steps})
 
 
+def _seconds(value: Any) -> float:
+    if (found := number(value)) < 0:
+        raise ValueError(f"{found:g} s is no length of time")
+    return found
+
+
 # ---------------------------------------------------------------- what went wrong
 
 
-def _verdicts(folder: Path) -> Iterator[Verdict]:
+def _verdicts(folder: Path, notes: Notes) -> Iterator[Verdict]:
     found: list[dict[str, Any]] = []
-    for record in _records(folder / "verdicts.jsonl", "kind"):
+    for record in _records(folder, "verdicts.jsonl", notes, "kind"):
         if record["kind"] == "ended":
             if found:
                 found[-1]["ended"] = True
         else:
             found.append(dict(record))
     for nth, record in enumerate(found):
-        try:
+        with notes.left_out("watch/verdicts.jsonl"):
             verdict = _verdict(record)
-        except (TypeError, ValueError):
-            continue  # of another form
-        late = nth >= len(found) - MOST_STACKS and verdict.folder
-        yield replace(verdict, stacks=_stacks(folder / verdict.folder, verdict.ranks)) if late else verdict
+            late = nth >= len(found) - MOST_STACKS and verdict.folder
+            yield replace(verdict, stacks=_stacks(folder, verdict)) if late else verdict
 
 
 def _verdict(record: Mapping[str, Any]) -> Verdict:
@@ -153,43 +159,61 @@ def _verdict(record: Mapping[str, Any]) -> Verdict:
         return str(record.get(name) or "")
 
     return Verdict(
-        time=float(record.get("time") or 0.0), kind=words("kind"), ranks=tuple(int(rank) for rank in record.get("ranks") or ()),
-        nodes=tuple(str(node) for node in record.get("nodes") or ()), step=int(record.get("step") or 0), what=words("what"),
-        others=words("others"), hint=words("hint"), folder=words("folder"), ended=bool(record.get("ended")),
+        time=_moment(record.get("time") or 0.0), kind=words("kind"), ranks=tuple(map(whole, record.get("ranks") or ())),
+        nodes=tuple(str(node) for node in record.get("nodes") or ()), step=whole(record.get("step") or 0), what=words("what"),
+        others=words("others"), hint=words("hint"), folder=_name(words("folder")), ended=bool(record.get("ended")),
     )  # fmt: skip
 
 
-def _stacks(folder: Path, ranks: Sequence[int]) -> str:
+def _name(folder: str) -> str:
+    """One folder in RUN/watch."""
+    if folder in (".", "..") or "/" in folder or "\0" in folder:
+        raise ValueError("the stacks are said to lie elsewhere")
+    return folder
+
+
+def _moment(value: Any) -> float:
+    """A time that a calendar has."""
+    moment = number(value)
+    datetime.datetime.fromtimestamp(moment, datetime.UTC)
+    return moment
+
+
+def _stacks(watch: Path, verdict: Verdict) -> str:
     """Of the first rank that is to blame, innermost frames first; one that did not answer is shown by another's wait for it."""
-    blamed = _of_rank(folder, ranks[0]) if ranks else ""
+    folder = watch / verdict.folder
+    blamed = _of_rank(folder, verdict.ranks[0]) if verdict.ranks else ""
     if len(blamed) > SHORT:
         return blamed
-    others = sorted(int(file.stem[5:]) for file in folder.glob("rank-*.txt") if file.stem[5:].isdigit())
-    other = next((rank for rank in others if rank not in ranks), None)
+    others = sorted(int(found[1]) for file in folder.glob("rank-*.txt") if (found := _STACK_FILE.fullmatch(file.name)))
+    other = next((rank for rank in others if rank not in verdict.ranks), None)
     return blamed if other is None else f"{blamed}\n\nrank {other}:\n{_of_rank(folder, other)}".lstrip()
 
 
 def _of_rank(folder: Path, rank: int) -> str:
+    """A link is not followed: the page would show another file's text."""
+    file = folder / f"rank-{rank}.txt"
     try:
-        return (folder / f"rank-{rank}.txt").read_text(encoding="utf-8", errors="replace")[:STACK].rstrip()
+        if folder.is_symlink() or file.is_symlink() or not file.is_file():
+            return ""
+        with file.open(encoding="utf-8", errors="replace") as stream:
+            return stream.read(STACK).rstrip()
     except OSError:
         return ""
 
 
-def _late(path: Path) -> Iterator[Late]:
+def _late(folder: Path, notes: Notes) -> Iterator[Late]:
     """Each rank that was late, with the line that says that it is over."""
     late: dict[int, Late] = {}
-    for record in read_lines(path):
-        if record is None:
-            continue
-        with contextlib.suppress(TypeError, ValueError):  # of another form
+    for record in _records(folder, "late.jsonl", notes):
+        with notes.left_out("watch/late.jsonl"):
             if "over" in record:
-                ended = late.pop(int(record.get("of", next(iter(late), -1))), None)
+                ended = late.pop(whole(record.get("of", next(iter(late), -1))), None)
                 if ended is not None:
                     yield replace(ended, over=str(record["over"]))
             elif "rank" in record:
-                numbers = float(record.get("percent", 0.0)), int(record.get("since_step", 0))
-                found = Late(int(record["rank"]), str(record.get("node", "")), *numbers, "")
+                numbers = number(record.get("percent", 0.0)), whole(record.get("since_step", 0))
+                found = Late(whole(record["rank"]), str(record.get("node", "")), *numbers, "")
                 before = late.pop(found.rank, None)
                 if before is not None:  # a start later: nobody said that it was over
                     yield before
@@ -197,11 +221,9 @@ def _late(path: Path) -> Iterator[Late]:
     yield from late.values()
 
 
-def _spikes(path: Path) -> Iterator[Spike]:
-    for record in _records(path, "step", "grad_norm"):
-        try:
-            samples = tuple(int(one) for one in record.get("samples") or ())
-            spike = Spike(int(record["step"]), float(record["grad_norm"]), float(record.get("usual") or 0.0), samples)
-        except (TypeError, ValueError):
-            continue  # of another form
-        yield spike
+def _spikes(folder: Path, notes: Notes) -> Iterator[Spike]:
+    """A norm may be no number: that is what such a line tells of."""
+    for record in _records(folder, "spikes.jsonl", notes, "step", "grad_norm"):
+        with notes.left_out("watch/spikes.jsonl"):
+            samples = tuple(map(whole, record.get("samples") or ()))
+            yield Spike(whole(record["step"]), float(record["grad_norm"]), float(record.get("usual") or 0.0), samples)

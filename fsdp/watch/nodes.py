@@ -76,7 +76,7 @@ class Line:
         *lines, self._coming = self._coming.split(b"\n")
         try:
             return [json.loads(line) for line in lines]
-        except ValueError:
+        except (ValueError, RecursionError):
             self.closed = True  # whoever tries all ports of a host
             return []
 

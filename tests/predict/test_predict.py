@@ -242,7 +242,8 @@ def test_outputs_with_logits_are_understood(tmp_path: Path, say: Say, monkeypatc
     monkeypatch.syspath_prepend(str(tmp_path))
     fields = {name: value for name, value in LANGUAGE.items() if not name.startswith("model.")}
     run, _, _ = make_run(tmp_path / "run", fields | {"model.name": "hf_like_model:Wrapped"})
-    assert say(run, "--prompt", "x = ", "--tokens", 8).startswith("x = ")
+    said = say(run, "--prompt", "x = ", "--tokens", 8, "--trust-code", "hf_like_model:Wrapped")
+    assert said.startswith("x = ")
 
 
 # ---------------------------------------------------------------- what a person gets wrong

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fsdp.report.__main__ import main
+from fsdp.report.notes import Notes
 from fsdp.report.read import read_run
 from fsdp.report.watched import WAITING, read_watched
 from tests.report.test_report import made, write
@@ -54,7 +55,7 @@ def text_of(run: Path) -> str:
 
 
 def test_times_are_weighed_by_their_steps(run: Path) -> None:
-    found = read_watched(run).timing
+    found = read_watched(run, Notes()).timing
     assert found.ranks[1]["forward"] == pytest.approx((10 * 0.02 + 20 * 0.05) / 30)
     assert found.mean("forward") == pytest.approx((0.02 + 0.04) / 2)
     assert found.course["forward"].steps.tolist() == [10, 30]
@@ -87,7 +88,7 @@ def test_a_verdict_is_told_with_what_to_do_and_where_its_stacks_are(run: Path) -
         "watch/stopped-000412/", "2026-01-01 12:01:00 UTC", "Stacks of rank 2", "&lt;forward&gt;",
     ):  # fmt: skip
         assert expected in text, expected
-    (one,) = read_watched(run).verdicts
+    (one,) = read_watched(run, Notes()).verdicts
     assert one.ended
 
 
@@ -95,7 +96,7 @@ def test_a_rank_that_did_not_answer_is_shown_by_who_waits_for_it(run: Path) -> N
     folder = run / "watch" / "stopped-000412"
     (folder / "rank-2.txt").write_text("did not answer\n")
     (folder / "rank-0.txt").write_text("training:\n  torch/distributed.py:4394 all_gather_single\n")
-    (one,) = read_watched(run).verdicts
+    (one,) = read_watched(run, Notes()).verdicts
     assert one.stacks.startswith("did not answer\n\nrank 0:\ntraining:")
 
 
@@ -126,7 +127,7 @@ def test_late_ranks_and_spikes_are_told(run: Path) -> None:
     assert "18%" in text
     assert "to the end" in text
     assert "0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 28 more" in text
-    assert [one.rank for one in read_watched(run).late] == [3, 1]
+    assert [one.rank for one in read_watched(run, Notes()).late] == [3, 1]
 
 
 @pytest.mark.parametrize("name", ["timing", "verdicts", "late", "spikes"])
@@ -139,7 +140,7 @@ def test_what_is_garbled_is_left_out(run: Path, name: str) -> None:
         {"step": "a", "grad_norm": []},
     ]
     file.write_text("garbage\n" + "".join(json.dumps(one) + "\n" for one in odd) + file.read_text() + '{"kin')
-    found = read_watched(run)
+    found = read_watched(run, Notes())
     assert len(found.timing.ranks) == 2
     assert [one.ranks for one in found.verdicts] == [(2,)]
     assert [one.rank for one in found.late] == [3, 1]

@@ -51,12 +51,13 @@ def meet(head: Head, *peers: Peer) -> None:
     eventually("they meet", met, 10)
 
 
-def test_who_speaks_another_language_is_sent_away() -> None:
+@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"[" * 60_000 + b"\n"])
+def test_who_speaks_another_language_is_sent_away(said: bytes) -> None:
     ear = socket.create_server(("127.0.0.1", 0))
     address = ear.getsockname()
     head = Head(ear.detach(), "secret")
     with socket.create_connection(address) as stranger:
-        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        stranger.sendall(said)
         stranger.settimeout(0.05)
 
         def sent_away() -> bool:

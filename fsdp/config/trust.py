@@ -1,0 +1,103 @@
+"""A run directory's own config.toml, read as data: the code that it names is imported only where a person allows it.
+
+A tool that reads RUN (report, predict, checkpoints) takes RUN/config.toml from here. `model.name` and `data.name` may name
+code, as package.module:factory; such a name is accepted only if the command line holds it too, in --trust-code or in a flag
+of its field. The hooks of [comm] belong to training and are dropped. A recipe that a person names with --config is trusted,
+and reading.py reads it. Not here: the import itself (fsdp/models/factory.py).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from fsdp.config.reading import load, pair_flags, read_recipe
+from fsdp.config.sections import Config
+from fsdp.errors import ConfigError
+
+HOOKS = ("comm.all_reduce_hook", "comm.all_gather", "comm.reduce_scatter")
+STORES = ("file", "local", "s3", "gs", "gcs", "abfs", "az", "adl")
+_CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", re.ASCII)
+TRUST_HELP = "PACKAGE.MODULE:NAME that RUN/config.toml names and that may be imported; may be repeated"
+
+
+class CodeRefused(ConfigError):
+    """The person has not named the code that a run directory names."""
+
+
+def load_run_config(
+    run: Path, *, flags: Sequence[str] = (), trusted: Collection[str] = (), forgotten: tuple[str, ...] = ()
+) -> Config:
+    """RUN/config.toml with `flags` over it, without the fields whose names begin with `forgotten`; ConfigError where it names
+    code that the person did not name."""
+    given = dict(pair_flags(flags))
+    values = _without_downloads(read_recipe(str(run / "config.toml")))
+    values = {name: value for name, value in values.items() if not name.startswith((*forgotten, *HOOKS))}
+    config = load([], values | given)
+    check_code(run, config, {*trusted, *given.values()})
+    return config
+
+
+def _without_downloads(values: dict[str, Any]) -> dict[str, Any]:
+    """FashionMNIST is downloaded where it is missing: not from an address and not into a folder that a run directory names."""
+    if values.get("data.name") != "fashion_mnist":
+        return values
+    args = values.get("data.args")
+    kept = {name: value for name, value in args.items() if name != "mirror"} if isinstance(args, dict) else {}
+    folder = Path(str(values.get("data.dir", ""))).expanduser()
+    return values | {"data.args": kept} | ({} if (folder / "FashionMNIST").is_dir() else {"data.dir": ""})
+
+
+def check_store(run: Path, place: str) -> str:
+    """The store that RUN/config.toml names, or ConfigError: fsspec knows protocols that run what a file says, or log in
+    at any host."""
+    scheme, colon, _ = place.partition("://")
+    if colon and (scheme not in STORES or "::" in place):
+        raise ConfigError(
+            f"{run}/config.toml names the store {place!a}: of a run directory's own only {', '.join(STORES)} are opened.",
+            "python -m fsdp.checkpoints URL, with the URL of that store",
+        )
+    return place
+
+
+def check_code(run: Path, config: Config, trusted: Collection[str]) -> None:
+    """ConfigError if model.name or data.name is code outside `trusted`, or trusted code that lies in the run directory."""
+    named = {"model.name": config.model.name, "data.name": config.data.name}
+    named = {field: name for field, name in named.items() if ":" in name}
+    refused = {field: name for field, name in named.items() if name not in trusted}
+    if refused:
+        shown = ", ".join(f"--{f} {name if _CODE.fullmatch(name) else ascii(name)}" for f, name in refused.items())
+        raise CodeRefused(
+            f"{run}/config.toml names code, {shown}: code that a run directory names is not imported.",
+            _hint(list(refused.values())),
+        )
+    for field, name in named.items():
+        if (place := next(_within(run, name.partition(":")[0]), None)) is not None:
+            raise ConfigError(
+                f"--{field} {name}: its module is {place}, in the run directory.",
+                "start in a folder of your own that holds the module",
+            )
+
+
+def _hint(names: Collection[str]) -> str:
+    """Names that have another form than code's are not repeated: a person may paste the line into a shell."""
+    if not all(_CODE.fullmatch(name) for name in names):
+        return "the name is not package.module:factory: look into the file before you use it"
+    allowed = " ".join(f"--trust-code {name}" for name in dict.fromkeys(names))
+    return f"add {allowed} to load it from the working directory or an installed package"
+
+
+def _within(run: Path, module: str) -> Iterator[Path]:
+    """Where Python would find the module, as far as that is in the run directory. Imports nothing."""
+    root = run.resolve()
+    if Path.cwd().is_relative_to(root):
+        yield Path.cwd()
+    try:
+        spec = importlib.util.find_spec(module.partition(".")[0])
+    except (ImportError, ValueError):  # it has no place of its own; the import says what is wrong with it
+        return
+    places = [spec.origin, *(spec.submodule_search_locations or ())] if spec is not None else []
+    yield from (Path(place) for place in places if place and Path(place).resolve().is_relative_to(root))

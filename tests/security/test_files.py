@@ -1,0 +1,318 @@
+"""What files of a run directory or a store hold is read as data, and no tool writes through their links (docs/security.md)."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import pathlib
+import pickle
+import random
+import struct
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+from fsdp import checkpoints
+from fsdp.checkpoint import inspect, manifest, metadata
+from fsdp.checkpoint.full import open_full_state
+from fsdp.checkpoint.manifest import Broken
+from fsdp.checkpoint.names import MANIFEST, METADATA
+from fsdp.checkpoint.store import LocalStore
+from fsdp.errors import CheckpointError, ConfigError
+from fsdp.predict.__main__ import main as predict
+from fsdp.report.__main__ import main as report
+from tests.checkpoint.small import save_once
+from tests.predict.test_predict import MLP, make_run
+from tests.report.test_report import made, write
+from tests.world import run_world
+
+ROOT = Path(__file__).parents[2]
+SECRET = "a text of somebody else"
+
+# ---------------------------------------------------------------- links
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    file = tmp_path / "victim"
+    file.write_text(SECRET)
+    return file
+
+
+def test_a_report_that_is_a_link_is_replaced_and_not_followed(tmp_path: Path, victim: Path) -> None:
+    run = made(tmp_path / "run")
+    (run / "report.html").symlink_to(victim)
+    assert report([str(run)]) == 0
+    assert victim.read_text() == SECRET
+    assert not (run / "report.html").is_symlink()
+    assert "</html>" in (run / "report.html").read_text()
+
+
+def test_a_report_goes_where_the_person_says(tmp_path: Path, victim: Path) -> None:
+    """--out is the person's word: /dev/stdout is a link too."""
+    (tmp_path / "named").symlink_to(victim)
+    assert report([str(made(tmp_path / "run")), "--out", str(tmp_path / "named")]) == 0
+    assert "</html>" in victim.read_text()
+    assert (tmp_path / "named").is_symlink()
+
+
+def test_a_picture_that_is_a_link_is_replaced_and_not_followed(tmp_path: Path, victim: Path) -> None:
+    run, _, _ = make_run(tmp_path / "run", MLP)
+    (run / "predictions.png").symlink_to(victim)
+    assert predict([str(run)]) == 0
+    assert victim.read_text() == SECRET
+    assert not (run / "predictions.png").is_symlink()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("saved")
+    run_world(1, save_once, "ddp", str(run), 1)
+    return run
+
+
+@pytest.fixture
+def run(saved: Path, tmp_path: Path) -> Path:
+    """A run directory with one sealed checkpoint."""
+    folder = tmp_path / "run"
+    checkpoint = folder / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    for file in (saved / "checkpoints" / "step-00000001").iterdir():
+        (checkpoint / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+def test_an_export_is_not_written_through_a_link(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (run / "full_model").symlink_to(elsewhere)
+    assert checkpoints.main([str(run), "export"]) == 2
+    assert list(elsewhere.iterdir()) == []
+    hint = capsys.readouterr().err.partition("HINT: ")[2]
+    assert hint.startswith(f"--out {elsewhere}")
+    assert checkpoints.main([str(run), "export", "--out", str(elsewhere)]) == 0
+    assert [file.name for file in elsewhere.iterdir()] == ["full-model.pt"]
+
+
+def test_an_export_replaces_a_file_that_is_a_link(run: Path, victim: Path) -> None:
+    (run / "full_model").mkdir()
+    (run / "full_model" / "full-model.pt").symlink_to(victim)
+    (run / "full_model" / f".full-model.pt.tmp-{os.getpid()}").symlink_to(victim)
+    assert checkpoints.main([str(run), "export"]) == 0
+    assert victim.read_text() == SECRET
+    assert not (run / "full_model" / "full-model.pt").is_symlink()
+
+
+@pytest.mark.parametrize("way", ["link to a file", "link to a folder", "a folder above", "an absolute folder"])
+def test_stacks_are_read_from_the_runs_own_folder_alone(tmp_path: Path, way: str) -> None:
+    run, theirs = made(tmp_path / "run"), tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "rank-0.txt").write_text(SECRET)
+    (run / "watch").mkdir()
+    folder = {"a folder above": "../../theirs", "an absolute folder": str(theirs)}.get(way, "hang-000001")
+    if way == "link to a folder":
+        (run / "watch" / folder).symlink_to(theirs)
+    elif way == "link to a file":
+        (run / "watch" / folder).mkdir()
+        (run / "watch" / folder / "rank-0.txt").symlink_to(theirs / "rank-0.txt")
+    write(run / "watch" / "verdicts.jsonl", [{"kind": "hang", "time": 1.0, "ranks": [0], "step": 1, "folder": folder}])
+    assert report([str(run)]) == 0
+    assert SECRET not in (run / "report.html").read_text()
+
+
+# ---------------------------------------------------------------- .metadata, a pickle
+
+ALTERED: dict[tuple[str, str], list[Any]] = {
+    ("pathlib", "PosixPath"): [pathlib.PosixPath, pathlib.PurePosixPath],
+    ("torch.distributed.checkpoint.metadata", "MetadataIndex"): [MetadataIndex],
+    ("torch.distributed.checkpoint.metadata", "Metadata"): [Metadata],
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): [dcp._MEM_FORMAT_ENCODING],
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): [filesystem._StorageInfo],
+    ("torch.serialization", "_get_layout"): [torch.serialization._get_layout],
+    ("collections", "OrderedDict"): [OrderedDict, dict],
+    ("torch", "Size"): [torch.Size],
+    ("torch", "float32"): [torch.float32],
+}
+
+
+@pytest.mark.parametrize("name", ALTERED, ids=".".join)
+def test_a_pickle_alters_nothing_that_outlives_it(name: tuple[str, str]) -> None:
+    """BUILD sets attributes of whatever lies on the stack: here of the name itself."""
+    evil = f"c{name[0]}\n{name[1]}\n".encode() + b"N}S'parts'\n)s\x86b."  # (None, {"parts": ()}), and BUILD
+    before = [dict(getattr(one, "__dict__", {})) for one in ALTERED[name]]
+    with pytest.raises(Broken):
+        metadata.read(evil)
+    after = [dict(getattr(one, "__dict__", {})) for one in ALTERED[name]]
+    for one, was, now in zip(ALTERED[name], before, after, strict=True):  # or pytest itself could not tell of it
+        for added in now.keys() - was.keys():
+            delattr(one, added)
+    assert after == before
+    assert Path("a/../b").parts == ("a", "..", "b")
+
+
+def described(path: Any = "__0_0.distcp", value: bool = False, **changes: Any) -> bytes:
+    """`.metadata` of one tensor, or of one value, with its place as given."""
+    size = torch.Size([2, 3])
+    tensor = dcp.TensorStorageMetadata(
+        dcp.TensorProperties(torch.float32), size, [dcp.ChunkStorageMetadata(torch.Size([0, 0]), size)]
+    )
+    entry, index = (dcp.BytesStorageMetadata(), MetadataIndex("a")) if value else (tensor, MetadataIndex("a", [0, 0]))
+    place = filesystem._StorageInfo(path, 0, 100)
+    for owner in (tensor, tensor.chunks[0], tensor.properties, place):
+        for field, new in changes.items():
+            if hasattr(owner, field):
+                setattr(owner, field, new)
+    return pickle.dumps(Metadata({"a": entry}, {"a": ("a",)}, {index: place}))
+
+
+@pytest.mark.parametrize("value", [False, True], ids=["a tensor", "a value"])
+@pytest.mark.parametrize("path", ["/etc/passwd", "../x", "a/../../x", "a/..", "", ".", "a//b", "a\0b"])
+def test_a_path_that_leads_out_of_the_checkpoint_is_refused(path: str, value: bool) -> None:
+    assert len(metadata.read(described("below/x.distcp", value)).storage_data) == 1
+    with pytest.raises(Broken, match="leads out of the checkpoint"):
+        metadata.read(described(path, value))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"path": 5}, {"offset": -1}, {"offset": "0"}, {"length": 1 << 70}, {"size": torch.Size([1 << 40, 1 << 20])},
+        {"size": "ab"}, {"chunks": None}, {"chunks": []}, {"sizes": torch.Size([9, 9])}, {"offsets": torch.Size([0])},
+        {"sizes": torch.Size([-2, -3])}, {"dtype": "torch.float32"}, {"properties": None},
+        {"transform_descriptors": ["zstd"]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_metadata_of_another_form_is_broken(changes: dict[str, Any]) -> None:
+    with pytest.raises(Broken):
+        metadata.read(described(**changes))
+
+
+def odd_bytes(whole: bytes, chance: random.Random) -> bytes:
+    data = bytearray(whole)
+    for _ in range(chance.choice((1, 1, 2, 5))):
+        at = chance.randrange(len(data))
+        new = chance.choice((b"", bytes([chance.randrange(256)]), bytes(data[: chance.randrange(40)])))
+        data[at : at + chance.choice((0, 1, 4))] = new
+    return bytes(data)
+
+
+def test_no_damage_to_a_metadata_is_anything_but_broken(run: Path) -> None:
+    whole, chance = (run / "checkpoints" / "step-00000001" / METADATA).read_bytes(), random.Random(5)
+    read = 0
+    for _ in range(3000):
+        try:
+            found = metadata.read(odd_bytes(whole, chance))
+        except Broken:
+            continue
+        read += 1
+        assert all(".." not in info.relative_path.split("/") for info in found.storage_data.values())
+    assert read < 3000
+
+
+# ---------------------------------------------------------------- the manifest
+
+ODD: tuple[Any, ...] = (None, True, -1, 1e999, float("nan"), 10**400, "", "x", [], {}, [[1]], {"a": {}}, "../x", [1, 2, 3])
+
+
+def resealed(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """With another body, and the checksum that fits it."""
+    body = json.loads((checkpoint / MANIFEST).read_text())["manifest"]
+    change(body)
+    text = json.dumps(body, sort_keys=True, ensure_ascii=False)
+    (checkpoint / MANIFEST).write_text(f'{{"crc32": {manifest.crc32(text.encode()):10d}, "manifest":\n{text}}}\n')
+
+
+@pytest.mark.parametrize("field", sorted(name for name in manifest.Manifest.__dataclass_fields__))
+def test_a_manifest_of_another_form_is_not_whole_and_stops_nobody(
+    run: Path, field: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = run / "checkpoints" / "step-00000001"
+    (run / "config.toml").touch()
+    for odd in ODD:
+        resealed(checkpoint, lambda body, odd=odd: body.update({field: odd}))  # type: ignore[misc]
+        found = inspect.look(LocalStore(run / "checkpoints"), checkpoint.name)
+        assert found.manifest is not None or found.why
+        assert report([str(run), "--no-samples"]) == 0
+        for words in (["--quick"], ["verify"], ["export", "--out", str(run / "out")]):
+            assert checkpoints.main([str(run), *words]) in (0, 1, 4)
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["../../victim", "/etc/passwd", "a/b", ".."])
+def test_a_manifest_seals_no_file_outside_its_checkpoint(run: Path, name: str) -> None:
+    (run / "victim").write_text(SECRET)
+    crc = manifest.crc32(SECRET.encode())
+    resealed(run / "checkpoints" / "step-00000001", lambda body: body["files"].update({name: [len(SECRET), crc]}))
+    with pytest.raises(Broken, match="is missing"):
+        inspect.examine(LocalStore(run / "checkpoints"), "step-00000001")
+
+
+@pytest.mark.parametrize("body", ["[]", "3", '"x"', "{}", '{"format": {}}', '{"format": 1}', "[" * 100_000])
+def test_a_manifest_that_is_no_manifest(body: str) -> None:
+    data = f'{{"crc32": {manifest.crc32(body.encode()):10d}, "manifest":\n{body}}}\n'.encode()
+    with pytest.raises((Broken, CheckpointError)):
+        manifest.decode(data)
+
+
+# ---------------------------------------------------------------- weights
+
+
+def safetensors(file: Path, header: Any) -> Path:
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + b"\0" * 24)
+    return file
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 1 << 40]},  # mapped, and read, beyond the file's end
+        {"dtype": "F32", "shape": [2, 3], "data_offsets": [-8, 16]},
+        {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 24]},
+        {"dtype": "F32", "shape": [-2, -3], "data_offsets": [0, 24]},
+        {"dtype": "X", "shape": [6], "data_offsets": [0, 24]},
+        {"dtype": "F32", "shape": None, "data_offsets": [0, 24]},
+        {"dtype": "F32", "shape": [6], "data_offsets": "ab"},
+        {}, [], 5,
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_safetensors_header_that_lies_is_refused(tmp_path: Path, about: Any) -> None:
+    fits = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+    assert open_full_state(safetensors(tmp_path / "good.safetensors", {"a": fits}))["a"].shape == (2, 3)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        open_full_state(safetensors(tmp_path / "bad.safetensors", {"a": about}))
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"weight_map": 3}', "[" * 100_000])
+def test_an_index_of_another_form_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ConfigError, match="is no index"):
+        open_full_state(tmp_path)
+
+
+def calls(tree: ast.AST) -> list[tuple[str, ast.Call]]:
+    return [(ast.unparse(node.func), node) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+
+
+def test_files_are_unpickled_in_known_places_alone() -> None:
+    """torch.load with weights_only=True; `.metadata` by an unpickler of its own; plan.py its own bytes, from memory."""
+    found = set()
+    for file in [*sorted((ROOT / "fsdp").rglob("*.py")), *sorted((ROOT / "launch").glob("*.py")), ROOT / "train.py"]:
+        for name, call in calls(ast.parse(file.read_text(encoding="utf-8"))):
+            if name == "torch.load":
+                assert any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in call.keywords), file
+            allowed = [k for k in call.keywords if k.arg == "allow_pickle" and ast.unparse(k.value) != "False"]
+            assert not allowed, file
+            if name in ("pickle.load", "pickle.loads", "pickle.Unpickler", "cloudpickle.loads", "eval", "exec"):
+                found.add(f"{file.relative_to(ROOT)}: {name}")
+    assert found == {"fsdp/checkpoint/plan.py: pickle.loads"}

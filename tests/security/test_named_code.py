@@ -1,0 +1,207 @@
+"""A run directory is data: code that its config.toml names runs only where the command line names it too (docs/security.md)."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdp import checkpoints
+from fsdp import config as configuration
+from fsdp.checkpoint import manifest
+from fsdp.checkpoint.names import MANIFEST
+from fsdp.config.trust import HOOKS
+from fsdp.predict.__main__ import main as predict
+from fsdp.report.__main__ import main as report
+from tests.checkpoint.small import save_once
+from tests.world import run_world
+
+ROOT = Path(__file__).parents[2]
+OWN = """
+from pathlib import Path
+import torch
+from torch import nn
+
+Path(__file__).with_name("imported").touch()
+
+
+def build(num_classes):
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes) if num_classes < 0 else nn.Linear(64, num_classes))
+
+
+def data():
+    items = [(torch.rand(1, 8, 8), torch.tensor(n % 10)) for n in range(40)]
+    Images = type("Images", (list,), {"classes": tuple("abcdefghij")})
+    return Images(items[:30]), Images(items[30:])
+"""
+Tool = Callable[[list[str]], int]
+
+
+def foreign(run: Path, model: str = "mlp", data: str = "digits", arguments: str = "") -> Path:
+    """A run directory as a stranger may have made it."""
+    (run / "full_model").mkdir(parents=True)
+    torch.save({"1.weight": torch.zeros(10, 64), "1.bias": torch.zeros(10)}, run / "full_model" / "full-model.pt")
+    (run / "config.toml").write_text(f'[model]\nname = "{model}"\n[data]\nname = "{data}"\n{arguments}', encoding="utf-8")
+    return run
+
+
+def runs_a_command(field: str, proof: Path) -> dict[str, str]:
+    """Flags of `foreign` under which os:system is given a command."""
+    return {field: "os:system", "arguments": f'[{field}.args]\ncommand = "touch {proof}"\n'}
+
+
+@pytest.mark.parametrize("tool", [report, predict])
+@pytest.mark.parametrize("field", ["model", "data"])
+def test_what_a_run_directory_names_is_not_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tool: Tool, field: str
+) -> None:
+    proof = tmp_path / "ran"
+    run = foreign(tmp_path / "run", **runs_a_command(field, proof))
+    assert tool([str(run)]) == (0 if tool is report else 2)
+    assert not proof.exists()
+    said = capsys.readouterr().err
+    assert f"{run}/config.toml names code, --{field}.name os:system" in said
+    assert "HINT: add --trust-code os:system to load it from the working directory" in said
+    assert len(said.splitlines()) == 1
+
+
+def adapters(run: Path) -> None:
+    """A sealed checkpoint of adapters alone, as its manifest says."""
+    run_world(1, save_once, "ddp", str(run), 1)
+    file = run / "checkpoints" / "step-00000001" / MANIFEST
+    base = {"digest": "0", "origin": "--run.seed 0", "rank": 1, "alpha": 1.0}
+    file.write_bytes(manifest.encode(manifest.Manifest(**{**vars(manifest.decode(file.read_bytes())), "base": base})))
+
+
+@pytest.mark.parametrize("field", ["model", "data"])
+def test_an_export_of_adapters_runs_nothing_either(tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str) -> None:
+    proof, run = tmp_path / "ran", tmp_path / "run"
+    adapters(run)
+    foreign(run, **runs_a_command(field, proof))
+    assert checkpoints.main([str(run), "export", "--out", str(tmp_path / "out")]) == 2
+    assert not proof.exists()
+    assert "HINT: add --trust-code os:system" in capsys.readouterr().err
+
+
+def test_an_export_leaves_the_hooks_of_training_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, proof = tmp_path / "run", tmp_path / "ran"
+    (tmp_path / "hooked.py").write_text(f"open({str(proof)!r}, 'w').close()\ndef hook(gradient): ...\n")
+    adapters(run)
+    foreign(run, arguments='[comm]\nall_reduce_hook = "hooked:hook"\n')
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdp.checkpoints", str(run), "export", "--out", str(tmp_path / "out")],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert not proof.exists()
+    assert done.returncode == 4, done.stderr  # the digest of such a base is made up
+    assert "Traceback" not in done.stderr
+
+
+def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *words],
+        cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tool", ["fsdp.predict", "fsdp.report"])
+def test_the_hint_works_as_typed(tmp_path: Path, tool: str) -> None:
+    """The run directory lies elsewhere; the module in the working directory."""
+    run = foreign(tmp_path / "run", "mine:build", "mine:data")
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "mine.py").write_text(OWN)
+    first = command(work, tool, str(run))
+    assert not (work / "imported").exists()
+    hint = re.search(r"HINT: add ((?:--trust-code \S+ )+)to load it", first.stderr)
+    assert hint is not None, first.stderr
+    second = command(work, tool, str(run), *shlex.split(hint[1]))
+    assert second.returncode == 0, second.stderr
+    assert "accuracy" in second.stdout or "held-out samples, evenly spread" in (run / "report.html").read_text()
+
+
+@pytest.fixture
+def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a module of the person's own."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (folder / "mine.py").write_text(OWN)
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend("")
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    return folder
+
+
+def test_one_trusted_name_allows_no_other(tmp_path: Path, work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = foreign(tmp_path / "run", "mine:build", "mine:data")
+    for trusted in ("mine:data", "mine", "mine:buil"):
+        assert predict([str(run), "--trust-code", trusted]) == 2
+        assert "--trust-code mine:build" in capsys.readouterr().err
+    assert not (work / "imported").exists()
+
+
+def test_a_flag_that_names_code_is_the_persons_own_word(tmp_path: Path, work: Path) -> None:
+    run = foreign(tmp_path / "run", "mine:build")
+    assert predict([str(run), "--data.name", "mine:data", "--trust-code", "mine:build"]) == 0
+    assert (work / "imported").exists()
+
+
+def test_trusted_code_is_not_taken_from_the_run_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = foreign(tmp_path / "run", "theirs:build")
+    (run / "theirs.py").write_text(OWN)
+    for place in (run, tmp_path):  # stands in the run directory, or has it on PYTHONPATH
+        monkeypatch.chdir(place)
+        monkeypatch.syspath_prepend(str(run))
+        assert predict([str(run), "--trust-code", "theirs:build"]) == 2
+        assert "in the run directory" in capsys.readouterr().err
+        assert not (run / "imported").exists()
+
+
+@pytest.mark.parametrize("name", ["a:b; touch ran", "a:$(touch ran)", "a:b\\u001b[2J", "http://x"])
+def test_a_hint_is_safe_to_paste(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    run = foreign(tmp_path / "run", name)
+    assert predict([str(run)]) == 2
+    said = capsys.readouterr().err
+    assert "touch" not in said.partition("HINT:")[2]
+    assert said.strip().isprintable()
+
+
+def test_every_field_that_names_code_is_known(tmp_path: Path) -> None:
+    """A new one must be refused or dropped when it comes from a run directory."""
+    named = {name for name, spec in configuration.FIELDS.items() if "package.module:" in spec.meta["help"]}
+    assert named == {"model.name", "data.name", *HOOKS}
+
+
+# ---------------------------------------------------------------- other things that a configuration names
+
+
+@pytest.mark.parametrize("place", ["reference:///x.json", "sftp://host/x", "s3://b::reference://x", "simplecache::s3://b"])
+def test_a_store_that_may_run_or_log_in_is_not_opened(tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.toml").write_text(f'[checkpoint]\ndir = "{place}"\n')
+    assert checkpoints.main([str(run)]) == 2
+    assert f"names the store '{place}'" in capsys.readouterr().err
+    assert report([str(run)]) == 0
+    assert "names the store" in (run / "report.html").read_text()
+
+
+def test_no_download_goes_where_a_run_directory_says(tmp_path: Path) -> None:
+    run, theirs = tmp_path / "run", tmp_path / "theirs"
+    run.mkdir()
+    words = f'name = "fashion_mnist"\ndir = "{theirs}"\n[data.args]\nmirror = "http://127.0.0.1:9/"\n'
+    (run / "config.toml").write_text(f"[data]\n{words}")
+    found = configuration.load_run_config(run)
+    assert (found.data.dir, dict(found.data.args)) == ("", {})
+    (theirs / "FashionMNIST").mkdir(parents=True)
+    assert configuration.load_run_config(run).data.dir == str(theirs)
