@@ -53,11 +53,22 @@ class Evidence:
     dead_s: float = 0.0
     """For how long it has been gone."""
     silent_node_s: float = 0.0
-    """Its node's monitor has not been heard of for so long."""
+    """Its node's monitor has not been heard of for so long; more than 0 if the rest of this evidence is out of date."""
+    monitor_ended: bool = False
+    """The node's kernel has closed its monitor's connection: the node can be reached, and the monitor's process is gone."""
 
     @property
     def place(self) -> tuple[int, int]:
         return self.step, PHASES.index(self.phase)
+
+    @property
+    def has_left(self) -> bool:
+        """It has left: as it should, with words, or dead."""
+        return self.over or self.words is not None or not self.alive
+
+    @property
+    def aborted(self) -> bool:
+        return "Aborted" in self.fatal
 
     @property
     def in_call(self) -> bool:

@@ -28,7 +28,7 @@ from fsdp.watch.evidence import Evidence, decode
 from fsdp.watch.files import Files
 from fsdp.watch.ledger import Ledger, Told
 from fsdp.watch.look import ANSWER_S
-from fsdp.watch.nodes import SILENT_S, Head, Peer
+from fsdp.watch.nodes import SILENT_S, Head, Line, Peer
 from fsdp.watch.orders import Orders
 from fsdp.watch.verdict import Verdict, judge
 
@@ -146,19 +146,14 @@ class Monitor:
         found = list(self.crew.seen)
         if self.head is not None:
             for node, word in self.head.said.items():
-                silent = self.head.lines[node].silent_s
+                line = self.head.lines[node]
                 ranks = [decode(data) for data in word["ranks"]]
-                if silent > SILENT_S and not all(e.over for e in ranks):
-                    ranks = [replace(e, silent_node_s=silent) for e in ranks]
-                found += ranks
+                found += [e if e.has_left else replace(e, **_unseen_since(line)) for e in ranks]
         elif self._cut_off() and not self._head_over:
             assert self.peer is not None
             assert self.peer.line is not None
-            silent = self.peer.line.silent_s
-            found += [
-                Evidence(rank, node, silent_node_s=silent) for node, ranks in self.orders.nodes.items()
-                if node != self.orders.node for rank in ranks[:1] if rank == 0
-            ]  # fmt: skip
+            head, ranks = next((node, ranks) for node, ranks in self.orders.nodes.items() if 0 in ranks)
+            found += [Evidence(rank, head, **_unseen_since(self.peer.line)) for rank in ranks]
         return sorted(found, key=lambda e: e.rank)
 
     # ------------------------------------------------------------ judging
@@ -187,7 +182,7 @@ class Monitor:
         # Where all have ended a second look is enough: one may have left its words and died between two reads of the first.
         if waited < SETTLE_S and not (all_ended and waited > 0):
             return
-        verdict = judge([e for e in found if not e.silent_node_s]) or judge(found)
+        verdict = judge(found, ranks=self.orders.world_size)
         if verdict is not None and verdict.kind != "network":
             self._show(verdict, found)
         elif waited > ECHO_S:
@@ -213,9 +208,7 @@ class Monitor:
         self._decide(now, still, self._ask_everyone())
 
     def _decide(self, now: float, still: float, found: list[Evidence]) -> None:
-        verdict = judge(found)
-        if verdict is not None and verdict.kind == "network" and len(found) < sum(map(len, self.orders.nodes.values())):
-            verdict = None  # who is not seen from here may be the one that has not come
+        verdict = judge(found, ranks=self.orders.world_size)
         key = (verdict.kind, verdict.ranks) if verdict is not None else None
         same, self._candidate = key == self._candidate, key
         if verdict is None or not same:
@@ -298,6 +291,13 @@ class Monitor:
             spent |= {int(rank): values for rank, values in word["spent"].items()}
         first = self.crew.ranks[0].beat
         return Told(steps, spent, count=first.steps, step=first.step)
+
+
+def _unseen_since(line: Line) -> dict[str, Any]:
+    """What a connection adds to the evidence of its node's ranks; nothing while the node's monitor is heard of."""
+    if line.closed:
+        return {"silent_node_s": max(line.silent_s, 1e-3), "monitor_ended": True}
+    return {"silent_node_s": line.silent_s} if line.silent_s > SILENT_S else {}
 
 
 def _told_by(verdict: Verdict, found: Sequence[Evidence]) -> dict[str, Any] | None:

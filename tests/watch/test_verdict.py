@@ -63,6 +63,41 @@ def test_what_the_others_wait_for_stands_beside_it() -> None:
     assert on(**OUT).others == "ranks 0, 1, 3 wait in all_gather_single (step 7, forward)"
 
 
+ECHO = {"words": {"kind": "exception", "ranks": [], "secondary": True, "ours": False, "hint": "", "trace": "",
+                  "time": 5.0, "message": "Connection closed by peer"}}  # fmt: skip
+
+
+def half_killed(**unseen: Any) -> list[Evidence]:
+    """Ranks 0 and 1 have failed in collectives that differ, since the processes of the other node are gone."""
+    here = [replace(WAITING, rank=0, **ECHO), replace(WAITING, rank=1, step=8, op="all_reduce", **ECHO)]
+    return here + [replace(WAITING, rank=rank, node="n2", step=8, **unseen) for rank in (2, 3)]
+
+
+def test_a_node_whose_processes_are_gone_is_named_though_it_can_be_reached() -> None:
+    verdict = judge(half_killed(silent_node_s=0.4, monitor_ended=True), ranks=4)
+    assert verdict is not None
+    assert (verdict.kind, verdict.ranks) == ("died", (2, 3))
+    assert verdict.what.startswith("the processes of n2 (ranks 2, 3) are gone, and the node can still be reached")
+    assert verdict.others == "ranks 0, 1 ended after it"
+    assert "network" not in verdict.hint
+
+
+def test_collectives_are_compared_only_if_every_rank_is_seen() -> None:
+    assert judge(half_killed()[:2], ranks=2) is not None
+    assert judge(half_killed()[:2], ranks=4) is None
+    verdict = judge(half_killed(silent_node_s=3.2), ranks=4)
+    assert verdict is not None
+    assert (verdict.kind, verdict.ranks) == ("partition", (2, 3))
+
+
+def test_a_rank_that_gloo_aborts_is_not_blamed_for_a_node_that_is_gone() -> None:
+    ranks = half_killed(silent_node_s=0.4, monitor_ended=True)
+    ranks[0] = replace(ranks[0], words=None, alive=False, fatal="Fatal Python error: Aborted")
+    verdict = judge(ranks, ranks=4)
+    assert verdict is not None
+    assert (verdict.kind, verdict.ranks) == ("died", (2, 3))
+
+
 SAVING = (("/x/fsdp/checkpoint/checkpointer.py", 3, "_land"),)
 WRITING: dict[str, tuple[Frame, ...]] = {"checkpoint": (("/x/fsdp/checkpoint/store.py", 9, "write"),)}
 TALKING: dict[str, tuple[Frame, ...]] = {
