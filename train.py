@@ -18,6 +18,7 @@ from fsdp import config as configuration
 from fsdp.config import Config
 from fsdp.env import speaks_for_all
 from fsdp.errors import ShardrunError
+from fsdp.watch.farewell import Farewell
 
 
 def main(argv: list[str]) -> int:
@@ -55,10 +56,12 @@ def run_here(config: Config) -> int:
         from fsdp.agree import Elsewhere, lost_a_neighbour
         from fsdp.env import from_environment
         from fsdp.loop import train
+        from fsdp.stop import Stopper
         from fsdp.summary import summary
         from fsdp.watch.rank import told
 
     env = from_environment()
+    Stopper.process_ends = True
     try:
         outcome = train(config, env)
     except Elsewhere as error:
@@ -101,4 +104,5 @@ def _refuse(error: ShardrunError) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    FAREWELL = Farewell()
+    sys.exit(FAREWELL.leave(main(sys.argv[1:])))

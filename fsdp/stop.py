@@ -15,13 +15,14 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -66,6 +67,10 @@ class Agreed:
 
 class Stopper:
     """Building, agreed and check_now are collective; begin and sum_with only start a reduction."""
+
+    process_ends: ClassVar[bool] = False
+    """Set by a program that ends with its run. After an exception signals then stay marked: a launcher sends SIGTERM to the
+    other ranks when one has left, which would end this one before its atexit handlers."""
 
     def __init__(
         self,
@@ -126,8 +131,8 @@ class Stopper:
         self._last_save = time.monotonic()
 
     def close(self) -> None:
-        """Give the signals back to whoever had them."""
-        self._marks.close()
+        """Restore the signal handlers of before."""
+        self._marks.close(restore=not (self.process_ends and sys.exc_info()[0] is not None))
         if self._file_seen:
             self._file.unlink(missing_ok=True)
 
@@ -239,11 +244,11 @@ class _Marks:
                 os._exit(130)
             interrupted = interrupted or now
 
-    def close(self) -> None:
+    def close(self, *, restore: bool = True) -> None:
         if not self._old:
             return
         signal.set_wakeup_fd(self._old_fd)
-        for one, handler in self._old.items():
+        for one, handler in self._old.items() if restore else ():
             signal.signal(one, handler if handler is not None else signal.SIG_DFL)
         self._old = {}
         os.close(self._mouth)
