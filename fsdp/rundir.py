@@ -23,6 +23,7 @@ from fsdp import config as configuration
 from fsdp.config import Config
 from fsdp.env import DistEnv
 from fsdp.errors import ConfigError
+from fsdp.phases import Ending
 
 RUNS = Path("runs")
 
@@ -161,8 +162,8 @@ def record_start(
     )
 
 
-def record_end(run: RunDir, *, step: int, why: str) -> None:
-    append(run.history, {"event": "end", "time": now(), "step": step, "why": why})
+def record_end(run: RunDir, *, step: int, why: str, how: Ending) -> None:
+    append(run.history, {"event": "end", "time": now(), "step": step, "why": why, "how": how})
 
 
 def now() -> str:

@@ -32,15 +32,16 @@ from fsdp.agree import Sum
 from fsdp.config import StopSection
 from fsdp.env import DistEnv
 from fsdp.errors import LaunchError
+from fsdp.phases import StopReason
 
 log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 REASONS = (
-    *(one.name for one in SIGNALS),
-    "the stop file",
-    "the deadline",
-    "the launcher",
+    *(StopReason[one.name] for one in SIGNALS),
+    StopReason.STOP_FILE,
+    StopReason.DEADLINE,
+    StopReason.LAUNCHER,
 )
 """What stops a run, as the ranks tell each other: by place here. SIGCONT comes with others and stops nothing."""
 WISH, STEP, STEPS = 2, 2**18, 2**16
@@ -61,7 +62,7 @@ LAST_ACTS: list[Callable[[], None]] = []
 class Agreed:
     """The same on every rank: why to stop (None: go on), and whether a save is due by the clock."""
 
-    stop: str | None
+    stop: StopReason | None
     save: bool
 
 
@@ -91,7 +92,7 @@ class Stopper:
         self._every_s, self._last_save = every_minutes * 60, time.monotonic()
         self._looked, self._file_seen = 0.0, False
         self._begun: Sum | None = None
-        self._wish: str | None = None
+        self._wish: StopReason | None = None
         self._step, self._step_began, self._step_s = 0, 0.0, 0.0
         self._marks = _Marks()
         if env.is_main and self._file.exists():
@@ -155,25 +156,25 @@ class Stopper:
             self.saved()
         return Agreed(self._agreed_reason() if wishes else None, bool(save))
 
-    def _agreed_reason(self) -> str:
+    def _agreed_reason(self) -> StopReason:
         """Which of the ranks' reasons is told matters to nobody, only that all tell the same. Collective, once in a run."""
         place = torch.tensor(REASONS.index(self._wish) if self._wish else -1)
         if self._env.world_size > 1:
             dist.all_reduce(place, dist.ReduceOp.MAX, group=self._group)
         return REASONS[int(place)]
 
-    def _reason(self) -> str | None:
+    def _reason(self) -> StopReason | None:
         """This rank's own view."""
         if self._marks.first is not None:
-            return self._marks.first.name
+            return StopReason[self._marks.first.name]
         if self._env.is_main and self._sees_file():
-            return "the stop file"
+            return StopReason.STOP_FILE
         if self._too_late():
-            return "the deadline"
+            return StopReason.DEADLINE
         asked = self._reporter_reason()
         if asked is not None:
             log.info("the launcher asks to stop: %s", asked)
-            return "the launcher"
+            return StopReason.LAUNCHER
         return None
 
     def _sees_file(self) -> bool:

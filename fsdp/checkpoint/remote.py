@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 from fsdp.checkpoint import names
 from fsdp.checkpoint.store import Buffer
 from fsdp.errors import CheckpointError
+from fsdp.phases import Activity, methods_announce
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ MARK = ".broken-"
 T = TypeVar("T")
 
 
+@methods_announce(Activity.STORAGE)
 class RemoteStore:
     """A prefix in a bucket. Safe to use from several threads."""
 

@@ -157,8 +157,8 @@ class Monitor:
         elif self._cut_off() and not self._head_over:
             assert self.peer is not None
             assert self.peer.line is not None
-            head, ranks = next((node, ranks) for node, ranks in self.orders.nodes.items() if 0 in ranks)
-            found += [Evidence(rank, head, **_unseen_since(self.peer.line)) for rank in ranks]
+            head, of_head = next((node, own) for node, own in self.orders.nodes.items() if 0 in own)
+            found += [Evidence(rank, head, **_unseen_since(self.peer.line)) for rank in of_head]
         return sorted(found, key=lambda e: e.rank)
 
     # ------------------------------------------------------------ judging

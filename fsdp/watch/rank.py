@@ -27,6 +27,7 @@ from fsdp import agree
 from fsdp.claim import here
 from fsdp.config import WatchSection
 from fsdp.env import DistEnv, meeting_address
+from fsdp.phases import ACTIVITIES
 from fsdp.stop import LAST_ACTS, SIGNALS
 from fsdp.watch import cells
 from fsdp.watch.calls import Calls
@@ -62,6 +63,7 @@ class Watch:
         self._calls = Calls(self._writer)
         self._device = device_clock(self._writer) if own.numbers[cells.CUDA] else None
         LAST_ACTS.append(self._over)
+        ACTIVITIES.listener = self._writer.activity
         return self
 
     def phase(self, name: str, step: int) -> None:
@@ -75,6 +77,7 @@ class Watch:
         if self._cells is None:
             return
         LAST_ACTS.remove(self._over)
+        ACTIVITIES.listener = None
         self._calls.close()
         if self._device is not None:
             self._device.close()

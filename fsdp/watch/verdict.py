@@ -295,7 +295,7 @@ def _storage(found: Sequence[Evidence]) -> Verdict | None:
         return None
     one = at_it[0]
     who = tuple(e.rank for e in at_it)
-    stack = next(s for s in (one.threads.get("checkpoint", ()), one.stack) if s)
+    stack = next((s for s in (one.threads.get("checkpoint", ()), one.stack) if s), ())
     name = _who(one) if len(at_it) == 1 else _named(who)
     what = f"{name} is in a save and its storage is slow, {one.still_s:.1f} s by now: step {one.step}, at {spot(stack)}"
     return Verdict("storage", who, what, _waiting(found, who), "its storage; --checkpoint.dir elsewhere")
