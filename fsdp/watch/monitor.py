@@ -45,9 +45,9 @@ HANG_LEAST_S, HANG_STEPS = 60.0, 30
 """A rank that may come back is waited for at least so long, or so many steps."""
 UNREACHED_S = 10.0
 """A node that has not reached the head by then judges for itself what it sees."""
-OWN_WORDS_S, SETTLE_S, ECHO_S = 0.5, 1.5, 3.0
-"""Wait after a first failure for the words of other ranks: if a rank has told an error of its own, when those of an earlier
-error are on their way; if none has; if all words are echoes."""
+CERTAIN_S, SETTLE_S, ECHO_S = 0.5, 1.5, 3.0
+"""Wait after a first failure for the words of other ranks: if a rank has told an error of its own or is dead, when those of
+an earlier error are on their way; if none has, or gloo has aborted it; if all words are echoes."""
 GRACE_S, FAILED_S = 5.0, 15.0
 """After the verdict, until the ranks that have not failed are ended; until those are that have, and do not leave."""
 PR_SET_PDEATHSIG = 1
@@ -185,10 +185,10 @@ class Monitor:
         """Wait a moment for everyone's words; longer where all that was said is that somebody else is gone."""
         self._trouble_at = self._trouble_at or now
         waited = now - self._trouble_at
-        own = any(e.words is not None and not e.words["secondary"] for e in found)
+        certain = any(not e.words["secondary"] if e.words else not (e.alive or e.over or e.aborted) for e in found)
         all_ended = all(e.words is not None or e.over or not e.alive for e in found)
         # Where all have ended a second look is enough: one may have left its words and died between two reads of the first.
-        if waited < (OWN_WORDS_S if own else SETTLE_S) and not (all_ended and waited > 0):
+        if waited < (CERTAIN_S if certain else SETTLE_S) and not (all_ended and waited > 0):
             return
         verdict = judge(found, ranks=self.orders.world_size)
         if verdict is not None and verdict.kind != "network":

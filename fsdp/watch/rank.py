@@ -207,7 +207,8 @@ def tell_torchrun(words: dict[str, Any]) -> None:
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         line = "another rank ended first" if words["secondary"] else words["message"]
-        extra = {"py_callstack": line, "timestamp": str(int(words["time"]))}
+        # whole seconds, and of two equal ones torchrun takes the lower rank's: an echo comes after its cause
+        extra = {"py_callstack": line, "timestamp": str(int(words["time"]) + words["secondary"])}
         with contextlib.suppress(OSError):  # the failure itself has been told
             Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}), encoding="utf-8")
 

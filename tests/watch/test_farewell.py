@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -22,7 +23,7 @@ from fsdp.watch.crew import Crew
 from fsdp.watch.farewell import wait_until_told
 from fsdp.watch.files import Files
 from fsdp.watch.orders import Orders
-from fsdp.watch.rank import Watch, _spawn, sweep
+from fsdp.watch.rank import Watch, _spawn, sweep, tell_torchrun
 from tests.processes import eventually
 from tests.world import run_world
 
@@ -60,6 +61,16 @@ def test_a_monitor_that_has_ended_is_not_waited_for(page: Cells) -> None:
     page.numbers[MONITOR] = over.pid  # a zombie of ours
     assert not wait_until_told(page)
     over.wait()
+
+
+def test_of_two_failures_in_one_second_torchrun_takes_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+    for secondary in (True, False):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{secondary}"))
+        tell_torchrun({"time": 5.5, "secondary": secondary, "message": "it broke"})
+        told.append(json.loads((tmp_path / f"{secondary}").read_text())["message"])
+    first = min(told, key=lambda one: int(one["extraInfo"]["timestamp"]))  # as ChildFailedError does
+    assert first["message"] == "it broke"
 
 
 # ---------------------------------------------------------------- the end of the process
