@@ -19,6 +19,7 @@ from fsdp.config import Config
 from fsdp.console import flush_output
 from fsdp.env import speaks_for_all
 from fsdp.errors import ShardrunError
+from fsdp.watch.farewell import Farewell
 
 
 def main(argv: list[str]) -> int:
@@ -57,10 +58,12 @@ def run_here(config: Config) -> int:
         from fsdp.console import print_last
         from fsdp.env import from_environment
         from fsdp.loop import train
+        from fsdp.stop import Stopper
         from fsdp.summary import summary
         from fsdp.watch.rank import told
 
     env = from_environment(device=config.run.device)
+    Stopper.process_ends = True
     try:
         outcome = train(config, env)
     except Elsewhere as error:
@@ -103,6 +106,7 @@ def _refuse(error: ShardrunError) -> int:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
+    FAREWELL = Farewell()
+    code = FAREWELL.leave(main(sys.argv[1:]))
     flush_output()
     sys.exit(code)

@@ -200,7 +200,7 @@ def full_disk(where: Where, mine: bool) -> None:
 
 
 def nothing(where: Where, mine: bool) -> None:
-    """A partition is made outside of the ranks."""
+    """What happens to a node happens outside of the ranks."""
 
 
 def slowed(where: Where, mine: bool, share: float = 0.1) -> None:
@@ -233,6 +233,8 @@ class Kind:
     ends: bool = True
     """The ranks are ended at once; others may come back by themselves, and are waited for."""
     two_nodes: bool = False
+    killed: bool = False
+    """All processes of the second node are killed; else its cable is pulled."""
 
 
 KINDS = (
@@ -251,5 +253,6 @@ KINDS = (
     Kind("full disk", full_disk, "full disk"),
     Kind("fault in C", in_forward(bad_pointer), "fault"),
     Kind("partitioned node", nothing, "partition", two_nodes=True),
+    Kind("killed node", nothing, "died", two_nodes=True, killed=True),
 )
 SLOWED = Kind("slowed by 10%", slowed, "late")

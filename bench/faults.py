@@ -6,7 +6,8 @@
     python -m bench.faults --ordinary MINUTES [--ranks R]     training with evaluation, saves and compile: nothing may be said
 
 Each case is a real run of four rank processes, forked from this one so that nobody waits for imports; the partitioned node is a
-network namespace (root) whose cable is pulled. Seconds count from fault to verdict.
+network namespace (root) whose cable is pulled, the killed node one whose processes are all killed. Seconds count from fault to
+verdict.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from typing import Any
 from bench.fault_kinds import KINDS, Kind, Where
 from bench.ports import free_port
 from bench.tables import RESULTS, machine, write
+from tests.processes import children
 
 RANKS = 4
 PATIENCE_S = 150.0
@@ -161,7 +163,7 @@ def once(kind: Kind, rank: int, step: int, folder: Path, more: Sequence[str] = (
             if pull is not None:
                 wait_for(lambda: steps_of(run) >= step, "steps")
                 where.now()
-                pull(2)
+                kill_node(pids[2:]) if kind.killed else pull(2)
             said = wait_for(lambda: verdict_of(run), f"a verdict on {kind.name}")
             case.said_kind, case.said_ranks, case.what = said["kind"], said["ranks"], said["what"]
             case.seconds = said["time"] - float(where.heard.read_text())
@@ -170,6 +172,12 @@ def once(kind: Kind, rank: int, step: int, folder: Path, more: Sequence[str] = (
         finally:
             end_all(pids)
     return case
+
+
+def kill_node(pids: Sequence[int]) -> None:
+    """Its ranks, and the monitor that is a child of one of them; the node itself still answers."""
+    for pid in [*(child for rank in pids for child in children(rank)), *pids]:
+        os.kill(pid, signal.SIGKILL)
 
 
 def ending(kind: Kind) -> Kind:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from fsdp.errors import ShardrunError, TrainingError
+from fsdp.phases import Activity, announces
 
 T = TypeVar("T")
 
@@ -49,6 +50,7 @@ class Sum:
         if not self._begun:
             self._begun, self._work = True, dist.all_reduce(self.tensor, group=self._group, async_op=True)
 
+    @announces(Activity.RANKS)
     def wait(self) -> Tensor:
         self._begin()
         if self._work is not None:

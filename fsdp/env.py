@@ -11,6 +11,7 @@ import functools
 import logging
 import os
 import socket
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 OLDEST_TORCH = (2, 11)
+ABORT_S = 5.0
+"""NCCL aborts within a second; a driver that hangs never does."""
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 """--run.device: auto is a GPU where torch sees one."""
@@ -252,9 +255,33 @@ def process_group(env: DistEnv, timeout_s: float, store: dist.Store | None = Non
     dist.init_process_group(**arguments)
     try:
         yield
-    finally:
-        # After an exception too: it is local, and a group left open makes the interpreter complain at its end.
-        dist.destroy_process_group()
+    except BaseException:
+        _abort_groups(env)
+        raise
+    dist.destroy_process_group()
+
+
+def _abort_groups(env: DistEnv) -> None:
+    """After an exception no group is destroyed: NCCL's destroy waits for kernels whose other ranks never come (NCCL issue 863),
+    gloo's for its threads. Abort ends NCCL's kernels; should it hang itself, this rank leaves without it."""
+    aborting = threading.Thread(target=_abort, args=(env,), name="abort", daemon=True)
+    aborting.start()
+    aborting.join(ABORT_S)
+    if aborting.is_alive():
+        log.warning("rank %d: its process groups are not aborted after %g s: it leaves without", env.rank, ABORT_S)
+
+
+def _abort(env: DistEnv) -> None:
+    import torch
+    from torch.distributed import distributed_c10d
+
+    try:
+        if env.device.type == "cuda":
+            torch.cuda.set_device(env.device)  # a thread begins on device 0
+        # Private, and in every torch since 2.6: the only way to abort all groups in the order that NCCL asks for.
+        distributed_c10d._abort_process_group()
+    except Exception as error:  # the rank has failed already, with an error that says more than this one
+        log.warning("rank %d: its process groups are not aborted: %s", env.rank, error)
 
 
 def _check_same_size(env: DistEnv) -> None:

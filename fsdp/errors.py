@@ -40,6 +40,10 @@ class TrainingError(ShardrunError):
     exit_code = 5
 
 
+class NotFiniteError(TrainingError):
+    """A loss or gradient norm that is NaN or infinite."""
+
+
 class OneRankError(TrainingError):
     """What only this rank met: it speaks for itself, with its rank in the message."""
 

@@ -41,7 +41,7 @@ from fsdp.mesh import build_mesh, data_rank
 from fsdp.metrics import NoReporter, Reporter
 from fsdp.models.real import seed_streams
 from fsdp.optim import apply_hyperparameters, build_optimizer, lr_at, set_lr
-from fsdp.phases import Phases
+from fsdp.phases import Ending, Phases, StopReason
 from fsdp.planned import Planned, maybe_planned
 from fsdp.recorder import Pending, Recorder
 from fsdp.rundir import RunDir
@@ -108,7 +108,7 @@ def _train(
     except BaseException as error:
         if env.is_main and (claim is None or claim.ousted() is None):
             said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            rundir.record_end(run, step=loop.state.step, why=said)
+            rundir.record_end(run, step=loop.state.step, why=said, how=Ending.FAILED)
         raise
     finally:
         if profile is not None:
@@ -240,7 +240,7 @@ class _Loop:
             self._one_step()
         self._look()
         if self.stopped is None and self.state.step < self.job.total_steps:
-            self.stopped = f"--train.stop_after {last}"
+            self.stopped = f"{StopReason.STOP_AFTER} {last}"
         if self.stopped is None and self.job.data.heldout is not None and not self._evaluated_now():
             self._evaluate()
         wanted = self.config.checkpoint.every_steps or self.config.checkpoint.every_minutes or self.config.checkpoint.export
@@ -404,7 +404,8 @@ class _Loop:
             why = self.stopped or "the last step"
             marker = self.run.stopped if self.stopped else self.run.done
             rundir.mark(marker, f"{why} at step {self.state.step}\n")
-            rundir.record_end(self.run, step=self.state.step, why=why)
+            how = Ending.STOPPED if self.stopped else Ending.FINISHED
+            rundir.record_end(self.run, step=self.state.step, why=why, how=how)
             if self.planned is not None and (compared := self.planned.compared()) is not None:
                 log.info("%s", compared)
                 rundir.append_if_possible(self.run.history, {"event": "planned", "step": self.state.step, **compared.record()})

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp.errors import CheckpointError, ConfigError, ShardrunError
+from fsdp.phases import Ending
 
 if TYPE_CHECKING:
     from fsdp.config import Config
@@ -433,8 +434,8 @@ def mark(marker: Path, text: str) -> None:
         log.error("%s cannot be written (%s): %s", marker, error.strerror, text.strip())
 
 
-def record_end(run: RunDir, *, step: int, why: str) -> None:
-    append_if_possible(run.history, {"event": "end", "time": now(), "step": step, "why": why})
+def record_end(run: RunDir, *, step: int, why: str, how: Ending) -> None:
+    append_if_possible(run.history, {"event": "end", "time": now(), "step": step, "why": why, "how": how})
 
 
 def now() -> str:

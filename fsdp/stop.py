@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -32,15 +33,16 @@ from fsdp.agree import Sum
 from fsdp.config import StopSection
 from fsdp.env import DistEnv
 from fsdp.errors import LaunchError
+from fsdp.phases import StopReason
 
 log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 REASONS = (
-    *(one.name for one in SIGNALS),
-    "the stop file",
-    "the deadline",
-    "the launcher",
+    *(StopReason[one.name] for one in SIGNALS),
+    StopReason.STOP_FILE,
+    StopReason.DEADLINE,
+    StopReason.LAUNCHER,
 )
 """What stops a run, as the ranks tell each other: by place here. SIGCONT comes with others and stops nothing."""
 WISH, STEP, STEPS = 2, 2**18, 2**16
@@ -61,12 +63,16 @@ LAST_ACTS: list[Callable[[], None]] = []
 class Agreed:
     """The same on every rank: why to stop (None: go on), and whether a save is due by the clock."""
 
-    stop: str | None
+    stop: StopReason | None
     save: bool
 
 
 class Stopper:
     """Building, agreed and check_now are collective; begin and sum_with only start a reduction."""
+
+    process_ends: ClassVar[bool] = False
+    """Set by a program that ends with its run. After an exception signals then stay marked: a launcher sends SIGTERM to the
+    other ranks when one has left, which would end this one before its atexit handlers."""
 
     def __init__(
         self,
@@ -90,7 +96,7 @@ class Stopper:
         self._every_s, self._last_save = every_minutes * 60, time.monotonic()
         self._looked, self._file_seen = 0.0, False
         self._begun: Sum | None = None
-        self._wish: str | None = None
+        self._wish: StopReason | None = None
         self._step, self._step_began, self._step_s = 0, 0.0, 0.0
         self._marks = _Marks()
         if env.is_main and self._file.exists():
@@ -130,8 +136,8 @@ class Stopper:
         self._last_save = time.monotonic()
 
     def close(self) -> None:
-        """Give the signals back to whoever had them."""
-        self._marks.close()
+        """Restore the signal handlers of before."""
+        self._marks.close(restore=not (self.process_ends and sys.exc_info()[0] is not None))
         if self._file_seen:
             self._file.unlink(missing_ok=True)
 
@@ -154,25 +160,25 @@ class Stopper:
             self.saved()
         return Agreed(self._agreed_reason() if wishes else None, bool(save))
 
-    def _agreed_reason(self) -> str:
+    def _agreed_reason(self) -> StopReason:
         """Which of the ranks' reasons is told matters to nobody, only that all tell the same. Collective, once in a run."""
         place = torch.tensor(REASONS.index(self._wish) if self._wish else -1)
         if self._env.world_size > 1:
             dist.all_reduce(place, dist.ReduceOp.MAX, group=self._group)
         return REASONS[int(place)]
 
-    def _reason(self) -> str | None:
+    def _reason(self) -> StopReason | None:
         """This rank's own view."""
         if self._marks.first is not None:
-            return self._marks.first.name
+            return StopReason[self._marks.first.name]
         if self._env.is_main and self._sees_file():
-            return "the stop file"
+            return StopReason.STOP_FILE
         if self._too_late():
-            return "the deadline"
+            return StopReason.DEADLINE
         asked = self._reporter_reason()
         if asked is not None:
             log.info("the launcher asks to stop: %s", asked)
-            return "the launcher"
+            return StopReason.LAUNCHER
         return None
 
     def _sees_file(self) -> bool:
@@ -243,11 +249,11 @@ class _Marks:
                 os._exit(130)
             interrupted = interrupted or now
 
-    def close(self) -> None:
+    def close(self, *, restore: bool = True) -> None:
         if not self._old:
             return
         signal.set_wakeup_fd(self._old_fd)
-        for one, handler in self._old.items():
+        for one, handler in self._old.items() if restore else ():
             signal.signal(one, handler if handler is not None else signal.SIG_DFL)
         self._old = {}
         os.close(self._mouth)

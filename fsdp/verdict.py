@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fsdp import agree
 from fsdp.config import TrainSection
-from fsdp.errors import TrainingError
+from fsdp.errors import NotFiniteError, TrainingError
 from fsdp.gradients import Gradients
 from fsdp.scaler import LossScaler
 
@@ -109,7 +109,7 @@ class Verdicts:
         )
         again = f" {self._skipped} times in a row" if self._skipped > 1 else ""
         place += f", from the loss of rank{'s' * (len(losses) > 1)} {', '.join(map(str, losses[:8]))}" if losses else ""
-        error = TrainingError(
+        error = NotFiniteError(
             f"step {step}: loss {loss}, gradient norm {norm}{place}: not finite{again}.",
             "--optim.lr lower, --train.clip_grad_norm 1, or --train.nonfinite skip to leave such updates out",
         )

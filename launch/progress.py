@@ -21,6 +21,7 @@ from typing import Any
 from fsdp import config as configuration
 from fsdp import rundir
 from fsdp.errors import ShardrunError
+from fsdp.phases import StopReason
 from fsdp.rundir import RunDir
 
 FINISHED, GIVE_UP, REQUEUE, AGAIN = 0, 1, 85, 86
@@ -29,8 +30,10 @@ CRASHES_AT_ONE_STEP = 2
 CRASHES_IN_ONE_ALLOCATION = 3
 STOPS_WITHOUT_A_STEP = 5
 MEETINGS_MISSED = 3
-SCHEDULERS_REASONS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "the deadline", "the launcher")
-"""Of fsdp/stop.py's reasons those that mean: go on later; Ray's launcher hears of nodes that go. Ctrl-C and the stop file are a
+SCHEDULERS_REASONS = (
+    StopReason.SIGTERM, StopReason.SIGUSR1, StopReason.SIGUSR2, StopReason.DEADLINE, StopReason.LAUNCHER,
+)  # fmt: skip
+"""Those that mean: go on later; Ray's launcher hears of nodes that go. Ctrl-C and the stop file are a
 person's."""
 
 
@@ -50,7 +53,7 @@ def judge(run: RunDir, *, job: str, restart: int, code: int) -> Verdict:
 
 
 def _after_stop(run: RunDir, reason: str) -> Verdict:
-    if reason not in SCHEDULERS_REASONS:
+    if StopReason.read(reason) not in SCHEDULERS_REASONS:
         return Verdict(FINISHED, f"stopped: {reason}. Not requeued; the same command with --run.dir {run.path} goes on.")
     idle = _stops_without_a_step(list(rundir.read_records(run.history)))
     if idle >= STOPS_WITHOUT_A_STEP:

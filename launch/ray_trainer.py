@@ -32,6 +32,7 @@ from fsdp.errors import LaunchError, ShardrunError
 from fsdp.job import prepare
 from fsdp.loop import Outcome
 from fsdp.mesh import plan_batch, resolve
+from fsdp.phases import StopReason
 from fsdp.summary import summary
 from launch import ray_cluster
 from launch.ray_code import runtime_env
@@ -106,7 +107,7 @@ def _train_to_the_end(order: Order, workers: Workers, stopping: Stopping) -> Out
     idle, step = 0, -1
     while True:
         outcome = _fit(order, workers, stopping)
-        if outcome.stopped != "the launcher" or stopping.signal is not None:
+        if StopReason.read(outcome.stopped) is not StopReason.LAUNCHER or stopping.signal is not None:
             return outcome
         idle, step = (0 if outcome.step > step else idle + 1), outcome.step
         if idle >= STOPS_WITHOUT_A_STEP:

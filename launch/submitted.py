@@ -21,6 +21,7 @@ from fsdp import env as environment
 from fsdp import loop
 from fsdp.config import Config
 from fsdp.env import DistEnv
+from fsdp.phases import StopReason
 from launch import rendezvous
 from launch.progress import SCHEDULERS_REASONS
 
@@ -38,7 +39,7 @@ class Training:
             # until the ranks listen themselves: submitit's handler would requeue from within itself
             signal.signal(submitit.JobEnvironment._usr_sig(), signal.SIG_IGN)
         stopped = loop.train(self.config, rank_environment(job, self.config.run.device)).stopped
-        if stopped in SCHEDULERS_REASONS:
+        if StopReason.read(stopped) in SCHEDULERS_REASONS:
             leave_for_later(job)
         return stopped
 

@@ -30,6 +30,7 @@ from fsdp.config import CheckpointSection
 from fsdp.env import DistEnv
 from fsdp.errors import CheckpointError
 from fsdp.mesh import MeshSizes
+from fsdp.phases import Activity, methods_announce
 from fsdp.state import TrainState
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class Sealed:
     bytes: int
 
 
+@methods_announce(Activity.SAVE)
 class Checkpointer:
     """Building, restore, save and close are collective; the rest is local."""
 

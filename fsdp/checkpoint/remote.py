@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 from fsdp.checkpoint import names
 from fsdp.checkpoint.store import Buffer
 from fsdp.errors import CheckpointError
+from fsdp.phases import Activity, methods_announce
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class Cell:
     version: str
 
 
+@methods_announce(Activity.STORAGE)
 class RemoteStore:
     """A prefix in a bucket. Safe to use from several threads."""
 

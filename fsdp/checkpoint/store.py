@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from fsdp.checkpoint import names
+from fsdp.phases import Activity, methods_announce
 
 Buffer = bytes | memoryview
 
@@ -45,6 +46,7 @@ class Store(Protocol):
     def unprove(self, word: str) -> None: ...
 
 
+@methods_announce(Activity.STORAGE)
 class LocalStore:
     """A folder. What is renamed or deleted is synced, so that a power cut finds one or the other."""
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp.errors import CheckpointError, ShardrunError
+from fsdp.phases import Activity, announces
 
 T = TypeVar("T")
 
@@ -28,6 +29,7 @@ class Talk:
         self.size = dist.get_world_size() if dist.is_initialized() else 1
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if self.size > 1 else None
 
+    @announces(Activity.RANKS)
     def collect(self, value: Any) -> list[Any] | None:
         """On rank 0 everyone's value, elsewhere None."""
         if self._group is None:
@@ -36,6 +38,7 @@ class Talk:
         dist.gather_object(value, values, dst=0, group=self._group)
         return values
 
+    @announces(Activity.RANKS)
     def tell(self, value: Any = None) -> Any:
         """Rank 0's value, on every rank."""
         if self._group is None:
@@ -58,6 +61,7 @@ class Talk:
             raise outcome[1] or failure
         return value
 
+    @announces(Activity.RANKS)
     def deal(self, values: list[Any] | None) -> Any:
         """Each rank its own of rank 0's values."""
         if self._group is None:
@@ -67,6 +71,7 @@ class Talk:
         dist.scatter_object_list(box, values if self.rank == 0 else None, src=0, group=self._group)
         return box[0]
 
+    @announces(Activity.RANKS)
     def add(self, numbers: list[int]) -> list[int]:
         """The sums over ranks modulo 2⁶⁴."""
         if self._group is None:
@@ -75,6 +80,7 @@ class Talk:
         dist.all_reduce(vector, group=self._group)
         return [int(n) % 2**64 for n in vector]
 
+    @announces(Activity.RANKS)
     def most(self, *numbers: int) -> list[int]:
         """The largest over ranks of each number: the cheap way to hear whether anyone says yes."""
         if self._group is None:

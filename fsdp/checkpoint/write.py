@@ -12,6 +12,7 @@ from fsdp.checkpoint import boxes, container, names
 from fsdp.checkpoint.crc import combine, crc32
 from fsdp.checkpoint.staging import Image, Staged
 from fsdp.checkpoint.store import Store
+from fsdp.phases import Activity, announces
 
 SMALL = 4096  # below this, crc32 over the bytes is cheaper than combining
 
@@ -29,6 +30,7 @@ class Written:
     """Digests of this rank's own buffers, of which only rank 0's are kept."""
 
 
+@announces(Activity.STORAGE)
 def write_file(store: Store, folder: str, rank: int, image: Image, values: list[bytes]) -> Written:
     """Write this rank's file; `values` are what is no tensor, on rank 0."""
     written = Written(names.data_file(rank))

@@ -19,6 +19,7 @@ from fsdp.checkpoint.inspect import Found, scan
 from fsdp.checkpoint.store import open_store
 from fsdp.config import FIELDS, check_store, parse_value, read_recipe
 from fsdp.errors import ConfigError, ShardrunError
+from fsdp.phases import Ending
 from fsdp.report.notes import LARGEST, Notes, number, whole
 from fsdp.report.profile import read_accounts
 from fsdp.report.series import Series, read_numbers
@@ -181,10 +182,15 @@ def _ended(start: Start, event: Mapping[str, Any]) -> Start:
     elif kind == "unmet":
         why, outcome = "the nodes did not meet", "failed"
     elif kind == "end":
-        outcome = "finished" if why == "the last step" else "failed" if FAILURE.match(why) else "stopped"
+        outcome = event["how"] if event.get("how") in set(Ending) else _how_by_text(why)
     return replace(
         start, to_step=_whole(event.get("step")), ended=str(event.get("time", "")) or "?", why=why or start.why, outcome=outcome
     )
+
+
+def _how_by_text(why: str) -> Outcome:
+    """Of a history that says it in `why` alone, as they were written first."""
+    return "finished" if why == "the last step" else "failed" if FAILURE.match(why) else "stopped"
 
 
 def _planned(run: RunDir) -> dict[str, float]:

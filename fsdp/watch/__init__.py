@@ -11,7 +11,7 @@
     evidence.py   what was found of one rank, and what its stack alone says
     verdict.py    from what was found to who it was; nothing is read or done there
     nodes.py      the monitors of several nodes, over TCP
-    farewell.py   what a failed rank becomes until its story is told
+    farewell.py   how a failed rank leaves: after the monitor has printed the failure, and within a bound
     words.py      a rank's last words, and whose failure they tell
     lateness.py   who arrives late at the collectives
     ledger.py     while nothing is wrong: who is late, and where each rank's time goes

@@ -10,12 +10,13 @@ import json
 import mmap
 import os
 import tempfile
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp.phases import PHASES
+from fsdp.phases import PHASES, Activity
 
 clock = time.perf_counter
 """Linux's monotonic clock: the same in all processes of a host."""
@@ -28,8 +29,9 @@ STARTING, TRAINING, OVER, FAILED = range(4)
 
 (
     PID, THREAD, STATE, STEP, PHASE, SINCE, BEGUN, ENDED, OP, NUMEL, WAITED, STEPS, TEXT, STEP_S, CUDA,
-    MONITOR, SAID,
-) = range(17)  # fmt: skip
+    MONITOR, SAID, DOES, BEHIND,
+) = range(19)  # fmt: skip
+"""DOES and BEHIND: the activities of the training thread and of the thread that saves behind it."""
 SPENT = 32
 """From here one cell a phase: seconds in it so far, less the waiting in collectives, which is WAITED's."""
 RING = 128
@@ -126,6 +128,8 @@ class Beat:
     steps: int
     step_s: float
     cuda: bool
+    does: Activity
+    behind: Activity
 
     @property
     def progress(self) -> tuple[float, ...]:
@@ -139,6 +143,7 @@ def read(numbers: memoryview[float]) -> Beat:
         pid=int(n[PID]), thread=int(n[THREAD]), state=int(n[STATE]), step=int(n[STEP]), phase=PHASES[int(n[PHASE])],
         since=n[SINCE], begun=int(n[BEGUN]), ended=int(n[ENDED]), op=OPS[int(n[OP])], numel=int(n[NUMEL]),
         steps=int(n[STEPS]), step_s=n[STEP_S], cuda=bool(n[CUDA]),
+        does=Activity(int(n[DOES])), behind=Activity(int(n[BEHIND])),
     )  # fmt: skip
 
 
@@ -163,6 +168,7 @@ class Writer:
     def __init__(self, numbers: memoryview[float]) -> None:
         self.numbers = numbers
         self.waited = 0.0
+        self._thread = threading.get_ident()
         self._phase, self._since, self._waited_at = 0, clock(), 0.0
         self._began, self._work, self._step_s = 0.0, 0.0, 0.0
         self._index = {name: i for i, name in enumerate(PHASES)}
@@ -181,6 +187,10 @@ class Writer:
             self._close_step(step - 1, now)
         n[STEP], n[PHASE], n[SINCE], n[WAITED] = step, index, now, waited
         self._phase, self._since, self._waited_at = index, now, waited
+
+    def activity(self, activity: Activity) -> None:
+        """A listener of fsdp/phases.py's activities, called on the thread whose activity it is."""
+        self.numbers[DOES if threading.get_ident() == self._thread else BEHIND] = activity
 
     def step_took(self, step: int, work: float, whole: float) -> None:
         """One row of the ring; its number is stored last."""

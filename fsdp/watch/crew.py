@@ -106,19 +106,22 @@ class Crew:
         for one in self.ranks:
             one.hear_that_it_is_said()
 
-    def end(self) -> None:
-        """By a word, so that the exit code tells; by the kernel where nobody hears."""
-        for one in self.ranks:
-            if one.evidence.alive and one.beat.state not in (OVER, FAILED):
-                asked = one.ask(f"leave {ENDED_BY_THE_WATCH}")
-                if asked is not None:
-                    asked.close()
+    def end(self, failed: bool = False) -> bool:
+        """By a word, so that the exit code tells; by the kernel where nobody hears. Those that have failed leave by themselves,
+        unless their teardown holds them: `failed` ends them as well. Whether there was any to end."""
+        spared = (OVER,) if failed else (OVER, FAILED)
+        ending = [one for one in self.ranks if one.evidence.alive and one.beat.state not in spared]
+        for one in ending:
+            asked = one.ask(f"leave {ENDED_BY_THE_WATCH}")
+            if asked is not None:
+                asked.close()
         deadline = time.monotonic() + LEAVE_S
-        while time.monotonic() < deadline and any(one.look(time.monotonic()).alive for one in self.ranks):
+        while time.monotonic() < deadline and any(one.look(time.monotonic()).alive for one in ending):
             time.sleep(0.05)
-        for one in self.ranks:
-            if one.beat.state not in (OVER, FAILED):
+        for one in ending:
+            if one.beat.state not in spared:
                 one.end()
+        return bool(ending)
 
     def forget(self) -> None:
         for one in self.ranks:

@@ -11,9 +11,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdp.phases import PHASES
+from fsdp.phases import PHASES, Activity
 
 Frame = tuple[str, int, str]
+
+WATCH = f"{Path(__file__).parent}/"
 
 BUSY_S = 2.0
 """Less computing than this on one spot proves nothing."""
@@ -36,6 +38,10 @@ class Evidence:
     ended: int = 0
     op: str = "none"
     numel: int = 0
+    does: Activity = Activity.NONE
+    """Of the training thread."""
+    behind: Activity = Activity.NONE
+    """Of the thread that saves."""
     cuda: bool = False
     still_s: float = 0.0
     cpu_s: float = 0.0
@@ -53,11 +59,22 @@ class Evidence:
     dead_s: float = 0.0
     """For how long it has been gone."""
     silent_node_s: float = 0.0
-    """Its node's monitor has not been heard of for so long."""
+    """Its node's monitor has not been heard of for so long; more than 0 if the rest of this evidence is out of date."""
+    monitor_ended: bool = False
+    """The node's kernel has closed its monitor's connection: the node can be reached, and the monitor's process is gone."""
 
     @property
     def place(self) -> tuple[int, int]:
         return self.step, PHASES.index(self.phase)
+
+    @property
+    def has_left(self) -> bool:
+        """It has left: as it should, with words, or dead."""
+        return self.over or self.words is not None or not self.alive
+
+    @property
+    def aborted(self) -> bool:
+        return "Aborted" in self.fatal
 
     @property
     def in_call(self) -> bool:
@@ -69,15 +86,18 @@ class Evidence:
 
 def decode(data: dict[str, Any]) -> Evidence:
     threads = {name: tuple((f, n, w) for f, n, w in stack) for name, stack in data["threads"].items()}
-    return Evidence(**{**data, "stack": tuple((f, n, w) for f, n, w in data["stack"]), "threads": threads})
+    activities = {name: Activity(data[name]) for name in ("does", "behind")}
+    stack = tuple((f, n, w) for f, n, w in data["stack"])
+    return Evidence(**{**data, **activities, "stack": stack, "threads": threads})
 
 
 # ---------------------------------------------------------------- where a stack stands
 
 
 def _foreign(frame: Frame) -> bool:
-    """Of Python itself or of torch: not the line that a person would look at."""
-    return bool(re.search(r"<frozen|<string>|/lib/python3[^/]*/(?!site-packages)|/site-packages/torch/|/fsdp/watch/", frame[0]))
+    """Of Python itself, of torch or of the watch: not the line that a person would look at."""
+    python_or_torch = re.search(r"<frozen|<string>|/lib/python3[^/]*/(?!site-packages)|/site-packages/torch/", frame[0])
+    return bool(python_or_torch) or frame[0].startswith(WATCH)
 
 
 def spot(stack: Sequence[Frame]) -> str:
@@ -92,8 +112,10 @@ def _short(file: str) -> str:
     return "/".join(Path(file).parts[-3:]).lstrip("/")
 
 
-def _stands_in(stack: Sequence[Frame], *words: str, top: int = 60) -> bool:
-    return any(word in frame[0] for frame in stack[:top] for word in words)
+def _stands_in(stack: Sequence[Frame], *packages: str, top: int = 60) -> bool:
+    """In a package that is installed beside this one, by the folder that it has wherever it is installed."""
+    folders = [f"/{package.replace('.', '/')}/" for package in packages]
+    return any(folder in frame[0] for frame in stack[:top] for folder in folders)
 
 
 def waits(e: Evidence) -> bool:
@@ -104,22 +126,20 @@ def waits(e: Evidence) -> bool:
         return True
     if e.stack and e.stack[0][2] == "_engine_run_backward" and e.cpu_s < BUSY_S:
         return True  # DDP's buckets are waited for in C++
-    awaited = ("/torch/distributed/", "/fsdp/agree.py", "/fsdp/stop.py")
-    return e.cpu_s < BUSY_S and _stands_in(e.stack, *awaited, top=2)
+    return e.cpu_s < BUSY_S and (Activity.RANKS in e.does or _stands_in(e.stack, "torch.distributed", top=2))
 
 
 def prepares(e: Evidence) -> bool:
     """Compiles or imports: long, and no fault."""
-    words = ("/torch/_dynamo/", "/torch/_inductor/", "/torch/_functorch/", "/triton/", "importlib")
-    return _stands_in(e.stack, *words) or any(_stands_in(stack, *words) for stack in e.threads.values())
+    packages = ("torch._dynamo", "torch._inductor", "torch._functorch", "triton")
+    stacks = (e.stack, *e.threads.values())
+    return any(_stands_in(stack, *packages) or any("importlib" in frame[0] for frame in stack) for stack in stacks)
 
 
 def writes(e: Evidence) -> bool:
-    """The checkpoint's thread, or the training thread, is at the storage and not in talk with others."""
-    storage = ("/fsdp/checkpoint/store.py", "/fsdp/checkpoint/write.py", "/fsdp/checkpoint/remote.py")
-    stacks = [e.threads.get("checkpoint", ()), e.stack]
-    return any(_stands_in(s, *storage, top=8) and not _stands_in(s, "/torch/distributed/", top=6) for s in stacks)
+    """The thread that saves, or the training thread, is at the storage and not in an exchange with others."""
+    return Activity.STORAGE in e.does | e.behind
 
 
 def waits_for_save(e: Evidence) -> bool:
-    return _stands_in(e.stack, "/fsdp/checkpoint/", top=6) and not writes(e)
+    return Activity.SAVE in e.does and not writes(e)

@@ -106,6 +106,7 @@ class LocalRank:
             state=kept.state if kept is not None else "X", phase=beat.phase, step=beat.step, begun=beat.begun,
             ended=beat.ended, op=beat.op, numel=beat.numel, cuda=beat.cuda, still_s=now - self._moved_at,
             cpu_s=kept.cpu_s - start.cpu_s if kept and start else 0.0,
+            does=beat.does, behind=beat.behind,
             starved_s=kept.starved_s - start.starved_s if kept and start else 0.0,
             words=self.cells.told(),
         )  # fmt: skip

@@ -12,6 +12,7 @@ Exit code of the ranks that it ends: 7, or 137 (killed) of one that cannot hear 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import select
@@ -28,7 +29,7 @@ from fsdp.watch.evidence import Evidence, decode
 from fsdp.watch.files import Files
 from fsdp.watch.ledger import Ledger, Told
 from fsdp.watch.look import ANSWER_S
-from fsdp.watch.nodes import SILENT_S, Head, Peer
+from fsdp.watch.nodes import SILENT_S, Head, Line, Peer
 from fsdp.watch.orders import Orders
 from fsdp.watch.verdict import Verdict, judge
 
@@ -44,8 +45,12 @@ HANG_LEAST_S, HANG_STEPS = 60.0, 30
 """A rank that may come back is waited for at least so long, or so many steps."""
 UNREACHED_S = 10.0
 """A node that has not reached the head by then judges for itself what it sees."""
-SETTLE_S, ECHO_S, GRACE_S = 1.5, 3.0, 10.0
-"""After a first failure: for the others' words, if they come at all; where all words are echoes; until who is left is ended."""
+CERTAIN_S, SETTLE_S, ECHO_S = 0.5, 1.5, 3.0
+"""Wait after a first failure for the words of other ranks: if a rank has told an error of its own or is dead, when those of
+an earlier error are on their way; if none has, or gloo has aborted it; if all words are echoes."""
+GRACE_S, FAILED_S = 5.0, 15.0
+"""After the verdict, until the ranks that have not failed are ended; until those are that have, and do not leave."""
+PR_SET_PDEATHSIG = 1
 
 
 class Monitor:
@@ -130,7 +135,7 @@ class Monitor:
             self._head_over |= word.get("bye", False)
             if word.get("end"):
                 self.shown = Verdict("told", (), "by the head")
-                self._end_ranks()
+                self._end_ranks(word["failed"])
 
     def _judges(self) -> bool:
         """The head does, and a node that is cut off from it or never reached it, for itself."""
@@ -146,19 +151,14 @@ class Monitor:
         found = list(self.crew.seen)
         if self.head is not None:
             for node, word in self.head.said.items():
-                silent = self.head.lines[node].silent_s
+                line = self.head.lines[node]
                 ranks = [decode(data) for data in word["ranks"]]
-                if silent > SILENT_S and not all(e.over for e in ranks):
-                    ranks = [replace(e, silent_node_s=silent) for e in ranks]
-                found += ranks
+                found += [e if e.has_left else replace(e, **_unseen_since(line)) for e in ranks]
         elif self._cut_off() and not self._head_over:
             assert self.peer is not None
             assert self.peer.line is not None
-            silent = self.peer.line.silent_s
-            found += [
-                Evidence(rank, node, silent_node_s=silent) for node, ranks in self.orders.nodes.items()
-                if node != self.orders.node for rank in ranks[:1] if rank == 0
-            ]  # fmt: skip
+            head, of_head = next((node, own) for node, own in self.orders.nodes.items() if 0 in own)
+            found += [Evidence(rank, head, **_unseen_since(self.peer.line)) for rank in of_head]
         return sorted(found, key=lambda e: e.rank)
 
     # ------------------------------------------------------------ judging
@@ -174,7 +174,9 @@ class Monitor:
             self._judge_failure(now, found)
         elif self.shown is not None and not self.shown.recoverable:
             if now - self.shown_at > GRACE_S:
-                self._end_everyone()
+                # Ray ends its workers itself, and reads their errors from them before
+                late = now - self.shown_at > FAILED_S and self.orders.tells_failures
+                self._end_everyone(failed=late)
         else:
             self._judge_stillness(now, found)
             self.ledger.beat(now, self._told)
@@ -183,11 +185,12 @@ class Monitor:
         """Wait a moment for everyone's words; longer where all that was said is that somebody else is gone."""
         self._trouble_at = self._trouble_at or now
         waited = now - self._trouble_at
+        certain = any(not e.words["secondary"] if e.words else not (e.alive or e.over or e.aborted) for e in found)
         all_ended = all(e.words is not None or e.over or not e.alive for e in found)
         # Where all have ended a second look is enough: one may have left its words and died between two reads of the first.
-        if waited < SETTLE_S and not (all_ended and waited > 0):
+        if waited < (CERTAIN_S if certain else SETTLE_S) and not (all_ended and waited > 0):
             return
-        verdict = judge([e for e in found if not e.silent_node_s]) or judge(found)
+        verdict = judge(found, ranks=self.orders.world_size)
         if verdict is not None and verdict.kind != "network":
             self._show(verdict, found)
         elif waited > ECHO_S:
@@ -213,9 +216,7 @@ class Monitor:
         self._decide(now, still, self._ask_everyone())
 
     def _decide(self, now: float, still: float, found: list[Evidence]) -> None:
-        verdict = judge(found)
-        if verdict is not None and verdict.kind == "network" and len(found) < sum(map(len, self.orders.nodes.values())):
-            verdict = None  # who is not seen from here may be the one that has not come
+        verdict = judge(found, ranks=self.orders.world_size)
         key = (verdict.kind, verdict.ranks) if verdict is not None else None
         same, self._candidate = key == self._candidate, key
         if verdict is None or not same:
@@ -277,14 +278,16 @@ class Monitor:
             self.head.tell({"said": True})
         self.crew.let_go()
 
-    def _end_everyone(self) -> None:
+    def _end_everyone(self, *, failed: bool = False) -> None:
+        """`failed`: those too that have said how they failed, and do not leave."""
         if self.head is not None:
-            self.head.tell({"end": True})
+            self.head.tell({"end": True, "failed": failed})
             self.head.beat()
-        self._end_ranks()
+        self._end_ranks(failed)
 
-    def _end_ranks(self) -> None:
-        self.crew.end()
+    def _end_ranks(self, failed: bool) -> None:
+        if not self.crew.end(failed):
+            return
         self.files.append(
             "verdicts.jsonl", {"time": time.time(), "kind": "ended", "ranks": list(self.orders.ranks), "what": "by the watch"}
         )
@@ -298,6 +301,13 @@ class Monitor:
             spent |= {int(rank): values for rank, values in word["spent"].items()}
         first = self.crew.ranks[0].beat
         return Told(steps, spent, count=first.steps, step=first.step)
+
+
+def _unseen_since(line: Line) -> dict[str, Any]:
+    """What a connection adds to the evidence of its node's ranks; nothing while the node's monitor is heard of."""
+    if line.closed:
+        return {"silent_node_s": max(line.silent_s, 1e-3), "monitor_ended": True}
+    return {"silent_node_s": line.silent_s} if line.silent_s > SILENT_S else {}
 
 
 def _told_by(verdict: Verdict, found: Sequence[Evidence]) -> dict[str, Any] | None:
@@ -317,6 +327,7 @@ def main(argument: str) -> None:
     # Ctrl-C and the scheduler's TERM are for the ranks; this process ends with them
     for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(one, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)  # stopped by somebody, it still ends with its run
     data = json.loads(argument)
     data["ranks"] = {int(rank): path for rank, path in data["ranks"].items()}
     data["addresses"] = tuple((host, port) for host, port in data["addresses"])

@@ -20,3 +20,7 @@ class Orders:
     ear: int = -1
     addresses: tuple[tuple[str, int], ...] = ()
     tells_failures: bool = True
+
+    @property
+    def world_size(self) -> int:
+        return sum(map(len, self.nodes.values()))

@@ -18,21 +18,22 @@ import socket
 import subprocess
 import sys
 import threading
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 from fsdp import agree
 from fsdp.claim import here
 from fsdp.config import WatchSection
 from fsdp.env import DistEnv, meeting_address
-from fsdp.stop import LAST_ACTS
+from fsdp.phases import ACTIVITIES
+from fsdp.stop import LAST_ACTS, SIGNALS
 from fsdp.watch import cells
 from fsdp.watch.calls import Calls
 from fsdp.watch.cells import FAILED, OVER, PID, STATE, THREAD, Cells, Writer
 from fsdp.watch.device import device_clock
-from fsdp.watch.farewell import wait_until_told
+from fsdp.watch.farewell import wait_until_told, wake
 from fsdp.watch.orders import Orders
 from fsdp.watch.witness import Witness
 from fsdp.watch.words import last_words
@@ -62,6 +63,7 @@ class Watch:
         self._calls = Calls(self._writer)
         self._device = device_clock(self._writer) if own.numbers[cells.CUDA] else None
         LAST_ACTS.append(self._over)
+        ACTIVITIES.listener = self._writer.activity
         return self
 
     def phase(self, name: str, step: int) -> None:
@@ -75,6 +77,7 @@ class Watch:
         if self._cells is None:
             return
         LAST_ACTS.remove(self._over)
+        ACTIVITIES.listener = None
         self._calls.close()
         if self._device is not None:
             self._device.close()
@@ -105,13 +108,13 @@ class Watch:
         tell_torchrun(words)
         self._cells.numbers[STATE] = FAILED
         if self._env.launcher != "ray":  # whose driver tells its ranks' failures itself
-            alone = self._env.world_size == 1
-            error.told = _Told(self._cells, words["code"], alone)  # type: ignore[attr-defined]
+            error.told = self._cells  # type: ignore[attr-defined]
 
     def _let_go(self, monitor: subprocess.Popen[bytes], well: bool) -> None:
         """It ends with its ranks. After a failure it has more to do than this rank may wait for."""
         assert monitor.stdin is not None
         monitor.stdin.close()
+        wake(monitor.pid)
         if well:
             with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for storage, and ends by itself
                 monitor.wait(FAREWELL_S)
@@ -204,45 +207,22 @@ def tell_torchrun(words: dict[str, Any]) -> None:
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         line = "another rank ended first" if words["secondary"] else words["message"]
-        extra = {"py_callstack": line, "timestamp": str(int(words["time"]))}
+        # whole seconds, and of two equal ones torchrun takes the lower rank's: an echo comes after its cause
+        extra = {"py_callstack": line, "timestamp": str(int(words["time"]) + words["secondary"])}
         with contextlib.suppress(OSError):  # the failure itself has been told
             Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}), encoding="utf-8")
 
 
-@dataclass(frozen=True)
-class _Told:
-    """What a failed rank still holds: its page, and its exit code."""
-
-    cells: Cells
-    code: int
-    alone: bool
-
-
 def told(error: Exception) -> bool:
     """Has the monitor printed what happened? It knows what came first, and who only fell after it. The last thing that a rank
-    asks: one of several does not return but becomes farewell.py, which waits for that and leaves with the exit code."""
-    left: _Told | None = getattr(error, "told", None)
+    asks before its process ends: a launcher that ends the other ranks does not interrupt it any more."""
+    left: Cells | None = getattr(error, "told", None)
     if left is None:
         return False
-    if not left.alone:
-        _become_farewell(left)
-    said = wait_until_told(left.cells)
-    left.cells.path.unlink(missing_ok=True)
-    left.cells.close()
-    return said
-
-
-def _become_farewell(left: _Told) -> NoReturn:
-    """What failed frames and torch's caches hold keeps connections open though the group is destroyed, and the others in their
-    collective. Closed one by one gloo's own thread would hear of it and abort; an exec ends that thread first."""
-    sys.stdout.flush()
-    sys.stderr.flush()
     with contextlib.suppress(ValueError):  # not on the main thread: nobody listens
-        for one in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(one, signal.SIG_IGN)  # it ends in a moment, and with its own code
-    for name in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):  # the one that listed them is closed again
-            os.set_inheritable(int(name.name), int(name.name) in (0, 1, 2, left.cells.descriptor))
-    os.chdir("/")
-    words = ["fsdp.watch.farewell", str(left.cells.descriptor), str(left.cells.path), str(left.code)]
-    os.execve(sys.executable, [sys.executable, "-S", "-m", *words], {**os.environ, "PYTHONPATH": str(ROOT)})
+        for one in SIGNALS:
+            signal.signal(one, signal.SIG_IGN)
+    said = wait_until_told(left)
+    left.path.unlink(missing_ok=True)
+    left.close()
+    return said

@@ -47,13 +47,15 @@ class Verdict:
 # ---------------------------------------------------------------- judging
 
 
-def judge(found: Sequence[Evidence]) -> Verdict | None:
-    """None where nothing can be said with reason."""
+def judge(found: Sequence[Evidence], *, ranks: int = 0) -> Verdict | None:
+    """None if the evidence does not prove anything. `ranks`: how many the run has; some may be missing from `found`."""
     live = [e for e in found if e.alive and not e.over]
     if live and all(e.state == "T" for e in live):
         return None  # the scheduler has suspended the job
-    for one in (_words, _dead, _echoes, _partition, _stopped, _apart, _absent, _network):
-        verdict = one(found)
+    # Ranks that are not seen may be the ones at fault: comparing the collectives of the others would blame one of these.
+    all_seen = len(found) >= ranks and not any(e.silent_node_s for e in found)
+    for one in (_words, _dead, _echoes, _unseen, _stopped, _apart, _absent, _network):
+        verdict = one(found) if all_seen or one not in COMPARING else None
         if verdict is not None:
             return verdict
     return None
@@ -107,17 +109,20 @@ def _beside(found: Sequence[Evidence], about: Sequence[int], alike: set[int]) ->
 
 def _dead(found: Sequence[Evidence]) -> Verdict | None:
     dead = [e for e in found if not e.alive and not e.over and e.words is None and not e.silent_node_s]
+    unseen = any(e.silent_node_s for e in found)
+    if unseen:  # gloo may abort where the other side of a connection is gone
+        dead = [e for e in dead if not e.aborted]
     if not dead:
         return None
     longest = max(e.dead_s for e in dead)
     first = [e for e in dead if e.dead_s > longest - AT_ONCE_S]
     who = tuple(e.rank for e in first)
     others = _waiting(found, [e.rank for e in dead]) or _after([e.rank for e in found if e.rank not in who and not e.over])
-    aborted = [e for e in first if e.fatal]
-    if aborted and "Aborted" in aborted[0].fatal and (verdict := _differing(_called(found))) is not None:
+    faults = [e for e in first if e.fatal]
+    if faults and faults[0].aborted and not unseen and (verdict := _differing(_called(found))) is not None:
         return verdict
-    if aborted:
-        one, how = aborted[0], aborted[0].fatal.splitlines()[0].removeprefix("Fatal Python error: ")
+    if faults:
+        one, how = faults[0], faults[0].fatal.splitlines()[0].removeprefix("Fatal Python error: ")
         what = f"{_who(one)} died of a fault in C ({how}): {_at(one)}"
         return Verdict("fault", (one.rank,), what, others, "the stacks are in its file under RUN/watch/")
     name = _who(first[0]) if len(who) == 1 else _named(who)
@@ -140,19 +145,38 @@ def _after(ranks: Sequence[int]) -> str:
     return f"{_named(ranks)} ended after it" if ranks else ""
 
 
-def _partition(found: Sequence[Evidence]) -> Verdict | None:
-    gone = [e for e in found if e.silent_node_s]
-    if not gone:
+def _unseen(found: Sequence[Evidence]) -> Verdict | None:
+    """Ranks whose node's monitor is not heard of: the node is out of reach, or it answers and the processes are gone."""
+    unseen = [e for e in found if e.silent_node_s]
+    if not unseen:
         return None
-    nodes = sorted({e.node for e in gone})
-    here = {e.node for e in found} - set(nodes)
+    killed = [e for e in unseen if e.monitor_ended]
+    return _killed(found, killed) if killed else _partition(found, unseen)
+
+
+def _killed(found: Sequence[Evidence], killed: Sequence[Evidence]) -> Verdict:
+    who = [e.rank for e in killed]
+    nodes = _nodes(killed)
+    what = f"the processes of {nodes} ({_named(who)}) are gone, and the node can still be reached: {_at(killed[0])}"
+    left = [e.rank for e in found if e.rank not in who and e.has_left and not e.over]
+    others = _waiting(found, who) or _after(left)
+    return Verdict("died", tuple(who), what, others, f"who killed them: sacct, or dmesg on {nodes}")
+
+
+def _partition(found: Sequence[Evidence], silent: Sequence[Evidence]) -> Verdict:
+    nodes = _nodes(silent)
+    here = {e.node for e in found} - {e.node for e in silent}
     from_here = f" from {here.pop()}" if len(here) == 1 else ""
-    ranks, seconds = _named([e.rank for e in gone]), gone[0].silent_node_s
-    what = f"node {', '.join(nodes)} ({ranks}) cannot be reached{from_here} for {seconds:.1f} s"
+    ranks, seconds = _named([e.rank for e in silent]), silent[0].silent_node_s
+    what = f"node {nodes} ({ranks}) cannot be reached{from_here} for {seconds:.1f} s"
     return Verdict(
-        "partition", tuple(e.rank for e in gone), what, _waiting(found, [e.rank for e in gone]),
-        f"its network or its power; leave it out: sbatch --exclude={','.join(nodes)}",
+        "partition", tuple(e.rank for e in silent), what, _waiting(found, [e.rank for e in silent]),
+        f"its network or its power; leave it out: sbatch --exclude={nodes.replace(', ', ',')}",
     )  # fmt: skip
+
+
+def _nodes(found: Sequence[Evidence]) -> str:
+    return ", ".join(sorted({e.node for e in found}))
 
 
 def _stopped(found: Sequence[Evidence]) -> Verdict | None:
@@ -271,7 +295,7 @@ def _storage(found: Sequence[Evidence]) -> Verdict | None:
         return None
     one = at_it[0]
     who = tuple(e.rank for e in at_it)
-    stack = next(s for s in (one.threads.get("checkpoint", ()), one.stack) if s)
+    stack = next((s for s in (one.threads.get("checkpoint", ()), one.stack) if s), ())
     name = _who(one) if len(at_it) == 1 else _named(who)
     what = f"{name} is in a save and its storage is slow, {one.still_s:.1f} s by now: step {one.step}, at {spot(stack)}"
     return Verdict("storage", who, what, _waiting(found, who), "its storage; --checkpoint.dir elsewhere")
@@ -287,3 +311,7 @@ def _network(found: Sequence[Evidence]) -> Verdict | None:
     e = live[0]
     what = f"all ranks are in {e.op} and it does not end, {e.still_s:.1f} s by now: {_at(e)}"
     return Verdict("network", tuple(r.rank for r in live), what, "", "the network between the ranks")
+
+
+COMPARING = (_echoes, _apart, _network)
+"""Questions that compare the ranks' collectives: answered only if every rank is seen."""

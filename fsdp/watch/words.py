@@ -13,7 +13,7 @@ from typing import Any
 
 from fsdp.agree import Elsewhere, lost_a_neighbour
 from fsdp.env import DistEnv
-from fsdp.errors import CheckpointError, ConfigError, LaunchError, ShardrunError, TrainingError
+from fsdp.errors import CheckpointError, ConfigError, LaunchError, NotFiniteError, ShardrunError, TrainingError
 from fsdp.memory.oom import OutOfMemory
 
 TRACE_LINES = 30
@@ -66,7 +66,7 @@ def _named(message: str) -> list[int]:
 
 def kind_and_hint(error: BaseException) -> tuple[str, str]:
     text = f"{type(error).__name__}: {error}"
-    if isinstance(error, TrainingError) and "not finite" in text:
+    if isinstance(error, NotFiniteError):
         return "nan", ""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "full disk", _DISK

@@ -88,6 +88,7 @@ def test_two_runs_lie_over_each_other_and_their_differences_are_told(run: Path, 
     [
         ({"event": "end", "step": 9, "why": "the last step"}, "finished", "the last step"),
         ({"event": "end", "step": 9, "why": "the time limit"}, "stopped", "the time limit"),
+        ({"event": "end", "step": 9, "why": "the step of the last", "how": "finished"}, "finished", "the step of the last"),
         ({"event": "end", "step": 9, "why": "TrainingError: step 10: loss nan"}, "failed", "loss nan"),
         ({"event": "crash", "step": 9, "code": 137}, "failed", "code 137"),
         ({"event": "lost", "step": 9, "why": "its node lost"}, "killed", "its node lost"),

@@ -15,6 +15,7 @@ import torch
 from fsdp import stop
 from fsdp.config import StopSection
 from fsdp.env import DistEnv
+from fsdp.phases import StopReason
 from fsdp.stop import Agreed, Stopper
 from tests.world import run_world
 
@@ -66,6 +67,15 @@ def handlers(env: DistEnv, run_dir: str) -> bool:
 
 def test_close_gives_the_handlers_back(tmp_path: Path) -> None:
     assert run_world(1, handlers, str(tmp_path)) == [True]
+
+
+def test_a_reason_is_known_by_the_text_that_runs_have_written() -> None:
+    for reason in StopReason:
+        assert StopReason.read(str(reason)) is reason
+        assert StopReason.read(f"{reason} at step 3") is reason
+    assert StopReason.read("--train.stop_after 10") is StopReason.STOP_AFTER
+    assert StopReason.read("the weather") is None
+    assert StopReason.read(None) is None
 
 
 def stopped_by_file(env: DistEnv, run_dir: str) -> tuple[int, str | None]:
@@ -150,7 +160,8 @@ def asked_between_batches(env: DistEnv, run_dir: str) -> tuple[Agreed, Agreed]:
 
 
 def test_an_evaluation_hears_of_it_between_two_batches(tmp_path: Path) -> None:
-    assert run_world(2, asked_between_batches, str(tmp_path)) == [(Agreed(None, False), Agreed("SIGTERM", False))] * 2
+    after = Agreed(StopReason.SIGTERM, save=False)
+    assert run_world(2, asked_between_batches, str(tmp_path)) == [(Agreed(None, False), after)] * 2
 
 
 def at_other_steps(env: DistEnv, run_dir: str) -> str:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from fsdp.checkpoint.store import LocalStore
+from fsdp.phases import ACTIVITIES, Activity, announces
 from fsdp.watch import calls, cells
 from fsdp.watch.cells import CUDA, SPENT, Cells, Writer
 from fsdp.watch.device import DeviceClock
@@ -53,6 +57,32 @@ def test_last_words_are_read_whole_and_long_ones_cut(page: Cells) -> None:
     assert told is not None
     assert (told["message"], told["time"]) == ("it broke", 1.5)
     assert 100 < len(told["trace"]) < 8192
+
+
+def test_what_a_rank_is_inside_of_is_read_while_it_stands_there(
+    page: Cells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[Activity, Activity]] = []
+
+    def look(*_: object) -> None:
+        beat = cells.read(page.numbers)
+        seen.append((beat.does, beat.behind))
+
+    monkeypatch.setattr(ACTIVITIES, "listener", Writer(page.numbers).activity)
+    monkeypatch.setattr(os, "fsync", look)
+    place = LocalStore(tmp_path)
+    announces(Activity.SAVE)(announces(Activity.RANKS)(look))()
+    announces(Activity.SAVE)(place.write)("", "a", [b"1"])
+    behind = threading.Thread(target=place.write, args=("", "b", [b"1"]))
+    behind.start()
+    behind.join()
+    look()
+    assert seen == [
+        (Activity.SAVE | Activity.RANKS, Activity.NONE),
+        (Activity.SAVE | Activity.STORAGE, Activity.NONE),
+        (Activity.NONE, Activity.STORAGE),
+        (Activity.NONE, Activity.NONE),
+    ]
 
 
 def test_collectives_are_wrapped_only_while_a_run_lasts(page: Cells) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fsdp.phases import Activity
 from fsdp.watch.evidence import Evidence, Frame, decode, spot
 from fsdp.watch.look import parse_stacks
 from fsdp.watch.verdict import Verdict, judge
 
+WATCH = Path(__file__).parents[2] / "fsdp" / "watch"
 MINE = (("/home/me/mine.py", 12, "forward"), ("/venv/lib/python3.11/site-packages/torch/nn/module.py", 9, "_call"))
 WAITING = Evidence(
     0, "n1", 1, phase="forward", step=7, begun=50, ended=49, op="all_gather_single", numel=64, still_s=3.0, answered=True
@@ -63,19 +68,49 @@ def test_what_the_others_wait_for_stands_beside_it() -> None:
     assert on(**OUT).others == "ranks 0, 1, 3 wait in all_gather_single (step 7, forward)"
 
 
-SAVING = (("/x/fsdp/checkpoint/checkpointer.py", 3, "_land"),)
-WRITING: dict[str, tuple[Frame, ...]] = {"checkpoint": (("/x/fsdp/checkpoint/store.py", 9, "write"),)}
-TALKING: dict[str, tuple[Frame, ...]] = {
-    "checkpoint": (("/x/torch/distributed/c10d.py", 9, "broadcast"), ("/x/fsdp/checkpoint/talk.py", 3, "tell"))
-}
+def half_killed(**unseen: Any) -> list[Evidence]:
+    """Ranks 0 and 1 have failed in collectives that differ, since the processes of the other node are gone."""
+    echo = said(5.0, "Connection closed by peer", secondary=True)
+    here = [replace(WAITING, rank=0, words=echo), replace(WAITING, rank=1, step=8, op="all_reduce", words=echo)]
+    return here + [replace(WAITING, rank=rank, node="n2", step=8, **unseen) for rank in (2, 3)]
+
+
+def test_a_node_whose_processes_are_gone_is_named_though_it_can_be_reached() -> None:
+    verdict = judge(half_killed(silent_node_s=0.4, monitor_ended=True), ranks=4)
+    assert verdict is not None
+    assert (verdict.kind, verdict.ranks) == ("died", (2, 3))
+    assert verdict.what.startswith("the processes of n2 (ranks 2, 3) are gone, and the node can still be reached")
+    assert verdict.others == "ranks 0, 1 ended after it"
+    assert "network" not in verdict.hint
+
+
+def test_collectives_are_compared_only_if_every_rank_is_seen() -> None:
+    assert judge(half_killed()[:2], ranks=2) is not None
+    assert judge(half_killed()[:2], ranks=4) is None
+    verdict = judge(half_killed(silent_node_s=3.2), ranks=4)
+    assert verdict is not None
+    assert (verdict.kind, verdict.ranks) == ("partition", (2, 3))
+
+
+def test_a_rank_that_gloo_aborts_is_not_blamed_for_a_node_that_is_gone() -> None:
+    ranks = half_killed(silent_node_s=0.4, monitor_ended=True)
+    ranks[0] = replace(ranks[0], words=None, alive=False, fatal="Fatal Python error: Aborted")
+    verdict = judge(ranks, ranks=4)
+    assert verdict is not None
+    assert (verdict.kind, verdict.ranks) == ("died", (2, 3))
+
+
+WRITING: dict[str, tuple[Frame, ...]] = {"checkpoint": (("/anywhere/place.py", 9, "write"),)}
 
 
 def test_in_a_save_the_one_at_its_storage_is_named() -> None:
-    save: dict[str, Any] = {"phase": "save", "begun": 49, "ended": 49, "stack": SAVING}
-    ranks = [replace(WAITING, rank=rank, threads=WRITING if rank == 1 else TALKING, **save) for rank in range(3)]
+    save: dict[str, Any] = {"phase": "save", "begun": 49, "ended": 49, "does": Activity.SAVE, "threads": WRITING}
+    ranks = [replace(WAITING, rank=rank, behind=Activity.RANKS, **save) for rank in range(3)]
+    ranks[1] = replace(ranks[1], behind=Activity.STORAGE)
     verdict = judge(ranks)
     assert verdict is not None
     assert (verdict.kind, verdict.ranks) == ("storage", (1,))
+    assert "at anywhere/place.py:9 write" in verdict.what
 
 
 @pytest.mark.parametrize(
@@ -150,8 +185,18 @@ def test_of_two_ranks_the_one_further_on_has_left_something_out() -> None:
     assert (verdict.kind, verdict.ranks) == ("skipped", (1,))
 
 
+def test_what_a_rank_does_is_never_read_from_the_path_of_a_source_file() -> None:
+    """The files of this project can be moved without a verdict changing."""
+    for name in ("crew", "evidence", "look", "monitor", "verdict", "witness"):
+        tree = ast.parse((WATCH / f"{name}.py").read_text(encoding="utf-8"))
+        docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in docs]
+        paths = [node.value for node in constants if re.search(r"fsdp/|\.py\b", str(node.value))]
+        assert not paths, f"{name}: {paths}"
+
+
 def test_evidence_crosses_to_another_node_whole() -> None:
-    one = replace(WAITING, stack=MINE, threads=WRITING, words=said(1.0))
+    one = replace(WAITING, stack=MINE, threads=WRITING, words=said(1.0), behind=Activity.STORAGE)
     assert decode(one.encoded()) == one
 
 

@@ -9,7 +9,7 @@ import torch
 
 from fsdp.agree import Elsewhere
 from fsdp.env import DistEnv
-from fsdp.errors import CheckpointError, ConfigError, LaunchError, TrainingError
+from fsdp.errors import CheckpointError, ConfigError, LaunchError, NotFiniteError, TrainingError
 from fsdp.memory.oom import OutOfMemory
 from fsdp.watch.words import last_words
 
@@ -26,7 +26,8 @@ ENV = DistEnv(
         (LaunchError("no"), "launcher"),
         (CheckpointError("rank 2: x.distcp: it cannot be read"), "checkpoint"),
         (CheckpointError("rank 2: x.distcp: ENOSPC"), "full disk"),
-        (TrainingError("step 3: loss nan: not finite"), "nan"),
+        (NotFiniteError("step 3: loss nan"), "nan"),
+        (TrainingError("step 3: the words do not count: not finite"), "training"),
         (TrainingError("step 3: replicas differ"), "training"),
         (OutOfMemory("forward"), "memory"),
         (OSError(errno.ENOSPC, "No space left on device"), "full disk"),
