@@ -12,6 +12,11 @@ WORDS = 31
 SIZES: dict[str, Any] = {
     "vocab_size": WORDS, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 40,
 }  # fmt: skip
+NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+LABELS: dict[str, Any] = {"num_labels": 5}
+START: dict[str, Any] = {"decoder_start_token_id": 0}
+EAGER: dict[str, Any] = {"experts_implementation": "eager"}
+"""torch's grouped products have no float64."""
 
 
 def llama() -> nn.Module:
@@ -40,14 +45,13 @@ def gpt2() -> nn.Module:
 def bert() -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
-    return BertForMaskedLM(BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+    return BertForMaskedLM(BertConfig(**SIZES, **NO_DROPOUT))
 
 
 def classifier() -> nn.Module:
     from transformers import BertConfig, BertForSequenceClassification
 
-    config = BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=5)
-    return BertForSequenceClassification(config)
+    return BertForSequenceClassification(BertConfig(**SIZES, **NO_DROPOUT, **LABELS))
 
 
 def t5() -> nn.Module:
@@ -56,7 +60,7 @@ def t5() -> nn.Module:
     return T5ForConditionalGeneration(
         T5Config(
             vocab_size=WORDS, d_model=24, d_kv=12, d_ff=40, num_layers=2, num_heads=2, dropout_rate=0.0, use_cache=False,
-            decoder_start_token_id=0, pad_token_id=0,
+            pad_token_id=0, **START,
         )
     )  # fmt: skip
 
@@ -66,7 +70,7 @@ def mixtral() -> nn.Module:
 
     config = MixtralConfig(
         **SIZES, num_key_value_heads=1, num_local_experts=3, num_experts_per_tok=2, output_router_logits=True,
-        router_aux_loss_coef=0.5, use_cache=False, experts_implementation="eager",
+        router_aux_loss_coef=0.5, use_cache=False, **EAGER,
     )  # fmt: skip
     return MixtralForCausalLM(config)
 
@@ -77,7 +81,7 @@ def vit() -> nn.Module:
     return ViTForImageClassification(
         ViTConfig(
             hidden_size=24, num_hidden_layers=2, num_attention_heads=2, intermediate_size=40, image_size=8, patch_size=4,
-            num_channels=1, num_labels=5, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+            num_channels=1, **NO_DROPOUT, **LABELS,
         )
     )  # fmt: skip
 

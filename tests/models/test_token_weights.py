@@ -22,10 +22,13 @@ from tests.marks import sample_are
 
 pytestmark = pytest.mark.slow  # importing transformers takes seconds
 
-STEPS, RATE, BATCH = 4, 0.05, 7
+STEPS, BATCH = 4, 7
+RATES = {"t5": 0.005}
+"""0.05 for the others. T5 takes the variance of its norms in float32, whose rounding differs with the factor of the gradients
+(3 ranks: 2e-9 after steps of 0.05)."""
 FLAGS = (
     f"--train.steps {STEPS} --train.global_batch {BATCH} --train.clip_grad_norm 0 --precision.master fp64 --optim.name sgd "
-    f"--optim.momentum 0 --optim.lr {RATE} --optim.schedule constant --optim.warmup_steps 0"
+    "--optim.momentum 0 --optim.schedule constant --optim.warmup_steps 0"
 )
 KINDS = {
     "llama": "causal", "gpt2": "causal", "bert": "masked", "t5": "seq2seq", "mixtral": "causal", "classifier": "classes",
@@ -36,7 +39,11 @@ SAMPLE = [("llama", 2, 2), ("gpt2", 3, 1), ("bert", 2, 2), ("t5", 2, 1), ("mixtr
 
 def words_of(model: str, data: str = "texts") -> str:
     named = f"--model.name tests.models.small_hf:{model} --data.name tests.models.small_hf:{data}"
-    return f"{named} --data.args.kind {KINDS[model]} {FLAGS}"
+    return f"{named} --data.args.kind {KINDS[model]} --optim.lr {rate_of(model)} {FLAGS}"
+
+
+def rate_of(model: str) -> float:
+    return RATES.get(model, 0.05)
 
 
 def plain_loss(model: nn.Module, batch: Mapping[str, Tensor], kind: str, pieces: list[np.ndarray]) -> Tensor:
@@ -69,7 +76,8 @@ def plain(model: str, ranks: int, micro: int) -> tuple[dict[str, Tensor], list[f
         loss.backward()
         with torch.no_grad():
             for parameter in module.parameters():
-                parameter -= RATE * parameter.grad if parameter.grad is not None else 0.0
+                if parameter.grad is not None:
+                    parameter.sub_(rate_of(model) * parameter.grad)
         losses.append(float(loss.detach()))
     return {name: p.detach() for name, p in module.named_parameters()}, losses
 
