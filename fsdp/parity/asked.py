@@ -19,6 +19,8 @@ PRECISION: Mapping[str, Mapping[str, Any]] = {
     "fp64": {"precision.master": "fp64", "precision.param": "fp64", "precision.reduce": "auto", "precision.output": "auto"},
     **{d: {"precision.master": "fp32", "precision.param": d, "precision.reduce": "auto"} for d in ("fp32", "bf16", "fp16")},
 }
+LOSS_SCALE = 256.0
+"""fp16's, small enough that no gradient overflows: a run leaves such a step out, the plain loop has no scale."""
 
 FAR = 2.0**20
 """The length of a step from which its gradient is read: next to it the parameter that it starts from is rounding."""
@@ -81,7 +83,7 @@ class Asked:
             "train.eval_every_steps": 0, "train.eval_samples": 1, "checkpoint.dir": "", "checkpoint.every_steps": 10**9,
             "checkpoint.every_minutes": 0.0, "checkpoint.export": True, "checkpoint.export_format": "torch",
             "checkpoint.resume": "auto", "checkpoint.keep_best": 0, "stop.file": "", "stop.deadline_s": 0.0,
-            **PRECISION[self.dtype], **training.overrides(),
+            "precision.loss_scale": LOSS_SCALE, **PRECISION[self.dtype], **training.overrides(),
         }  # fmt: skip
         given = configuration.load(self.words, {**fixed, "mesh.strategy": "auto", "mesh.replicate": 0, "mesh.shard": 0})
         if row is None:
