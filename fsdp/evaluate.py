@@ -56,7 +56,7 @@ def evaluate(
             loss_sum += parts.loss_sum.double()
             if parts.correct is not None:
                 correct += parts.correct
-            weight += host.tokens if loss_function.counts_tokens else host.valid_rows
+            weight += loss_function.tokens(host.counted) if loss_function.counts_tokens else host.valid_rows
             stopped = asked_to_stop()
             if stopped:
                 break

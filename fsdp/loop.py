@@ -27,6 +27,7 @@ from fsdp.console import set_up_logging
 from fsdp.data import Loader, StepBatch
 from fsdp.data.base import Batch
 from fsdp.data.cursor import stream_key
+from fsdp.data.loader import read_batch
 from fsdp.env import DistEnv, check_torch, end_time, process_group
 from fsdp.errors import CheckpointError
 from fsdp.evaluate import Evaluation, evaluate
@@ -234,8 +235,7 @@ class _Loop:
 
     def run_to_end(self) -> Outcome:
         last = min(self.config.train.stop_after or self.job.total_steps, self.job.total_steps)
-        if 0 < self.state.step < last and self._first_batch_is_short():
-            self._learn_the_loss()
+        self._learn_the_loss(resumed=0 < self.state.step < last)
         while self.state.step < last and not self.stopped:
             self._one_step()
         self._look()
@@ -256,13 +256,24 @@ class _Loop:
         whole = batch.micro_batch * batch.accumulation * self.env.world_size
         return len(self.job.cursor.indices(self.state.step)) < whole
 
-    def _learn_the_loss(self) -> None:
-        """Before a first call nobody knows whether the model has a loss of its own: short batches are cut where later ones are
-        masked, and a resumed run's first step would differ in its last bits. Costs a forward, which all ranks make."""
-        rows = self.job.cursor.indices(self.state.step)[:1]
-        one = Batch(self.job.data.train.batch(rows), torch.ones(1, dtype=torch.bool), 1).to(self.env.device)
+    def _learn_the_loss(self, *, resumed: bool) -> None:
+        """A forward of one or two samples, which all ranks make, before the first step that depends on what it shows.
+
+        A model that receives its labels: what its own loss is a mean over. A resumed run with a short first batch: whether the
+        model has a loss of its own (short batches are cut for one and masked otherwise, which differs in the last bits).
+        """
+        short = resumed and self._first_batch_is_short()
+        if not (self.loss_function.may_own or short):
+            return
+        rows = self.job.cursor.indices(self.state.step)[:2]
+        data = read_batch(self.job.data.train, rows, f"rank {self.env.rank}, before the first step")
+        if not (self.loss_function.gives_labels(data) or short):
+            return
+        one = Batch(data, torch.ones(len(rows), dtype=torch.bool), len(rows)).to(self.env.device)
         with self.sharded.evaluating():
-            self.loss_function(self.sharded.called, one.data, one.valid, one.valid_rows)
+            said = self.loss_function.learn(self.sharded.called, one.data)
+        if said and self.env.is_main:
+            log.warning("%s", said)
 
     def _one_step(self) -> None:
         step = self.state.step + 1
@@ -344,9 +355,9 @@ class _Loop:
 
     def _tokens_of(self, batch: StepBatch) -> _Tokens:
         info = self.job.data.info
-        if info.class_names or not info.masks_targets:
+        if not self.loss_function.shifts and (info.class_names or not info.masks_targets):
             return _Tokens(batch.samples * info.tokens_per_sample)
-        return _Tokens(sum(micro.tokens for micro in batch.micro), over_ranks=True)
+        return _Tokens(sum(self.loss_function.tokens(micro.counted) for micro in batch.micro), over_ranks=True)
 
     def _count(self, batch: StepBatch, result: StepResult) -> None:
         self.state.step += 1

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fsdp.config import Args
+from fsdp.loss import Counted
 
 
 class Samples(Protocol):
@@ -52,15 +53,20 @@ class Batch:
     data: Mapping[str, Tensor]
     valid: Tensor
     valid_rows: int
-    tokens: int = 0
-    """Targets that count, of tokens; counted while it is on the host, where nobody waits for it."""
+    counted: Mapping[str, Counted] = field(default_factory=dict)
+    """Unmasked "targets" and "labels" of tokens, counted on the host before the copy to a device."""
+
+    @property
+    def tokens(self) -> int:
+        """What throughput counts."""
+        return next((one.all for one in self.counted.values()), 0)
 
     def to(self, device: torch.device) -> Batch:
         """On the device; the copy from pinned memory does not wait."""
         if device.type == "cpu":
             return self
         moved = {name: value.to(device, non_blocking=True) for name, value in self.data.items()}
-        return Batch(moved, self.valid.to(device, non_blocking=True), self.valid_rows, self.tokens)
+        return Batch(moved, self.valid.to(device, non_blocking=True), self.valid_rows, self.counted)
 
 
 @dataclass(frozen=True)

@@ -87,10 +87,10 @@ class Loader:
         rows = pad(part, self.micro_batch, spare)
         data = read_batch(self.samples, rows, f"rank {self.rank.index}, step {step}")
         mask = self._masks[len(part)]
-        tokens = count_tokens(data, mask)
+        counted = count_tokens(data, mask)
         if self._pin:
             data = {name: value.pin_memory() for name, value in data.items()}
-        return Batch(data, mask, len(part), tokens)
+        return Batch(data, mask, len(part), counted)
 
 
 def read_batch(samples: Samples, indices: np.ndarray, where: str) -> dict[str, Tensor]:

@@ -1,13 +1,14 @@
 """Is training a model sharded the same as training it plainly?
 
 __main__.py   the command: its flags, the table, the verdict
-asked.py      what is compared: the meshes, the precisions, and the run's own flags put over them
+asked.py      what is compared: the meshes, the trainings, the precisions, and the run's own flags put over them
 plain.py      the unsharded loop, written out
 ranks.py      the processes that train sharded, by fsdp.loop.train itself
-compare.py    both sides started, and how far apart they end
+measure.py    how far apart two trainings are, what is furthest, and why that may be
+compare.py    both sides started, and each mesh judged
 """
 
-from fsdp.parity.asked import Row, rows
-from fsdp.parity.compare import difference
+from fsdp.parity.asked import Row, Training, rows
+from fsdp.parity.measure import relative_differences
 
-__all__ = ["Row", "difference", "rows"]
+__all__ = ["Row", "Training", "relative_differences", "rows"]

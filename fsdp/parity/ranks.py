@@ -10,36 +10,50 @@ import multiprocessing
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fsdp.errors import TrainingError
-from fsdp.parity.asked import Asked, Row
+from fsdp.parity.asked import Asked, Row, Training
+
+if TYPE_CHECKING:
+    from fsdp.env import DistEnv
 
 GROUP_TIMEOUT_S = 300.0
 
 
 @contextlib.contextmanager
-def sharded_ranks(asked: Asked, tried: list[Row], folder: str, on_cuda: bool) -> Iterator[Callable[[], None]]:
-    """Processes that form one world; what is yielded waits for their end, and raises what the first of them met."""
+def sharded_ranks(asked: Asked, tried: list[Row], folder: str, on_cuda: bool) -> Iterator[Iterator[int]]:
+    """Processes that form one world; yields the places of the meshes as they are done, and raises what a rank met first."""
     context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
     members = [
-        context.Process(target=_rank, args=(rank, asked, tried, folder, on_cuda), daemon=True) for rank in range(asked.ranks)
+        context.Process(target=_rank, args=(rank, asked, tried, folder, on_cuda, None if rank else theirs), daemon=True)
+        for rank in range(asked.ranks)
     ]
     for member in members:
         member.start()
+    theirs.close()
 
-    def finish() -> None:
+    def done() -> Iterator[int]:
         left = {member.sentinel: rank for rank, member in enumerate(members)}
-        while left:
-            for sentinel in wait(list(left)):
-                rank = left.pop(sentinel)  # type: ignore[arg-type]
-                members[rank].join()
-                if members[rank].exitcode:
-                    raise TrainingError(f"rank {rank} failed: {_last_words(Path(folder, f'rank-{rank}.log'))}.")
+        for _ in tried:
+            while ours not in (ready := wait([ours, *left])):
+                for sentinel in ready:
+                    _ended(left.pop(sentinel))  # type: ignore[arg-type]
+            try:
+                yield ours.recv()
+            except EOFError:
+                _ended(0)
+
+    def _ended(rank: int) -> None:
+        members[rank].join()
+        if members[rank].exitcode:
+            raise TrainingError(f"rank {rank} failed: {_last_words(Path(folder, f'rank-{rank}.log'))}.")
 
     try:
-        yield finish
+        yield done()
     finally:
         for member in members:
             if member.is_alive():
@@ -47,13 +61,28 @@ def sharded_ranks(asked: Asked, tried: list[Row], folder: str, on_cuda: bool) ->
             member.join()
 
 
+def run_of(folder: str, at: int, training: Training) -> Path:
+    return Path(folder, str(at), training.name.lower())
+
+
+def train_rows(env: DistEnv, asked: Asked, tried: list[Row], folder: str, done: Callable[[int], None]) -> None:
+    """One rank: the whole of fsdp.loop.train, mesh after mesh, each in every way."""
+    from fsdp.loop import train
+
+    for at, row in enumerate(tried):
+        for training in Training:
+            run = run_of(folder, at, training)
+            train(asked.config(row, str(run), training), env)
+            shutil.rmtree(run / "checkpoints", ignore_errors=True)
+        done(at)
+
+
 def _last_words(log: Path) -> str:
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()] if log.exists() else []
     return lines[-1].strip().rstrip(".") if lines else "it said nothing"
 
 
-def _rank(rank: int, asked: Asked, tried: list[Row], folder: str, on_cuda: bool) -> None:
-    """One rank: the whole of fsdp.loop.train, mesh after mesh."""
+def _rank(rank: int, asked: Asked, tried: list[Row], folder: str, on_cuda: bool, pipe: Connection | None) -> None:
     log = os.open(Path(folder, f"rank-{rank}.log"), os.O_CREAT | os.O_WRONLY)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -61,7 +90,6 @@ def _rank(rank: int, asked: Asked, tried: list[Row], folder: str, on_cuda: bool)
     import torch.distributed as dist
 
     from fsdp.env import DistEnv, process_group
-    from fsdp.loop import train
 
     if not on_cuda:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // (asked.ranks + 1)))
@@ -70,6 +98,4 @@ def _rank(rank: int, asked: Asked, tried: list[Row], folder: str, on_cuda: bool)
         device=torch.device("cuda", rank) if on_cuda else torch.device("cpu"), launcher="fsdp.parity",
     )  # fmt: skip
     with process_group(env, GROUP_TIMEOUT_S, dist.FileStore(str(Path(folder, "store")), asked.ranks)):
-        for at, row in enumerate(tried):
-            train(asked.config(row, str(Path(folder, str(at)))), env)
-            shutil.rmtree(Path(folder, str(at), "checkpoints"), ignore_errors=True)
+        train_rows(env, asked, tried, folder, pipe.send if pipe is not None else lambda _: None)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp.loss import LossFunction, count_tokens, cross_entropy_parts, loss_or_logits
+from fsdp.loss import AUXILIARY, BY_SAMPLES, Counted, LossFunction, count_tokens, cross_entropy_parts, loss_or_logits
 
 VALID = torch.tensor([True, True, False])
 INPUTS, TARGETS = torch.randn(3, 4), torch.tensor([1, 0, 2])
@@ -80,7 +80,7 @@ def test_masked_tokens_count_nowhere() -> None:
     parts = cross_entropy_parts(logits, targets, valid)
     expected = F.cross_entropy(logits[0, [0, 2]], targets[0, [0, 2]], reduction="sum")
     assert parts.loss_sum.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert count_tokens({"targets": targets}, valid) == 2
+    assert count_tokens({"targets": targets}, valid) == {"targets": Counted(all=2, after_first=1)}
 
 
 def test_low_precision_logits_are_summed_in_fp32_and_fp64_stays() -> None:
@@ -108,3 +108,89 @@ def test_anything_else_is_refused_by_its_type(output: Any) -> None:
 def test_inputs_come_in_the_parameters_precision() -> None:
     model = Gives(lambda x: x).double()
     assert LossFunction(model)(model, {"inputs": INPUTS, "targets": TARGETS}, VALID, 2).loss_sum.dtype == torch.float64
+
+
+# ---------------------------------------------------------------- a loss of its own, and the logits it came from
+
+TOKENS = torch.randint(0, 7, (3, 6), generator=torch.Generator().manual_seed(1))
+LABELS = torch.where(torch.arange(6) < torch.tensor([[6], [2], [4]]), TOKENS, -100)
+
+
+class Causal(nn.Module):
+    """As transformers' heads are: labels in, their mean loss and the logits out."""
+
+    def __init__(self, shift: bool = True, smoothing: float = 0.0, auxiliary: float = 0.0, gives_logits: bool = True) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 7)
+        self.shift, self.smoothing, self.router_aux_loss_coef, self.gives_logits = shift, smoothing, auxiliary, gives_logits
+        self.losses = 0
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.table(x)
+        found = {"logits": logits} if self.gives_logits else {}
+        if self.router_aux_loss_coef:
+            found["aux_loss"] = logits.square().mean()
+        if labels is None:
+            return found
+        self.losses += 1
+        ours, theirs = (logits[:, :-1], labels[:, 1:]) if self.shift else (logits, labels)
+        loss = F.cross_entropy(ours.flatten(0, 1), theirs.flatten(), label_smoothing=self.smoothing)
+        return {**found, "loss": loss + self.router_aux_loss_coef * found.get("aux_loss", torch.zeros(()))}
+
+
+def learnt(model: Causal) -> tuple[LossFunction, str]:
+    function = LossFunction(model)
+    with torch.no_grad():
+        return function, function.learn(model, {"inputs": TOKENS[:2], "labels": LABELS[:2]})
+
+
+@pytest.mark.parametrize("shift", [True, False])
+def test_a_mean_over_labels_is_taken_apart_into_their_sum(shift: bool) -> None:
+    model = Causal(shift)
+    function, said = learnt(model)
+    assert (said, function.shifts, function.counts_tokens) == ("", shift, True)
+    called = model.losses
+    parts = function(model, {"inputs": TOKENS, "labels": LABELS}, VALID, 2)
+    assert model.losses == called  # a loss that nobody takes is not computed
+    kept = LABELS[:2, 1:] if shift else LABELS[:2]
+    logits = model.table(TOKENS[:2, :-1] if shift else TOKENS[:2])
+    expected = F.cross_entropy(logits.flatten(0, 1), kept.flatten(), reduction="sum")
+    assert parts.loss_sum.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert function.tokens(count_tokens({"labels": LABELS}, VALID)) == int((kept != -100).sum())
+
+
+def test_a_micro_batch_without_a_label_adds_nothing() -> None:
+    model = Causal()
+    function, _ = learnt(model)
+    masked = torch.full_like(LABELS, -100)
+    parts = function(model, {"inputs": TOKENS, "labels": masked}, torch.ones(3, dtype=torch.bool), 3)
+    parts.loss_sum.backward()
+    assert parts.loss_sum.item() == 0
+    assert model.table.weight.grad is not None
+    assert not model.table.weight.grad.any()
+
+
+def test_an_auxiliary_loss_is_weighed_by_the_labels_beside_it() -> None:
+    model = Causal(auxiliary=0.5)
+    function, said = learnt(model)
+    assert said == AUXILIARY
+    parts = function(model, {"inputs": TOKENS, "labels": LABELS}, VALID, 2)
+    output = model(TOKENS[:2], LABELS[:2])  # padding never reaches it
+    assert parts.loss_sum.item() == pytest.approx(6 * output["loss"].item(), rel=1e-6)  # 5 and 1 labels after the first
+
+
+@pytest.mark.parametrize("model", [Causal(smoothing=0.1), Causal(gives_logits=False)])
+def test_a_loss_that_cannot_be_weighed_by_tokens_is_said(model: Causal) -> None:
+    function, said = learnt(model)
+    assert said == BY_SAMPLES
+    parts = function(model, {"inputs": TOKENS, "labels": LABELS}, VALID, 2)
+    assert parts.loss_sum.item() == pytest.approx(2 * model(TOKENS[:2], LABELS[:2])["loss"].item(), rel=1e-6)
+
+
+def test_a_loss_per_sample_needs_no_word() -> None:
+    class Own(nn.Module):
+        def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+            return x.mean()
+
+    model = Own()
+    assert LossFunction(model).learn(model, {"inputs": INPUTS, "targets": TARGETS}) == ""

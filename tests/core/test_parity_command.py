@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp.parity import Row, difference, rows
+from fsdp.parity import Row, Training, relative_differences, rows
+from fsdp.parity.__main__ import _show
+from fsdp.parity.asked import Asked
+from fsdp.parity.measure import Difference
+from tests.test_imports import imports
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--model.name", "tests.core.own:Uneven", "--data.name", "tests.core.own:vectors", "--train.global_batch", "12"]
@@ -27,6 +31,8 @@ def test_a_person_s_own_model_on_two_ranks() -> None:
     assert len(table) == 1 + len(rows(2))
     assert all(line.endswith("same") for line in table[1:])
     assert verdict == "parity holds: every mesh trains as one process does, 6 steps on 2 ranks in fp64"
+    assert "fsdp.parity: plain loop: gradients" in done.stderr.splitlines()
+    assert done.stderr.splitlines()[-1] == f"fsdp.parity: {len(rows(2))} of {len(rows(2))} meshes done"
 
 
 @pytest.mark.parametrize(
@@ -51,9 +57,32 @@ def test_what_is_tried_fits_the_ranks() -> None:
     assert Row("hsdp", 2, 2, "true", 1) in rows(4)
 
 
-def test_a_difference_is_the_worst_parameter_s_and_a_nan_is_far() -> None:
-    b = {"large": torch.full((4,), 10.0), "small": torch.ones(1)}
-    a = {"large": b["large"].clone(), "small": torch.tensor([1.5])}
-    assert difference(a, b, each=True) == pytest.approx(0.5)
-    assert difference(a, b, each=False) == pytest.approx(0.5 / 401**0.5)
-    assert difference({**a, "small": torch.tensor([float("nan")])}, b, each=True) == float("inf")
+def test_a_difference_is_measured_against_what_moved() -> None:
+    """A parameter with next to no gradient against the model's, any other against its own; a nan is far."""
+    b = {"large": torch.full((4,), 10.0), "small": torch.ones(1), "flat": torch.zeros(1)}
+    a = {"large": b["large"].clone(), "small": torch.tensor([1.5]), "flat": torch.tensor([1e-9])}
+    found = relative_differences(a, b)
+    assert found["large"] == 0
+    assert found["small"] == pytest.approx(0.5)
+    assert found["flat"] == pytest.approx(1e-9 / (1e-3 * 401**0.5))
+    assert relative_differences({**a, "small": torch.tensor([float("nan")])}, b)["small"] == float("inf")
+
+
+def test_what_differs_stands_under_its_mesh(capsys: pytest.CaptureFixture[str]) -> None:
+    row = Row("hsdp", 2, 1, "true", 1)
+    same = [Difference(training, "the loss of step 1", 1e-16, 1e-10) for training in Training]
+    wrong = Difference(Training.GRADIENT, "the gradient of head.bias", 1.0, 1e-10, factor=2.0)
+    later = Difference(Training.SGD, "the parameter head.bias", 1.0, 1e-10)
+    asked = Asked([], 2, "fp64", 20)
+    assert _show(asked, iter([(row, same)])) == 0
+    assert _show(asked, iter([(row, [*same, wrong, later])])) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-3].endswith("DIFFERS")
+    assert lines[-2] == "  gradients: the gradient of head.bias differs by 1.0e+00, bound 1e-10: it is 2 times the plain loop's"
+    assert lines[-1] == "PARITY FAILS: 1 of 1 meshes differ, 20 steps on 2 ranks in fp64"
+
+
+def test_the_plain_loop_shares_no_code_that_computes() -> None:
+    """The model, its weights and the samples, and nothing of the run."""
+    named = {module.split(".")[1] for _, module in imports(ROOT / "fsdp/parity/plain.py") if module.startswith("fsdp.")}
+    assert named == {"parity", "config", "job", "models", "checkpoint"}

@@ -1,0 +1,134 @@
+"""Small models of transformers, and texts with padding and masked labels, as --model.name and --data.name take them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+WORDS = 31
+SIZES: dict[str, Any] = {
+    "vocab_size": WORDS, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 40,
+}  # fmt: skip
+NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+LABELS: dict[str, Any] = {"num_labels": 5}
+START: dict[str, Any] = {"decoder_start_token_id": 0}
+EAGER: dict[str, Any] = {"experts_implementation": "eager"}
+"""torch's grouped products have no float64."""
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=1, use_cache=False))
+
+
+def gemma3() -> nn.Module:
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    return Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, num_key_value_heads=1, head_dim=12, use_cache=False))
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=WORDS, n_embd=24, n_layer=2, n_head=2, n_positions=16, use_cache=False, resid_pdrop=0.0,
+            embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+        )
+    )  # fmt: skip
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    return BertForMaskedLM(BertConfig(**SIZES, **NO_DROPOUT))
+
+
+def classifier() -> nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    return BertForSequenceClassification(BertConfig(**SIZES, **NO_DROPOUT, **LABELS))
+
+
+def t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    return T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=WORDS, d_model=24, d_kv=12, d_ff=40, num_layers=2, num_heads=2, dropout_rate=0.0, use_cache=False,
+            pad_token_id=0, **START,
+        )
+    )  # fmt: skip
+
+
+def mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        **SIZES, num_key_value_heads=1, num_local_experts=3, num_experts_per_tok=2, output_router_logits=True,
+        router_aux_loss_coef=0.5, use_cache=False, **EAGER,
+    )  # fmt: skip
+    return MixtralForCausalLM(config)
+
+
+def vit() -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    return ViTForImageClassification(
+        ViTConfig(
+            hidden_size=24, num_hidden_layers=2, num_attention_heads=2, intermediate_size=40, image_size=8, patch_size=4,
+            num_channels=1, **NO_DROPOUT, **LABELS,
+        )
+    )  # fmt: skip
+
+
+class Texts(Dataset[dict[str, Tensor]]):
+    """Nine tokens a row, padded to the right; the longer of them are four times as long as the shorter."""
+
+    def __init__(self, count: int, kind: str) -> None:
+        self.kind = kind
+        generator = torch.Generator().manual_seed(6)
+        self.tokens = torch.randint(1, WORDS, (count, 9), generator=generator)
+        self.others = torch.randint(1, WORDS, (count, 5), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        length = 2 + (index * 3) % 8
+        there = torch.arange(9) < length
+        item: dict[str, Any] = {"input_ids": self.tokens[index] * there, "attention_mask": there.long()}
+        if self.kind == "causal":
+            return item | {"labels": torch.where(there, self.tokens[index], -100)}
+        if self.kind == "masked":
+            return item | {"labels": torch.where(there & (torch.arange(9) % 3 == index % 3), self.tokens[index], -100)}
+        if self.kind == "seq2seq":
+            return item | {"labels": torch.where(torch.arange(5) < 1 + index % 5, self.others[index], -100)}
+        return item | {"labels": index % 5}
+
+
+def texts(kind: str, count: int = 50) -> Texts:
+    return Texts(count, kind)
+
+
+def texts_with_heldout(kind: str) -> tuple[Texts, Texts]:
+    return Texts(50, kind), Texts(11, kind)
+
+
+class Pictures(Dataset[tuple[Tensor, int]]):
+    def __init__(self, count: int) -> None:
+        self.inputs = torch.randn(count, 1, 8, 8, generator=torch.Generator().manual_seed(7))
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.inputs[index], index % 5
+
+
+def pictures(count: int = 50) -> Pictures:
+    return Pictures(count)
