@@ -25,6 +25,7 @@ from fsdp.mesh import BatchPlan, MeshSizes, plan_batch, resolve
 from fsdp.models import ModelSpec
 from fsdp.models import resolve as resolve_model
 from fsdp.models.blocks import find_units
+from fsdp.models.caches import turn_caches_off
 from fsdp.models.lora import adapted, apply_lora
 from fsdp.models.parts import freeze
 from fsdp.models.real import seeded
@@ -121,6 +122,7 @@ def trained_model(config: Config, job: Job) -> nn.Module:
 def model_of(config: Config, spec: ModelSpec) -> nn.Module:
     """The meta model, with what is frozen frozen and its adapters in place: what a run shards."""
     model = meta_model(spec)
+    turn_caches_off(model)
     if config.model.frozen:
         freeze(model, config.model.frozen)
     if config.lora.rank:

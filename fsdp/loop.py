@@ -51,6 +51,7 @@ from fsdp.state import TrainState
 from fsdp.stop import Stopper
 from fsdp.verdict import Verdicts
 from fsdp.wandb_sink import check_wandb
+from fsdp.watch.branches import Branches
 from fsdp.watch.numbers import Numbers, make_deterministic
 from fsdp.watch.rank import Watch
 
@@ -226,6 +227,7 @@ class _Loop:
             self.config.train, self.gradients, self.state.optimizer, self.sharded.root, scaler=self.scaler,
             whole_update=isinstance(self.update, Whole),
         )  # fmt: skip
+        self.branches = Branches(self.sharded)
         self.scales = maybe_scales(self.sharded.root, self.config.speed, sharded=self.job.sizes.strategy != "ddp")
         self.stopped: str | None = None
         self.evaluation: Evaluation | None = None
@@ -287,6 +289,8 @@ class _Loop:
         if self.recorder.wants(step):
             self._look()
         agreed = self.stopper.agreed()
+        if not self.stopper.on_host:
+            self.branches.check(step - 1, self.stopper.signatures(), last=False)
         self.stopped = agreed.stop
         every = self.config.train.eval_every_steps
         if every and step % every == 0 and not self.stopped:
@@ -305,6 +309,8 @@ class _Loop:
         if self.scaler is not None:
             norm = self.scaler.unscale(self.gradients, norm)
         loss = loss_sum.wait()[0] / weight
+        if self.stopper.on_host:
+            self.branches.check(self.state.step + 1, self.stopper.signatures())
         applied = self.verdicts.may_update(self.state.step + 1, loss, norm)
         if applied:
             if self.config.train.clip_grad_norm:
@@ -336,7 +342,7 @@ class _Loop:
                 scaled = parts.loss_sum * (self.sharded.divisor * scale / weight)
                 if last:
                     self.verdicts.own_loss = total.clone()  # whose it was, should the sum not be finite
-                    reduced = self.stopper.sum_with(total, behind=scaled)
+                    reduced = self.stopper.sum_with(total, scaled, self.branches.signature)
                 self.phases.enter("backward")
                 scaled.backward()
         return reduced, weight, tokens

@@ -166,7 +166,7 @@ def shard_model(
         model._apply(lambda tensor: tensor.to(dtypes.master) if tensor.is_floating_point() else tensor)
     units = find_units(model, section.wrap)
     apply_float8(units, speed, sharded=sizes.strategy != "ddp")
-    apply_activation_checkpointing(units, memory, compiled=compiles(speed, device))
+    apply_activation_checkpointing(units, memory, compiled=compiles(speed, device), root=model)
     apply_compile(units, model, speed, device)
     apply_activation_offload(units, memory, device, compiled=compiles(speed, device))
     policy = reshard_policy(section.reshard_after_forward)
