@@ -114,6 +114,7 @@ def _train(
     finally:
         if profile is not None:
             profile.close()
+        loop.branches.close()
         loop.loader.close()
         loop.recorder.close()
         loop.stopper.close()

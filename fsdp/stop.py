@@ -108,7 +108,7 @@ class Stopper:
         self, loss: Tensor, behind: Tensor | None = None, signature: Callable[[], int] = lambda: 0
     ) -> Sum:  # fmt: skip
         """Sum a step's loss over the ranks, once a step: the first number of what comes is that sum. On a device it goes beside
-        the backward, on the host behind that of `behind`. `signature` is called behind that backward (fsdp/watch/branches.py)."""
+        the backward, on the host behind that of `behind`. `signature` is called behind it, too (fsdp/watch/branches.py)."""
         if not self.on_host:
             if behind is not None:
                 call_behind(behind, lambda: self._sign(signature()))
