@@ -39,6 +39,7 @@ from fsdp.memory.oom import Scene, Witness
 from fsdp.memory.update import Update, Whole, build_update
 from fsdp.mesh import build_mesh, data_rank
 from fsdp.metrics import NoReporter, Reporter
+from fsdp.models.fits import check_one_number
 from fsdp.models.real import seed_streams
 from fsdp.optim import apply_hyperparameters, build_optimizer, lr_at, set_lr
 from fsdp.phases import Phases
@@ -336,6 +337,7 @@ class _Loop:
             with self.sharded.micro_batch(last):
                 self.phases.enter("forward")
                 parts = self.loss_function(self.sharded.called, one.data, one.valid, one.valid_rows)
+                check_one_number(parts.loss_sum)
                 tokens = counted()
                 weight = float(max(1, tokens if self.loss_function.counts_tokens else batch.samples))
                 part = parts.loss_sum.detach().double()

@@ -120,7 +120,7 @@ class _Stateless:
         )
 
 
-def refused_recomputation(error: RuntimeError) -> ConfigError | None:
+def refused_recomputation(error: Exception) -> ConfigError | None:
     """An error for people if backward found that a unit's second forward differs from its first; None for other errors."""
     if not isinstance(error, CheckpointError) and "backward but not found in storage" not in str(error):
         return None
