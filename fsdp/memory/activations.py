@@ -88,8 +88,8 @@ def _keep_products(context: object, op: object, *args: object, **kwargs: object)
 
 
 class _Stateless:
-    """A unit's forward, which is refused if its first call in training changes the unit's own tensors in place: backward
-    would change them a second time. Compiled code and the planner's fake tensors are not checked."""
+    """A unit's forward, which is refused if its first call in training changes a tensor of the unit in place, or a number that
+    it counts: backward would change them a second time. Compiled code and the planner's fake tensors are not checked."""
 
     def __init__(self, block: nn.Module, name: str, flag: str) -> None:
         self._block, self._forward, self._name, self._flag = block, block.forward, name, flag
@@ -99,23 +99,29 @@ class _Stateless:
         if self._checked or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         self._checked = True
-        before = dict(self._tensors())
+        before = dict(self._state())
         out = self._forward(*args, **kwargs)
-        changed = [name for name, (tensor, version) in before.items() if tensor._version != version]
+        after = dict(self._state())
+        changed = [name for name, value in before.items() if name in after and after[name] != value]
         if changed:
             raise self._refusal(changed[0])
         return out
 
-    def _tensors(self) -> Iterator[tuple[str, tuple[Tensor, int]]]:
+    def _state(self) -> Iterator[tuple[str, float]]:
+        """Each tensor by its identity and how often it was written, each number by itself. One that forward replaces by
+        another is no change: what it was is not read."""
         for prefix, module in self._block.named_modules(prefix=self._name):
             for key, value in (*module._buffers.items(), *vars(module).items()):
+                name = f"{prefix}.{key}".lstrip(".")
                 if isinstance(value, Tensor) and not isinstance(value, FakeTensor) and not value.is_inference():
-                    yield f"{prefix}.{key}".lstrip("."), (value, value._version)
+                    yield f"{name}@{id(value)}", value._version
+                elif type(value) in (int, float):
+                    yield f"{name}@", value
 
-    def _refusal(self, tensor: str) -> ConfigError:
+    def _refusal(self, changed: str) -> ConfigError:
         return ConfigError(
             f"--memory.{self._flag}: the forward of {self._name or type(self._block).__name__} changes its own state, "
-            f"{tensor}, and backward would change it a second time.",
+            f"{changed.partition('@')[0]}, and backward would change it a second time.",
             NO_RECOMPUTATION,
         )
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from fsdp.errors import ConfigError
 
@@ -21,7 +21,7 @@ IGNORED = -100
 def check_parameters(model: nn.Module, name: str) -> None:
     """Before anything is sharded: shapes that are known and numbers that FSDP reduces."""
     for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if isinstance(tensor, UninitializedTensorMixin):
+        if is_lazy(tensor):
             raise ConfigError(
                 f"--model.name {name}: {key} has no shape before the first forward, and is sharded before it.",
                 "nn.Linear(IN, OUT) in place of nn.LazyLinear(OUT), and likewise for every lazy module",

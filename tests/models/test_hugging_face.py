@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -96,7 +97,13 @@ def test_a_method_of_a_class_can_be_a_factory() -> None:
 
 # ---------------------------------------------------------------- recomputation
 
-SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}
 
 
 def as_it_comes(name: str) -> nn.Module:
@@ -107,12 +114,12 @@ def as_it_comes(name: str) -> nn.Module:
     if name == "llama":
         return hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, num_key_value_heads=2))
     if name == "gemma3":
-        windows = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+        windows: dict[str, Any] = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
         return hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**SMALL, **windows, num_key_value_heads=2, head_dim=8))
     if name == "t5":
-        sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
-        return hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=64, **sizes, decoder_start_token_id=0))
-    sizes = {"n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}
+        encoder: dict[str, Any] = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+        return hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=64, **encoder, decoder_start_token_id=0))
+    sizes: dict[str, Any] = {"n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}
     return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=64, **sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
 
 
@@ -145,7 +152,7 @@ def test_recomputation_computes_the_same(name: str) -> None:
 def test_caches_are_off_in_every_configuration() -> None:
     model = as_it_comes("t5")
     turn_caches_off(model)
-    configs = [module.config for module in model.modules() if hasattr(module, "config")]
+    configs: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
     assert len({id(config) for config in configs}) > 1
     assert not any(config.use_cache for config in configs)
 

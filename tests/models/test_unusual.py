@@ -44,8 +44,10 @@ REFUSED = {
     "Counting --memory.activation_checkpointing full": "--memory.activation_checkpointing full: the forward of blocks.0 "
     "changes its own state, blocks.0.calls, and backward would change it a second time. "
     "HINT: --memory.activation_checkpointing none",
-    "Growing --memory.activation_checkpointing full": "a unit's forward computes something else when backward repeats it",
-    "Growing --memory.activation_checkpointing ops": "a unit's forward computes something else when backward repeats it",
+    "Numbering --memory.activation_budget 0.5": "--memory.activation_budget 0.5: the forward of blocks.0 changes its own "
+    "state, blocks.0.calls,",
+    "Alternating --memory.activation_checkpointing full": "a unit's forward computes something else when backward repeats it",
+    "Alternating --memory.activation_checkpointing ops": "a unit's forward computes something else when backward repeats it",
 }  # fmt: skip
 
 

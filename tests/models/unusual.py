@@ -25,7 +25,9 @@ class Transposed(Uneven):
 
     def __init__(self, plain: bool = False) -> None:
         super().__init__()
-        for layer in (self.stem, self.blocks[1].get_submodule("up")):
+        layers = (self.stem, self.get_submodule("blocks.1.up"))
+        for layer in layers:
+            assert isinstance(layer, nn.Linear)
             rows, columns = layer.weight.shape
             turned = torch.linspace(-0.2, 0.2, rows * columns).view(columns, rows).t()
             layer.weight = nn.Parameter(turned.contiguous() if plain else turned)
@@ -34,7 +36,7 @@ class Transposed(Uneven):
 class Orthogonal(Uneven):
     def __init__(self) -> None:
         super().__init__()
-        nn.utils.parametrizations.orthogonal(self.blocks[0].up)
+        nn.utils.parametrizations.orthogonal(self.get_submodule("blocks.0.up"))
 
 
 class Unused(Uneven):
@@ -68,6 +70,8 @@ class PerSample(Uneven):
 class Counts(Block):
     """A block that counts its calls in a buffer."""
 
+    calls: Tensor
+
     def __init__(self) -> None:
         super().__init__(13)
         self.register_buffer("calls", torch.zeros(()))
@@ -83,8 +87,26 @@ class Counting(Uneven):
         self.blocks = nn.ModuleList(Counts() for _ in range(2))
 
 
-class Grows(Block):
-    """A block whose forward does more each time."""
+class Alternates(Block):
+    """A block that is applied twice or once, in turn."""
+
+    def __init__(self) -> None:
+        super().__init__(13)
+        self.calls: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(1)
+        return super().forward(super().forward(x) if len(self.calls) % 2 else x)
+
+
+class Alternating(Uneven):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Alternates() for _ in range(2))
+
+
+class Numbered(Block):
+    """A block that counts its calls in a number."""
 
     def __init__(self) -> None:
         super().__init__(13)
@@ -92,15 +114,13 @@ class Grows(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        for _ in range(self.calls):
-            x = super().forward(x)
-        return x
+        return super().forward(x)
 
 
-class Growing(Uneven):
+class Numbering(Uneven):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Grows() for _ in range(2))
+        self.blocks = nn.ModuleList(Numbered() for _ in range(2))
 
 
 class Words(nn.Module):
