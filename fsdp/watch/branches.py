@@ -35,19 +35,19 @@ _Ran = tuple[list[str], list[str]]
 
 
 class Branches:
-    """One sharded model, watched from building to close(). Under DDP there is nothing to compare: Sharded.micro_batch names
-    what its reducer misses."""
+    """One sharded model, watched from building to close(). On one rank there is nothing to compare, nor under DDP, where
+    Sharded.micro_batch names what the reducer misses."""
 
     def __init__(self, sharded: Sharded) -> None:
-        self._groups: list[Any] = list(groups_of(sharded.root))
         self._ranks = sharded.ranks
+        self._groups: list[Any] = list(groups_of(sharded.root)) if self._ranks > 1 else []
         self._reductions: list[list[Any]] = []
         self._now: _Seen = [], [], []
         self._before = self._now
         self._signature = 0
         module: Any = _fsdp_param_group
         self._original = module.foreach_reduce
-        if self._groups and self._ranks > 1:
+        if self._groups:
             module.foreach_reduce = self._noted
 
     def close(self) -> None:
