@@ -84,6 +84,8 @@ def _check_takes(function: Callable[..., Any], count: int, path: str, flag: str)
     tensors = {1: ("gradient",), 3: ("output", "input", "group"), 4: ("output", "input", "group")}[count]
     try:
         inspect.signature(function).bind(*tensors, **keywords)
+        # FSDP leaves async_op out where it reduces.
+        inspect.signature(function).bind(*tensors, **{name: value for name, value in keywords.items() if name != "async_op"})
     except TypeError as error:
         raise ConfigError(f"{flag} {path}: {error}.", f"it is called with {names}") from None
 

@@ -6,6 +6,7 @@ its last start-up line.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,10 +26,13 @@ from fsdp.mesh import BatchPlan, MeshSizes, plan_batch, resolve
 from fsdp.models import ModelSpec
 from fsdp.models import resolve as resolve_model
 from fsdp.models.blocks import find_units
+from fsdp.models.caches import turn_caches_off
+from fsdp.models.fits import lacks_base, make_contiguous
 from fsdp.models.lora import adapted, apply_lora
 from fsdp.models.parts import freeze
 from fsdp.models.real import seeded
 from fsdp.optim import state_bytes
+from fsdp.proof import cut_of
 from fsdp.shard import Dtypes, resolve_dtypes
 
 log = logging.getLogger(__name__)
@@ -104,9 +108,10 @@ def meta_model(spec: ModelSpec) -> nn.Module:
         with torch.device("meta"):
             model = spec.build()
         stray = next(stray_tensors(model), None)
-        if stray is None:
+        base = lacks_base(model)
+        if stray is None and base is None:
             return model
-        why = f"{stray} is a tensor that no register_buffer made"
+        why = f"{stray} is a tensor that no register_buffer made" if stray else f"{base} is not made there"
     except (NotImplementedError, RuntimeError) as error:
         why = str(error).splitlines()[0]
     log.warning("%s cannot be built on the meta device (%s): each rank builds it whole once", spec.name, why)
@@ -121,6 +126,8 @@ def trained_model(config: Config, job: Job) -> nn.Module:
 def model_of(config: Config, spec: ModelSpec) -> nn.Module:
     """The meta model, with what is frozen frozen and its adapters in place: what a run shards."""
     model = meta_model(spec)
+    turn_caches_off(model)
+    make_contiguous(model)
     if config.model.frozen:
         freeze(model, config.model.frozen)
     if config.lora.rank:
@@ -157,6 +164,7 @@ def describe(config: Config, job: Job, model: nn.Module) -> Mapping[str, str]:
         "precision": f"{_name(job.dtypes.param)} on {_name(job.dtypes.master)}, reduced in {_name(job.dtypes.reduce)}",
         "bytes a rank": _bytes_a_rank(config, job, model),
     }  # fmt: skip
+    facts["units"] = units_said(model, config.mesh.wrap)
     if job.sizes.ranks > 1:
         facts["a step sends"] = traffic.said(
             model,
@@ -173,6 +181,59 @@ def describe(config: Config, job: Job, model: nn.Module) -> Mapping[str, str]:
     if tokens:
         facts["tokens a step"] = f"{tokens:,}"
     return facts
+
+
+def _units(model: nn.Module, wrap: str) -> list[tuple[str, list[nn.Parameter]]]:
+    """Each communication unit by the names of its modules, with the parameters that it gathers; the root's own come last."""
+    names = {module: name for name, module in model.named_modules()}
+    taken: set[nn.Parameter] = set()
+    found = []
+    for unit in find_units(model, wrap):
+        own = list(dict.fromkeys(p for module in unit for p in module.parameters() if p not in taken))
+        taken.update(own)
+        found.append((", ".join(names[module] for module in unit), own))
+    return [*found, ("the root", [p for p in model.parameters() if p not in taken])]
+
+
+def units_said(model: nn.Module, wrap: str) -> str:
+    """The units in a line, and why there are none."""
+    *units, (_, rest) = _units(model, wrap)
+    own = sum(p.numel() for p in rest)
+    if units:
+        sizes = [sum(p.numel() for p in parameters) for _, parameters in units]
+        most = f"{min(sizes):,} to {max(sizes):,}" if min(sizes) < max(sizes) else f"{max(sizes):,}"
+        return f"{len(units)} of {most} parameters, {own:,} in the root's"
+    if wrap.startswith("size:"):
+        parts = {sum(p.numel() for p in module.parameters()) for module in model.modules()} - {0}
+        near = next((f"size:{n}" for n in sorted(parts, reverse=True) if find_units(model, f"size:{n}")), "auto")
+        return f"none: --mesh.wrap {wrap} is met by no part of the model. HINT: --mesh.wrap {near}"
+    return f"none: --mesh.wrap {wrap} finds no part of the model, and the root's group holds {own:,} parameters"
+
+
+def unit_table(model: nn.Module, wrap: str, shards: int) -> list[str]:
+    """A line a unit: its parameters, and how many of them each rank of a replica keeps."""
+    rows = [("unit", "parameters", "a rank's shard")]
+    for name, parameters in _units(model, wrap):
+        kept = [sum(_kept(p, rank, shards) for p in parameters) for rank in range(shards)]
+        rows.append((name, f"{sum(p.numel() for p in parameters):,}", _by_rank(kept)))
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    return [f"{name:<{widths[0]}}  {numel:>{widths[1]}}  {kept}" for name, numel, kept in rows]
+
+
+def _kept(parameter: nn.Parameter, rank: int, shards: int) -> int:
+    return cut_of(parameter.shape, rank, shards).numel if parameter.dim() else 1  # FSDP shards no 0-dim parameter
+
+
+def _by_rank(kept: list[int]) -> str:
+    """Ranks that keep as many are named together: the first ranks have the longer shards."""
+    runs = [(numel, len(list(ranks))) for numel, ranks in itertools.groupby(kept)]
+    if len(runs) == 1:
+        return f"{kept[0]:,}"
+    ends = itertools.accumulate(count for _, count in runs)
+    return "; ".join(
+        f"{numel:,} on {f'ranks {end - count} to {end - 1}' if count > 1 else f'rank {end - 1}'}"
+        for (numel, count), end in zip(runs, ends, strict=True)
+    )
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -192,6 +253,8 @@ def dry_run(config: Config, env: DistEnv) -> str:
     asked = max(1, config.mesh.replicate) * max(1, config.mesh.shard)
     ranks = asked if env.world_size == 1 else env.world_size
     job = prepare(config, world_size=ranks, num_nodes=env.num_nodes, device=env.device)
-    facts = describe(config, job, trained_model(config, job))
+    model = trained_model(config, job)
+    facts = describe(config, job, model)
     width = max(map(len, facts))
-    return "\n".join(f"{name:<{width}}  {text}" for name, text in facts.items())
+    table = unit_table(model, config.mesh.wrap, job.sizes.shard)
+    return "\n".join([*(f"{name:<{width}}  {text}" for name, text in facts.items()), "", *table])

@@ -40,6 +40,7 @@ from fsdp.memory.oom import Scene, Witness
 from fsdp.memory.update import Update, Whole, build_update
 from fsdp.mesh import build_mesh, data_rank
 from fsdp.metrics import NoReporter, Reporter
+from fsdp.models.fits import check_one_number
 from fsdp.models.real import seed_streams
 from fsdp.optim import apply_hyperparameters, build_optimizer, lr_at, set_lr
 from fsdp.phases import Ending, Phases, StopReason
@@ -52,6 +53,7 @@ from fsdp.state import TrainState
 from fsdp.stop import Stopper
 from fsdp.verdict import Verdicts
 from fsdp.wandb_sink import check_wandb
+from fsdp.watch.branches import Branches
 from fsdp.watch.numbers import Numbers, make_deterministic
 from fsdp.watch.rank import Watch
 
@@ -114,6 +116,7 @@ def _train(
     finally:
         if profile is not None:
             profile.close()
+        loop.branches.close()
         loop.loader.close()
         loop.recorder.close()
         loop.numbers.close()
@@ -228,6 +231,7 @@ class _Loop:
             self.config.train, self.gradients, self.state.optimizer, self.sharded.root, scaler=self.scaler,
             whole_update=isinstance(self.update, Whole),
         )  # fmt: skip
+        self.branches = Branches(self.sharded)
         self.scales = maybe_scales(self.sharded.root, self.config.speed, sharded=self.job.sizes.strategy != "ddp")
         self.stopped: str | None = None
         self.evaluation: Evaluation | None = None
@@ -299,6 +303,8 @@ class _Loop:
         if self.recorder.wants(step):
             self._look()
         agreed = self.stopper.agreed()
+        if not self.stopper.on_host:
+            self.branches.check(step - 1, self.stopper.signatures(), last=False)
         self.stopped = agreed.stop
         every = self.config.train.eval_every_steps
         if every and step % every == 0 and not self.stopped:
@@ -317,6 +323,8 @@ class _Loop:
         if self.scaler is not None:
             norm = self.scaler.unscale(self.gradients, norm)
         loss = loss_sum.wait()[0] / weight
+        if self.stopper.on_host:
+            self.branches.check(self.state.step + 1, self.stopper.signatures())
         applied = self.verdicts.may_update(self.state.step + 1, loss, norm)
         if applied:
             if self.config.train.clip_grad_norm:
@@ -341,6 +349,7 @@ class _Loop:
             with self.sharded.micro_batch(last):
                 self.phases.enter("forward")
                 parts = self.loss_function(self.sharded.called, one.data, one.valid, one.valid_rows)
+                check_one_number(parts.loss_sum)
                 tokens = counted()
                 weight = float(max(1, tokens if self.loss_function.counts_tokens else batch.samples))
                 part = parts.loss_sum.detach().double()
@@ -348,7 +357,7 @@ class _Loop:
                 scaled = parts.loss_sum * (self.sharded.divisor * scale / weight)
                 if last:
                     self.verdicts.own_loss = total.clone()  # whose it was, should the sum not be finite
-                    reduced = self.stopper.sum_with(total, behind=scaled)
+                    reduced = self.stopper.sum_with(total, scaled, self.branches.signature)
                 self.phases.enter("backward")
                 scaled.backward()
         return reduced, weight, tokens

@@ -246,6 +246,8 @@ def _scatter_rows(target: Tensor, full: Tensor | None, sharded: Sharded, *, is_s
     """A piece to each shard of the first replica, then along dp_replicate: rank 0 sends the model once, whatever the ranks."""
     part, count = local(target), shard_count(target)
     chunk = -(-target.shape[0] // count) * target.shape[1:].numel() * part.element_size()
+    if not chunk:
+        return
     fits = part.is_contiguous() and part.numel() * part.element_size() == chunk
     # Straight into the shard, but where its rows end early: a second shard's memory would stand beside the whole.
     received = _bytes(part) if fits else torch.empty(chunk, dtype=torch.uint8, device=part.device)

@@ -21,11 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp.comm import Hooks, apply_comm, load_hooks
 from fsdp.config import CommSection, MemorySection, MeshSection, PrecisionSection, SpeedSection, reshard_policy
+from fsdp.errors import ConfigError
 from fsdp.float8 import apply_float8
 from fsdp.memory.activation_offload import apply_activation_offload
-from fsdp.memory.activations import apply_activation_checkpointing
+from fsdp.memory.activations import apply_activation_checkpointing, refused_recomputation
 from fsdp.mesh import MeshSizes
 from fsdp.models.blocks import blocks_of, find_units
+from fsdp.models.fits import misfit
 from fsdp.models.real import persistent
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -95,8 +97,10 @@ class Sharded:
         """Within it a forward and its backward; communication that the last micro-batch makes needless is left out."""
         if isinstance(self.runs, DistributedDataParallel):
             quiet = self.accumulate == "last" and not last
-            with self.runs.no_sync() if quiet else contextlib.nullcontext(), self._autocast():
+            with self.runs.no_sync() if quiet else contextlib.nullcontext(), self._autocast(), explained(self.root):
                 yield
+            if not quiet:
+                self._check_reduced(self.runs)
             return
         if isinstance(self.root, FSDPModule) and last is not self._told_last:
             # Told once where each micro-batch is the last: the setters walk all modules.
@@ -108,9 +112,25 @@ class Sharded:
                 self.root.set_requires_all_reduce(last)
             if self.keep_gathered:
                 self.root.set_reshard_after_backward(last)
-        yield
+        with explained(self.root):
+            yield
         if last:
             self._average_replicated()
+
+    def _check_reduced(self, runs: DistributedDataParallel) -> None:
+        """After a backward: a parameter without a gradient leaves its bucket unreduced on this rank, and other ranks wait."""
+        try:
+            runs._check_reducer_finalized()
+        except RuntimeError as error:
+            unused = [name for name, p in self.root.named_parameters() if p.requires_grad and p.grad is None]
+            more = f" (and {len(unused) - 1} more)" if len(unused) > 1 else ""
+            refused = ConfigError(
+                f"the loss of rank {dist.get_rank()} does not depend on {unused[0] if unused else 'a parameter'}{more}, and "
+                "--mesh.strategy ddp reduces every gradient.",
+                f"--mesh.strategy fsdp, or --model.frozen {','.join(unused[:4])}",
+            )
+            refused.scope = "rank"
+            raise refused from error
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
         """DDP keeps one copy of each parameter: autocast gives its computation the dtype that FSDP's policy would."""
@@ -125,7 +145,7 @@ class Sharded:
         self.root.eval()
         ddp = isinstance(self.runs, DistributedDataParallel)
         try:
-            with torch.no_grad(), self._autocast() if ddp else contextlib.nullcontext():
+            with torch.no_grad(), self._autocast() if ddp else contextlib.nullcontext(), explained(self.root):
                 yield
             for module in self.root.modules():
                 if isinstance(module, FSDPModule):
@@ -143,6 +163,18 @@ class Sharded:
             if parameter.grad is not None and self.ranks > 1:
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= self.divisor
+
+
+@contextlib.contextmanager
+def explained(root: nn.Module) -> Iterator[None]:
+    """Errors for people in place of those of a forward that does not fit its data, or that cannot be recomputed."""
+    try:
+        yield
+    except (IndexError, RuntimeError) as error:
+        refused = refused_recomputation(error) or misfit(error, root)
+        if refused is None:
+            raise
+        raise refused from error
 
 
 def shard_model(
@@ -166,7 +198,7 @@ def shard_model(
         model._apply(lambda tensor: tensor.to(dtypes.master) if tensor.is_floating_point() else tensor)
     units = find_units(model, section.wrap)
     apply_float8(units, speed, sharded=sizes.strategy != "ddp")
-    apply_activation_checkpointing(units, memory, compiled=compiles(speed, device))
+    apply_activation_checkpointing(units, memory, compiled=compiles(speed, device), root=model)
     apply_compile(units, model, speed, device)
     apply_activation_offload(units, memory, device, compiled=compiles(speed, device))
     policy = reshard_policy(section.reshard_after_forward)
@@ -235,6 +267,9 @@ def replicate(sharded: Sharded) -> None:
     """DDP's turn, after the weights are real and equal: its own broadcast at start is left out."""
     if sharded.sizes.strategy != "ddp":
         return
+    for parameter in sharded.root.parameters():
+        if not parameter.numel():
+            parameter.requires_grad_(False)  # DDP would wait for a gradient of nothing
     trains = any(p.requires_grad for p in sharded.root.parameters())
     assert trains, "DDP refuses a model with nothing to train"
     runs = DistributedDataParallel(

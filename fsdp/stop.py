@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp.agree import Sum
+from fsdp.agree import Sum, call_behind
 from fsdp.config import StopSection
 from fsdp.env import DistEnv
 from fsdp.errors import LaunchError
@@ -88,14 +88,15 @@ class Stopper:
     ) -> None:
         self._env, self._reporter_reason, self._save_seconds = env, reporter_reason, save_seconds
         self._file = Path(section.file) if section.file else run_dir / "STOP"
-        self._loss_on_host = env.device.type == "cpu"
+        self.on_host = env.device.type == "cpu"
         self._group = None
-        if not self._loss_on_host and env.world_size > 1:
+        if not self.on_host and env.world_size > 1:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._ends = _ends(section.deadline_s, end_time)
         self._every_s, self._last_save = every_minutes * 60, time.monotonic()
         self._looked, self._file_seen = 0.0, False
         self._begun: Sum | None = None
+        self._signature, self._sums = 0, [0.0, 0.0]
         self._wish: StopReason | None = None
         self._step, self._step_began, self._step_s = 0, 0.0, 0.0
         self._marks = _Marks()
@@ -111,25 +112,39 @@ class Stopper:
         if self._step_began:
             self._step_s = max(now - self._step_began, 0.5 * self._step_s)
         self._step, self._step_began = step, now
-        self._begun = None if self._loss_on_host else Sum(self._word(), self._group)
+        self._begun = None if self.on_host else Sum(self._numbers(self._signature, self._word()), self._group)
 
-    def sum_with(self, loss: Tensor, behind: Tensor | None = None) -> Sum:
+    def sum_with(
+        self, loss: Tensor, behind: Tensor | None = None, signature: Callable[[], int] = lambda: 0
+    ) -> Sum:  # fmt: skip
         """Sum a step's loss over the ranks, once a step: the first number of what comes is that sum. On a device it goes beside
-        the backward, on the host behind that of `behind`."""
-        if not self._loss_on_host:
+        the backward, on the host behind that of `behind`. `signature` is called behind it, too (fsdp/watch/branches.py)."""
+        if not self.on_host:
+            if behind is not None:
+                call_behind(behind, lambda: self._sign(signature()))
             return Sum(loss.view(1))
-        self._begun = Sum(torch.cat([loss.view(1), self._word()]), behind=behind)
+        word = self._word()
+        self._begun = Sum(lambda: torch.cat([loss.view(1), self._numbers(signature(), word)]), behind=behind)
         return self._begun
+
+    def _sign(self, signature: int) -> None:
+        self._signature = signature
+
+    def signatures(self) -> list[float]:
+        """Sums over the ranks of the newest signatures that all have sent, and of their squares: this step's on the host, the
+        step's before it on a device, where they come with `agreed`."""
+        return self._sums if self._begun is None else self._begun.wait()[-3:-1].tolist()
 
     def agreed(self) -> Agreed:
         """After the update: what all ranks have agreed on in this step."""
         assert self._begun is not None, "agreed() before sum_with()"
         begun, self._begun = self._begun, None
-        return self._outcome(begun.wait()[-1])
+        *_, self._sums[0], self._sums[1], word = begun.wait().tolist()
+        return self._outcome(word)
 
     def check_now(self) -> Agreed:
         """Ask all ranks at once, where no step ends for long: between the batches of an evaluation."""
-        return self._outcome(Sum(self._word(), self._group).wait()[0])
+        return self._outcome(Sum(self._numbers(0, self._word()), self._group).wait()[-1])
 
     def saved(self) -> None:
         """A save has begun for whatever reason: the clock of `every_minutes` starts anew."""
@@ -141,14 +156,18 @@ class Stopper:
         if self._file_seen:
             self._file.unlink(missing_ok=True)
 
-    def _word(self) -> Tensor:
+    @staticmethod
+    def _numbers(signature: int, word: int) -> Tensor:
         """This rank's share of what is summed, in the dtype of a loss."""
+        return torch.tensor([signature, signature * signature, word], dtype=torch.float64)
+
+    def _word(self) -> int:
+        """The step, whether this rank wishes to stop and whether a save is due, as one number."""
         self._wish = self._reason()
         due = self._env.is_main and self._every_s > 0 and time.monotonic() - self._last_save >= self._every_s
-        number = due + WISH * (self._wish is not None) + STEP * (self._step % STEPS)
-        return torch.tensor([number], dtype=torch.float64)
+        return due + WISH * (self._wish is not None) + STEP * (self._step % STEPS)
 
-    def _outcome(self, summed: Tensor) -> Agreed:
+    def _outcome(self, summed: Tensor | float) -> Agreed:
         steps, rest = divmod(int(summed), STEP)
         wishes, save = divmod(rest, WISH)
         if steps != self._env.world_size * (self._step % STEPS):

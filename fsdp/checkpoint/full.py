@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from fsdp.checkpoint import container
 from fsdp.checkpoint.read import as_bytes
@@ -211,6 +212,12 @@ def _open_torch(file: Path) -> dict[str, Callable[[], torch.Tensor]]:
     if not isinstance(loaded, Mapping) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
         raise ConfigError(
             f"--model.weights {file} holds something else than a state dict.", "torch.save(model.state_dict(), FILE)"
+        )
+    sharded = next((name for name, value in loaded.items() if isinstance(value, DTensor)), None)
+    if sharded is not None:
+        raise ConfigError(
+            f"--model.weights {file}: {sharded} is a DTensor, one rank's shard.",
+            "torch.save({name: tensor.full_tensor() for name, tensor in model.state_dict().items()}, FILE) on all ranks",
         )
     return {name: partial(_same, tensor) for name, tensor in loaded.items()}
 

@@ -16,14 +16,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointError,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from torch.utils.flop_counter import flop_registry
 
 from fsdp.config import MemorySection
 from fsdp.errors import ConfigError
 from fsdp.models.blocks import blocks_of
+
+NO_RECOMPUTATION = "--memory.activation_checkpointing none --memory.activation_budget 1"
 
 Forward = Callable[..., Any]
 Key = tuple[Any, int]
@@ -40,14 +49,16 @@ _PRODUCTS = {
 }
 
 
-def apply_activation_checkpointing(units: Sequence[list[nn.Module]], memory: MemorySection, *, compiled: bool = False) -> None:
-    """Before the units are compiled and sharded."""
+def apply_activation_checkpointing(
+    units: Sequence[list[nn.Module]], memory: MemorySection, *, compiled: bool = False, root: nn.Module | None = None
+) -> None:
+    """Before the units are compiled and sharded. Messages name a unit by its place in `root`."""
     budget, kind = memory.activation_budget, memory.activation_checkpointing
     if kind == "none" and budget == 1:
         return
     blocks = blocks_of(units)
+    flag = f"activation_checkpointing {kind}" if budget == 1 else f"activation_budget {budget:g}"
     if not blocks:
-        flag = f"activation_checkpointing {kind}" if budget == 1 else f"activation_budget {budget:g}"
         raise ConfigError(
             f"--memory.{flag} works on units, and this model has none.",
             "--mesh.wrap class:NAME says which modules are units",
@@ -56,7 +67,9 @@ def apply_activation_checkpointing(units: Sequence[list[nn.Module]], memory: Mem
         functorch: Any = torch._functorch.config
         functorch.activation_memory_budget = budget
         return
+    names = {module: name for name, module in root.named_modules()} if root is not None else {}
     for block in blocks[:: memory.activation_checkpointing_every]:
+        block.forward = _Stateless(block, names.get(block, ""), flag)  # type: ignore[method-assign]
         wrapped = Budgeted(block, budget) if budget < 1 else _checkpointed(block.forward, per_op=kind == "ops")
         block.forward = wrapped  # type: ignore[method-assign]
 
@@ -69,6 +82,60 @@ def _checkpointed(forward: Forward, per_op: bool) -> Forward:
 
 def _keep_products(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# ---------------------------------------------------------------- what cannot be computed twice
+
+
+class _Stateless:
+    """A unit's forward, which is refused if its first call in training changes a tensor of the unit in place, or a number that
+    it counts: backward would change them a second time. Compiled code and the planner's fake tensors are not checked."""
+
+    def __init__(self, block: nn.Module, name: str, flag: str) -> None:
+        self._block, self._forward, self._name, self._flag = block, block.forward, name, flag
+        self._checked = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._checked or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        self._checked = True
+        before = dict(self._state())
+        out = self._forward(*args, **kwargs)
+        after = dict(self._state())
+        changed = [name for name, value in before.items() if name in after and after[name] != value]
+        if changed:
+            raise self._refusal(changed[0])
+        return out
+
+    def _state(self) -> Iterator[tuple[str, float]]:
+        """Each tensor by its identity and how often it was written, each number by itself. One that forward replaces by
+        another is no change: what it was is not read."""
+        for prefix, module in self._block.named_modules(prefix=self._name):
+            for key, value in (*module._buffers.items(), *vars(module).items()):
+                name = f"{prefix}.{key}".lstrip(".")
+                if isinstance(value, Tensor) and not isinstance(value, FakeTensor) and not value.is_inference():
+                    yield f"{name}@{id(value)}", value._version
+                elif type(value) in (int, float):
+                    yield f"{name}@", value
+
+    def _refusal(self, changed: str) -> ConfigError:
+        return ConfigError(
+            f"--memory.{self._flag}: the forward of {self._name or type(self._block).__name__} changes its own state, "
+            f"{changed.partition('@')[0]}, and backward would change it a second time.",
+            NO_RECOMPUTATION,
+        )
+
+
+def refused_recomputation(error: Exception) -> ConfigError | None:
+    """An error for people if backward found that a unit's second forward differs from its first; None for other errors."""
+    if not isinstance(error, CheckpointError) and "backward but not found in storage" not in str(error):
+        return None
+    first = " ".join(str(error).split("\n")[0].split())
+    return ConfigError(
+        f"a unit's forward computes something else when backward repeats it ({first[:160]}): it changes its own state or "
+        "reads one that changes.",
+        NO_RECOMPUTATION,
+    )
 
 
 # ---------------------------------------------------------------- a budget, without a compiler

@@ -20,6 +20,7 @@ from fsdp.config import ModelSection
 from fsdp.errors import ConfigError
 from fsdp.models.builtin import BuiltIn, Facts, make_sizes
 from fsdp.models.factory import blame, load_attribute, parameters_of
+from fsdp.models.fits import check_parameters
 
 BUILT_INS = ("vit", "transformer", "mlp")
 _DATA_FOR = {"num_classes": ("images", "digits"), "vocab_size": ("tokens", "text")}
@@ -81,6 +82,7 @@ def _resolve_factory(section: ModelSection, facts: Facts) -> ModelSpec:
     build = _Factory(section.name, factory, given)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         trial = build()
+    check_parameters(trial, section.name)
     return ModelSpec(name=section.name, build=build, sizes=given, knows_inits=_knows_inits(section.name, trial))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fsdp import config as configuration
 from fsdp.config import Config
+from fsdp.job import model_of, units_said
 from fsdp.plan.goodput import best_interval, costs_of, goodput
 from fsdp.plan.predict import Plan, gib, not_modelled, plan_one
 from fsdp.plan.subject import subject_of
@@ -94,6 +95,9 @@ def details(plan: Plan, config: Config) -> list[str]:
         lines.append(
             f"on the host, a rank: {gib(plan.memory.host + plan.staged):.2f} GiB, {gib(plan.staged):.2f} of it a save's copy"
         )
+    spec = subject_of(plan.config.model, plan.config.data).spec
+    units = units_said(model_of(plan.config, spec), plan.config.mesh.wrap)
+    lines.append(f"units: {units}; python train.py --dry-run lists each with its shards")
     lines += [_time(plan), *_links(plan), *_checkpoints(plan, config), *_goal(plan, config)]
     return lines
 

@@ -215,7 +215,8 @@ def _differing_pair(calling: Sequence[Evidence]) -> Verdict | None:
             f"{_who(behind)} is in {behind.op} of {behind.numel} numbers, {_who(ahead)} in {ahead.op} of {ahead.numel}: "
             f"{_at(behind)}"
         )
-        return Verdict("shapes" if behind.op == ahead.op else "collective", (behind.rank, ahead.rank), what)
+        hint = "do both ranks run the same layers (LayerDrop, experts)? What is left out must be the same on every rank"
+        return Verdict("shapes" if behind.op == ahead.op else "collective", (behind.rank, ahead.rank), what, hint=hint)
     return _odd([ahead], behind.place, behind.op, behind.numel, _waiting(calling, [ahead.rank]))
 
 

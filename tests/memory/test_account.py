@@ -57,8 +57,9 @@ def test_parameters_gradients_and_adam_are_what_arithmetic_says(tmp_path: Path) 
         # Two moments of the rows that this rank holds, and a step counter a parameter.
         assert reduced["optimizer"] == between["optimizer"] == 2 * local_bytes(everything, rank) + 4 * len(everything)
         assert between["gathered"] == between["communication"] == 0
-        # Its own loss, kept to tell whose it was; the sum of all, and beside it the wish to stop, which is read later.
-        assert between["activations"] == 8 + 2 * 8
+        # Its own loss, kept to tell whose it was; the sum of all, and beside it two numbers that tell ranks apart and the wish
+        # to stop, which is read later.
+        assert between["activations"] == 8 + 4 * 8
         assert account["peak"]["bytes"] == sum(account["peak"]["kinds"].values())
         assert account["parameters"] == sum(p.numel() for p in everything)
 

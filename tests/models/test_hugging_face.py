@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from fsdp.config import ModelSection
+from fsdp import job
+from fsdp.config import ModelSection, load
+from fsdp.job import model_of
+from fsdp.memory.activations import apply_activation_checkpointing
 from fsdp.models import ModelSpec, build_real, load_attribute, resolve
 from fsdp.models.blocks import find_units
+from fsdp.models.caches import turn_caches_off
+from fsdp.plan.__main__ import answer, given_in
+from fsdp.torchvision_import import prepare_torchvision
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("transformers")]  # importing transformers takes seconds
 
@@ -85,3 +93,77 @@ def test_its_weights_follow_from_the_seed_and_it_trains(llama: ModelSpec) -> Non
 
 def test_a_method_of_a_class_can_be_a_factory() -> None:
     assert load_attribute("transformers:AutoModelForCausalLM.from_config", "--model.name").__name__ == "from_config"
+
+
+# ---------------------------------------------------------------- recomputation
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}
+
+
+def as_it_comes(name: str) -> nn.Module:
+    """From a small configuration that leaves the cache as it is: on."""
+    prepare_torchvision()
+    import transformers as hf
+
+    if name == "llama":
+        return hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, num_key_value_heads=2))
+    if name == "gemma3":
+        windows: dict[str, Any] = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+        return hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**SMALL, **windows, num_key_value_heads=2, head_dim=8))
+    if name == "t5":
+        encoder: dict[str, Any] = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+        encoder["decoder_start_token_id"] = 0
+        return hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=64, **encoder))
+    sizes: dict[str, Any] = {"n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}
+    return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=64, **sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+
+
+def trained(name: str, *words: str) -> list[torch.Tensor]:
+    """Gradients of a padded batch, of a model as a run prepares it."""
+    config = load([*words])
+    spec = ModelSpec(name=name, build=partial(as_it_comes, name), sizes={}, knows_inits=False)
+    assert not any(p.device.type != "meta" for p in model_of(config, spec).parameters())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job, "meta_model", lambda spec: build_real(spec, 0))
+        model = model_of(config, spec)
+    apply_activation_checkpointing(find_units(model), config.memory, root=model)
+    tokens = torch.randint(1, 64, (2, 12), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(tokens)
+    mask[0, :4] = 0
+    for _ in range(2):  # a budget measures at first
+        model.zero_grad()
+        model(input_ids=tokens, attention_mask=mask, labels=tokens).loss.backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "t5", "gpt2"])
+def test_recomputation_computes_the_same(name: str) -> None:
+    expected = trained(name)
+    for words in ("activation_checkpointing full", "activation_checkpointing ops", "activation_budget 0.5"):
+        found = trained(name, *f"--memory.{words}".split())
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), words
+
+
+def test_caches_are_off_in_every_configuration() -> None:
+    model = as_it_comes("t5")
+    turn_caches_off(model)
+    configs: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
+    assert len({id(config) for config in configs}) > 1
+    assert not any(config.use_cache for config in configs)
+
+
+def test_a_plan_recomputes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve_llama(tmp_path, monkeypatch)
+    words = "--model.name my_llama:llama --data.name synthetic --data.args.kind tokens --data.args.vocab_size 100"
+    plan = "--data.seq_len 16 --plan.gpus 2 --plan.gpu h100 --train.global_batch 8"
+    for how in ("ops", "full"):
+        given = [*words.split(), *plan.split(), "--memory.activation_checkpointing", how]
+        lines = answer(load(given), given_in(given))
+        assert any("best:" in line for line in lines)
+        assert any("units: 3 of " in line for line in lines)

@@ -1,0 +1,163 @@
+"""Models, data and hooks that a person may bring, which torch alone answers with a traceback."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.core.own import Block, Sentences, Uneven, Vectors
+
+# ---------------------------------------------------------------- what trains
+
+
+class Empty(Uneven):
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.zeros(0))
+        self.blocks[0].nothing = nn.Parameter(torch.zeros(0, 3))
+
+
+class Transposed(Uneven):
+    """Two weights whose memory is in the order of their columns, in the root and in a block; `plain` copies them."""
+
+    def __init__(self, plain: bool = False) -> None:
+        super().__init__()
+        layers = (self.stem, self.get_submodule("blocks.1.up"))
+        for layer in layers:
+            assert isinstance(layer, nn.Linear)
+            rows, columns = layer.weight.shape
+            turned = torch.linspace(-0.2, 0.2, rows * columns).view(columns, rows).t()
+            layer.weight = nn.Parameter(turned.contiguous() if plain else turned)
+
+
+class Orthogonal(Uneven):
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.parametrizations.orthogonal(self.get_submodule("blocks.0.up"))
+
+
+class Unused(Uneven):
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(4, 4)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+class Complex(Uneven):
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.ones(13, dtype=torch.complex64))
+
+
+class Lazy(Uneven):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.LazyLinear(13)
+
+
+class PerSample(Uneven):
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Any:
+        logits = super().forward(x)
+        loss = None if targets is None else nn.functional.cross_entropy(logits, targets, reduction="none")
+        return {"loss": loss, "logits": logits}
+
+
+class Counts(Block):
+    """A block that counts its calls in a buffer."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(13)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class Counting(Uneven):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Counts() for _ in range(2))
+
+
+class Alternates(Block):
+    """A block that is applied twice or once, in turn."""
+
+    def __init__(self) -> None:
+        super().__init__(13)
+        self.calls: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(1)
+        return super().forward(super().forward(x) if len(self.calls) % 2 else x)
+
+
+class Alternating(Uneven):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Alternates() for _ in range(2))
+
+
+class Numbered(Block):
+    """A block that counts its calls in a number."""
+
+    def __init__(self) -> None:
+        super().__init__(13)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class Numbering(Uneven):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Numbered() for _ in range(2))
+
+
+class Words(nn.Module):
+    def __init__(self, words: int = 31, positions: int = 9) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(words, 13), nn.Embedding(positions, 13)
+        self.blocks = nn.ModuleList(Block(13) for _ in range(2))
+        self.head = nn.Linear(13, 31)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class FloatTargets(Vectors):
+    def __getitem__(self, index: int) -> Any:
+        return self.inputs[index], float(self.targets[index])
+
+
+class ManyClasses(Vectors):
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.inputs[index], int(self.targets[index]) + 5
+
+
+def float_targets() -> FloatTargets:
+    return FloatTargets(50)
+
+
+def many_classes() -> ManyClasses:
+    return ManyClasses(50)
+
+
+def sentences() -> Sentences:
+    return Sentences(50)
+
+
+def without_default(output: Tensor, input: Tensor, group: Any, op: Any, async_op: bool) -> Any:
+    return dist.reduce_scatter_tensor(output, input, op=op, group=group, async_op=async_op)
