@@ -29,6 +29,11 @@ class Where:
     dir: str
     seq_len: int
     model_facts: Args
+    flag: str = "--data.dir"
+    """Which flag names `dir`: --data.name where that is a path."""
+
+    def __str__(self) -> str:
+        return f"{self.flag} {self.dir}"
 
 
 def build_dataset(section: DataSection, model_facts: Mapping[str, Any] | None = None) -> DataSet:
