@@ -81,7 +81,9 @@ class LoraSection:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection:
-    name: str = knob("digits", "digits, fashion_mnist, text, tokens, folder, synthetic, or package.module:factory")
+    name: str = knob(
+        "digits", "digits, fashion_mnist, text, tokens, folder, synthetic, a FILE or FOLDER of yours, or package.module:factory"
+    )
     dir: str = knob("", "where the data's files lie; empty takes the data's own place")
     seq_len: int = knob(256, "tokens a sample, for text and tokens", "tokens", low=1)
     args: Args = knob({}, "keyword arguments of the data set: --data.args.NAME VALUE")

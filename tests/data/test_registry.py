@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from fsdp.config import DataSection, load
 from fsdp.data import Cursor, DataSet, Loader, build_dataset
@@ -47,6 +48,46 @@ def test_each_mistake_has_a_line_that_mends_it(name: str, args: dict[str, Any], 
 def test_arguments_come_from_flags() -> None:
     section = load(["--data.name", "synthetic", "--data.args.image_size", "32", "--data.args.channels", "3"]).data
     assert build_dataset(section).train.batch(np.arange(2))["inputs"].shape == (2, 3, 32, 32)
+
+
+# ---------------------------------------------------------------- a file or folder by its path
+
+
+def test_a_name_that_is_a_path_is_read_by_what_lies_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "words").mkdir()
+    (tmp_path / "words" / "a.txt").write_text("words " * 500, encoding="utf-8")
+    (tmp_path / "ids").mkdir()
+    np.arange(600, dtype=np.uint16).tofile(tmp_path / "ids" / "a.bin")
+    for name in ("cat", "dog"):
+        (tmp_path / "pictures" / name).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / "pictures" / name / "a.png")
+    monkeypatch.chdir(tmp_path)
+    assert build("words").info.preprocess["tokenizer"] == "bytes"
+    assert build("words/a.txt").info.preprocess["tokenizer"] == "bytes"
+    assert build("ids", seq_len=8, vocab_size=700).info.facts == {"vocab_size": 700, "seq_len": 8}
+    assert build(str(tmp_path / "ids" / "a.bin"), seq_len=8, vocab_size=700).info.facts["vocab_size"] == 700
+    assert build("pictures", image_size=8).info.class_names == ("cat", "dog")
+
+
+def test_a_built_in_goes_before_a_folder_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "digits").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert build("digits").info.kind == "images"
+
+
+def test_two_paths_are_one_too_many(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--data.name .* is a path, and --data.dir elsewhere is another. HINT: leave one"):
+        build_dataset(DataSection(name=str(tmp_path), dir="elsewhere"))
+
+
+def test_a_path_with_nothing_to_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.gz").write_bytes(bytes(1000))
+    with pytest.raises(ConfigError, match=r"--data.name .*/a.gz is not text: it has zero bytes"):
+        build(str(tmp_path / "a.gz"))
+    with pytest.raises(ConfigError, match=r"a file or folder here, or .* HINT: --data.name package.module:factory"):
+        build(str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match=r"a file or folder here"):
+        build("")
 
 
 # ---------------------------------------------------------------- synthetic

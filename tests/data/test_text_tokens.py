@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
 import subprocess
 import sysconfig
@@ -72,6 +73,81 @@ def test_text_is_bounded() -> None:
 def test_too_little_text_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has 0 bytes to train on, no sample of --data.seq_len 256.*HINT: .*--data.dir"):
         text(dir=str(tmp_path))
+
+
+def whole(data: DataSet) -> bytes:
+    """The text of train and held-out samples of length 1, in this order: every input, and the last target."""
+    assert data.heldout is not None
+    rows = (rows_of(part) for part in (data.train, data.heldout))
+    return b"".join(bytes([*inputs.reshape(-1).tolist(), int(targets[-1, -1])]) for inputs, targets in rows)
+
+
+PROSE = "Ünïcödé — 日本語, Ελληνικά, עברית 🙂. " * 40
+
+
+def test_any_text_file_is_read_in_unicode_and_empty_ones_too(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(PROSE, encoding="utf-8")
+    (tmp_path / "b.md").touch()
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "c").write_text(PROSE, encoding="utf-8")
+    (tmp_path / ".hidden").write_text("no", encoding="utf-8")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\0\0" * 100)
+    assert whole(text(dir=str(tmp_path), seq_len=1)) == 2 * PROSE.encode()
+
+
+def test_one_text_file_is_enough_and_its_last_tenth_is_held_out(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(bytes(range(1, 101)) * 10)
+    data = text(dir=str(tmp_path / "a"), seq_len=9)
+    assert data.heldout is not None
+    assert (len(data.train), len(data.heldout)) == (99, 11)
+    assert rows_of(data.heldout)[0][0, 0] == 1
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_byte_order_mark_is_understood(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "a.txt").write_text(PROSE, encoding=encoding)
+    assert whole(text(dir=str(tmp_path), seq_len=1))[:1000] == PROSE.encode()[:1000]
+
+
+def test_bytes_that_are_no_utf_8_are_named_and_the_hint_mends_them(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"x" * 700 + "é".encode("latin-1") + b"y" * 700)
+    with pytest.raises(ConfigError, match=r"a.txt is not UTF-8 at byte 700: .* HINT: iconv -f latin1") as caught:
+        text(dir=str(tmp_path))
+    command = str(caught.value.hint).partition(";")[0]
+    assert subprocess.run(["sh", "-c", command]).returncode == 0
+    assert whole(text(dir=str(tmp_path), seq_len=1))[700:702] == "é".encode()
+
+
+def test_a_limit_may_cut_a_character_in_two(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("日" * 1000, encoding="utf-8")
+    assert len(whole(text(dir=str(tmp_path), seq_len=1, args={"max_mb": 0.001}))) == 1000
+
+
+def test_files_are_chosen_by_a_pattern(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.csv"):
+        (tmp_path / name).write_text(name[0] * 1000, encoding="utf-8")
+    assert set(whole(text(dir=str(tmp_path), seq_len=1, args={"files": "*.csv"}))) == {ord("b")}
+
+
+def test_a_folder_of_sources_gives_what_it_gave(tmp_path: Path) -> None:
+    """Bytes of any encoding, tests left out: the samples of runs that began when sources were all that was read."""
+    for n in range(10):
+        (tmp_path / f"{n}.py").write_bytes(bytes([0xE0 + n]) * 300)
+    (tmp_path / "notes.txt").write_text("x" * 300, encoding="utf-8")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "a.py").write_text("y" * 300, encoding="utf-8")
+    data = text(dir=str(tmp_path), args={"files": "*.py"})
+    assert (
+        data.info.facts["fingerprint"] == hashlib.sha256(b"".join(bytes([0xE0 + n]) * 300 for n in range(10))).hexdigest()[:16]
+    )
+
+
+def test_a_place_without_text_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--data.dir .*/none is neither a file nor a folder. HINT: ls "):
+        text(dir=str(tmp_path / "none"))
+    (tmp_path / "a").write_bytes(bytes(1000))
+    with pytest.raises(ConfigError, match=r"--data.dir .*/a is not text: it has zero bytes"):
+        text(dir=str(tmp_path / "a"))
 
 
 # ---------------------------------------------------------------- tokens
