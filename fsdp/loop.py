@@ -9,7 +9,7 @@ import linecache
 import logging
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +27,7 @@ from fsdp.console import set_up_logging
 from fsdp.data import Loader, StepBatch
 from fsdp.data.base import Batch
 from fsdp.data.cursor import stream_key
+from fsdp.data.unreadable import maybe_skipping
 from fsdp.env import DistEnv, check_torch, end_time, process_group
 from fsdp.errors import CheckpointError
 from fsdp.evaluate import Evaluation, evaluate
@@ -124,6 +125,7 @@ def _set_up(
 ) -> _Loop:  # fmt: skip
     """All that stands before the first step, the newest checkpoint restored. Collective."""
     planned = maybe_planned(config.plan, env.device.type)
+    job = replace(job, data=maybe_skipping(job.data, config.data.skip_unreadable, run.path, env.rank))
     mesh = build_mesh(job.sizes, env.device)
     set_compile_cache(config.speed, env.device)
     model = trained_model(config, job)

@@ -88,6 +88,9 @@ class DataSection:
     seq_len: int = knob(256, "tokens a sample, for text and tokens", "tokens", low=1)
     args: Args = knob({}, "keyword arguments of the data set: --data.args.NAME VALUE")
     workers: int = knob(1, "threads a rank that read ahead; 0 reads in the step", "threads", low=0)
+    skip_unreadable: int = knob(
+        0, "samples that cannot be read and are replaced by the next, in the whole run; 0 stops at the first", "samples", low=0
+    )
     prefetch: int = knob(2, "steps read ahead; at least one a worker", "steps", low=1)
     to_device: bool = knob(True, "on CUDA, what is read ahead is also copied ahead, on a stream of its own")
 

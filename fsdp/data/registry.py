@@ -38,6 +38,7 @@ class Where:
     model_facts: Args
     flag: str = "--data.dir"
     """Which flag names `dir`: --data.name where that is a path."""
+    skip_unreadable: int = 0
 
     def __str__(self) -> str:
         return f"{self.flag} {self.dir}"
@@ -45,7 +46,7 @@ class Where:
 
 def build_dataset(section: DataSection, model_facts: Mapping[str, Any] | None = None) -> DataSet:
     """A pure function of the section and the files: each rank calls it and gets the same."""
-    name, where = section.name, Where(section.dir, section.seq_len, dict(model_facts or {}))
+    name, where = section.name, _where(section, model_facts or {})
     if name and name not in BUILT_INS and Path(name).exists():
         name, where = _at_path(section, where)
     if ":" in name:
@@ -55,6 +56,10 @@ def build_dataset(section: DataSection, model_facts: Mapping[str, Any] | None = 
     build = importlib.import_module(f"fsdp.data.{name}").build
     dataset: DataSet = build(where, **check_args(build, section.args, f"--data.name {section.name}"))
     return dataset
+
+
+def _where(section: DataSection, model_facts: Mapping[str, Any]) -> Where:
+    return Where(section.dir, section.seq_len, dict(model_facts), skip_unreadable=section.skip_unreadable)
 
 
 def _unknown(name: str) -> ConfigError:

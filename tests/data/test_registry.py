@@ -273,3 +273,92 @@ def test_an_item_that_fails_later_is_named() -> None:
     )  # fmt: skip
     with pytest.raises(TrainingError, match=r"samples 3, 4, 5, 6, 7, 8, 9, 10 … cannot be read: IndexError"):
         loader.step(0)
+
+
+# ---------------------------------------------------------------- batches of one's own making
+
+RAGGED = """
+import torch
+from torch.utils.data import Dataset, Subset
+
+
+class Ragged(Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return torch.arange(index % 4 + 2), torch.arange(index % 4 + 2)
+
+
+class Padded(Ragged):
+    def collate(self, items):
+        pad = torch.nn.utils.rnn.pad_sequence
+        inputs, targets = zip(*items)
+        return {"input_ids": pad(inputs, True), "targets": pad(targets, True, -100).numpy()}
+
+
+class Numbered(Ragged):
+    collate = 3
+
+
+class Dropping(Padded):
+    def collate(self, items):
+        return super().collate(items[1:] or items)
+
+
+def ragged(): return Ragged()
+def padded(): return Padded()
+def subset(): return Subset(Padded(), [3, 0, 1]), Subset(Padded(), [2])
+def numbered(): return Numbered()
+def dropping(): return Dropping()
+"""
+
+
+@pytest.fixture
+def ragged(tmp_path: Path) -> Iterator[None]:
+    (tmp_path / "my_ragged_data.py").write_text(RAGGED, encoding="utf-8")
+    yield
+    sys.modules.pop("my_ragged_data", None)
+
+
+def all_in_one(data: DataSet) -> Loader:
+    count = len(data.train)
+    cursor = Cursor(seed=0, samples=count, global_batch=count)
+    return Loader(
+        data.train, cursor, micro_batch=count, accumulation=1, rank=DataRank(0, 1), workers=0, prefetch=1, pin=False
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("ragged")
+def test_samples_of_unlike_lengths_are_named_and_the_hint_names_the_hook() -> None:
+    with pytest.raises(
+        TrainingError,
+        match=r"^rank 0, step 0: inputs of sample \d+ is \[\d\] and of sample \d+ \[\d\]: samples of one batch must have one "
+        r"shape. HINT: give your Dataset a method collate\(items\) that pads them to one length: docs/data.md$",
+    ):
+        all_in_one(build("my_ragged_data:ragged")).step(0)
+
+
+@pytest.mark.usefixtures("ragged")
+def test_a_datasets_own_collate_makes_the_batches() -> None:
+    data = build("my_ragged_data:padded")
+    assert data.info.kind == "text"
+    batch = data.train.batch(np.array([0, 3]))
+    assert batch["inputs"].tolist() == [[0, 1, 0, 0, 0], [0, 1, 2, 3, 4]]
+    assert batch["targets"].tolist() == [[0, 1, -100, -100, -100], [0, 1, 2, 3, 4]]
+    step = all_in_one(data).step(0)
+    assert step.micro[0].tokens == sum(index % 4 + 2 for index in range(12))
+
+
+@pytest.mark.usefixtures("ragged")
+def test_a_subset_has_its_datasets_collate() -> None:
+    data = build("my_ragged_data:subset")
+    assert data.train.batch(np.arange(3))["inputs"].shape == (3, 5)
+
+
+@pytest.mark.usefixtures("ragged")
+def test_a_collate_that_is_wrong_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"my_ragged_data:numbered: collate is a int, which cannot be called"):
+        build("my_ragged_data:numbered")
+    with pytest.raises(TrainingError, match=r"12 samples were asked for, and \{'inputs': 11, 'targets': 11\} rows came"):
+        all_in_one(build("my_ragged_data:dropping")).step(0)
