@@ -205,7 +205,9 @@ class MemorySection:
 class SpeedSection:
     compile: Literal["auto", "true", "false"] = knob("auto", "torch.compile each unit; auto is on CUDA only")
     compile_cache: str = knob(
-        "auto", "where compiled kernels are kept for the next start: auto is in your home's cache, off is torch's own, or DIR"
+        "auto",
+        "where compiled kernels are kept for the next start: auto is a folder of the node, filled from and copied to "
+        "your home's cache; off is torch's own, or DIR",
     )
     float8: Literal["off", "tensorwise", "rowwise"] = knob(
         "off", "matrix products within blocks in float8, by torchao; tensorwise also gathers weights in it"

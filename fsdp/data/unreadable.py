@@ -1,9 +1,9 @@
 """--data.skip_unreadable N: samples that cannot be read are replaced, up to N different ones of a run.
 
-The stand-in is the next readable sample in the data's own order (index + 1, + 2 …, around the end). It follows from the data
-alone: any number of ranks, and a resumed run, train on the same samples. Each sample is a line in RUN/unreadable/, and the bound
-counts those of all ranks and all starts. A batch that fails although each of its samples can be read stops the run as before.
-Not here: how a batch is cut (loader.py).
+The stand-in is the next readable sample in the data's own order (index + 1, + 2 …, around the end). It follows
+from the data alone: any number of ranks, and a resumed run, train on the same samples. Each unreadable sample is a
+line in RUN/unreadable/, and the bound counts those of all ranks and all starts. A batch that fails although each of
+its samples can be read stops the run. Not here: how a batch is cut (loader.py).
 """
 
 from __future__ import annotations
