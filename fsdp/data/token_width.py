@@ -6,7 +6,7 @@ A file's own statement comes first, in this order:
     llm.c's header                  256 int32 before the tokens: magic, version, count (its dev/data/data_common.py)
     FILE.idx beside FILE.bin        Megatron's index, whose 18th byte is a dtype code (its indexed_dataset.py)
 
-Then --data.args.dtype; else uint16, or uint32 where the vocabulary does not fit in it. nanoGPT's and Dolma's files state
+Then --data.args.dtype; else uint16, or uint32 where the vocabulary does not fit in it. nanoGPT's files state
 nothing. nanoGPT's meta.pkl is not read: unpickling runs code. Not here: the tokens.
 """
 
