@@ -61,7 +61,7 @@ def _in_the_home() -> Path | None:
 
 
 def _chosen_already(own: Path) -> bool:
-    """Somebody has set torch's variable; torch sets it, too, to its own default, and an earlier start in this process did."""
+    """Somebody has set torch's variable. torch sets it, too, to its default, as an earlier start in this process does."""
     return not os.environ.get(VARIABLE, torchs_own()).startswith((torchs_own(), str(own)))
 
 

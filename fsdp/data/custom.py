@@ -7,8 +7,9 @@ The factory takes --data.args as keyword arguments (and seq_len, dir, where it h
     a DataSet of fsdp.data            which says everything itself
 
 Items are (inputs, targets), or dicts with "inputs" (or "input_ids") and whatever else the model's forward takes.
-They are read by --data.workers threads at once. A Dataset with an attribute `classes` names its classes. One with an attribute
-`collate` makes the batches itself: collate(items) returns such a pair or dict, with a row for each item (docs/data.md).
+They are read by --data.workers threads at once. A Dataset with an attribute `classes` names its classes. One with
+an attribute `collate` makes the batches itself: collate(items) returns such a pair or dict, with a row for each item
+(docs/data.md).
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def _check_map_style(name: str, part: Any) -> None:
     hook = collate_of(part)
     if hook is not None and not callable(hook):
         raise ConfigError(
-            f"--data.name {name}: collate is a {type(hook).__name__}, which cannot be called.",
+            f"--data.name {name}: collate is of type {type(hook).__name__}, which cannot be called.",
             "collate(items) returns a batch, or leave the attribute out",
         )
 

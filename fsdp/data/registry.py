@@ -64,9 +64,10 @@ def _where(section: DataSection, model_facts: Mapping[str, Any]) -> Where:
 
 def _unknown(name: str) -> ConfigError:
     near = difflib.get_close_matches(name, BUILT_INS, n=1, cutoff=0.5)
+    there = f"ls {Path(name).parent}" if os.sep in name else ""
     return ConfigError(
         f"--data.name {name} is not {', '.join(BUILT_INS)}, a file or folder here, or package.module:factory.",
-        f"--data.name {near[0] if near else 'package.module:factory for data of yours'}",
+        there or f"--data.name {near[0] if near else 'package.module:factory for data of yours'}",
     )
 
 

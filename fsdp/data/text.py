@@ -1,11 +1,12 @@
-"""text: UTF-8 bytes as tokens, 256 of them: your own text files, or Python's standard library, which every machine has.
+"""text: UTF-8 bytes as tokens, 256 of them: a person's text files, or the sources of Python's standard library.
 
---data.dir is a file or a folder. Of a folder every text file is read, in the order of names, up to max_mb: UTF-8 with or
-without a byte order mark, UTF-16 with one. Hidden files and binary ones (a zero byte near the beginning) are left out, and
-counted in the log. Every tenth file is held out, up to a bound; where those are too short, the last tenth of the text is.
+--data.dir is a file or a folder. Of a folder every text file is read, in the order of names, up to max_mb: UTF-8
+with or without a byte order mark, UTF-16 with one. Hidden files and binary ones (a zero byte near the beginning)
+are left out, and counted in the log. Every tenth file is held out, up to a bound; where those are too short, the
+last tenth of the text is.
 
-The library's bytes differ between versions of Python (and a distribution may leave files out), so facts["fingerprint"] says
-which they were: a run that goes on under another Python sees other samples, and can know it.
+The library's bytes differ between versions of Python (and a distribution may leave files out): facts["fingerprint"]
+says which they were, so that a run that resumes under another Python, on other samples, is known.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def build(where: Where, *, max_mb: float = 8.0, files: str = "*") -> DataSet:
     check_range("max_mb", max_mb, 0.001, 1000)
     root = Path(where.dir or sysconfig.get_paths()["stdlib"])
     limit = int(max_mb * 1e6)
-    # Sources by name are read byte by byte, as the library is: what a folder of them gave before, it gives again.
+    # A folder's sources are read byte by byte, as the library is: runs that began on them resume on them.
     contents = list(_read(root, limit) if not where.dir or files == SOURCES else _read_texts(where, files, limit))
     train = b"".join(text for place, text in enumerate(contents) if place % 10 != 9)
     heldout = b"".join(text for place, text in enumerate(contents) if place % 10 == 9)[:HELD_OUT]

@@ -114,7 +114,7 @@ def dtype_of(path: Path, said: Stated, given: Dtype, vocab_size: int) -> np.dtyp
 
 
 def ends(tokens: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """(position, tokens) of a file's first and last tokens; the last from a multiple of four on, where wider ones begin."""
+    """(position, tokens) of a file's first and last tokens; the last from a multiple of four on: a wider token's start."""
     yield 0, tokens[:LOOKED_AT]
     if len(tokens) > LOOKED_AT:
         start = max(LOOKED_AT, (len(tokens) - LOOKED_AT) // 4 * 4)
@@ -124,7 +124,7 @@ def ends(tokens: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 def wider(tokens: np.ndarray) -> str:
     """The wider dtype that these tokens were written in by the look of them, or "".
 
-    Read at half their width, tokens of 32 bits are each followed by the upper half of themselves: zeros, or a small number.
+    Read at half their width, tokens of 32 bits are each followed by their own upper half: zeros, or a small number.
     """
     for times in (4, 2):
         width = tokens.itemsize * times
