@@ -9,7 +9,7 @@ import linecache
 import logging
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,13 +21,14 @@ from fsdp import agree, begin, collector, preflight, rundir
 from fsdp.adapters import maybe_base
 from fsdp.checkpoint import Checkpointer
 from fsdp.checkpoint.lock import Locks
-from fsdp.compile_cache import set_compile_cache
+from fsdp.compile_cache import CompileCache, maybe_compile_cache
 from fsdp.config import Config, config_hash
 from fsdp.console import set_up_logging
 from fsdp.data import Loader, StepBatch
 from fsdp.data.base import Batch
 from fsdp.data.cursor import stream_key
 from fsdp.data.loader import read_batch
+from fsdp.data.unreadable import maybe_skipping
 from fsdp.env import DistEnv, check_torch, end_time, process_group
 from fsdp.errors import CheckpointError
 from fsdp.evaluate import Evaluation, evaluate
@@ -129,8 +130,9 @@ def _set_up(
 ) -> _Loop:  # fmt: skip
     """All that stands before the first step, the newest checkpoint restored. Collective."""
     planned = maybe_planned(config.plan, env.device.type)
+    job = replace(job, data=maybe_skipping(job.data, config.data.skip_unreadable, run.path, env.rank))
     mesh = build_mesh(job.sizes, env.device, config.run.process_group_timeout_s)
-    set_compile_cache(config.speed, env.device)
+    kernels = maybe_compile_cache(config.speed, env)
     model = trained_model(config, job)
     facts, mfu_of, loss_function = describe(config, job, model), begin.mfu_of(model, job, env), LossFunction(model)
     sharded = shard_model(
@@ -176,7 +178,7 @@ def _set_up(
         config=config, env=env, job=job, run=run, sharded=sharded, state=state, loss_function=loss_function,
         loader=loader, checkpointer=checkpointer, stopper=stopper, recorder=recorder, phases=scene.phases,
         update=build_update(optimizer, shelf), in_turn=None if shelf is None else shelf.in_turn,
-        claim=claim, numbers=Numbers(config.watch, env, run.path, sharded), planned=planned,
+        claim=claim, numbers=Numbers(config.watch, env, run.path, sharded), planned=planned, kernels=kernels,
     )  # fmt: skip
 
 
@@ -222,6 +224,7 @@ class _Loop:
     in_turn: InTurn | None
     numbers: Numbers
     planned: Planned | None
+    kernels: CompileCache | None
 
     def __post_init__(self) -> None:
         group = self.sharded.mesh.get_group("dp_shard") if self.job.sizes.strategy != "ddp" else None
@@ -253,6 +256,8 @@ class _Loop:
         self.phases.enter("end")
         self.checkpointer.close()
         self._hear_sealed()
+        if self.kernels is not None:
+            self.kernels.publish(wait=True)
         return self._leave()
 
     def _first_batch_is_short(self) -> bool:
@@ -410,6 +415,8 @@ class _Loop:
         self.checkpointer.save(self.state, metrics=metrics, reason=reason, wait=wait)
         self.last_saved = self.state.step
         self.stopper.saved()
+        if self.kernels is not None:
+            self.kernels.publish(wait=False)
 
     def _hear_sealed(self) -> None:
         for sealed in self.checkpointer.sealed():

@@ -82,11 +82,16 @@ class LoraSection:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection:
-    name: str = knob("digits", "digits, fashion_mnist, text, tokens, folder, synthetic, or package.module:factory")
+    name: str = knob(
+        "digits", "digits, fashion_mnist, text, tokens, folder, synthetic, a FILE or FOLDER of yours, or package.module:factory"
+    )
     dir: str = knob("", "where the data's files lie; empty takes the data's own place")
     seq_len: int = knob(256, "tokens a sample, for text and tokens", "tokens", low=1)
     args: Args = knob({}, "keyword arguments of the data set: --data.args.NAME VALUE")
     workers: int = knob(1, "threads a rank that read ahead; 0 reads in the step", "threads", low=0)
+    skip_unreadable: int = knob(
+        0, "samples that cannot be read and are replaced by the next, in the whole run; 0 stops at the first", "samples", low=0
+    )
     prefetch: int = knob(2, "steps read ahead; at least one a worker", "steps", low=1)
     to_device: bool = knob(True, "on CUDA, what is read ahead is also copied ahead, on a stream of its own")
 
@@ -201,7 +206,9 @@ class MemorySection:
 class SpeedSection:
     compile: Literal["auto", "true", "false"] = knob("auto", "torch.compile each unit; auto is on CUDA only")
     compile_cache: str = knob(
-        "auto", "where compiled kernels are kept for the next start: auto is in your home's cache, off is torch's own, or DIR"
+        "auto",
+        "where compiled kernels are kept for the next start: auto is a folder of the node, filled from and copied to "
+        "your home's cache; off is torch's own, or DIR",
     )
     float8: Literal["off", "tensorwise", "rowwise"] = knob(
         "off", "matrix products within blocks in float8, by torchao; tensorwise also gathers weights in it"

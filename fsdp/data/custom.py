@@ -7,22 +7,25 @@ The factory takes --data.args as keyword arguments (and seq_len, dir, where it h
     a DataSet of fsdp.data            which says everything itself
 
 Items are (inputs, targets), or dicts with "inputs" (or "input_ids") and whatever else the model's forward takes.
-They are read by --data.workers threads at once. A Dataset with an attribute `classes` names its classes.
+They are read by --data.workers threads at once. A Dataset with an attribute `classes` names its classes. One with
+an attribute `collate` makes the batches itself: collate(items) returns such a pair or dict, with a row for each item
+(docs/data.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Subset, default_collate
 
 from fsdp.config import Args
 from fsdp.data.base import DataInfo, DataSet, Samples
 from fsdp.data.registry import Where
-from fsdp.errors import ConfigError
+from fsdp.errors import ConfigError, OneRankError
 from fsdp.models.factory import blame, load_attribute, parameters_of
 
 
@@ -35,7 +38,7 @@ def build(name: str, where: Where, args: Args) -> DataSet:
         raise
     except Exception as error:
         raise ConfigError(f"--data.name {name} failed: {blame(error)}.", "the line named is the factory's own") from error
-    return as_dataset(name, made)
+    return as_dataset(name, made, where.skip_unreadable)
 
 
 def _arguments(name: str, factory: Callable[..., Any], where: Where, args: Args) -> dict[str, Any]:
@@ -59,7 +62,7 @@ def _arguments(name: str, factory: Callable[..., Any], where: Where, args: Args)
     return given
 
 
-def as_dataset(name: str, made: Any) -> DataSet:
+def as_dataset(name: str, made: Any, skip_unreadable: int = 0) -> DataSet:
     if isinstance(made, DataSet):
         return made
     pair = made if isinstance(made, tuple) else (made, None)
@@ -69,7 +72,7 @@ def as_dataset(name: str, made: Any) -> DataSet:
         _check_map_style(name, part)
     train = ItemSamples(pair[0])
     heldout = ItemSamples(pair[1]) if pair[1] is not None and len(pair[1]) else None
-    return DataSet(train=train, heldout=heldout, info=_info(name, train, pair[0]))
+    return DataSet(train=train, heldout=heldout, info=_info(name, train, pair[0], skip_unreadable))
 
 
 def _check_map_style(name: str, part: Any) -> None:
@@ -80,32 +83,69 @@ def _check_map_style(name: str, part: Any) -> None:
         )
     if not len(part):
         raise ConfigError(f"--data.name {name} gives an empty {type(part).__name__}.", "look into what the factory reads")
+    hook = collate_of(part)
+    if hook is not None and not callable(hook):
+        raise ConfigError(
+            f"--data.name {name}: collate is of type {type(hook).__name__}, which cannot be called.",
+            "collate(items) returns a batch, or leave the attribute out",
+        )
+
+
+def collate_of(items: Any) -> Any:
+    """The Dataset's attribute `collate`; of a torch Subset its Dataset's."""
+    while not hasattr(items, "collate") and isinstance(items, Subset):
+        items = items.dataset
+    return getattr(items, "collate", None)
 
 
 class ItemSamples:
-    """A map-style Dataset's items, collated as torch's DataLoader does by default."""
+    """A map-style Dataset's items, collated by its own `collate`, or as torch's DataLoader does by default."""
 
     def __init__(self, items: Any) -> None:
         self.items = items
+        self._collate: Callable[[list[Any]], Any] | None = collate_of(items)
 
     def __len__(self) -> int:
         return len(self.items)
 
     def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
-        from torch.utils.data import default_collate
-
-        collated: Mapping[str, Tensor] = default_collate([_as_dict(self.items[int(index)]) for index in indices])
+        items = [self.items[int(index)] for index in indices]
+        if self._collate is not None:
+            made = _as_dict(self._collate(items), "collate's batch")
+            return {name: torch.as_tensor(value) if isinstance(value, np.ndarray) else value for name, value in made.items()}
+        rows = [_as_dict(item) for item in items]
+        try:
+            collated: Mapping[str, Tensor] = default_collate(rows)
+        except (RuntimeError, KeyError):
+            if (unlike := _unlike(rows, indices)) is None:
+                raise
+            raise OneRankError(
+                f"{unlike}: samples of one batch must have one shape.",
+                "give your Dataset a method collate(items) that pads them to one length: docs/data.md",
+            ) from None
         return dict(collated)
 
 
-def _as_dict(item: Any) -> dict[str, Any]:
+def _unlike(rows: Sequence[Mapping[str, Any]], indices: np.ndarray) -> str | None:
+    """Two samples that differ in their keys or shapes, and in what."""
+    first = rows[0]
+    for row, index in zip(rows, indices, strict=True):
+        if row.keys() != first.keys():
+            return f"sample {indices[0]} has {', '.join(first)} and sample {index} has {', '.join(row)}"
+        for name, value in row.items():
+            if (one := tuple(np.shape(first[name]))) != (other := tuple(np.shape(value))):
+                return f"{name} of sample {indices[0]} is {list(one)} and of sample {index} {list(other)}"
+    return None
+
+
+def _as_dict(item: Any, what: str = "an item") -> dict[str, Any]:
     if isinstance(item, (tuple, list)) and len(item) == 2:
         return {"inputs": _value(item[0]), "targets": _value(item[1])}
     if isinstance(item, Mapping) and ("inputs" in item or "input_ids" in item):
         first = "inputs" if "inputs" in item else "input_ids"
         return {"inputs": _value(item[first])} | {k: _value(v) for k, v in item.items() if k != first}
     shown = f"a dict with {', '.join(map(str, item))}" if isinstance(item, Mapping) else f"a {type(item).__name__}"
-    raise TypeError(f"an item is {shown}, neither (inputs, targets) nor a dict with inputs or input_ids")
+    raise TypeError(f"{what} is {shown}, neither (inputs, targets) nor a dict with inputs or input_ids")
 
 
 def _value(value: Any) -> Any:
@@ -115,15 +155,22 @@ def _value(value: Any) -> Any:
     return value
 
 
-def _info(name: str, samples: Samples, items: Any) -> DataInfo:
+def _first(name: str, samples: Samples, skip_unreadable: int) -> dict[str, Tensor]:
+    """Sample 0, or the first that can be read where some need not be."""
+    for index in range(min(skip_unreadable + 1, len(samples))):
+        try:
+            return samples.batch(np.array([index], np.int64))
+        except Exception as error:
+            why = error
+    what = " ".join(f"{type(why).__name__}: {why}".split())
+    raise ConfigError(
+        f"--data.name {name}: sample {index} cannot be read: {what}.", "items are (inputs, targets), or dicts with inputs"
+    ) from why
+
+
+def _info(name: str, samples: Samples, items: Any, skip_unreadable: int) -> DataInfo:
     """What one sample tells of all."""
-    try:
-        first = samples.batch(np.zeros(1, np.int64))
-    except Exception as error:
-        what = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(
-            f"--data.name {name}: sample 0 cannot be read: {what}.", "items are (inputs, targets), or dicts with inputs"
-        ) from error
+    first = _first(name, samples, skip_unreadable)
     bad = [k for k, v in first.items() if not isinstance(v, Tensor)]
     if bad:
         raise ConfigError(f"--data.name {name}: {bad[0]} of an item is no number, array or tensor.", f"leave {bad[0]} out")

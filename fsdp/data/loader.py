@@ -98,7 +98,7 @@ def read_batch(samples: Samples, indices: np.ndarray, where: str) -> dict[str, T
     try:
         data = samples.batch(indices)
     except ShardrunError as error:
-        error.scope = "rank"
+        error.scope, error.args = "rank", (f"{where}: {error}",)
         raise
     except Exception as error:
         raise _named(samples, indices, where, error) from error

@@ -1,17 +1,23 @@
 """From --data.name to a DataSet: a function whose keyword arguments are --data.args, the built-in ones or a person's own.
 
+A name that is a path selects the built-in reader of what lies there: tokens, text or folder.
+
 A data set's module is imported when it is asked for and not before: no other's imports are paid for. Not here: any data.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib
 import inspect
+import itertools
+import os
 import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fsdp.config import Args, DataSection
@@ -20,6 +26,7 @@ from fsdp.errors import ConfigError
 from fsdp.models.factory import unknown_argument
 
 BUILT_INS = ("digits", "fashion_mnist", "text", "tokens", "folder", "synthetic")
+LOOKED_AT = 1000  # files of a folder, to know pictures from text
 
 
 @dataclass(frozen=True)
@@ -29,22 +36,67 @@ class Where:
     dir: str
     seq_len: int
     model_facts: Args
+    flag: str = "--data.dir"
+    """Which flag names `dir`: --data.name where that is a path."""
+    skip_unreadable: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.flag} {self.dir}"
 
 
 def build_dataset(section: DataSection, model_facts: Mapping[str, Any] | None = None) -> DataSet:
     """A pure function of the section and the files: each rank calls it and gets the same."""
-    where = Where(section.dir, section.seq_len, dict(model_facts or {}))
-    if ":" in section.name:
-        return importlib.import_module("fsdp.data.custom").build(section.name, where, section.args)
-    if section.name not in BUILT_INS:
-        near = difflib.get_close_matches(section.name, BUILT_INS, n=1, cutoff=0.5)
-        raise ConfigError(
-            f"--data.name {section.name} is not {', '.join(BUILT_INS)} or package.module:factory.",
-            f"--data.name {near[0] if near else 'package.module:factory for data of yours'}",
-        )
-    build = importlib.import_module(f"fsdp.data.{section.name}").build
+    name, where = section.name, _where(section, model_facts or {})
+    if name and name not in BUILT_INS and Path(name).exists():
+        name, where = _at_path(section, where)
+    if ":" in name:
+        return importlib.import_module("fsdp.data.custom").build(name, where, section.args)
+    if name not in BUILT_INS:
+        raise _unknown(name)
+    build = importlib.import_module(f"fsdp.data.{name}").build
     dataset: DataSet = build(where, **check_args(build, section.args, f"--data.name {section.name}"))
     return dataset
+
+
+def _where(section: DataSection, model_facts: Mapping[str, Any]) -> Where:
+    return Where(section.dir, section.seq_len, dict(model_facts), skip_unreadable=section.skip_unreadable)
+
+
+def _unknown(name: str) -> ConfigError:
+    near = difflib.get_close_matches(name, BUILT_INS, n=1, cutoff=0.5)
+    there = f"ls {Path(name).parent}" if os.sep in name else ""
+    return ConfigError(
+        f"--data.name {name} is not {', '.join(BUILT_INS)}, a file or folder here, or package.module:factory.",
+        there or f"--data.name {near[0] if near else 'package.module:factory for data of yours'}",
+    )
+
+
+# ---------------------------------------------------------------- a file or a folder by its path
+
+
+def _at_path(section: DataSection, where: Where) -> tuple[str, Where]:
+    """The built-in data set that reads what lies there."""
+    if section.dir:
+        raise ConfigError(
+            f"--data.name {section.name} is a path, and --data.dir {section.dir} is another.",
+            "leave one of them out, or --data.name text, tokens or folder beside --data.dir",
+        )
+    return _reader_of(Path(section.name)), dataclasses.replace(where, dir=section.name, flag="--data.name")
+
+
+def _reader_of(path: Path) -> str:
+    names = [path.name] if path.is_file() else sorted(entry.name for entry in path.iterdir())
+    if any(name.endswith((".bin", ".npy")) for name in names):
+        return "tokens"
+    return "folder" if path.is_dir() and _mostly_pictures(path) else "text"
+
+
+def _mostly_pictures(root: Path) -> bool:
+    """Of the first files in folders below; one picture beside many texts is an illustration."""
+    suffixes = importlib.import_module("fsdp.data.folder").SUFFIXES
+    below = (name for folder, _, names in os.walk(root) if Path(folder) != root for name in names)
+    first = list(itertools.islice(below, LOOKED_AT))
+    return 2 * sum(name.lower().endswith(suffixes) for name in first) > len(first)
 
 
 def check_args(function: Callable[..., Any], given: Args, owner: str) -> dict[str, Any]:

@@ -1,13 +1,20 @@
-"""text: the bytes of Python's own standard library sources, real text on every machine, 256 tokens.
+"""text: UTF-8 bytes as tokens, 256 of them: a person's text files, or the sources of Python's standard library.
 
-The sources are taken in the order of their names up to a size; every tenth file is held out, up to a bound. The bytes differ
-between versions of Python (and a distribution may leave files out), so facts["fingerprint"] says which they were: a run
-that goes on under another Python sees other samples, and can know it.
+--data.dir is a file or a folder. Of a folder every text file is read, in the order of names, up to max_mb: UTF-8
+with or without a byte order mark, UTF-16 with one. Hidden files and binary ones (a zero byte near the beginning)
+are left out, and counted in the log. Every tenth file is held out, up to a bound; where those are too short, the
+last tenth of the text is.
+
+The library's bytes differ between versions of Python (and a distribution may leave files out): facts["fingerprint"]
+says which they were, so that a run that resumes under another Python, on other samples, is known.
 """
 
 from __future__ import annotations
 
+import codecs
+import fnmatch
 import hashlib
+import logging
 import os
 import sysconfig
 from collections.abc import Iterator
@@ -21,23 +28,32 @@ from fsdp.data.base import DataInfo, DataSet
 from fsdp.data.registry import Where, check_range
 from fsdp.errors import ConfigError
 
+log = logging.getLogger(__name__)
+
 # Tests are long lists of data; site-packages is whatever was installed.
 SKIPPED = frozenset({"__pycache__", "site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data"})
+SOURCES = "*.py"
 
 HELD_OUT = 1 << 18  # bytes at most: an evaluation shall not take longer than the training
+PROBED = 1 << 13
+UTF_16 = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
 
 
-def build(where: Where, *, max_mb: float = 8.0) -> DataSet:
+def build(where: Where, *, max_mb: float = 8.0, files: str = "*") -> DataSet:
     check_range("max_mb", max_mb, 0.001, 1000)
     root = Path(where.dir or sysconfig.get_paths()["stdlib"])
-    contents = list(_read(root, int(max_mb * 1e6)))
+    limit = int(max_mb * 1e6)
+    # A folder's sources are read byte by byte, as the library is: runs that began on them resume on them.
+    contents = list(_read(root, limit) if not where.dir or files == SOURCES else _read_texts(where, files, limit))
     train = b"".join(text for place, text in enumerate(contents) if place % 10 != 9)
     heldout = b"".join(text for place, text in enumerate(contents) if place % 10 == 9)[:HELD_OUT]
+    if len(heldout) <= where.seq_len:
+        train, heldout = _cut(b"".join(contents), where.seq_len)
     for split, text in (("train on", train), ("hold out", heldout)):
         if len(text) <= where.seq_len:
             raise ConfigError(
                 f"text under {root} has {len(text)} bytes to {split}, no sample of --data.seq_len {where.seq_len}.",
-                "a folder with more .py files as --data.dir, or a shorter --data.seq_len",
+                "a folder with more text as --data.dir, or a shorter --data.seq_len",
             )
     fingerprint = hashlib.sha256(train + heldout).hexdigest()[:16]
     info = DataInfo(
@@ -49,6 +65,16 @@ def build(where: Where, *, max_mb: float = 8.0) -> DataSet:
         preprocess={"tokenizer": "bytes"},
     )
     return DataSet(train=ByteSamples(train, where.seq_len), heldout=ByteSamples(heldout, where.seq_len), info=info)
+
+
+def _cut(text: bytes, seq_len: int) -> tuple[bytes, bytes]:
+    """All but the last tenth, and that; the last tenth is at least one sample."""
+    held = min(max(len(text) // 10, seq_len + 1), HELD_OUT)
+    place = max(0, len(text) - held)
+    return text[:place], text[place:]
+
+
+# ---------------------------------------------------------------- Python's sources
 
 
 def _read(root: Path, limit: int) -> Iterator[bytes]:
@@ -65,6 +91,64 @@ def _sources(root: Path) -> Iterator[Path]:
     for folder, names, files in os.walk(root):
         names[:] = sorted(name for name in names if name not in SKIPPED)
         yield from (Path(folder, name) for name in sorted(files) if name.endswith(".py"))
+
+
+# ---------------------------------------------------------------- any text files
+
+
+def _read_texts(where: Where, pattern: str, limit: int) -> Iterator[bytes]:
+    root, left, read = Path(where.dir), limit, 0
+    binary: list[Path] = []
+    for path in _files(where, pattern):
+        text = _read_text(path, left, where)
+        if text is None:
+            binary.append(path)
+            continue
+        read, left = read + 1, left - len(text)
+        yield text
+        if not left:
+            log.info("text: the first %g MB of %s are read. HINT: --data.args.max_mb 1000 reads more", limit / 1e6, root)
+            break
+    if binary and root.is_file():
+        raise ConfigError(f"{where} is not text: it has zero bytes.", "name a text file, or package.module:factory")
+    left_out = f"; {len(binary)} binary left out, as {binary[0]}" if binary else ""
+    log.info("text: %d files, %s bytes of %s%s", read, f"{limit - left:,}", root, left_out)
+
+
+def _files(where: Where, pattern: str) -> Iterator[Path]:
+    root = Path(where.dir)
+    if root.is_file():
+        yield root
+        return
+    if not root.is_dir():
+        raise ConfigError(f"{where} is neither a file nor a folder.", f"ls {root.parent}")
+    for folder, names, files in os.walk(root):
+        names[:] = sorted(name for name in names if not name.startswith("."))
+        wanted = sorted(name for name in files if not name.startswith(".") and fnmatch.fnmatch(name, pattern))
+        yield from (Path(folder, name) for name in wanted)
+
+
+def _read_text(path: Path, limit: int, where: Where) -> bytes | None:
+    """At most `limit` bytes of UTF-8, or None for a binary file."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(limit + 4)
+            whole = not file.read(1)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}).", f"ls -l {path}") from None
+    encoding = UTF_16.get(raw[:2], "utf-8")
+    if encoding == "utf-8" and b"\0" in raw[:PROBED]:
+        return None
+    try:
+        # A character that the limit cuts in two is no mistake of the file's.
+        text = codecs.getincrementaldecoder(encoding)().decode(raw, final=whole)
+    except UnicodeDecodeError as error:
+        others = "; or --data.args.files '*.txt' reads those alone" if Path(where.dir).is_dir() else ""
+        raise ConfigError(
+            f"{path} is not {encoding.upper()} at byte {error.start}: {error.reason}.",
+            f"iconv -f latin1 -t utf-8 {path} > {path}.utf8 && mv {path}.utf8 {path}{others}",
+        ) from None
+    return text.removeprefix("\ufeff").encode()[:limit]
 
 
 class ByteSamples:

@@ -1,7 +1,7 @@
-"""tokens: a person's own token files, mapped and never read whole. DIR/*.bin (raw uint16 or uint32) or DIR/*.npy.
+"""tokens: a person's own token files, mapped and never read whole. DIR/*.bin (raw) or DIR/*.npy, or one such file.
 
 The files, in the order of their names, are one long row of tokens, cut into windows of seq_len. val* files are held out;
-where there are none, the row's last part is. Not here: a tokenizer.
+where there are none, the row's last part is. Not here: a tokenizer, and how wide a raw file's tokens are (token_width.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from torch import Tensor
@@ -19,10 +18,11 @@ from torch import Tensor
 from fsdp.data.base import DataInfo, DataSet
 from fsdp.data.registry import Where, check_range
 from fsdp.data.text import shifted
+from fsdp.data.token_width import LOOKED_AT, Dtype, Stated, dtype_of, ends, fits_as, stated, wider
 from fsdp.errors import ConfigError, TrainingError
 
 OPEN_AT_ONCE = 128  # each mapped file holds a descriptor, and 1024 is a common limit
-LOOKED_AT = 1 << 16  # tokens at each end of a file that are compared with vocab_size before the run
+SUFFIXES = (".bin", ".npy")
 
 
 @dataclass(frozen=True)
@@ -31,22 +31,30 @@ class TokenFile:
     dtype: np.dtype
     offset: int
     tokens: int
+    guessed: bool = False
+    """Whether nothing in or beside the file says how wide its tokens are."""
 
     def open(self) -> np.ndarray:
         return np.memmap(self.path, self.dtype, "r", self.offset, (self.tokens,))
 
 
-def build(
-    where: Where, *, vocab_size: int = 0, dtype: Literal["uint16", "uint32"] = "uint16", heldout: float = 0.01
-) -> DataSet:
+def build(where: Where, *, vocab_size: int = 0, dtype: Dtype = "auto", heldout: float = 0.01) -> DataSet:
     check_range("heldout", heldout, 0, 0.5)
+    paths = _paths(where)
+    said = {path: stated(path) for path in paths if path.suffix == ".bin"}
+    vocab_size = vocab_size or max((one.vocab_size for one in said.values()), default=0)
     vocab_size = vocab_size or int(where.model_facts.get("vocab_size", 0))
     if vocab_size < 1:
         raise ConfigError("tokens do not say how many kinds there are.", "--data.args.vocab_size 50257")
-    files = find_files(where.dir, np.dtype(dtype).newbyteorder("<"))
-    _check_vocabulary(files, vocab_size)
-    row = TokenRow([file for file in files if not file.path.name.startswith("val")], vocab_size)
-    val = TokenRow([file for file in files if file.path.name.startswith("val")], vocab_size)
+    files = [_raw(path, said[path], dtype, vocab_size) if path in said else _npy(path) for path in paths]
+    files = [file for file in files if file.tokens]
+    for file in files:
+        _check_width(file)
+        _check_vocabulary(file, vocab_size)
+    row = TokenRow([file for file in files if not _held_out(file, where)], vocab_size)
+    val = TokenRow([file for file in files if _held_out(file, where)], vocab_size)
+    if not len(row):
+        raise ConfigError(f"{where} has no token file to train on.", f"put *.bin or *.npy files into {where.dir}")
     train, held = _windows(row, val, where, heldout)
     info = DataInfo(
         kind="text",
@@ -58,14 +66,17 @@ def build(
     return DataSet(train=train, heldout=held if len(held) else None, info=info)
 
 
+def _held_out(file: TokenFile, where: Where) -> bool:
+    return file.path.name.startswith("val") and file.path != Path(where.dir)
+
+
 def _windows(row: TokenRow, val: TokenRow, where: Where, heldout: float) -> tuple[Windows, Windows]:
     seq_len = where.seq_len
     whole = (len(row) - 1) // seq_len
     spared = 0 if len(val) else math.ceil(whole * heldout)
     if whole - spared < 1:
         raise ConfigError(
-            f"--data.dir {where.dir} has {len(row)} tokens to train on: not one sample of --data.seq_len {seq_len} "
-            f"and {spared} held out.",
+            f"{where} has {len(row)} tokens to train on: not one sample of --data.seq_len {seq_len} and {spared} held out.",
             f"--data.seq_len {max(1, (len(row) - 1) // 4)}, or more files",
         )
     train = Windows(row, 0, whole - spared, seq_len)
@@ -73,28 +84,30 @@ def _windows(row: TokenRow, val: TokenRow, where: Where, heldout: float) -> tupl
     return train, held
 
 
-def find_files(folder: str, dtype: np.dtype) -> list[TokenFile]:
-    if not folder:
-        raise ConfigError(
-            "--data.name tokens needs the folder of your token files.", "--data.dir FOLDER with *.bin or *.npy in it"
-        )
-    if not Path(folder).is_dir():
-        raise ConfigError(f"--data.dir {folder} is not a folder.", "--data.dir FOLDER with *.bin or *.npy in it")
-    paths = sorted(path for path in Path(folder).iterdir() if path.suffix in (".bin", ".npy"))
-    files = [_raw(path, dtype) if path.suffix == ".bin" else _npy(path) for path in paths]
-    if not any(file.tokens for file in files if not file.path.name.startswith("val")):
-        raise ConfigError(f"--data.dir {folder} has no token file to train on.", f"put *.bin or *.npy files into {folder}")
-    return [file for file in files if file.tokens]
+def _paths(where: Where) -> list[Path]:
+    hint = "--data.dir FOLDER with *.bin or *.npy in it"
+    if not where.dir:
+        raise ConfigError("--data.name tokens needs the folder of your token files.", hint)
+    root = Path(where.dir)
+    if root.is_file() and root.suffix in SUFFIXES:
+        return [root]
+    if not root.is_dir():
+        raise ConfigError(f"{where} is not a folder, nor a .bin or .npy file.", hint)
+    return sorted(path for path in root.iterdir() if path.suffix in SUFFIXES)
 
 
-def _raw(path: Path, dtype: np.dtype) -> TokenFile:
-    size = path.stat().st_size
+def _raw(path: Path, said: Stated, given: Dtype, vocab_size: int) -> TokenFile:
+    dtype = dtype_of(path, said, given, vocab_size)
+    size = path.stat().st_size - said.offset
     if size % dtype.itemsize:
         raise ConfigError(
             f"{path} has {size} bytes, not whole tokens of {dtype.itemsize}.",
-            "--data.args.dtype as it was written, or copy it again",
+            "copy it again" if size % 2 else "--data.args.dtype uint16, or copy it again",
         )
-    return TokenFile(path, dtype, 0, size // dtype.itemsize)
+    count = size // dtype.itemsize
+    if said.tokens not in (-1, count):
+        raise ConfigError(f"{path} has {count} tokens, and {said.source} says {said.tokens}.", "copy it again")
+    return TokenFile(path, dtype, said.offset, count, guessed=not said.source)
 
 
 def _npy(path: Path) -> TokenFile:
@@ -109,22 +122,34 @@ def _npy(path: Path) -> TokenFile:
     return TokenFile(path, mapped.dtype, mapped.offset, len(mapped))
 
 
-def _check_vocabulary(files: list[TokenFile], vocab_size: int) -> None:
-    """A look at both ends of each file; every batch is looked at when it is read."""
-    for file in files:
-        mapped = file.open()
-        for part in (mapped[:LOOKED_AT], mapped[-LOOKED_AT:]):
-            if int(part.max()) >= vocab_size or int(part.min()) < 0:
-                raise _too_small(str(file.path), int(part.max()), int(part.min()), vocab_size)
+def _check_width(file: TokenFile) -> None:
+    """A file that states its width is believed; one that does not may not look wider than it is read."""
+    if file.guessed and (found := wider(file.open())):
+        own = f"""echo '{{"dtype": "{file.dtype.name}"}}' > {file.path}.json"""
+        raise ConfigError(
+            f"{file.path} is read as {file.dtype.name} and looks like {found}: each token is followed by zeros or a small "
+            "number.",
+            f"--data.args.dtype {found}; or, if the tokens are {file.dtype.name}, {own}",
+        )
 
 
-def _too_small(place: str, high: int, low: int, vocab_size: int) -> ConfigError:
-    if low < 0:
-        return ConfigError(f"{place} has token {low}.", "tokens are whole numbers from 0")
-    return ConfigError(
-        f"{place} has token {high}, beyond --data.args.vocab_size {vocab_size}.",
-        f"--data.args.vocab_size {high + 1} or more, or --data.args.dtype as it was written",
-    )
+def _check_vocabulary(file: TokenFile, vocab_size: int) -> None:
+    """Both ends of each file; every batch is checked when it is read."""
+    for start, part in ends(file.open()):
+        if int(part.max()) >= vocab_size or int(part.min()) < 0:
+            place = int(np.flatnonzero((part >= vocab_size) | (part < 0))[0])
+            raise ConfigError(*_beyond(file, start + place, int(part[place]), vocab_size))
+
+
+def _beyond(file: TokenFile, place: int, token: int, vocab_size: int) -> tuple[str, str]:
+    """What is wrong, and the HINT."""
+    said = f"{file.path}: the token at position {place} is {token}"
+    other = fits_as(np.memmap(file.path, np.uint8, "r")[: 8 * LOOKED_AT], vocab_size) if file.guessed else ""
+    if other and other != file.dtype.name:
+        return f"{said} as {file.dtype.name}, outside the vocabulary of {vocab_size}.", f"--data.args.dtype {other}"
+    if token < 0:
+        return f"{said}; tokens are whole numbers from 0.", f"write {file.path} again, with another number for what is masked"
+    return f"{said}, beyond --data.args.vocab_size {vocab_size}.", f"--data.args.vocab_size {token + 1} or more"
 
 
 class TokenRow:
@@ -137,6 +162,11 @@ class TokenRow:
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
+
+    def locate(self, start: int) -> tuple[TokenFile, int]:
+        """The file that holds the row's token, and its position there."""
+        place = int(np.searchsorted(self._ends, start, side="right"))
+        return self.files[place], start - int(self._ends[place] - self.files[place].tokens)
 
     def read_into(self, out: np.ndarray, start: int) -> None:
         place = int(np.searchsorted(self._ends, start, side="right"))
@@ -164,9 +194,10 @@ class Windows:
             self.row.read_into(out, (self.first + int(index)) * self.seq_len)
         # An index beyond the embedding is garbage on CPU and a device-side assertion on CUDA, far from here.
         if windows.max() >= self.row.vocab_size or windows.min() < 0:
-            high = int(windows.max())
-            raise TrainingError(
-                f"samples {indices[:4].tolist()} … have token {high}, beyond --data.args.vocab_size {self.row.vocab_size}.",
-                f"--data.args.vocab_size {high + 1} or more",
-            )
+            raise self._beyond(indices, windows)
         return shifted(windows)
+
+    def _beyond(self, indices: np.ndarray, windows: np.ndarray) -> TrainingError:
+        row, column = np.argwhere((windows >= self.row.vocab_size) | (windows < 0))[0]
+        file, place = self.row.locate((self.first + int(indices[row])) * self.seq_len + int(column))
+        return TrainingError(*_beyond(file, place, int(windows[row, column]), self.row.vocab_size))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from fsdp.config import DataSection, load
 from fsdp.data import Cursor, DataSet, Loader, build_dataset
@@ -47,6 +48,46 @@ def test_each_mistake_has_a_line_that_mends_it(name: str, args: dict[str, Any], 
 def test_arguments_come_from_flags() -> None:
     section = load(["--data.name", "synthetic", "--data.args.image_size", "32", "--data.args.channels", "3"]).data
     assert build_dataset(section).train.batch(np.arange(2))["inputs"].shape == (2, 3, 32, 32)
+
+
+# ---------------------------------------------------------------- a file or folder by its path
+
+
+def test_a_name_that_is_a_path_is_read_by_what_lies_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "words").mkdir()
+    (tmp_path / "words" / "a.txt").write_text("words " * 500, encoding="utf-8")
+    (tmp_path / "ids").mkdir()
+    np.arange(600, dtype=np.uint16).tofile(tmp_path / "ids" / "a.bin")
+    for name in ("cat", "dog"):
+        (tmp_path / "pictures" / name).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / "pictures" / name / "a.png")
+    monkeypatch.chdir(tmp_path)
+    assert build("words").info.preprocess["tokenizer"] == "bytes"
+    assert build("words/a.txt").info.preprocess["tokenizer"] == "bytes"
+    assert build("ids", seq_len=8, vocab_size=700).info.facts == {"vocab_size": 700, "seq_len": 8}
+    assert build(str(tmp_path / "ids" / "a.bin"), seq_len=8, vocab_size=700).info.facts["vocab_size"] == 700
+    assert build("pictures", image_size=8).info.class_names == ("cat", "dog")
+
+
+def test_a_built_in_goes_before_a_folder_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "digits").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert build("digits").info.kind == "images"
+
+
+def test_two_paths_are_one_too_many(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--data.name .* is a path, and --data.dir elsewhere is another. HINT: leave one"):
+        build_dataset(DataSection(name=str(tmp_path), dir="elsewhere"))
+
+
+def test_a_path_with_nothing_to_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.gz").write_bytes(bytes(1000))
+    with pytest.raises(ConfigError, match=r"--data.name .*/a.gz is not text: it has zero bytes"):
+        build(str(tmp_path / "a.gz"))
+    with pytest.raises(ConfigError, match=r"a file or folder here, or .* HINT: ls /.*"):
+        build(str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match=r"a file or folder here"):
+        build("")
 
 
 # ---------------------------------------------------------------- synthetic
@@ -232,3 +273,92 @@ def test_an_item_that_fails_later_is_named() -> None:
     )  # fmt: skip
     with pytest.raises(TrainingError, match=r"samples 3, 4, 5, 6, 7, 8, 9, 10 … cannot be read: IndexError"):
         loader.step(0)
+
+
+# ---------------------------------------------------------------- batches of one's own making
+
+RAGGED = """
+import torch
+from torch.utils.data import Dataset, Subset
+
+
+class Ragged(Dataset):
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        return torch.arange(index % 4 + 2), torch.arange(index % 4 + 2)
+
+
+class Padded(Ragged):
+    def collate(self, items):
+        pad = torch.nn.utils.rnn.pad_sequence
+        inputs, targets = zip(*items)
+        return {"input_ids": pad(inputs, True), "targets": pad(targets, True, -100).numpy()}
+
+
+class Numbered(Ragged):
+    collate = 3
+
+
+class Dropping(Padded):
+    def collate(self, items):
+        return super().collate(items[1:] or items)
+
+
+def ragged(): return Ragged()
+def padded(): return Padded()
+def subset(): return Subset(Padded(), [3, 0, 1]), Subset(Padded(), [2])
+def numbered(): return Numbered()
+def dropping(): return Dropping()
+"""
+
+
+@pytest.fixture
+def ragged(tmp_path: Path) -> Iterator[None]:
+    (tmp_path / "my_ragged_data.py").write_text(RAGGED, encoding="utf-8")
+    yield
+    sys.modules.pop("my_ragged_data", None)
+
+
+def all_in_one(data: DataSet) -> Loader:
+    count = len(data.train)
+    cursor = Cursor(seed=0, samples=count, global_batch=count)
+    return Loader(
+        data.train, cursor, micro_batch=count, accumulation=1, rank=DataRank(0, 1), workers=0, prefetch=1, pin=False
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("ragged")
+def test_samples_of_unlike_lengths_are_named_and_the_hint_names_the_hook() -> None:
+    with pytest.raises(
+        TrainingError,
+        match=r"^rank 0, step 0: inputs of sample \d+ is \[\d\] and of sample \d+ \[\d\]: samples of one batch must have one "
+        r"shape. HINT: give your Dataset a method collate\(items\) that pads them to one length: docs/data.md$",
+    ):
+        all_in_one(build("my_ragged_data:ragged")).step(0)
+
+
+@pytest.mark.usefixtures("ragged")
+def test_a_datasets_own_collate_makes_the_batches() -> None:
+    data = build("my_ragged_data:padded")
+    assert data.info.kind == "text"
+    batch = data.train.batch(np.array([0, 3]))
+    assert batch["inputs"].tolist() == [[0, 1, 0, 0, 0], [0, 1, 2, 3, 4]]
+    assert batch["targets"].tolist() == [[0, 1, -100, -100, -100], [0, 1, 2, 3, 4]]
+    step = all_in_one(data).step(0)
+    assert step.micro[0].tokens == sum(index % 4 + 2 for index in range(12))
+
+
+@pytest.mark.usefixtures("ragged")
+def test_a_subset_has_its_datasets_collate() -> None:
+    data = build("my_ragged_data:subset")
+    assert data.train.batch(np.arange(3))["inputs"].shape == (3, 5)
+
+
+@pytest.mark.usefixtures("ragged")
+def test_a_collate_that_is_wrong_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"my_ragged_data:numbered: collate is of type int, which cannot be called"):
+        build("my_ragged_data:numbered")
+    with pytest.raises(TrainingError, match=r"12 samples were asked for, and \{'inputs': 11, 'targets': 11\} rows came"):
+        all_in_one(build("my_ragged_data:dropping")).step(0)

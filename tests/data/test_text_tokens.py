@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import struct
+import subprocess
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -72,6 +75,81 @@ def test_too_little_text_is_named(tmp_path: Path) -> None:
         text(dir=str(tmp_path))
 
 
+def whole(data: DataSet) -> bytes:
+    """The text of train and held-out samples of length 1, in this order: every input, and the last target."""
+    assert data.heldout is not None
+    rows = (rows_of(part) for part in (data.train, data.heldout))
+    return b"".join(bytes([*inputs.reshape(-1).tolist(), int(targets[-1, -1])]) for inputs, targets in rows)
+
+
+PROSE = "Ünïcödé — 日本語, Ελληνικά, עברית 🙂. " * 40
+
+
+def test_any_text_file_is_read_in_unicode_and_empty_ones_too(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(PROSE, encoding="utf-8")
+    (tmp_path / "b.md").touch()
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "c").write_text(PROSE, encoding="utf-8")
+    (tmp_path / ".hidden").write_text("no", encoding="utf-8")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\0\0" * 100)
+    assert whole(text(dir=str(tmp_path), seq_len=1)) == 2 * PROSE.encode()
+
+
+def test_one_text_file_is_enough_and_its_last_tenth_is_held_out(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(bytes(range(1, 101)) * 10)
+    data = text(dir=str(tmp_path / "a"), seq_len=9)
+    assert data.heldout is not None
+    assert (len(data.train), len(data.heldout)) == (99, 11)
+    assert rows_of(data.heldout)[0][0, 0] == 1
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_byte_order_mark_is_understood(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "a.txt").write_text(PROSE, encoding=encoding)
+    assert whole(text(dir=str(tmp_path), seq_len=1))[:1000] == PROSE.encode()[:1000]
+
+
+def test_bytes_that_are_no_utf_8_are_named_and_the_hint_mends_them(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"x" * 700 + "é".encode("latin-1") + b"y" * 700)
+    with pytest.raises(ConfigError, match=r"a.txt is not UTF-8 at byte 700: .* HINT: iconv -f latin1") as caught:
+        text(dir=str(tmp_path))
+    command = str(caught.value.hint).partition(";")[0]
+    assert subprocess.run(["sh", "-c", command]).returncode == 0
+    assert whole(text(dir=str(tmp_path), seq_len=1))[700:702] == "é".encode()
+
+
+def test_a_limit_may_cut_a_character_in_two(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("日" * 1000, encoding="utf-8")
+    assert len(whole(text(dir=str(tmp_path), seq_len=1, args={"max_mb": 0.001}))) == 1000
+
+
+def test_files_are_chosen_by_a_pattern(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.csv"):
+        (tmp_path / name).write_text(name[0] * 1000, encoding="utf-8")
+    assert set(whole(text(dir=str(tmp_path), seq_len=1, args={"files": "*.csv"}))) == {ord("b")}
+
+
+def test_a_folder_of_sources_gives_what_it_gave(tmp_path: Path) -> None:
+    """Bytes of any encoding, tests left out: the samples of runs that began when sources were all that was read."""
+    for n in range(10):
+        (tmp_path / f"{n}.py").write_bytes(bytes([0xE0 + n]) * 300)
+    (tmp_path / "notes.txt").write_text("x" * 300, encoding="utf-8")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "a.py").write_text("y" * 300, encoding="utf-8")
+    data = text(dir=str(tmp_path), args={"files": "*.py"})
+    assert (
+        data.info.facts["fingerprint"] == hashlib.sha256(b"".join(bytes([0xE0 + n]) * 300 for n in range(10))).hexdigest()[:16]
+    )
+
+
+def test_a_place_without_text_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--data.dir .*/none is neither a file nor a folder. HINT: ls "):
+        text(dir=str(tmp_path / "none"))
+    (tmp_path / "a").write_bytes(bytes(1000))
+    with pytest.raises(ConfigError, match=r"--data.dir .*/a is not text: it has zero bytes"):
+        text(dir=str(tmp_path / "a"))
+
+
 # ---------------------------------------------------------------- tokens
 
 
@@ -129,7 +207,10 @@ def test_without_files_the_message_says_what_to_put_where(tmp_path: Path) -> Non
 
 def test_a_vocabulary_too_small_is_seen_before_the_run(tmp_path: Path) -> None:
     np.array([1, 2, 3, 1500] * 20, dtype=np.uint16).tofile(tmp_path / "a.bin")
-    with pytest.raises(ConfigError, match=r"a.bin has token 1500, beyond --data.args.vocab_size 1000.*vocab_size 1501"):
+    with pytest.raises(
+        ConfigError,
+        match=r"a.bin: the token at position 3 is 1500, beyond --data.args.vocab_size 1000. HINT: --data.args.vocab_size 1501",
+    ):
         tokens(tmp_path)
 
 
@@ -138,13 +219,13 @@ def test_a_token_beyond_the_vocabulary_deep_inside_is_seen_when_read(tmp_path: P
     row[150_000] = 1500
     row.tofile(tmp_path / "a.bin")
     data = tokens(tmp_path)
-    with pytest.raises(TrainingError, match=r"token 1500, beyond --data.args.vocab_size 1000"):
+    with pytest.raises(TrainingError, match=r"a.bin: the token at position 150000 is 1500, beyond --data.args.vocab_size 1000"):
         data.train.batch(np.array([150_000 // 8]))
 
 
 def test_files_that_are_not_tokens_are_named(tmp_path: Path) -> None:
     (tmp_path / "odd.bin").write_bytes(b"123")
-    with pytest.raises(ConfigError, match=r"odd.bin has 3 bytes, not whole tokens of 2"):
+    with pytest.raises(ConfigError, match=r"odd.bin has 3 bytes, not whole tokens of 2. HINT: copy it again$"):
         tokens(tmp_path)
     (tmp_path / "odd.bin").unlink()
     np.save(tmp_path / "float.npy", np.zeros(100))
@@ -153,6 +234,128 @@ def test_files_that_are_not_tokens_are_named(tmp_path: Path) -> None:
     (tmp_path / "float.npy").write_bytes(b"no numpy file")
     with pytest.raises(ConfigError, match=r"float.npy is not a whole .npy file"):
         tokens(tmp_path)
+
+
+# ---------------------------------------------------------------- how wide a raw file's tokens are
+
+
+def numbers(count: int = 5000, below: int = 1000) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, below, count)
+
+
+def inputs_of(data: DataSet) -> np.ndarray:
+    return rows_of(data.train)[0].reshape(-1)
+
+
+@pytest.mark.parametrize("written", ["uint32", "int32", "int64"])
+@pytest.mark.parametrize("below", [300, 1000])
+def test_a_file_that_looks_wider_than_it_is_read_is_refused_and_the_hint_works(
+    tmp_path: Path, written: str, below: int
+) -> None:
+    """Read as uint16 such a file is tokens with zeros between them, which a model learns well: that is no language."""
+    row = numbers(below=below)
+    row.astype(written).tofile(tmp_path / "a.bin")
+    with pytest.raises(ConfigError, match=r"a.bin is read as uint16 and looks like u?int\d\d: .*zeros") as caught:
+        tokens(tmp_path)
+    dtype = str(caught.value).partition("HINT: --data.args.dtype ")[2].partition(";")[0]
+    data = tokens(tmp_path, dtype=dtype)
+    assert np.array_equal(inputs_of(data), row[: len(data.train) * 8])
+
+
+def test_large_tokens_read_too_narrow_are_refused_too(tmp_path: Path) -> None:
+    numbers(below=128_256).astype(np.uint32).tofile(tmp_path / "a.bin")
+    with pytest.raises(ConfigError, match=r"a.bin is read as uint16 and looks like uint32: .*HINT: --data.args.dtype uint32"):
+        tokens(tmp_path, vocab_size=50_257)
+
+
+def test_tokens_that_only_look_wide_are_taken_after_the_hints_command(tmp_path: Path) -> None:
+    row = np.stack([numbers(), np.zeros(5000, np.int64)], axis=1).reshape(-1)
+    row.astype(np.uint16).tofile(tmp_path / "a.bin")
+    with pytest.raises(ConfigError, match=r"or, if the tokens are uint16, echo ") as caught:
+        tokens(tmp_path)
+    assert subprocess.run(["sh", "-c", str(caught.value).partition("uint16, ")[2]]).returncode == 0
+    data = tokens(tmp_path)
+    assert np.array_equal(inputs_of(data), row[: len(data.train) * 8])
+
+
+def test_a_vocabulary_that_uint16_does_not_hold_is_read_as_uint32(tmp_path: Path) -> None:
+    row = numbers(below=128_256)
+    row.astype(np.uint32).tofile(tmp_path / "a.bin")
+    data = tokens(tmp_path, vocab_size=128_256)
+    assert np.array_equal(inputs_of(data), row[: len(data.train) * 8])
+
+
+def test_a_narrow_file_of_a_large_vocabulary_has_a_hint_that_works(tmp_path: Path) -> None:
+    row = numbers(below=60_000)
+    row.astype(np.uint16).tofile(tmp_path / "a.bin")
+    with pytest.raises(
+        ConfigError, match=r"position 0 is \d+ as uint32, outside the .* 128256. HINT: --data.args.dtype uint16$"
+    ):
+        tokens(tmp_path, vocab_size=128_256)
+    data = tokens(tmp_path, vocab_size=128_256, dtype="uint16")
+    assert np.array_equal(inputs_of(data), row[: len(data.train) * 8])
+
+
+@pytest.mark.parametrize("sidecar", ["a.bin.json", "tokens.json"])
+def test_a_sidecar_says_the_width_and_the_vocabulary(tmp_path: Path, sidecar: str) -> None:
+    row = numbers()
+    row.astype(np.int64).tofile(tmp_path / "a.bin")
+    (tmp_path / sidecar).write_text('{"dtype": "int64", "vocab_size": 1234, "tokenizer": "mine"}')
+    data = build_dataset(DataSection(name="tokens", dir=str(tmp_path), seq_len=8))
+    assert data.info.facts == {"vocab_size": 1234, "seq_len": 8}
+    assert np.array_equal(inputs_of(data), row[: len(data.train) * 8])
+    with pytest.raises(ConfigError, match=rf"{sidecar} says int64, and --data.args.dtype says uint16. HINT: leave"):
+        tokens(tmp_path, dtype="uint16")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", r"a.bin.json cannot be read as JSON"),
+        ("[]", r"a.bin.json: dtype \[\] is not one of uint16, uint32"),
+        ('{"dtype": "float32"}', r"a.bin.json: dtype \"float32\" is not one of uint16, uint32"),
+        ('{"dtype": "uint16", "vocab_size": "big"}', r"a.bin.json: vocab_size \"big\" is not a whole number"),
+        ('{"dtype": "uint16", "tokens": 4999}', r"a.bin has 5000 tokens, and .*a.bin.json says 4999. HINT: copy it again"),
+    ],
+)
+def test_a_sidecar_that_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:
+    numbers().astype(np.uint16).tofile(tmp_path / "a.bin")
+    (tmp_path / "a.bin.json").write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        tokens(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(("magic", "version", "dtype"), [(20240520, 1, "uint16"), (20240801, 7, "uint32")])
+def test_llm_cs_header_is_read_and_is_no_token(tmp_path: Path, magic: int, version: int, dtype: str) -> None:
+    row = numbers()
+    header = np.zeros(256, np.int32)
+    header[:3] = magic, version, len(row)
+    (tmp_path / "a.bin").write_bytes(header.tobytes() + row.astype(dtype).tobytes())
+    data = tokens(tmp_path)
+    assert np.array_equal(inputs_of(data), row[: len(data.train) * 8])
+    header[2] -= 1
+    (tmp_path / "a.bin").write_bytes(header.tobytes() + row.astype(dtype).tobytes())
+    with pytest.raises(ConfigError, match=r"a.bin has 5000 tokens, and .*a.bin's header says 4999"):
+        tokens(tmp_path)
+
+
+@pytest.mark.parametrize(("code", "dtype"), [(8, "uint16"), (4, "int32"), (5, "int64")])
+def test_megatrons_index_says_the_width(tmp_path: Path, code: int, dtype: str) -> None:
+    row = numbers()
+    row.astype(dtype).tofile(tmp_path / "a.bin")
+    index = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, 1, 2) + struct.pack("<iqqq", len(row), 0, 0, 1)
+    (tmp_path / "a.idx").write_bytes(index)
+    data = tokens(tmp_path)
+    assert np.array_equal(inputs_of(data), row[: len(data.train) * 8])
+
+
+def test_one_file_is_enough(tmp_path: Path) -> None:
+    numbers().astype(np.uint16).tofile(tmp_path / "val.bin")
+    data = tokens(tmp_path / "val.bin", heldout=0.1)
+    assert data.heldout is not None
+    assert (len(data.train), len(data.heldout)) == (561, 63)
 
 
 def test_a_row_too_short_for_one_sample_is_named(tmp_path: Path) -> None:
