@@ -18,11 +18,11 @@ import submitit
 from submitit.helpers import DelayedSubmission
 
 from fsdp import env as environment
-from fsdp import loop
 from fsdp.config import Config
 from fsdp.env import DistEnv
 from launch import rendezvous
-from launch.progress import SCHEDULERS_REASONS
+from launch.guard import run_rank
+from launch.policy import Kind, kind_of_stop
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,12 @@ class Training:
         if job.cluster == "slurm":
             # until the ranks listen themselves: submitit's handler would requeue from within itself
             signal.signal(submitit.JobEnvironment._usr_sig(), signal.SIG_IGN)
-        stopped = loop.train(self.config, rank_environment(job)).stopped
-        if stopped in SCHEDULERS_REASONS:
+        code, outcome = run_rank(self.config, rank_environment(job))
+        if outcome is None:
+            sys.exit(code)  # an exception here would be printed a second time, with submitit's frames
+        if outcome.stopped and kind_of_stop(outcome.stopped) is Kind.PREEMPTED:
             leave_for_later(job)
-        return stopped
+        return outcome.stopped
 
     def checkpoint(self) -> DelayedSubmission:
         """Asked for when submitit requeues: the same again. The state is in the run directory."""

@@ -14,6 +14,7 @@ from fsdp.config.checks import check
 from fsdp.config.fields import FIELDS, FieldSpec, flatten, help_text
 from fsdp.config.reading import load, pair_flags, read_recipe, replace
 from fsdp.config.sections import (
+    LAUNCHERS_OWN,
     Args,
     CheckpointSection,
     CommSection,
@@ -35,12 +36,12 @@ from fsdp.config.sections import (
     WatchSection,
 )
 from fsdp.config.values import parse_free_value, parse_value, profile_steps, reshard_policy, worker_range
-from fsdp.config.writing import config_hash, to_toml
+from fsdp.config.writing import config_hash, run_toml, to_toml
 
 __all__ = [
-    "FIELDS", "Args", "CheckpointSection", "CommSection", "Config", "DataSection", "FieldSpec", "LoraSection",
+    "FIELDS", "LAUNCHERS_OWN", "Args", "CheckpointSection", "CommSection", "Config", "DataSection", "FieldSpec", "LoraSection",
     "MemorySection", "MeshSection", "ModelSection", "OptimSection", "PlanSection", "PrecisionSection", "ProfileSection",
     "RaySection", "RunSection", "SpeedSection", "StopSection", "TrainSection", "WatchSection", "check", "config_hash",
     "flatten", "help_text", "load", "pair_flags", "parse_free_value", "parse_value", "profile_steps", "read_recipe",
-    "replace", "reshard_policy", "to_toml", "worker_range",
+    "replace", "reshard_policy", "run_toml", "to_toml", "worker_range",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from typing import Any
 
 from fsdp.config.checks import check
 from fsdp.config.fields import FIELDS, flatten
-from fsdp.config.sections import Config
+from fsdp.config.sections import LAUNCHERS_OWN, Config
 from fsdp.config.values import parse_free_value, parse_value
 from fsdp.errors import ConfigError
 
@@ -44,14 +44,22 @@ def replace(config: Config, **changes: Any) -> Config:
 
 
 def read_recipe(path: str) -> dict[str, Any]:
-    """A TOML file as flat `section.field` values; not yet typed."""
+    """A TOML file as flat `section.field` values; not yet typed. Of a run's own config, without a launcher's settings."""
     try:
         tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--config {path} cannot be read ({error.strerror}).", "ls recipes/ shows those that ship") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path} is not TOML: {error}.", "compare it with recipes/digits.toml") from None
-    return dict(_flatten(tree))
+    values = dict(_flatten(tree))
+    if not _is_of_a_run(Path(path)):
+        return values
+    # a run directory written before they were left out has them
+    return {name: value for name, value in values.items() if name.partition(".")[0] not in LAUNCHERS_OWN}
+
+
+def _is_of_a_run(path: Path) -> bool:
+    return path.name == "config.toml" and path.with_name("history.jsonl").exists()
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -182,7 +182,7 @@ def test_verify_and_prune_in_either_order(run_dir: Path, capsys: pytest.CaptureF
 
 def test_prune_is_refused_while_a_job_writes_there(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     claim = Claim.acquire(run_dir, "torchrun")
-    assert checkpoints.main([str(run_dir), "prune", "--keep-last", "1"]) == 3
+    assert checkpoints.main([str(run_dir), "prune", "--keep-last", "1"]) == 4
     assert "is being written by process" in capsys.readouterr().err
     claim.release()
 

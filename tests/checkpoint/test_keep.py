@@ -14,7 +14,7 @@ from fsdp.checkpoint.store import LocalStore
 from fsdp.claim import FILE, Claim
 from fsdp.config import CheckpointSection
 from fsdp.env import DistEnv
-from fsdp.errors import CheckpointError, LaunchError
+from fsdp.errors import CheckpointError, RefusedError
 from tests.checkpoint.small import build
 from tests.world import run_world
 
@@ -151,7 +151,7 @@ def two_runs_one_folder(env: DistEnv, folder: str) -> str:
     first.checkpointer.restore(first.state)
     try:
         second.checkpointer.restore(second.state)
-    except LaunchError as error:
+    except RefusedError as error:
         return str(error)
     finally:
         for run, claim in ((first, claims[0]), (second, claims[1])):
