@@ -15,6 +15,7 @@ from fsdp.errors import ConfigError, RefusedError, ShardrunError, TrainingError
 from fsdp.loop import Outcome, train
 from fsdp.summary import summary
 from fsdp.watch.rank import told
+from launch.command import rank_command
 from launch.marker import Failure, Marker, failed_before_this_restart, marker_of
 from launch.policy import Kind
 
@@ -34,7 +35,7 @@ def run_rank(
     except Exception as error:
         return report(error, env, program, marker), None
     if env.is_main:
-        print(summary(outcome, config))
+        print(summary(outcome, config, rank_command(env)))
     return 0, outcome
 
 

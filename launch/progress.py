@@ -24,7 +24,7 @@ from fsdp.env import slurm_start
 from fsdp.errors import RefusedError, ShardrunError
 from fsdp.rundir import RunDir
 from launch.marker import TOKEN, Marker
-from launch.policy import Act, Allocation, Decision, End, Kind, Past, decide, kind_of_stop
+from launch.policy import EXIT_REFUSED, Act, Allocation, Decision, End, Kind, Past, decide, kind_of_stop
 
 REQUEUE, AGAIN = 85, 86
 """The exit status for these; any other is the job's own exit code."""
@@ -73,7 +73,8 @@ def end_of(run: RunDir, marker: Marker, code: int, *, starting: bool) -> End:
     said = marker.read()
     if said is not None:
         return End(said.kind, last_step(run), starting, said.code, said.message)
-    return End(Kind.DIED, last_step(run), starting, code)
+    # of the errors that end a rank with this code a refusal alone leaves no marker
+    return End(Kind.REFUSED if code == EXIT_REFUSED else Kind.DIED, last_step(run), starting, code)
 
 
 def past_of(history: Sequence[Event], job: str, restart: int) -> Past:

@@ -36,6 +36,7 @@ from fsdp.mesh import plan_batch, resolve
 from fsdp.rundir import RunDir
 from fsdp.summary import summary
 from launch import progress, ray_cluster
+from launch.command import ray_command
 from launch.guard import failure_of
 from launch.marker import Failure, marker_of
 from launch.policy import NODES_LEAVE, Act, Allocation, End, Kind, Past, decide
@@ -90,7 +91,7 @@ def _run(config: Config, own: OwnRay | None, run: RunDir) -> int:
     if stopping.signal is not None and outcome.stopped:
         outcome = dataclasses.replace(outcome, stopped=stopping.signal.name)
         rundir.write_atomically(run.stopped, f"{outcome.stopped} at step {outcome.step}\n")
-    print(summary(outcome, config))
+    print(summary(outcome, config, ray_command(config)))
     return 0
 
 
