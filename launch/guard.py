@@ -6,6 +6,7 @@ Ray's workers hand the exception to their driver instead of printing it, and use
 from __future__ import annotations
 
 import sys
+import time
 import traceback
 
 from fsdp.agree import Elsewhere, lost_a_neighbour
@@ -19,6 +20,9 @@ from launch.command import rank_command
 from launch.marker import Failure, Marker, failed_before_this_restart, marker_of
 from launch.policy import Kind
 
+PRINTS_S = 5.0
+"""torchrun ends all ranks when the first has ended: the others leave local rank 0 this time to print, and are ended by then."""
+
 
 def run_rank(
     config: Config, env: DistEnv, *, program: str = "train.py", marker: Marker | None = None
@@ -29,6 +33,8 @@ def run_rank(
     if before is not None:
         if env.local_rank == 0:
             print(f"{program}: not tried again, it would fail the same way: {before.message}", file=sys.stderr)
+        else:
+            time.sleep(PRINTS_S)
         return before.code, None
     try:
         outcome = train(config, env)

@@ -35,6 +35,7 @@ def typed(command: str, run: Path, *flags: str) -> subprocess.CompletedProcess[s
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_begun_under_ray_continued_by_the_readmes_command_and_ended_as_plain_python(tmp_path: Path, undisturbed: Run) -> None:
     place = tmp_path / "run"
     driver = Driver(place, "--ray.num_workers", "2", "--train.stop_after", "8")
