@@ -188,7 +188,8 @@ judge_and_act() {
     # only a running job is requeued: scancel stays a cancel, and what Slurm requeues itself is not requeued twice
     [ "$state" = RUNNING ] || { say "the job is $state: nothing more to do here"; exit "$rc"; }
     scontrol show job -o "$job" | grep -q ' Requeue=1' || bounds=(--no-requeue)
-    on_head python -m launch.progress judge "$run" --job "$job" --restart "$restart" --code "$rc" "${bounds[@]}" "$@" || verdict=$?
+    on_head python -m launch.progress judge "$run" --job "$job" --restart "$restart" --code "$rc" "${bounds[@]}" "$@" ||
+        verdict=$?
     case $verdict in
     "$REQUEUE_EXIT") requeue ;;
     86) return ;;

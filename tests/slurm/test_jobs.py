@@ -192,6 +192,7 @@ def test_an_error_that_would_come_again_ends_the_job_at_once(outcome: dict[str, 
     left = outcome[name]
     assert (left.state, left.code, left.restarts) == ("FAILED", code, 0), left.log
     assert re.search(said, left.log)
+    assert "Traceback" not in left.log
     assert left.log.count("all 1 nodes reach") == 1, "tried once"
     assert len(left.run.starts) == (name != "mesh")
 
