@@ -4,6 +4,7 @@
     fields.py          the knobs as data, `section.field` → what is known of it; --help
     values.py          one value from its text, within its type and range
     reading.py         a recipe (TOML) first, flags `--section.field value` over it, then the checks
+    aliases.py         what people type who come from another trainer → our flags
     checks.py          what two knobs may not say together; checks_memory.py those that save memory or time
     writing.py         back to a recipe, and the hash of what is trained
 
