@@ -27,7 +27,7 @@ from typing import NoReturn
 from fsdp import collector, rundir
 from fsdp import config as configuration
 from fsdp.config import Config
-from fsdp.env import DistEnv, pick_device, process_group
+from fsdp.env import DistEnv, pick_device, process_group, slurm_start
 from fsdp.errors import ConfigError, ShardrunError
 from launch import progress
 from launch.marker import Marker
@@ -50,6 +50,8 @@ def main(argv: Sequence[str]) -> int:
         # Frozen before the forks: a collection in one of them would copy every page that they share.
         with collector.importing():
             warm_up(config, ranks)
+        with progress.holding(rundir.RunDir(Path(config.run.dir)), slurm_start()):
+            pass  # refused here, nothing is written; rank 0 takes the lock itself
     except ShardrunError as error:
         print(f"launch.local: {error}", file=sys.stderr)
         return error.exit_code

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from fsdp import rundir
 from fsdp.config import Config
+from fsdp.errors import ConfigError
 from fsdp.rundir import RunDir
 from launch.policy import Kind
 
@@ -41,10 +42,14 @@ class Marker:
 
     run: RunDir
     start: str
+    asked: bool = True
+    """Whether the launcher has asked for the run directory's lock. Else a configuration error, which comes before the ranks ask
+    for it, is not written: the directory may be another job's."""
 
     def write(self, failure: Failure, rank: int) -> None:
         """Nothing is written where another job holds the run directory, or where there is none."""
-        if failure.echo or failure.kind is Kind.REFUSED or not self.run.path.is_dir():
+        before_the_lock = not self.asked and failure.code == ConfigError.exit_code
+        if failure.echo or failure.kind is Kind.REFUSED or before_the_lock or not self.run.path.is_dir():
             return
         said = {**asdict(failure), "kind": failure.kind.name, "rank": rank, "start": self.start, "time": rundir.now()}
         rundir.write_atomically(self.run.failed, json.dumps(said) + "\n")
@@ -67,7 +72,7 @@ def marker_of(config: Config, environ: Mapping[str, str] = os.environ) -> Marker
         return Marker(run, environ[TOKEN])
     if int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
         # all tries of one torchrun have the same agent as their parent
-        return Marker(run, f"{environ.get('TORCHELASTIC_RUN_ID')} {socket.gethostname()} {os.getppid()}")
+        return Marker(run, f"{environ.get('TORCHELASTIC_RUN_ID')} {socket.gethostname()} {os.getppid()}", asked=False)
     return None
 
 

@@ -21,7 +21,7 @@ from fsdp import config as configuration
 from fsdp import rundir
 from fsdp.claim import Claim
 from fsdp.env import slurm_start
-from fsdp.errors import RefusedError, ShardrunError
+from fsdp.errors import ConfigError, RefusedError, ShardrunError
 from fsdp.rundir import RunDir
 from launch.marker import TOKEN, Marker
 from launch.policy import EXIT_REFUSED, Act, Allocation, Decision, End, Kind, Past, decide, kind_of_stop
@@ -73,8 +73,9 @@ def end_of(run: RunDir, marker: Marker, code: int, *, starting: bool) -> End:
     said = marker.read()
     if said is not None:
         return End(said.kind, last_step(run), starting, said.code, said.message)
-    # of the errors that end a rank with this code a refusal alone leaves no marker
-    return End(Kind.REFUSED if code == EXIT_REFUSED else Kind.DIED, last_step(run), starting, code)
+    # a refusal leaves no marker, nor does a mistake that is found before there is a run directory
+    kind = {EXIT_REFUSED: Kind.REFUSED, ConfigError.exit_code: Kind.FINAL}.get(code, Kind.DIED)
+    return End(kind, last_step(run), starting, code, "" if kind is Kind.DIED else "see the error above")
 
 
 def past_of(history: Sequence[Event], job: str, restart: int) -> Past:

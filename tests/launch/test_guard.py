@@ -12,11 +12,12 @@ import pytest
 
 from fsdp import rundir
 from fsdp.agree import Elsewhere
+from fsdp.config import load
 from fsdp.errors import CheckpointError, ConfigError, LaunchError, OneRankError, RefusedError, TrainingError
 from fsdp.memory.oom import OutOfMemory
 from fsdp.rundir import RunDir
 from launch.guard import failure_of
-from launch.marker import Failure, Marker
+from launch.marker import Failure, Marker, marker_of
 from launch.policy import Kind
 from tests.launch.test_local import ROOT, SMALL
 
@@ -58,6 +59,16 @@ def test_a_marker_is_read_by_its_own_start_alone(tmp_path: Path) -> None:
 def test_a_refused_start_and_an_echo_leave_none(tmp_path: Path, failure: Failure) -> None:
     Marker(RunDir(tmp_path), "1").write(failure, rank=0)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mistake_found_before_the_lock_is_asked_is_not_written(tmp_path: Path) -> None:
+    """Under a torchrun by hand nobody asks before the ranks do: the directory may be another job's."""
+    config = load(["--run.dir", str(tmp_path)])
+    marker = marker_of(config, {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RUN_ID": "a"})
+    assert marker is not None
+    marker.write(Failure(Kind.FINAL, 2, "a wrong mesh"), rank=0)
+    assert list(tmp_path.iterdir()) == []
+    assert marker_of(config, {}) is None
 
 
 @pytest.mark.slow

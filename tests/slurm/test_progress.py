@@ -71,6 +71,14 @@ def test_an_error_that_would_come_again_is_final_with_its_own_code(run: RunDir, 
     assert "step 3: loss nan" in decision.why
 
 
+@pytest.mark.parametrize(("code", "act"), [(2, Act.END), (4, Act.END), (1, Act.AGAIN), (137, Act.AGAIN)])
+def test_a_start_without_a_marker_is_known_by_its_code(run: RunDir, code: int, act: Act) -> None:
+    """srun passes a rank's own code on."""
+    decision = progress.judge(run, job="7", restart=0, code=code, allocation=Allocation(requeue=True))
+    assert decision.act is act
+    assert act is Act.AGAIN or decision.code == code
+
+
 def test_what_an_earlier_start_left_counts_for_nothing(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     reach(run, 3)
     fail(run, monkeypatch, Kind.FINAL, 5)
