@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from fsdp import rundir
+from fsdp.claim import Claim
 from fsdp.config import load, to_toml
 from tests.ray.cluster import REPOSITORY, clean_environment
 from tests.ray.runs import STEPS, Driver, Run
@@ -69,3 +71,18 @@ def test_ray_asked_for_under_torchrun_is_refused_in_one_line(tmp_path: Path) -> 
         "HINT: --backend torchrun, or python train.py --backend ray with nothing in front"
     ]
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.long
+def test_a_driver_on_a_live_run_directory_is_refused_and_writes_nothing(tmp_path: Path) -> None:
+    place = rundir.create(tmp_path / "run").path
+    claim = Claim.acquire(place, "torchrun")
+    before = sorted(path for path in place.rglob("*") if path.name != "CLAIM")
+    try:
+        driver = Driver(place)
+        assert driver.wait(120) == 4, driver.said()
+        (line,) = driver.err.splitlines()
+        assert line.startswith(f"train.py: {place} is being written by process ")
+        assert sorted(path for path in place.rglob("*") if path.name != "CLAIM") == before
+    finally:
+        claim.release()
