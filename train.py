@@ -11,14 +11,13 @@ prints what follows from them and stops. A run that is stopped goes on from the 
 from __future__ import annotations
 
 import sys
-import traceback
 
 from fsdp import collector
 from fsdp import config as configuration
 from fsdp.config import Config
 from fsdp.console import flush_output
-from fsdp.env import speaks_for_all
-from fsdp.errors import ShardrunError
+from fsdp.env import maker_of_ranks, speaks_for_all
+from fsdp.errors import ConfigError, ShardrunError
 from fsdp.watch.farewell import Farewell
 
 
@@ -40,6 +39,9 @@ def main(argv: list[str]) -> int:
 
 def under_ray(config: Config) -> int:
     """This process is the driver. Its own Ray comes up while it imports torch."""
+    if maker := maker_of_ranks():  # each of them would start a Ray
+        hint = "--backend torchrun, or python train.py --backend ray with nothing in front"
+        raise ConfigError(f"--backend ray starts the ranks, but {maker} has started them already.", hint)
     from launch.ray_own import own_ray
 
     with own_ray(config.ray) as own:
@@ -54,37 +56,12 @@ def under_ray(config: Config) -> int:
 def run_here(config: Config) -> int:
     """This process is one rank, or the only one."""
     with collector.importing():
-        from fsdp.agree import Elsewhere, lost_a_neighbour
-        from fsdp.console import print_last
         from fsdp.env import from_environment
-        from fsdp.loop import train
         from fsdp.stop import Stopper
-        from fsdp.summary import summary
-        from fsdp.watch.rank import told
+        from launch.guard import run_rank
 
-    env = from_environment(device=config.run.device)
     Stopper.process_ends = True
-    try:
-        outcome = train(config, env)
-    except Elsewhere as error:
-        return error.exit_code
-    except ShardrunError as error:
-        if told(error):
-            return error.exit_code
-        if env.is_main or error.scope == "rank" or (error.scope == "node" and env.local_rank == 0):
-            print(f"train.py{'' if env.is_main else f' (rank {env.rank})'}: {error}", file=sys.stderr)
-        return error.exit_code
-    except Exception as error:
-        if told(error):
-            return 1
-        if lost_a_neighbour(error):
-            print(f"[rank {env.rank}] ended because another rank did: {str(error).splitlines()[0][:160]}", file=sys.stderr)
-            return 1
-        print(f"[rank {env.rank}] failed on {env.device}:\n{traceback.format_exc()}", file=sys.stderr)
-        return 1
-    if env.is_main:
-        print_last(summary(outcome, config))
-    return 0
+    return run_rank(config, from_environment(device=config.run.device))[0]
 
 
 def dry_run(config: Config) -> int:

@@ -32,7 +32,7 @@ from fsdp.checkpoint.lock import Locks, hold
 from fsdp.checkpoint.manifest import Broken
 from fsdp.checkpoint.store import Store, open_store
 from fsdp.config import CheckpointSection
-from fsdp.errors import CheckpointError, ConfigError, LaunchError, ShardrunError
+from fsdp.errors import CheckpointError, ConfigError, RefusedError, ShardrunError
 from fsdp.job import prepare
 
 COMMANDS = ("list", "verify", "prune", "export")
@@ -203,10 +203,10 @@ def _hold(store: Store, options: argparse.Namespace) -> Locks:
     run_dir = None if "://" in options.run else Path(options.run)
     try:
         return hold(run_dir, store, "python -m fsdp.checkpoints prune")
-    except LaunchError as error:
+    except RefusedError as error:
         held = str(error).removesuffix(f" HINT: {error.hint}")
         hint = "prune when that job has ended, or start it with --checkpoint.keep_last N"
-        raise CheckpointError(held, hint) from None
+        raise RefusedError(held, hint) from None
 
 
 def _export(store: Store, options: argparse.Namespace) -> int:

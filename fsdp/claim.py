@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fsdp.errors import LaunchError
+from fsdp.errors import RefusedError
 from fsdp.rundir import writing
 
 log = logging.getLogger(__name__)
@@ -124,7 +124,8 @@ class Claim:
 
     @staticmethod
     def acquire(run_dir: Path, launcher: str, job: str = "", stale_s: float = STALE_S) -> Claim:
-        """Hold this run directory, or LaunchError with who does. May watch a silent holder for `stale_s`."""
+        """Hold this run directory, or RefusedError with who does. May watch a silent holder for `stale_s`."""
+        run_dir.mkdir(parents=True, exist_ok=True)
         holder = here(launcher, job)
         took_over = ""
         while True:
@@ -253,7 +254,7 @@ def succeeds(job: str, other: str) -> bool:
 
 
 def _clear_dead(run_dir: Path, stale_s: float, job: str = "", watch: Callable[[Path, bytes, float], bool] | None = None) -> str:
-    """Make way if the holder is dead, and say so; LaunchError if it lives. Empty if it went by itself."""
+    """Make way if the holder is dead, and say so; RefusedError if it lives. Empty if it went by itself."""
     claim = run_dir / FILE
     try:
         holder, data = _read(claim)
@@ -272,7 +273,7 @@ def _clear_dead(run_dir: Path, stale_s: float, job: str = "", watch: Callable[[P
             log.warning(words, run_dir, shown, why, stale_s)
             alive, how = (watch or _changes)(claim, data, stale_s), f"it gave no sign for {stale_s:g} s"
     if alive:
-        raise LaunchError(
+        raise RefusedError(
             f"{run_dir} is being written by {holder or 'another job'}.",
             f"another --run.dir, or end that job (remove {claim} only if you know it is gone)",
         )

@@ -83,6 +83,13 @@ def speaks_for_all(environ: Mapping[str, str] = os.environ) -> bool:
     return all(environ.get(name, "0") == "0" for name in ("RANK", "SLURM_PROCID") if name in environ)
 
 
+def maker_of_ranks(environ: Mapping[str, str] = os.environ) -> str:
+    """`torchrun` or `srun` where this process is one of several ranks that it made; empty for a process of its own."""
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        return "torchrun"
+    return "srun" if _integer(environ, "SLURM_STEP_NUM_TASKS", 1) > 1 and "SLURM_PROCID" in environ else ""
+
+
 def from_environment(environ: Mapping[str, str] = os.environ, device: DeviceChoice = "auto") -> DistEnv:
     """torchrun's variables first (torchrun may stand inside a Slurm step), then Slurm's, then a single process."""
     if device != "cpu":

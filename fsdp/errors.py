@@ -36,6 +36,10 @@ class CheckpointError(ShardrunError):
     exit_code = 4
 
 
+class RefusedError(CheckpointError):
+    """Another live job writes the run directory. Another start would be refused too."""
+
+
 class TrainingError(ShardrunError):
     exit_code = 5
 

@@ -3,6 +3,7 @@
     config.toml     the newest resolved configuration      metrics.jsonl   an object a step or evaluation
     history.jsonl   when, who, from which step, why ended   checkpoints/ full_model/ tensorboard/ logs/
     STOPPED         the last start left by request: why     DONE            the last step was reached
+    FAILED          the last start's error: what it means
 
 Only rank 0 writes here, apart from checkpoints. Who may write at all is fsdp/claim.py's.
 
@@ -79,6 +80,10 @@ class RunDir:
     @property
     def done(self) -> Path:
         return self.path / "DONE"
+
+    @property
+    def failed(self) -> Path:
+        return self.path / "FAILED"
 
     @property
     def full_model(self) -> Path:
@@ -159,10 +164,12 @@ def write_config(run: RunDir, config: Config) -> list[str]:
             changed.append(f"config.toml of the last start cannot be compared: {why}")
             old = {}
         for name, value in configuration.flatten(config).items():
+            if name.partition(".")[0] in configuration.LAUNCHERS_OWN:
+                continue
             before = old.get(name, {} if isinstance(value, Mapping) else value)
             if before != value:
                 changed.append(f"{name}: {before} → {value}")
-    write_atomically(run.config, configuration.to_toml(config))
+    write_atomically(run.config, configuration.run_toml(config))
     return changed
 
 
@@ -408,7 +415,7 @@ def _said(data: Mapping[str, Any]) -> str:
 def record_start(
     run: RunDir, env: DistEnv, *, from_step: int, changed: list[str], nodes: list[str], data: Mapping[str, Any]
 ) -> None:
-    for marker in (run.stopped, run.done):
+    for marker in (run.stopped, run.done, run.failed):
         marker.unlink(missing_ok=True)
     append(
         run.history,

@@ -9,7 +9,8 @@ from fsdp.config import Config
 from fsdp.loop import Outcome
 
 
-def summary(outcome: Outcome, config: Config) -> str:
+def summary(outcome: Outcome, config: Config, command: str) -> str:
+    """`command` starts a run under the same launcher; its flags follow."""
     where = os.path.relpath(outcome.run_dir)
     shown = str(outcome.run_dir) if where.startswith("..") else where
     lines = []
@@ -20,7 +21,7 @@ def summary(outcome: Outcome, config: Config) -> str:
     run = shlex.quote(shown)
     named = [name for name in (config.model.name, config.data.name) if ":" in name]
     asked = " ".join([run, *(f"--trust-code {shlex.quote(name)}" for name in dict.fromkeys(named))])
-    resume = f"python train.py --config {shlex.quote(shown + '/config.toml')} --run.dir {run}"
+    resume = f"{command} --config {shlex.quote(shown + '/config.toml')} --run.dir {run}"
     if outcome.stopped:
         lines.append(f"  {resume}{' --train.stop_after 0' if config.train.stop_after else ''}   # goes on from here")
     else:

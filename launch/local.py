@@ -5,8 +5,8 @@
 
 torch is imported once, the flags checked and the data opened, and each rank is a fork of that: a start costs one import and not
 one a rank, a restart costs none. When a rank dies the others are ended and all are forked again; they go on from the newest
-checkpoint. The same death at the same step twice is not tried a third time, nor is a wrong flag. Not here: several nodes
-(slurm/, torchrun), and what a rank does.
+checkpoint. launch/policy.py says which failures are tried again. Not here: several nodes (slurm/, torchrun), and what a rank
+does.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from typing import NoReturn
 from fsdp import collector, rundir
 from fsdp import config as configuration
 from fsdp.config import Config
-from fsdp.env import DistEnv, pick_device, process_group
+from fsdp.console import flush_output
+from fsdp.env import DistEnv, pick_device, process_group, slurm_start
 from fsdp.errors import ConfigError, ShardrunError
-from launch.progress import last_step
+from launch import progress
+from launch.marker import Marker
+from launch.policy import Act, Allocation, End, Kind, Past, decide
 
 GRACE_S = 0.5
 """After a rank's death the others mostly end by themselves, on a broken connection; one that waits on a device does not."""
-FINAL = (2, 5)
-"""Exit codes that another try would only repeat: a wrong flag, numbers that are not finite."""
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _PR_SET_PDEATHSIG = 1
 
@@ -50,6 +51,8 @@ def main(argv: Sequence[str]) -> int:
         # Frozen before the forks: a collection in one of them would copy every page that they share.
         with collector.importing():
             warm_up(config, ranks)
+        with progress.holding(rundir.RunDir(Path(config.run.dir)), slurm_start()):
+            pass  # refused here, nothing is written; rank 0 takes the lock itself
     except ShardrunError as error:
         print(f"launch.local: {error}", file=sys.stderr)
         return error.exit_code
@@ -77,7 +80,7 @@ def warm_up(config: Config, ranks: int) -> None:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     import torch
 
-    import fsdp.loop  # noqa: F401
+    import launch.guard  # noqa: F401
     from fsdp.job import meta_model, prepare
 
     threads = torch.get_num_threads()
@@ -92,26 +95,32 @@ class _Group:
 
     def __init__(self, config: Config, ranks: int) -> None:
         self._config, self._ranks = config, ranks
+        self._run = rundir.RunDir(Path(config.run.dir))
         self._pids: dict[int, int] = {}
         self._asked: signal.Signals | None = None
 
     def run(self, restarts: int) -> int:
         """The exit code of the try that was the last."""
+        crashes: list[End] = []
         with self._passing_on():
-            failed_at = -1
-            for tried in range(restarts + 1):
-                code = self._one_try()
-                step = last_step(rundir.RunDir(Path(self._config.run.dir)))
-                again = code != 0 and self._asked is None and code not in FINAL and step != failed_at and tried < restarts
-                if not again:
-                    if code and step == failed_at:
-                        print(f"launch.local: ended twice after step {step}: not again", file=sys.stderr)
-                    return code
-                failed_at = step
-                print(f"launch.local: a rank ended with {_named(code)} after step {step}: all ranks again", file=sys.stderr)
-        return code
+            while True:
+                marker = Marker(self._run, f"launch.local {os.getpid()} try {len(crashes)}")
+                starts = progress.starts(self._run)
+                code = self._one_try(marker)
+                if code == 0 or self._asked is not None:
+                    return code if code >= 0 else 128 - code
+                end = progress.end_of(self._run, marker, code, starting=progress.starts(self._run) == starts)
+                left = restarts - len(crashes)
+                decision = decide(end, Past(crashes=crashes), Allocation(tries_left=left))
+                how = f"a rank ended with {_named(code)} {end.where}"
+                if decision.act is Act.END:
+                    if end.kind in (Kind.ERROR, Kind.DIED):  # the ranks have printed the others
+                        print(f"launch.local: {how}: {decision.why}: not again", file=sys.stderr)
+                    return decision.code
+                crashes.append(end)
+                print(f"launch.local: {how}: all ranks again", file=sys.stderr)
 
-    def _one_try(self) -> int:
+    def _one_try(self, marker: Marker) -> int:
         """0 when all ranks ended well; else how the first of those that did not."""
         sys.stdout.flush()
         sys.stderr.flush()
@@ -119,7 +128,7 @@ class _Group:
             for rank in range(self._ranks):
                 pid = os.fork()
                 if pid == 0:
-                    _be_rank(self._config, rank, self._ranks, str(Path(folder, "store")))
+                    _be_rank(self._config, rank, self._ranks, str(Path(folder, "store")), marker)
                 self._pids[pid] = rank
             return self._wait()
 
@@ -163,7 +172,7 @@ def _named(code: int) -> str:
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
-def _be_rank(config: Config, rank: int, ranks: int, store: str) -> NoReturn:
+def _be_rank(config: Config, rank: int, ranks: int, store: str, marker: Marker) -> NoReturn:
     """The child: never returns into the launcher's own stack."""
     code = 1
     try:
@@ -175,42 +184,30 @@ def _be_rank(config: Config, rank: int, ranks: int, store: str) -> NoReturn:
             rank=rank, world_size=ranks, local_rank=rank, local_world_size=ranks, node_rank=0, num_nodes=1,
             device=pick_device(rank, config.run.device), launcher="launch.local",
         )  # fmt: skip
-        code = _train(config, env, store)
+        code = _train(config, env, store, marker)
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush_output()
         os._exit(code)
 
 
-def _train(config: Config, env: DistEnv, store: str) -> int:
+def _train(config: Config, env: DistEnv, store: str, marker: Marker) -> int:
     import torch.distributed as dist
 
-    from fsdp.agree import Elsewhere, lost_a_neighbour
-    from fsdp.loop import train
-    from fsdp.summary import summary
-    from fsdp.watch.rank import told
+    from launch import guard
 
+    code = 0
     try:
         with process_group(env, config.run.process_group_timeout_s, dist.FileStore(store, env.world_size)):
-            outcome = train(config, env)
-    except Elsewhere as error:
-        return error.exit_code
-    except ShardrunError as error:
-        if not told(error) and (env.is_main or error.scope == "rank"):
-            print(f"launch.local{'' if env.is_main else f' (rank {env.rank})'}: {error}", file=sys.stderr)
-        return error.exit_code
-    except Exception as error:
-        if told(error):
-            return 1
-        if lost_a_neighbour(error):
-            print(f"[rank {env.rank}] ended because another rank did", file=sys.stderr)
-            return 1
-        raise
-    if env.is_main:
-        print(summary(outcome, config))
-    return 0
+            code = guard.run_rank(config, env, program="launch.local", marker=marker)[0]
+            if code:
+                sys.exit(code)  # as an exception: after a failure the group is aborted, not destroyed
+    except SystemExit:
+        return code
+    except Exception as error:  # of the process group: train() has its own in run_rank
+        return guard.report(error, env, "launch.local", marker)
+    return code
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""What a job script does next, decided by what the run directory says: on, again, or not again.
+"""What a Slurm job does before its ranks start and after they end. launch/policy.py decides; the run directory has the facts.
 
     python -m launch.progress begin --default-run-dir runs/NAME [flags of train.py]    checks them; prints the run directory
-    python -m launch.progress judge RUN --job 12 --code 1      after the ranks have ended; its exit status is the verdict
+    python -m launch.progress judge RUN --job 12 --code 1      after the ranks have ended; its exit status is the decision
 
-The verdict is an exit status because that crosses a container's edge: the shell outside acts on it. Here lie the bounds,
-and they count progress: a crash at a new step is tried again, one at the same step as the last is not. Requeueing itself is
-slurm/lib.sh's.
+The decision is an exit status because that crosses a container's edge: the shell outside acts on it. Both commands hold the run
+directory's lock while they write, and write nothing where another job holds it. Requeueing itself is slurm/lib.sh's.
 """
 
 from __future__ import annotations
@@ -13,59 +12,96 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from fsdp import config as configuration
 from fsdp import rundir
-from fsdp.errors import ShardrunError
-from fsdp.phases import StopReason
+from fsdp.claim import Claim
+from fsdp.env import slurm_start
+from fsdp.errors import ConfigError, RefusedError, ShardrunError
 from fsdp.rundir import RunDir
+from launch.marker import TOKEN, Marker
+from launch.policy import EXIT_REFUSED, Act, Allocation, Decision, End, Kind, Past, decide, kind_of_stop
 
-FINISHED, GIVE_UP, REQUEUE, AGAIN = 0, 1, 85, 86
-
-CRASHES_AT_ONE_STEP = 2
-CRASHES_IN_ONE_ALLOCATION = 3
-STOPS_WITHOUT_A_STEP = 5
-MEETINGS_MISSED = 3
-SCHEDULERS_REASONS = (
-    StopReason.SIGTERM, StopReason.SIGUSR1, StopReason.SIGUSR2, StopReason.DEADLINE, StopReason.LAUNCHER,
-)  # fmt: skip
-"""Those that mean: go on later; Ray's launcher hears of nodes that go. Ctrl-C and the stop file are a
-person's."""
+REQUEUE, AGAIN = 85, 86
+"""The exit status for these; any other is the job's own exit code."""
+Event = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Verdict:
-    code: int
-    message: str
+@contextmanager
+def holding(run: RunDir, start: str) -> Iterator[None]:
+    """The run directory's lock, or RefusedError with its holder. A later start of a Slurm job takes over from an earlier."""
+    claim = Claim.acquire(run.path, "launch.progress", start)
+    try:
+        yield
+    finally:
+        claim.release()
 
 
-def judge(run: RunDir, *, job: str, restart: int, code: int) -> Verdict:
-    """One look at what the last start left behind; a crash is written into the history."""
+def judge(run: RunDir, *, job: str, restart: int, code: int, allocation: Allocation, unmet: bool = False) -> Decision:
+    """Decide what follows the last start; a crash or a missed meeting is written into the history."""
+    after_this_try = slurm_start({**os.environ, "SHARDRUN_TRY": str(int(os.environ.get("SHARDRUN_TRY", "0")) + 1)})
+    try:
+        with holding(run, after_this_try):
+            return _judge(run, job, restart, code, allocation, unmet)
+    except RefusedError as error:
+        return decide(End(Kind.REFUSED, why=str(error)), Past(), allocation)
+
+
+def _judge(run: RunDir, job: str, restart: int, code: int, allocation: Allocation, unmet: bool) -> Decision:
+    history = list(rundir.read_records(run.history))
+    past = past_of(history, job, restart)
+    if unmet:
+        rundir.append(run.history, {"event": "unmet", "time": rundir.now(), "job": job, "step": last_step(run)})
+        return decide(End(Kind.UNMET), past, allocation)
     if run.done.exists():
-        return Verdict(FINISHED, f"{run.path} is done.")
+        return decide(End(Kind.DONE), past, allocation)
     if run.stopped.exists():
-        return _after_stop(run, run.stopped.read_text(encoding="utf-8").partition(" at step ")[0].strip())
-    return _after_crash(run, job, restart, code)
+        reason = run.stopped.read_text(encoding="utf-8").partition(" at step ")[0].strip()
+        return decide(End(kind_of_stop(reason), why=reason), past, allocation)
+    end = end_of(run, Marker(run, os.environ.get(TOKEN, "")), code, starting=_failed_while_starting(history))
+    crash = {"event": "crash", "time": rundir.now(), "job": job, "restart": restart, "step": end.step, "code": end.code}
+    rundir.append(run.history, {**crash, "kind": end.kind.name, "starting": end.starting})
+    return decide(end, past, allocation)
 
 
-def _after_stop(run: RunDir, reason: str) -> Verdict:
-    if StopReason.read(reason) not in SCHEDULERS_REASONS:
-        return Verdict(FINISHED, f"stopped: {reason}. Not requeued; the same command with --run.dir {run.path} goes on.")
-    idle = _stops_without_a_step(list(rundir.read_records(run.history)))
-    if idle >= STOPS_WITHOUT_A_STEP:
-        return Verdict(
-            GIVE_UP,
-            f"stopped {idle} times in a row before a step was done ({reason}): not requeued. "
-            "HINT: sbatch --time with more room for the start and the last save",
-        )
-    return Verdict(REQUEUE, f"stopped: {reason}. To be requeued.")
+def end_of(run: RunDir, marker: Marker, code: int, *, starting: bool) -> End:
+    """A start that failed, by what its ranks wrote into RUN/FAILED and otherwise by its exit code."""
+    said = marker.read()
+    if said is not None:
+        return End(said.kind, last_step(run), starting, said.code, said.message)
+    # a refusal leaves no marker, nor does a mistake that is found before there is a run directory
+    kind = {EXIT_REFUSED: Kind.REFUSED, ConfigError.exit_code: Kind.FINAL}.get(code, Kind.DIED)
+    return End(kind, last_step(run), starting, code, "" if kind is Kind.DIED else "see the error above")
 
 
-def _stops_without_a_step(history: Sequence[dict[str, Any]]) -> int:
+def past_of(history: Sequence[Event], job: str, restart: int) -> Past:
+    """Of this job alone: the same command submitted again gets new tries."""
+    crashes = [event for event in history if event["event"] == "crash" and event["job"] == job]
+    ends = [
+        # a history written before these two fields existed has neither
+        End(Kind[event.get("kind", Kind.DIED.name)], event["step"], event.get("starting", False), event["code"])
+        for event in crashes
+    ]
+    unmet = 1
+    while unmet <= len(history) and history[-unmet]["event"] == "unmet":
+        unmet += 1
+    here = sum(event["restart"] == restart for event in crashes)
+    return Past(ends, here, _stops_without_a_step(history), unmet)
+
+
+def _failed_while_starting(history: Sequence[Event]) -> bool:
+    """Whether the newest try left no start of its own behind."""
+    for event in reversed(history):
+        if event["event"] in ("start", "crash", "lost", "unmet"):
+            return bool(event["event"] != "start")
+    return True
+
+
+def _stops_without_a_step(history: Sequence[Event]) -> int:
     """Starts at the history's end that were asked to stop at the step that they began from."""
     count, end_step = 0, None
     for event in reversed(history):
@@ -78,36 +114,9 @@ def _stops_without_a_step(history: Sequence[dict[str, Any]]) -> int:
     return count
 
 
-def unmet(run: RunDir, *, job: str) -> Verdict:
-    """Nodes that had met before do not now: one is lost, and Slurm has not noticed yet. A new allocation, a few times."""
-    history = list(rundir.read_records(run.history))
-    missed = 1
-    while missed <= len(history) and history[-missed]["event"] == "unmet":
-        missed += 1
-    rundir.append(run.history, {"event": "unmet", "time": rundir.now(), "job": job, "step": last_step(run)})
-    if missed >= MEETINGS_MISSED:
-        return Verdict(GIVE_UP, f"the nodes did not meet, {missed} times in a row: not requeued. HINT: see who is named above")
-    return Verdict(REQUEUE, "the nodes did not meet. To be requeued.")
-
-
-def _after_crash(run: RunDir, job: str, restart: int, code: int) -> Verdict:
-    earlier = [event for event in rundir.read_records(run.history) if event["event"] == "crash" and event["job"] == job]
-    step = last_step(run)
-    run.path.mkdir(parents=True, exist_ok=True)
-    crash = {"event": "crash", "time": rundir.now(), "job": job, "restart": restart, "step": step, "code": code}
-    rundir.append(run.history, crash)
-    where = f"after step {step}" if step else "before its first step"
-    same = [event for event in earlier if event["step"] == step]
-    if len(same) + 1 >= CRASHES_AT_ONE_STEP:
-        return Verdict(
-            GIVE_UP,
-            f"crashed {len(same) + 1} times {where} (exit code {code}): not again. "
-            f"HINT: the first error above says why; the same command with --run.dir {run.path} goes on",
-        )
-    here = 1 + sum(event["restart"] == restart for event in earlier)
-    if here >= CRASHES_IN_ONE_ALLOCATION:
-        return Verdict(REQUEUE, f"crashed {where} (exit code {code}), the {here}. time in this allocation. To be requeued.")
-    return Verdict(AGAIN, f"crashed {where} (exit code {code}). Again, in the same allocation.")
+def starts(run: RunDir) -> int:
+    """How many starts the history has."""
+    return sum(event["event"] == "start" for event in rundir.read_records(run.history))
 
 
 def last_step(run: RunDir) -> int:
@@ -116,19 +125,20 @@ def last_step(run: RunDir) -> int:
 
 
 def begin(flags: Sequence[str], default_run_dir: str, *, log: str = "", dry_run: bool = False) -> RunDir:
-    """Check the flags, and clear away what the last start said of its end; a start without an end gets one."""
+    """Check the flags and remove what the last start left about its end; a start without an end gets one."""
     config = configuration.load(flags)
     run = RunDir(Path(config.run.dir or default_run_dir).absolute())
     if dry_run:
         return run
-    if log:
-        _link_log(run, log)
-    for marker in (run.stopped, run.done):
-        marker.unlink(missing_ok=True)
-    events = list(rundir.read_records(run.history))
-    if events and events[-1]["event"] == "start":
-        why = "without a word: its node lost, or killed before it could save"
-        rundir.append(run.history, {"event": "lost", "time": rundir.now(), "step": last_step(run), "why": why})
+    with holding(run, slurm_start()):
+        if log:
+            _link_log(run, log)
+        for marker in (run.stopped, run.done, run.failed):
+            marker.unlink(missing_ok=True)
+        events = list(rundir.read_records(run.history))
+        if events and events[-1]["event"] == "start":
+            why = "without a word: its node lost, or killed before it could save"
+            rundir.append(run.history, {"event": "lost", "time": rundir.now(), "step": last_step(run), "why": why})
     return run
 
 
@@ -153,6 +163,8 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--restart", type=int, default=0)
     one.add_argument("--code", type=int, required=True, help="what the step of the ranks ended with")
     one.add_argument("--unmet", action="store_true", help="there were no ranks: the nodes did not meet")
+    one.add_argument("--no-requeue", action="store_true", help="Slurm does not requeue this job")
+    one.add_argument("--no-again", action="store_true", help="the ranks cannot be started again in this allocation")
     return parser
 
 
@@ -162,16 +174,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.command == "begin":
             print(begin(flags, options.default_run_dir, log=options.log, dry_run=options.dry_run).path)
             return 0
+        run = RunDir(options.run)
+        allocation = Allocation(requeue=not options.no_requeue, again=not options.no_again)
+        decision = judge(
+            run, job=options.job, restart=options.restart, code=options.code, allocation=allocation, unmet=options.unmet
+        )
     except ShardrunError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    run = RunDir(options.run)
-    if options.unmet:
-        verdict = unmet(run, job=options.job)
-    else:
-        verdict = judge(run, job=options.job, restart=options.restart, code=options.code)
-    print(verdict.message, flush=True)
-    return verdict.code
+    print(message(run, decision), flush=True)
+    return {Act.REQUEUE: REQUEUE, Act.AGAIN: AGAIN, Act.END: decision.code}[decision.act]
+
+
+def message(run: RunDir, decision: Decision) -> str:
+    """One line for the job's log."""
+    if decision.act is Act.REQUEUE:
+        return f"{decision.why}. To be requeued."
+    if decision.act is Act.AGAIN:
+        return f"{decision.why}. Again, in the same allocation."
+    if not decision.hint:
+        return f"{decision.why}. Not requeued; the same command with --run.dir {run.path} continues."
+    return f"{decision.why}: not again. HINT: {decision.hint}; the same command with --run.dir {run.path} continues"
 
 
 if __name__ == "__main__":

@@ -28,13 +28,19 @@ import torch
 from fsdp import config as configuration
 from fsdp import rundir
 from fsdp.config import Config, worker_range
+from fsdp.env import slurm_start
 from fsdp.errors import LaunchError, ShardrunError
 from fsdp.job import prepare
 from fsdp.loop import Outcome
 from fsdp.mesh import plan_batch, resolve
 from fsdp.phases import StopReason
+from fsdp.rundir import RunDir
 from fsdp.summary import summary
-from launch import ray_cluster
+from launch import progress, ray_cluster
+from launch.command import ray_command
+from launch.guard import failure_of
+from launch.marker import Failure, marker_of
+from launch.policy import NODES_LEAVE, Act, Allocation, End, Kind, Past, decide
 from launch.ray_code import runtime_env
 from launch.ray_output import Follower
 from launch.ray_own import OwnRay
@@ -44,7 +50,6 @@ from launch.ray_worker import Order, work
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SNAPSHOT = "checkpoint_manager_snapshot.json"
-STOPS_WITHOUT_A_STEP = 3
 RESIZE_S = 10.0
 """How often an elastic run looks whether it may grow; growing costs it the steps since the last checkpoint."""
 
@@ -52,9 +57,9 @@ RESIZE_S = 10.0
 class WorkersFailed(ShardrunError):
     """What a rank died of, with that rank's own exit code."""
 
-    def __init__(self, message: str, exit_code: int) -> None:
+    def __init__(self, message: str, exit_code: int, kind: Kind) -> None:
         super().__init__(message)
-        self.exit_code = exit_code
+        self.exit_code, self.kind = exit_code, kind
 
 
 def run_on_ray(config: Config, own: OwnRay | None) -> int:
@@ -62,6 +67,18 @@ def run_on_ray(config: Config, own: OwnRay | None) -> int:
     _check(config)
     run = rundir.create(rundir.choose(config))
     config = configuration.replace(config, run__dir=str(run.path))
+    try:
+        with progress.holding(run, slurm_start()):
+            pass  # refused here, nothing is written; the workers take the lock themselves
+        return _run(config, own, run)
+    except ShardrunError as error:
+        if (marker := marker_of(config)) is not None:
+            kind = error.kind if isinstance(error, WorkersFailed) else failure_of(error).kind
+            marker.write(Failure(kind, error.exit_code, str(error)), rank=0)
+        raise
+
+
+def _run(config: Config, own: OwnRay | None, run: RunDir) -> int:
     logs = run.path / "logs" / f"ray-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     with Stopping(Path(config.stop.file) if config.stop.file else run.path / "STOP") as stopping:
         follower = Follower(logs)
@@ -75,7 +92,7 @@ def run_on_ray(config: Config, own: OwnRay | None) -> int:
     if stopping.signal is not None and outcome.stopped:
         outcome = dataclasses.replace(outcome, stopped=stopping.signal.name)
         rundir.write_atomically(run.stopped, f"{outcome.stopped} at step {outcome.step}\n")
-    print(summary(outcome, config))
+    print(summary(outcome, config, ray_command(config)))
     return 0
 
 
@@ -107,10 +124,11 @@ def _train_to_the_end(order: Order, workers: Workers, stopping: Stopping) -> Out
     idle, step = 0, -1
     while True:
         outcome = _fit(order, workers, stopping)
-        if StopReason.read(outcome.stopped) is not StopReason.LAUNCHER or stopping.signal is not None:
+        if outcome.stopped is None or StopReason.read(outcome.stopped) is not NODES_LEAVE or stopping.signal is not None:
             return outcome
         idle, step = (0 if outcome.step > step else idle + 1), outcome.step
-        if idle >= STOPS_WITHOUT_A_STEP:
+        end = End(Kind.NODES_LEAVE, outcome.step, why=outcome.stopped)
+        if decide(end, Past(idle_stops=idle), Allocation()).act is Act.END:
             return outcome
         print(f"saved step {outcome.step} before nodes are taken away; going on with the others", file=sys.stderr, flush=True)
 
@@ -127,7 +145,7 @@ def _fit(order: Order, workers: Workers, stopping: Stopping) -> Outcome:
         story = story_of(error)
         if story.trace:
             print(story.trace, file=sys.stderr)
-        raise WorkersFailed(story.message, story.exit_code) from None
+        raise WorkersFailed(story.message, story.exit_code, story.kind) from None
     outcome = result.return_value
     if not isinstance(outcome, Outcome):
         raise LaunchError(f"Ray ended the run without a word of rank 0 (its files are in {order.run}).")
@@ -217,7 +235,7 @@ class Stopping:
         while thread.is_alive():
             thread.join(self.LOOK_S)
             if self._leave:
-                raise WorkersFailed("interrupted again: left at once, nothing saved.", 130)
+                raise WorkersFailed("interrupted again: left at once, nothing saved.", 130, Kind.FINAL)
             # A start removes what the stop before it left there, so it is put down anew until the ranks are out.
             if self.signal is not None and thread.is_alive() and not self._file.exists():
                 self._file.touch()

@@ -1,8 +1,7 @@
-"""What became of a worker group: the line that tells it, and whether another try can end differently.
+"""What became of a worker group: the line that tells it, and what follows.
 
-Ray restarts the group after any error, `--ray.max_failures` times. A mistake in the configuration, numbers that are not finite,
-and the same exception twice without a step between would only cost those tries: the Referee, who sits in Ray's controller, ends
-the run at once.
+Ray restarts the group after any error, `--ray.max_failures` times. The Referee, who sits in Ray's controller, asks
+launch/policy.py and ends the run where another start would only cost those tries.
 """
 
 from __future__ import annotations
@@ -20,17 +19,18 @@ quiet()
 
 from ray.train import UserCallback  # noqa: E402  (after the words that Ray reads when it is imported)
 
-from launch.progress import last_step  # noqa: E402
+from launch import progress  # noqa: E402
+from launch.policy import Act, Allocation, End, Kind, Past, decide  # noqa: E402
 
 
 class RankFailed(Exception):
     """A rank's last words. All in args, so that it pickles whatever it was made from."""
 
-    def __init__(self, rank: int, message: str, exit_code: int, final: bool, secondary: bool, trace: str) -> None:
-        super().__init__(rank, message, exit_code, final, secondary, trace)
+    def __init__(self, rank: int, message: str, exit_code: int, kind: Kind, secondary: bool, trace: str) -> None:
+        super().__init__(rank, message, exit_code, kind, secondary, trace)
         self.rank, self.message, self.exit_code = rank, message, exit_code
-        self.final, self.secondary, self.trace = final, secondary, trace
-        """final: another try would end the same way. secondary: another rank tells the story."""
+        self.kind, self.secondary, self.trace = kind, secondary, trace
+        """secondary: another rank tells the story."""
 
     def __str__(self) -> str:
         named = f"rank {self.rank}"
@@ -41,10 +41,9 @@ class RankFailed(Exception):
 class Story:
     message: str
     exit_code: int
-    final: bool
+    kind: Kind
+    """DIED without a word of its own: killed, or with its node."""
     trace: str = ""
-    died: bool = False
-    """Without a word of its own: killed, or with its node."""
 
 
 class GivenUp(Exception):
@@ -57,16 +56,14 @@ def tell(failures: Mapping[int, BaseException]) -> Story:
     said = [word for _, word in words if isinstance(word, RankFailed)]
     first = next((word for word in said if not word.secondary), None)
     if first is not None:
-        return Story(str(first), first.exit_code, first.final, first.trace)
+        return Story(str(first), first.exit_code, first.kind, first.trace)
     dead = [rank for rank, word in words if not isinstance(word, RankFailed)]
     if dead:
         ranks = f"rank{'s' * (len(dead) > 1)} {', '.join(map(str, dead))}"
-        return Story(f"{ranks} died ({_brief(dict(words)[dead[0]])})", LaunchError.exit_code, False, died=True)
+        return Story(f"{ranks} died ({_brief(dict(words)[dead[0]])})", LaunchError.exit_code, Kind.DIED)
     if said:
-        return Story(
-            str(said[0]), said[0].exit_code, said[0].final, said[0].trace, died=said[0].exit_code == LaunchError.exit_code
-        )
-    return Story("the workers failed", LaunchError.exit_code, False)
+        return Story(str(said[0]), said[0].exit_code, said[0].kind, said[0].trace)
+    return Story("the workers failed", LaunchError.exit_code, Kind.DIED)
 
 
 def _unwrapped(error: BaseException) -> BaseException:
@@ -85,7 +82,7 @@ def story_of(error: Any) -> Story:
     if isinstance(cause, GivenUp):
         return Story(*cause.args)
     if cause is not None:
-        return Story(f"Ray could not go on: {_brief(cause)}", LaunchError.exit_code, True)
+        return Story(f"Ray could not go on: {_brief(cause)}", LaunchError.exit_code, Kind.ERROR)
     return tell(getattr(error, "worker_failures", {}))
 
 
@@ -94,22 +91,23 @@ class Referee(UserCallback):
 
     def __init__(self, run: Path, logs: Path, max_failures: int) -> None:
         self._run, self._logs, self._max = RunDir(run), logs, max_failures
-        self._failed = 0
-        self._last = (-1, 0)
+        self._crashes: list[End] = []
+        self._starts = progress.starts(self._run)
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         story = tell(worker_exceptions)
-        self._failed += 1
-        step = last_step(self._run)
-        # Of the exit code and not of the words, which name the rank that happened to speak first. No further than before: a
-        # start goes back to its checkpoint, so what was read ahead may meet the same mistake some steps earlier.
-        reached, code = self._last
-        again = not story.died and code == story.exit_code and step <= reached
-        self._last = (step, story.exit_code)
-        if story.final or again:
-            raise GivenUp(story.message, story.exit_code, True, story.trace)
-        if self._max < 0 or self._failed <= self._max:
-            self._say(f"{story.message}, after step {step}; the workers are started again ({self._failed} of {self._max})")
+        before, self._starts = self._starts, progress.starts(self._run)
+        end = End(story.kind, progress.last_step(self._run), self._starts == before, story.exit_code, story.message)
+        # Ray itself counts max_failures
+        decision = decide(end, Past(crashes=self._crashes), Allocation())
+        if decision.act is Act.END:
+            # what the policy has ended here is not started again by a job script around the driver
+            kind = end.kind if end.kind is Kind.REFUSED else Kind.FINAL
+            raise GivenUp(story.message, decision.code, kind, story.trace)
+        self._crashes.append(end)
+        failed = len(self._crashes)
+        if self._max < 0 or failed <= self._max:
+            self._say(f"{story.message}, {end.where}; the workers are started again ({failed} of {self._max})")
 
     def _say(self, line: str) -> None:
         with (self._logs / "controller.err").open("a", encoding="utf-8") as file:

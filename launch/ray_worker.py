@@ -17,11 +17,12 @@ from typing import Any
 import torch
 
 from fsdp import agree
-from fsdp.agree import Elsewhere
 from fsdp.config import Config
 from fsdp.env import DistEnv
-from fsdp.errors import ConfigError, LaunchError, ShardrunError, TrainingError
+from fsdp.errors import LaunchError, ShardrunError
 from fsdp.loop import Outcome, train
+from launch.guard import failure_of
+from launch.policy import Kind
 from launch.ray_output import speak_into
 from launch.ray_verdict import RankFailed
 
@@ -62,14 +63,10 @@ def work(given: Mapping[str, Any]) -> Outcome:
 
 def _last_words(rank: int, error: Exception) -> RankFailed:
     if _lost_a_peer(error):
-        return RankFailed(rank, "another rank is gone", LaunchError.exit_code, False, True, "")
-    secondary = isinstance(error, Elsewhere)
-    # an error that only passes another one on (a file that could not be read) may be over by the next try
-    final = isinstance(error, ConfigError | TrainingError) and error.__cause__ is None and not secondary
-    ours = isinstance(error, ShardrunError)
-    message = str(error) if ours else f"{type(error).__name__}: {error}"
-    code = error.exit_code if isinstance(error, ShardrunError) else 1
-    return RankFailed(rank, message, code, final, secondary, "" if ours else traceback.format_exc())
+        return RankFailed(rank, "another rank is gone", LaunchError.exit_code, Kind.DIED, True, "")
+    failure = failure_of(error)
+    trace = "" if isinstance(error, ShardrunError) else traceback.format_exc()
+    return RankFailed(rank, failure.message, failure.code, failure.kind, failure.echo, trace)
 
 
 def _lost_a_peer(error: Exception) -> bool:

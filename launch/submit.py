@@ -96,13 +96,13 @@ def executor(request: Request, batch: Batch) -> submitit.AutoExecutor:
             slurm_additional_parameters={"requeue": True},
             slurm_srun_args=["--kill-on-bad-exit=1", "--cpu-bind=none"],
             slurm_setup=_before(code, batch.runs),
-            slurm_teardown=["rc=$?", "set -e", "judge_and_act", "requeue"],
+            slurm_teardown=["rc=$?", "set -e", "judge_and_act --no-again"],
         )
     return made
 
 
 def _for_cluster(cluster: str, code: Path) -> dict[str, Any]:
-    """The bound on restarts is ours and counts progress (launch/progress.py); submitit's counts interruptions."""
+    """launch/policy.py bounds the restarts by progress; submitit's own bound counts interruptions."""
     bound = {f"{cluster}_max_num_timeout": 1_000_000} if cluster in ("slurm", "local") else {}
     if cluster != "slurm":
         return bound

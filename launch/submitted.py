@@ -18,12 +18,12 @@ import submitit
 from submitit.helpers import DelayedSubmission
 
 from fsdp import env as environment
-from fsdp import loop
 from fsdp.config import Config
+from fsdp.console import flush_output
 from fsdp.env import DistEnv
-from fsdp.phases import StopReason
 from launch import rendezvous
-from launch.progress import SCHEDULERS_REASONS
+from launch.guard import run_rank
+from launch.policy import Kind, kind_of_stop
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,12 @@ class Training:
         if job.cluster == "slurm":
             # until the ranks listen themselves: submitit's handler would requeue from within itself
             signal.signal(submitit.JobEnvironment._usr_sig(), signal.SIG_IGN)
-        stopped = loop.train(self.config, rank_environment(job, self.config.run.device)).stopped
-        if StopReason.read(stopped) in SCHEDULERS_REASONS:
+        code, outcome = run_rank(self.config, rank_environment(job, self.config.run.device))
+        if outcome is None:
+            sys.exit(code)  # an exception here would be printed a second time, with submitit's frames
+        if outcome.stopped and kind_of_stop(outcome.stopped) is Kind.PREEMPTED:
             leave_for_later(job)
-        return stopped
+        return outcome.stopped
 
     def checkpoint(self) -> DelayedSubmission:
         """Asked for when submitit requeues: the same again. The state is in the run directory."""
@@ -67,8 +69,7 @@ def rank_environment(job: submitit.JobEnvironment, device: environment.DeviceCho
 def leave_for_later(job: submitit.JobEnvironment) -> None:
     """End without a result, or submitit would call the job done. Every rank has saved and met the others by now."""
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_output()
     requeue = signal.getsignal(submitit.JobEnvironment._usr_sig())
     if job.cluster == "local" and job.global_rank == 0 and callable(requeue):
         requeue(submitit.JobEnvironment._usr_sig(), None)  # pickles the job again and exits with submitit's code for it

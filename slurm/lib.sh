@@ -113,7 +113,7 @@ meet() {
 meet_or_leave() {
     meet "$1" && return
     rc=1
-    [ "$restart" != 0 ] || [ "$1" != 0 ] || exit 1
+    [ "$restart" != 0 ] || [ "$1" != 0 ] || exit 3
     judge_and_act --unmet
 }
 
@@ -181,18 +181,19 @@ start_ranks() {
     exec "$@" "${by_srun[@]}" bash "$here/node.sh" ranks "$home/train.py" --run.dir "$run" "${flags[@]}"
 }
 
-# The verdict comes as an exit status, so that it crosses a container's edge. Returns only for "again, here".
+# The decision comes as an exit status, so that it crosses a container's edge. Returns only for "again, here".
 judge_and_act() {
-    local state verdict=0
+    local state verdict=0 bounds=()
     state=$(job_state)
     # only a running job is requeued: scancel stays a cancel, and what Slurm requeues itself is not requeued twice
     [ "$state" = RUNNING ] || { say "the job is $state: nothing more to do here"; exit "$rc"; }
-    on_head python -m launch.progress judge "$run" --job "$job" --restart "$restart" --code "$rc" "$@" || verdict=$?
+    scontrol show job -o "$job" | grep -q ' Requeue=1' || bounds=(--no-requeue)
+    on_head python -m launch.progress judge "$run" --job "$job" --restart "$restart" --code "$rc" "${bounds[@]}" "$@" ||
+        verdict=$?
     case $verdict in
-    0) exit 0 ;;
     "$REQUEUE_EXIT") requeue ;;
     86) return ;;
-    *) exit 1 ;;
+    *) exit "$verdict" ;;
     esac
 }
 

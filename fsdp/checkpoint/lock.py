@@ -19,7 +19,7 @@ from typing import Protocol
 from fsdp.checkpoint.remote import Cell, RemoteStore
 from fsdp.checkpoint.store import LocalStore, Store
 from fsdp.claim import FILE, STALE_S, Claim, Holder, here, is_sound, lives, succeeds, this_place
-from fsdp.errors import CheckpointError, LaunchError
+from fsdp.errors import CheckpointError, RefusedError
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class ObjectLock:
         beat_s: float = OBJECT_BEAT_S,
         stale_s: float = OBJECT_STALE_S,
     ) -> ObjectLock:
-        """Hold the store's lock, or LaunchError with who does. May watch a silent holder for `stale_s`."""
+        """Hold the store's lock, or RefusedError with who does. May watch a silent holder for `stale_s`."""
         holder, took_over = here(launcher, job), ""
         while True:
             found = store.get(FILE)
@@ -132,7 +132,7 @@ def _holder(data: bytes) -> Holder | None:
 
 
 def _clear_dead(store: RemoteStore, found: Cell, stale_s: float, job: str) -> str:
-    """One line about a dead holder, for who takes over from it; LaunchError if it lives."""
+    """One line about a dead holder, for who takes over from it; RefusedError if it lives."""
     holder = _holder(found.data)
     how, alive = "it is dead", _known(holder, job)
     if alive is None:
@@ -140,7 +140,7 @@ def _clear_dead(store: RemoteStore, found: Cell, stale_s: float, job: str) -> st
         log.warning("%s is locked by %s: watching for %.0f s whether it lives", store.where, who, stale_s)
         how, alive = f"it gave no sign for {stale_s:g} s", _changes(store, found, stale_s)
     if alive:
-        raise LaunchError(f"{store.where} is being written by {holder or 'another job'}.")
+        raise RefusedError(f"{store.where} is being written by {holder or 'another job'}.")
     return f"{store.where}: took over from {holder or 'a holder without a name'}: {how}"
 
 
@@ -184,7 +184,7 @@ class Locks:
 
 
 def hold(run_dir: Path | None, store: Store, launcher: str, job: str = "") -> Locks:
-    """Hold a run directory (where there is one) and its store, or LaunchError with who does."""
+    """Hold a run directory (where there is one) and its store, or RefusedError with who does."""
     if run_dir is None or _same(store, run_dir):
         return Locks(_hold_store(store, launcher, job))
     before, began = _peek(store), time.monotonic()
@@ -220,9 +220,9 @@ def _hold_store(store: Store, launcher: str, job: str, watched_s: float = 0.0) -
         assert isinstance(store, LocalStore)
         store.make()
         return Claim.acquire(store.root, launcher, job, stale_s=max(0.0, STALE_S - watched_s))
-    except LaunchError as error:
+    except RefusedError as error:
         held = str(error).removesuffix(f" HINT: {error.hint}")
-        raise LaunchError(held, "another --checkpoint.dir, or end that job") from None
+        raise RefusedError(held, "another --checkpoint.dir, or end that job") from None
     except OSError as error:
         hint = "--checkpoint.dir FOLDER that is writable"
         raise CheckpointError(f"{store.where} cannot be written: {error}.", hint) from None

@@ -4,6 +4,7 @@
     fields.py          the knobs as data, `section.field` → what is known of it; --help
     values.py          one value from its text, within its type and range
     reading.py         a recipe (TOML) first, flags `--section.field value` over it, then the checks
+    aliases.py         what people type who come from another trainer → our flags
     checks.py          what two knobs may not say together; checks_memory.py those that save memory or time
     trust.py           a run directory's own config.toml, and the code that it may name
     writing.py         back to a recipe, and the hash of what is trained
@@ -15,6 +16,7 @@ from fsdp.config.checks import check
 from fsdp.config.fields import FIELDS, FieldSpec, flatten, help_text
 from fsdp.config.reading import load, pair_flags, read_recipe, replace
 from fsdp.config.sections import (
+    LAUNCHERS_OWN,
     Args,
     CheckpointSection,
     CommSection,
@@ -37,13 +39,13 @@ from fsdp.config.sections import (
 )
 from fsdp.config.trust import TRUST_HELP, CodeRefused, check_store, load_run_config
 from fsdp.config.values import parse_free_value, parse_value, profile_steps, reshard_policy, worker_range
-from fsdp.config.writing import config_hash, to_toml
+from fsdp.config.writing import config_hash, run_toml, to_toml
 
 __all__ = [
-    "FIELDS", "TRUST_HELP", "Args", "CheckpointSection", "CodeRefused", "CommSection", "Config",
+    "FIELDS", "LAUNCHERS_OWN", "TRUST_HELP", "Args", "CheckpointSection", "CodeRefused", "CommSection", "Config",
     "DataSection", "FieldSpec", "LoraSection", "MemorySection", "MeshSection", "ModelSection", "OptimSection",
     "PlanSection", "PrecisionSection", "ProfileSection", "RaySection", "RunSection", "SpeedSection",
     "StopSection", "TrainSection", "WatchSection", "check", "check_store", "config_hash", "flatten",
     "help_text", "load", "load_run_config", "pair_flags", "parse_free_value", "parse_value", "profile_steps",
-    "read_recipe", "replace", "reshard_policy", "to_toml", "worker_range",
+    "read_recipe", "replace", "reshard_policy", "run_toml", "to_toml", "worker_range",
 ]  # fmt: skip

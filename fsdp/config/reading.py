@@ -14,9 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fsdp.config.aliases import hint_for
 from fsdp.config.checks import check
 from fsdp.config.fields import FIELDS, flatten
-from fsdp.config.sections import Config
+from fsdp.config.sections import LAUNCHERS_OWN, Config
 from fsdp.config.values import parse_free_value, parse_value
 from fsdp.errors import ConfigError
 
@@ -44,14 +45,22 @@ def replace(config: Config, **changes: Any) -> Config:
 
 
 def read_recipe(path: str) -> dict[str, Any]:
-    """A TOML file as flat `section.field` values; not yet typed."""
+    """A TOML file as flat `section.field` values; not yet typed. Of a run's own config, without a launcher's settings."""
     try:
         tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--config {path} cannot be read ({error.strerror}).", "ls recipes/ shows those that ship") from None
     except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, a number of too many digits, tables nested too deeply
         raise ConfigError(f"--config {path} is not TOML: {error}.", "compare it with recipes/digits.toml") from None
-    return dict(_flatten(tree))
+    values = dict(_flatten(tree))
+    if not _is_of_a_run(Path(path)):
+        return values
+    # a run directory written before they were left out has them
+    return {name: value for name, value in values.items() if name.partition(".")[0] not in LAUNCHERS_OWN}
+
+
+def _is_of_a_run(path: Path) -> bool:
+    return path.name == "config.toml" and path.with_name("history.jsonl").exists()
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -96,16 +105,33 @@ def _set(values: dict[str, Any], name: str, value: Any) -> None:
     elif name in FIELDS:
         values[name] = parse_value(FIELDS[name], value)
     else:
-        raise ConfigError(f"--{name} is not a flag.", _unknown_hint(name))
+        raise ConfigError(f"--{name} is not a flag.", _unknown_hint(name, value))
 
 
-def _unknown_hint(name: str) -> str:
+def _unknown_hint(name: str, value: Any = "") -> str:
+    alias = hint_for(name, str(value))
+    if alias is not None:
+        return _as_typed(alias)
     tails = {n.rpartition(".")[2]: n for n in FIELDS}
     near = difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.6)
     tail = difflib.get_close_matches(name.rpartition(".")[2], tails, n=1, cutoff=0.75)
     if near or tail:
         return f"did you mean --{near[0] if near else tails[tail[0]]}?"
     return "python train.py --help lists them all"
+
+
+def _as_typed(hint: str) -> str:
+    """The flags of a hint with a value that each takes: the default where the value typed is none of ours."""
+    if not hint.startswith("--"):
+        return hint
+    words = hint.split(" ")
+    for at in range(0, len(words), 2):
+        spec = FIELDS[words[at].removeprefix("--")]
+        try:
+            parse_value(spec, words[at + 1])
+        except ConfigError:
+            words[at + 1] = str(spec.default)
+    return " ".join(words)
 
 
 def _build(cls: type, values: Mapping[str, Any], prefix: str = "") -> Any:

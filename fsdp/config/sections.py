@@ -272,6 +272,10 @@ class RaySection:
     max_failures: int = knob(3, "restarts of the worker group before the run fails; -1 never gives up", low=-1)
 
 
+LAUNCHERS_OWN = ("backend", "ray")
+"""The field and the section that say how a run is started. RUN/config.toml has neither: any launcher continues a run."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     backend: Literal["torchrun", "ray"] = knob("torchrun", "who makes the ranks; torchrun also means Slurm or one process")

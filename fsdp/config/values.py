@@ -13,6 +13,7 @@ import typing
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from fsdp.config.aliases import SHARDING
 from fsdp.config.fields import FieldSpec
 from fsdp.errors import ConfigError
 
@@ -33,6 +34,9 @@ def parse_value(spec: FieldSpec, value: Any) -> Any:
 
 
 def _choice_hint(spec: FieldSpec, text: str, choices: Sequence[str]) -> str:
+    known = SHARDING.get(text.lower().removeprefix("shardingstrategy.")) if spec.name == "mesh.strategy" else None
+    if known is not None:
+        return known
     near = difflib.get_close_matches(text, choices, n=1, cutoff=0.6)
     return f"--{spec.name} {near[0] if near else spec.default}"
 

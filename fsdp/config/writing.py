@@ -8,17 +8,28 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsdp.config.fields import flatten
-from fsdp.config.sections import Config
+from fsdp.config.sections import LAUNCHERS_OWN, Config
 
 
 def to_toml(config: Config) -> str:
     """The resolved configuration as a recipe: --config gives the same Config back."""
-    lines = [f"backend = {_toml(config.backend)}"]
+    return f"backend = {_toml(config.backend)}\n{_sections(config, ())}"
+
+
+def run_toml(config: Config) -> str:
+    """The same for a run directory: without a launcher's settings, so that any launcher continues the run."""
+    return _sections(config, LAUNCHERS_OWN).lstrip()
+
+
+def _sections(config: Config, left_out: Sequence[str]) -> str:
+    lines = []
     for section in dataclasses.fields(Config)[1:]:
+        if section.name in left_out:
+            continue
         lines.append(f"\n[{section.name}]")
         part = getattr(config, section.name)
         values = [(f.name, getattr(part, f.name)) for f in dataclasses.fields(part)]

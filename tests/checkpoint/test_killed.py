@@ -93,7 +93,7 @@ def test_a_second_job_on_a_run_directory_is_refused_by_name(tmp_path: Path) -> N
     command = [sys.executable, "train.py", "--run.dir", str(tmp_path), "--model.name", "mlp", "--train.steps", "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     claim.release()
-    assert done.returncode == 3
+    assert done.returncode == 4
     assert f"{tmp_path} is being written by process {os.getpid()} on" in done.stderr
     assert "started by srun (Slurm job 7), since" in done.stderr
     assert not (tmp_path / "metrics.jsonl").exists()

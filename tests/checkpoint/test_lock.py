@@ -21,7 +21,7 @@ from fsdp.checkpoint.remote import RemoteStore
 from fsdp.checkpoint.store import LocalStore, open_store
 from fsdp.claim import FILE, Claim, here
 from fsdp.env import DistEnv
-from fsdp.errors import CheckpointError, LaunchError
+from fsdp.errors import CheckpointError, RefusedError
 from tests.checkpoint import s3_server
 from tests.checkpoint.small import build
 from tests.core.runs import on_a_rank
@@ -86,7 +86,7 @@ def test_a_run_is_refused_a_store_that_another_run_writes(tmp_path: Path) -> Non
     words = ["--model.name", "mlp", "--train.steps", "1"]
     words += ["--run.dir", str(tmp_path / "b"), "--checkpoint.dir", str(store.root)]
     (said,) = run_world(1, on_a_rank, words)
-    assert said.startswith(f"LaunchError: {store.root} is being written by process {os.getpid()} on")
+    assert said.startswith(f"RefusedError: {store.root} is being written by process {os.getpid()} on")
     assert said.endswith("HINT: another --checkpoint.dir, or end that job")
     live.release()
     assert run_world(1, on_a_rank, words) == [None]
@@ -148,7 +148,7 @@ def test_a_live_holder_is_named_and_a_released_lock_is_gone(place: str) -> None:
     store = remote(place)
     held = ObjectLock.acquire(store, "torchrun", "Slurm job 7, start 1")
     named = rf"{place} is being written by process {os.getpid()} on .* \(Slurm job 7, start 1\)"
-    with pytest.raises(LaunchError, match=named):
+    with pytest.raises(RefusedError, match=named):
         ObjectLock.acquire(store, "srun")
     assert held.ousted() is None
     held.release()
@@ -160,7 +160,7 @@ def test_a_live_holder_elsewhere_is_known_by_its_beat(place: str, monkeypatch: p
     store = remote(place)
     held = ObjectLock.acquire(store, "torchrun", beat_s=0.1)
     monkeypatch.setattr(lock, "place", lambda: "another machine")
-    with pytest.raises(LaunchError, match="is being written by process"):
+    with pytest.raises(RefusedError, match="is being written by process"):
         ObjectLock.acquire(store, "srun", stale_s=30.0)
     assert held.lost is None
     held.release()
@@ -179,7 +179,7 @@ def test_a_silent_holder_elsewhere_is_replaced_by_one_of_many(place: str) -> Non
         together.wait()
         try:
             taken.append(ObjectLock.acquire(store, "torchrun", stale_s=0.5))
-        except LaunchError as error:
+        except RefusedError as error:
             refused.append(str(error))
 
     threads = [threading.Thread(target=attempt) for _ in range(many)]
@@ -300,7 +300,7 @@ def test_a_server_without_conditional_writes_is_locked_all_the_same(
         fsspec.filesystem("s3").mkdir("test-unconditional")
         store = remote("s3://test-unconditional/run")
         held = ObjectLock.acquire(store, "torchrun", beat_s=0.1)
-        with pytest.raises(LaunchError, match="is being written by process"):
+        with pytest.raises(RefusedError, match="is being written by process"):
             ObjectLock.acquire(store, "srun")
         held.release()
         assert store.get(FILE) is None

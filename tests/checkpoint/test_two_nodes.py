@@ -40,7 +40,7 @@ def test_a_job_on_another_node_is_refused_and_takes_over_when_the_holder_is_gone
     with cluster.popen(*train(run_dir, "n1", 100_000)) as first:
         eventually("step 25 on n1", lambda: reached(run_dir) >= 25, 120)
         second = cluster.run(*train(run_dir, "n2", 100_000), check=False, timeout_s=120)
-        assert second.returncode == 3
+        assert second.returncode == 4
         assert f"{run_dir} is being written by process" in second.stderr
         assert " on n1, started by " in second.stderr
         assert first.poll() is None, "the holder trains on"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -76,9 +77,44 @@ def test_the_same_death_twice_is_not_tried_again(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{tmp_path}"}
     command = [sys.executable, "-m", "launch.local", *words, "--train.steps", "3"]
     done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True)
-    assert done.returncode == 9, done.stderr
-    assert done.stderr.count("all ranks again") == 1
-    assert "ended twice after step 0: not again" in done.stderr
+    assert done.returncode == 3, done.stderr
+    assert done.stderr.count("all ranks again") == 2
+    assert "a rank ended with exit code 9 after step 0: failed again after step 0: not again" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_second_one_on_a_live_run_directory_is_refused_and_writes_nothing(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    first = start(run, "--train.steps", "100000")
+    eventually("three steps", lambda: len(steps(run)) >= 3, 60)
+    history = RunDir(run).history.read_bytes()
+    second = start(run, "--train.steps", "100000")
+    said, _ = second.communicate(timeout=60)
+    assert second.returncode == 4, said
+    (line,) = [line for line in said.splitlines() if "is being written by" in line]
+    assert line.startswith(f"launch.local: {run} is being written by process ")
+    assert "all ranks again" not in said
+    assert RunDir(run).history.read_bytes() == history
+    assert not RunDir(run).failed.exists()
+    assert first.poll() is None
+    first.terminate()
+    said, _ = first.communicate(timeout=60)
+    assert first.returncode == 0, said
+
+
+@pytest.mark.slow
+def test_numbers_that_are_not_finite_are_final_and_leave_a_marker(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start(run, "--train.steps", "9", "--optim.lr", "1e30", "--train.clip_grad_norm", "0")
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 5, said
+    assert "all ranks again" not in said
+    failed = json.loads(RunDir(run).failed.read_text())
+    assert (failed["kind"], failed["code"]) == ("FINAL", 5)
+    again = start(run, "--train.steps", "9")
+    said, _ = again.communicate(timeout=60)
+    assert again.returncode == 0, said
+    assert not RunDir(run).failed.exists()
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from fsdp import rundir
 from fsdp.agree import Elsewhere
-from fsdp.errors import ConfigError, TrainingError
+from fsdp.errors import ConfigError, RefusedError, TrainingError
+from fsdp.rundir import RunDir
+from launch.policy import Kind
 
 pytestmark = pytest.mark.ray
 
@@ -22,7 +25,7 @@ def test_the_rank_that_knows_why_speaks_for_the_others() -> None:
     knows = _last_words(2, TrainingError("step 3: loss nan.", "--optim.lr lower"))
     story = tell({0: lost, 1: heard, 2: knows})
     assert story.message == "rank 2: step 3: loss nan. HINT: --optim.lr lower"
-    assert (story.exit_code, story.final) == (5, True)
+    assert (story.exit_code, story.kind) == (5, Kind.FINAL)
 
 
 def test_a_death_is_told_before_what_followed_from_it_and_is_tried_again() -> None:
@@ -31,8 +34,7 @@ def test_a_death_is_told_before_what_followed_from_it_and_is_tried_again() -> No
 
     story = tell({0: _last_words(0, RuntimeError("NCCL communicator was aborted")), 1: OSError("The actor died.\nlong")})
     assert story.message == "rank 1 died (The actor died.)"
-    assert story.died
-    assert not story.final
+    assert story.kind is Kind.DIED
 
 
 def test_last_words_cross_a_process_border() -> None:
@@ -42,15 +44,32 @@ def test_last_words_cross_a_process_border() -> None:
     assert str(pickle.loads(pickle.dumps(words))) == str(words) == "rank 3: --x 1 is wrong. HINT: --x 2"
 
 
-def test_two_tries_that_end_alike_end_the_run_and_deaths_do_not(tmp_path: Path) -> None:
+def test_two_tries_that_end_alike_end_the_run_and_deaths_at_new_steps_do_not(tmp_path: Path) -> None:
     from launch.ray_verdict import GivenUp, Referee
     from launch.ray_worker import _last_words
 
+    def reach(step: int) -> None:
+        rundir.append(RunDir(tmp_path).history, {"event": "start"})
+        rundir.append(RunDir(tmp_path).metrics, {"step": step})
+
     failed = {0: _last_words(0, ValueError("bad sample"))}
     referee = Referee(tmp_path, tmp_path, max_failures=5)
-    for _ in range(3):
+    for step in (10, 20, 30):
+        reach(step)
         referee.after_exception(None, {1: OSError("The actor died.")})
+    reach(40)
     referee.after_exception(None, dict(failed))
+    reach(40)
     with pytest.raises(GivenUp, match="ValueError: bad sample"):
         referee.after_exception(None, dict(failed))
     assert (tmp_path / "controller.err").read_text().count("started again") == 4
+
+
+def test_a_refusal_is_final(tmp_path: Path) -> None:
+    from launch.ray_verdict import GivenUp, Referee
+    from launch.ray_worker import _last_words
+
+    refused = {0: _last_words(0, RefusedError("RUN is being written by process 1.")), 1: _last_words(1, Elsewhere(0, "no", 4))}
+    with pytest.raises(GivenUp) as given_up:
+        Referee(tmp_path, tmp_path, max_failures=5).after_exception(None, dict(refused))
+    assert given_up.value.args[1:3] == (4, Kind.REFUSED)

@@ -27,12 +27,15 @@ class Left:
     restarts: int
     reached: int = 0
     """The step at which it happened."""
+    code: int = 0
+    """The job's own exit code, as Slurm keeps it."""
 
 
 def left(job: Job, reached: int = 0) -> Left:
     """Wait for the job's end and keep what scontrol and the log say."""
     state = job.wait()
-    return Left(job.run, state, job.log(), int(job.cluster.job(job.id)["Restarts"]), reached)
+    facts = job.cluster.job(job.id)
+    return Left(job.run, state, job.log(), int(facts["Restarts"]), reached, int(facts["ExitCode"].partition(":")[0]))
 
 
 # ---------------------------------------------------------------- both modes, at once
@@ -144,7 +147,7 @@ def rank_pid(job: Job, node: str, rank: int) -> int:
         for name in ("RANK", "SLURM_PROCID")
         for pid in job.cluster.pids(node, f"{name}={rank}")
         if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        and b"torch.distributed.run" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+        and b"launch.agent" not in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
     assert found, f"rank {rank} of job {job.id} is not on {node}\n{job.log()}"
     return found[0]
@@ -154,6 +157,57 @@ def crashing(folder: Path) -> Left:
     """A batch that cannot be read, in every start."""
     with Cluster(folder / "slurm") as cluster:
         return left(sbatch(cluster, folder, "--nodes=1", env={"RAISE_AT": "13", "LAUNCHER": "srun"}))
+
+
+def final_errors(folder: Path) -> dict[str, Left]:
+    """What another start would repeat: numbers that are not finite, and a mesh that does not fit."""
+    nan = [*FLAGS, "--optim.lr", "1e30", "--train.clip_grad_norm", "0"]
+    with Cluster(folder / "slurm") as cluster:
+        jobs = {
+            "nan": sbatch(cluster, folder / "nan", "--nodes=1", ranks=2, flags=nan),
+            "nan under srun": sbatch(cluster, folder / "srun", "--nodes=1", ranks=2, flags=nan, env={"LAUNCHER": "srun"}),
+            "mesh": sbatch(cluster, folder / "mesh", "--nodes=1", ranks=2, flags=[*FLAGS, "--mesh.shard", "3"]),
+        }
+        return {name: left(job) for name, job in jobs.items()}
+
+
+@dataclass(frozen=True)
+class Second:
+    """A job on the run directory of another that lives."""
+
+    first: Left
+    second: Left
+    before: dict[str, bytes]
+    after: dict[str, bytes]
+
+
+def second_job(folder: Path) -> Second:
+    """Two jobs, one directory: the second begins and ends while the first trains."""
+    run = folder / "run"
+    flags = [*FLAGS, "--run.dir", str(run), "--train.steps", "20", "--checkpoint.every_steps", "0"]
+
+    def kept() -> dict[str, bytes]:
+        """What only a start or an end changes."""
+        names = ("history.jsonl", "config.toml", "STOPPED", "FAILED", "DONE")
+        return {name: (run / name).read_bytes() for name in names if (run / name).exists()}
+
+    with Cluster(folder / "slurm") as cluster:
+        slow = {"SLOW_S": "1"}
+        first = sbatch(cluster, folder / "first", "--nodes=1", flags=flags, env=slow)
+        first = Job(cluster, first.id, Run(run))
+        first.until_step(2)
+        before = kept()
+        second = left(Job(cluster, sbatch(cluster, folder / "second", "--nodes=1", flags=flags, env=slow).id, Run(run)))
+        after = kept()
+        assert cluster.state(first.id) == "RUNNING", first.log()
+        return Second(left(first), second, before, after)
+
+
+def not_requeued(folder: Path) -> Left:
+    """Reaches its limit, and may not be requeued."""
+    with Cluster(folder / "slurm") as cluster:
+        options = ["--nodes=1", "--no-requeue", "--time=1", "--signal=USR1@30"]
+        return left(sbatch(cluster, folder, *options, env={"SLOW_S": "2"}))
 
 
 def node_lost(folder: Path, node: str = "n2", launcher: str = "srun") -> Left:
@@ -249,6 +303,12 @@ def submitted(folder: Path) -> Left:
         reached = max(job.run.steps)
         cluster.wait(preempt(cluster))
         return left(job, reached)
+
+
+def submitted_crashing(folder: Path) -> Left:
+    """A batch that cannot be read, in every start."""
+    with Cluster(folder / "slurm") as cluster:
+        return left(submit(cluster, folder, "--nodes=1", env={"RAISE_AT": "3"}))
 
 
 def three_launchers(folder: Path) -> Left:

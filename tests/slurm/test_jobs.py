@@ -14,7 +14,7 @@ import pytest
 
 from tests.slurm.cluster import Cluster
 from tests.slurm.job import EVERY, FLAGS, STEPS, Run, Undisturbed, sbatch
-from tests.slurm.scenarios import Left, Network
+from tests.slurm.scenarios import Left, Network, Second
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
@@ -174,8 +174,45 @@ def test_a_killed_rank_is_back_under_srun_too(outcome: Left, undisturbed: Undist
 def test_a_job_that_crashes_twice_at_one_step_stops_and_says_so(outcome: Left) -> None:
     assert outcome.state == "FAILED"
     assert outcome.restarts == 0
-    assert re.search(r"crashed 2 times after step \d+ .*: not again\. HINT: ", outcome.log)
+    assert re.search(r"failed again after step \d+: not again\. HINT: ", outcome.log)
+    assert outcome.code == 5, "the rank's own, and not torchrun's or srun's"
     assert [event["event"] for event in outcome.run.history].count("crash") == 2
+
+
+@pytest.mark.scenario("final_errors")
+@pytest.mark.parametrize(
+    ("name", "code", "said"),
+    [
+        ("nan", 5, r"loss \S+, gradient norm \S+.*: not finite"),
+        ("nan under srun", 5, r"loss \S+, gradient norm \S+.*: not finite"),
+        ("mesh", 2, r"shard 3 = 3 ranks, but 2 were started"),
+    ],
+)
+def test_an_error_that_would_come_again_ends_the_job_at_once(outcome: dict[str, Left], name: str, code: int, said: str) -> None:
+    left = outcome[name]
+    assert (left.state, left.code, left.restarts) == ("FAILED", code, 0), left.log
+    assert re.search(said, left.log)
+    assert "Traceback" not in left.log
+    assert left.log.count("all 1 nodes reach") == 1, "tried once"
+    assert len(left.run.starts) == (name != "mesh")
+
+
+@pytest.mark.scenario("second_job")
+def test_a_second_job_on_a_live_run_directory_is_refused_and_writes_nothing(outcome: Second) -> None:
+    assert (outcome.second.state, outcome.second.code) == ("FAILED", 4), outcome.second.log
+    (line,) = outcome.second.log.splitlines()[1:]
+    assert re.search(r"/run is being written by process \d+ on \w+, started by .* \(Slurm job \d+, start 1\), since", line)
+    assert outcome.before == outcome.after
+    assert outcome.first.state == "COMPLETED", outcome.first.log
+    assert [event["event"] for event in outcome.first.run.history] == ["start", "end"]
+
+
+@pytest.mark.long
+@pytest.mark.scenario("not_requeued")
+def test_a_job_that_is_not_requeued_does_not_say_that_it_is(outcome: Left) -> None:
+    assert (outcome.state, outcome.code) == ("COMPLETED", 0), outcome.log
+    assert "requeued." not in outcome.log.replace("Not requeued;", "")
+    assert "Not requeued; the same command with --run.dir" in outcome.log
 
 
 @pytest.mark.scenario("node_lost")
@@ -293,6 +330,15 @@ def test_submitit_is_requeued_at_its_limit_and_when_preempted(outcome: Left, und
     assert len(outcome.run.starts) == outcome.restarts + 1
     assert {start["launcher"] for start in outcome.run.starts} == {"submitit (slurm)"}
     assert (outcome.run.path / "code" / "train.py").exists()
+
+
+@pytest.mark.long
+@pytest.mark.scenario("submitted_crashing")
+def test_submitit_requeues_a_crash_and_says_so(outcome: Left) -> None:
+    assert (outcome.state, outcome.code, outcome.restarts) == ("FAILED", 5, 1), outcome.log
+    assert re.search(r"failed after step \d+\. To be requeued\.", outcome.log)
+    assert "Again, in the same allocation" not in outcome.log
+    assert re.search(r"failed again after step \d+: not again\. HINT: ", outcome.log)
 
 
 @pytest.mark.scenario("three_launchers")

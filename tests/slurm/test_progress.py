@@ -1,4 +1,4 @@
-"""What a job script does next: the bounds count progress. Each test writes what a run would have left and asks."""
+"""What a Slurm job does next: each test writes what a run would have left and asks. The bounds: tests/launch/test_policy.py."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from fsdp import rundir, stop
+from fsdp import rundir
+from fsdp.claim import Claim
+from fsdp.errors import RefusedError
 from fsdp.rundir import RunDir
-from launch import progress
-from launch.progress import AGAIN, FINISHED, GIVE_UP, REQUEUE
+from launch import policy, progress
+from launch.marker import TOKEN, Failure, Marker
+from launch.policy import Act, Allocation, Decision, Kind
 
 
 @pytest.fixture
@@ -29,40 +32,101 @@ def stopped(run: RunDir, step: int, reason: str) -> None:
     run.stopped.write_text(f"{reason} at step {step}\n")
 
 
-def judge(run: RunDir, job: str = "7", restart: int = 0) -> progress.Verdict:
-    return progress.judge(run, job=job, restart=restart, code=1)
+def judge(run: RunDir, job: str = "7", restart: int = 0, *, unmet: bool = False, **allocation: bool) -> Decision:
+    allowed = Allocation(**{"requeue": True, **allocation})
+    return progress.judge(run, job=job, restart=restart, code=1, allocation=allowed, unmet=unmet)
+
+
+def fail(run: RunDir, monkeypatch: pytest.MonkeyPatch, kind: Kind, code: int) -> None:
+    """What the rank that fails leaves in this start."""
+    monkeypatch.setenv(TOKEN, "7-0-0")
+    Marker(run, "7-0-0").write(Failure(kind, code, "step 3: loss nan"), rank=1)
 
 
 def test_done_is_done(run: RunDir) -> None:
     run.done.touch()
-    assert judge(run).code == FINISHED
+    assert (judge(run).act, judge(run).code) == (Act.END, 0)
 
 
-@pytest.mark.parametrize("reason", progress.SCHEDULERS_REASONS)
+@pytest.mark.parametrize("reason", policy.SCHEDULERS_REASONS)
 def test_stopped_by_the_scheduler_goes_on_later(run: RunDir, reason: str) -> None:
-    assert reason in stop.REASONS
     reach(run, 10)
     stopped(run, 10, reason)
-    assert judge(run).code == REQUEUE
+    assert judge(run).act is Act.REQUEUE
+
+
+def test_a_job_without_requeue_says_that_it_is_not(run: RunDir) -> None:
+    reach(run, 10)
+    stopped(run, 10, "SIGUSR1")
+    said = progress.message(run, judge(run, requeue=False))
+    assert said.startswith("stopped: SIGUSR1; this launcher does not requeue. Not requeued;")
+
+
+def test_an_error_that_would_come_again_is_final_with_its_own_code(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun has ended with 1; the rank's own code comes from RUN/FAILED."""
+    reach(run, 3)
+    fail(run, monkeypatch, Kind.FINAL, 5)
+    decision = judge(run)
+    assert (decision.act, decision.code) == (Act.END, 5)
+    assert "step 3: loss nan" in decision.why
+
+
+@pytest.mark.parametrize(("code", "act"), [(2, Act.END), (4, Act.END), (1, Act.AGAIN), (137, Act.AGAIN)])
+def test_a_start_without_a_marker_is_known_by_its_code(run: RunDir, code: int, act: Act) -> None:
+    """srun passes a rank's own code on."""
+    decision = progress.judge(run, job="7", restart=0, code=code, allocation=Allocation(requeue=True))
+    assert decision.act is act
+    assert act is Act.AGAIN or decision.code == code
+
+
+def test_what_an_earlier_start_left_counts_for_nothing(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    reach(run, 3)
+    fail(run, monkeypatch, Kind.FINAL, 5)
+    monkeypatch.setenv(TOKEN, "7-0-1")
+    assert judge(run).act is Act.AGAIN
+
+
+def test_a_job_that_cannot_start_its_ranks_again_is_requeued(run: RunDir) -> None:
+    reach(run, 3)
+    decision = judge(run, again=False)
+    assert decision.act is Act.REQUEUE
+    assert "Again" not in progress.message(run, decision)
+
+
+def test_nothing_is_written_where_another_job_holds_the_directory(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    reach(run, 10)
+    stopped(run, 10, "SIGTERM")
+    claim = Claim.acquire(run.path, "torchrun")
+    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    try:
+        with pytest.raises(RefusedError, match="is being written by process"):
+            progress.begin(["--run.dir", str(run.path)], "unused", log="/nowhere/job.log")
+        for unmet in (False, True):
+            decision = judge(run, unmet=unmet)
+            assert (decision.act, decision.code) == (Act.END, 4)
+            assert "is being written by process" in decision.why
+        assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
+    finally:
+        claim.release()
 
 
 @pytest.mark.parametrize("reason", ["SIGINT", "the stop file", "--train.stop_after 10"])
 def test_stopped_by_a_person_stays_stopped(run: RunDir, reason: str) -> None:
     reach(run, 10)
     stopped(run, 10, reason)
-    verdict = judge(run)
-    assert verdict.code == FINISHED
-    assert reason in verdict.message
-    assert f"--run.dir {run.path}" in verdict.message
+    decision = judge(run)
+    assert (decision.act, decision.code) == (Act.END, 0)
+    assert reason in decision.why
+    assert f"--run.dir {run.path}" in progress.message(run, decision)
 
 
 def test_a_limit_too_short_for_one_step_is_not_requeued_for_ever(run: RunDir) -> None:
-    codes = []
-    for _ in range(progress.STOPS_WITHOUT_A_STEP):
+    acts = []
+    for _ in range(policy.STOPS_WITHOUT_A_STEP):
         reach(run, 10, from_step=10)
         stopped(run, 10, "the deadline")
-        codes.append(judge(run).code)
-    assert codes == [REQUEUE] * (progress.STOPS_WITHOUT_A_STEP - 1) + [GIVE_UP]
+        acts.append(judge(run).act)
+    assert acts == [Act.REQUEUE] * (policy.STOPS_WITHOUT_A_STEP - 1) + [Act.END]
 
 
 def test_a_step_in_between_starts_the_count_anew(run: RunDir) -> None:
@@ -71,44 +135,66 @@ def test_a_step_in_between_starts_the_count_anew(run: RunDir) -> None:
         stopped(run, step, "SIGTERM")
     rundir.append(run.history, {"event": "start", "from_step": 11})
     stopped(run, 12, "SIGTERM")
-    assert judge(run).code == REQUEUE
+    assert judge(run).act is Act.REQUEUE
 
 
-def test_a_crash_is_tried_again_and_at_the_same_step_not_twice(run: RunDir) -> None:
-    reach(run, 10)
-    assert judge(run).code == AGAIN
-    reach(run, 20)
-    assert judge(run).code == AGAIN
+def test_an_error_is_tried_again_and_at_the_same_step_not_twice(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail(run, monkeypatch, Kind.ERROR, 1)
+    for step in (10, 20):
+        reach(run, step)
+        assert judge(run).act is Act.AGAIN
     reach(run, 20, from_step=15)
-    verdict = judge(run)
-    assert verdict.code == GIVE_UP
-    assert "crashed 2 times after step 20" in verdict.message
+    decision = judge(run)
+    assert (decision.act, decision.code) == (Act.END, 1)
+    assert "failed again after step 20: not again. HINT: the first error above" in progress.message(run, decision)
 
 
-def test_a_crash_before_the_first_step_is_tried_once_more(run: RunDir) -> None:
-    assert judge(run).code == AGAIN
-    verdict = judge(run)
-    assert verdict.code == GIVE_UP
-    assert "before its first step" in verdict.message
+def test_a_crash_while_starting_is_no_second_one_at_the_last_step(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail(run, monkeypatch, Kind.ERROR, 1)
+    reach(run, 20)
+    assert judge(run).act is Act.AGAIN
+    assert judge(run).act is Act.AGAIN, "no start of its own"
+    decision = judge(run, restart=1)
+    assert decision.act is Act.END
+    assert "before the first step of a start" in decision.why
+
+
+def test_a_rank_that_dies_without_a_message_has_one_more_start(run: RunDir) -> None:
+    acts = []
+    for _ in range(3):
+        reach(run, 20)
+        acts.append(judge(run))
+    assert [one.act for one in acts] == [Act.AGAIN, Act.AGAIN, Act.END]
+    assert acts[-1].code == 3
 
 
 def test_crashes_at_new_steps_leave_the_allocation_in_the_end(run: RunDir) -> None:
-    codes = []
+    acts = []
     for step in (10, 20, 30, 40):
         reach(run, step)
-        codes.append(judge(run, restart=int(step == 40)).code)
-    assert codes == [AGAIN, AGAIN, REQUEUE, AGAIN]
+        acts.append(judge(run, restart=int(step == 40)).act)
+    assert acts == [Act.AGAIN, Act.AGAIN, Act.REQUEUE, Act.AGAIN]
 
 
-def test_the_same_command_again_is_a_new_job_with_new_chances(run: RunDir) -> None:
+def test_the_same_command_again_is_a_new_job_with_new_chances(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail(run, monkeypatch, Kind.ERROR, 1)
     reach(run, 20)
     judge(run)
-    assert judge(run, job="8").code == AGAIN
+    reach(run, 20)
+    assert judge(run, job="8").act is Act.AGAIN
+
+
+def test_a_history_from_before_the_kinds_were_written_is_read(run: RunDir) -> None:
+    for _ in range(2):
+        rundir.append(run.history, {"event": "start", "from_step": 0})
+        rundir.append(run.history, {"event": "crash", "job": "7", "restart": 0, "step": 20, "code": 1})
+    reach(run, 20)
+    assert judge(run).act is Act.END
 
 
 def test_nodes_that_met_once_and_do_not_now_are_requeued_a_few_times(run: RunDir) -> None:
-    codes = [progress.unmet(run, job="7").code for _ in range(progress.MEETINGS_MISSED)]
-    assert codes == [REQUEUE, REQUEUE, GIVE_UP]
+    acts = [judge(run, unmet=True).act for _ in range(policy.MEETINGS_MISSED)]
+    assert acts == [Act.REQUEUE, Act.REQUEUE, Act.END]
 
 
 def test_begin_clears_the_marks_and_explains_a_start_without_an_end(run: RunDir, tmp_path: Path) -> None:

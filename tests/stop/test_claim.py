@@ -14,7 +14,7 @@ import pytest
 
 from fsdp import claim
 from fsdp.claim import FILE, Claim
-from fsdp.errors import LaunchError
+from fsdp.errors import RefusedError
 from tests.processes import eventually
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +47,7 @@ def rewrite(run_dir: Path, **changes: object) -> None:
 
 def test_a_second_job_is_refused_and_told_who_writes_there(tmp_path: Path) -> None:
     with holder(tmp_path) as first:
-        with pytest.raises(LaunchError) as refused:
+        with pytest.raises(RefusedError) as refused:
             Claim.acquire(tmp_path, "srun")
         assert f"process {first.pid} on {os.uname().nodename}, started by torchrun (job 7), since 20" in str(refused.value)
         assert "HINT: another --run.dir" in str(refused.value)
@@ -94,7 +94,7 @@ def test_a_live_holder_elsewhere_is_known_by_its_count(tmp_path: Path, monkeypat
     monkeypatch.setattr(claim, "BEAT_S", 0.05)
     held = Claim.acquire(tmp_path, "srun")
     monkeypatch.setattr(claim, "this_place", lambda: "another machine")
-    with pytest.raises(LaunchError, match="is being written by process"):
+    with pytest.raises(RefusedError, match="is being written by process"):
         Claim.acquire(tmp_path, "srun", stale_s=30.0)
     assert held.ousted() is None
     held.release()
@@ -131,7 +131,7 @@ def try_once(run_dir: str, start: object, results: object) -> None:
     try:
         held = Claim.acquire(Path(run_dir), "race")
         results.put(("held", held.ousted()))  # type: ignore[attr-defined]
-    except LaunchError as error:
+    except RefusedError as error:
         results.put(("refused", str(error)))  # type: ignore[attr-defined]
     start.wait()  # type: ignore[attr-defined]
 
@@ -159,7 +159,7 @@ def test_a_folder_without_hard_links_works_too(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(Path, "hardlink_to", no_links)
     held = Claim.acquire(tmp_path, "srun")
-    with pytest.raises(LaunchError):
+    with pytest.raises(RefusedError):
         Claim.acquire(tmp_path, "srun")
     held.release()
     assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,50 @@
+"""The command that continues a run under the launcher that it ran under: what the summary tells the user to type next."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping
+
+from fsdp.config import Config, RaySection
+from fsdp.env import DistEnv, meeting_address
+
+RENDEZVOUS_PORT = 29400
+"""torchrun's own default for --rdzv-endpoint without a port."""
+
+
+def rank_command(env: DistEnv, environ: Mapping[str, str] = os.environ) -> str:
+    """Up to train.py's own flags, for a launcher that gives every rank a DistEnv."""
+    nodes, each = env.num_nodes, env.local_world_size
+    if env.launcher == "launch.local":
+        return f"python -m launch.local --ranks {env.world_size}"
+    if env.launcher.startswith("submitit"):
+        return f"python -m launch.submit {_submit_flags(env)} --"
+    if "SHARDRUN_LAUNCHER" in environ:
+        before = "LAUNCHER=srun " if environ["SHARDRUN_LAUNCHER"] == "srun" else ""
+        what = "gpus" if env.device.type == "cuda" else "ntasks"
+        return f"{before}sbatch --nodes={nodes} --{what}-per-node={each} slurm/fsdp.sbatch"
+    if env.launcher.startswith("torchrun"):
+        where = f" --nnodes={nodes} --rdzv-backend=c10d --rdzv-endpoint={meeting_address(environ)}:{RENDEZVOUS_PORT}"
+        return f"torchrun{where if nodes > 1 else ''} --nproc_per_node={each} train.py"
+    if env.launcher == "srun":
+        return f"srun --nodes={nodes} --ntasks={env.world_size} python train.py"
+    return "python train.py"
+
+
+def _submit_flags(env: DistEnv) -> str:
+    each = f"--tasks-per-node {env.local_world_size}"
+    cluster = env.launcher.removeprefix("submitit (").removesuffix(")")
+    if cluster == "slurm":
+        gpus = f" --gpus-per-node {env.local_world_size}" if env.device.type == "cuda" else ""
+        return f"--nodes {env.num_nodes}{gpus} {each}"
+    return f"--cluster {cluster}" if env.world_size == 1 else f"--cluster {cluster} {each}"
+
+
+def ray_command(config: Config, environ: Mapping[str, str] = os.environ) -> str:
+    """Under Ray the driver prints the summary. Its own settings are no part of RUN/config.toml."""
+    if "SHARDRUN_RAY_NODES" in environ:
+        return f"sbatch --nodes={environ['SHARDRUN_RAY_NODES']} slurm/ray.sbatch"
+    given = {name: value for name, value in vars(config.ray).items() if value != getattr(RaySection(), name)}
+    flags = "".join(f" --ray.{name} {shlex.quote(str(value))}" for name, value in given.items())
+    return f"python train.py --backend ray{flags}"

@@ -1,0 +1,84 @@
+"""RUN/FAILED: what the error of one start means to its launcher.
+
+An exit code alone does not tell: torchrun ends with 1 whatever its ranks ended with, and code 5 is final for numbers that are
+not finite but not for a file that could not be read. The file names the start that wrote it, so a launcher ignores one that an
+earlier start left. The next start that holds the run directory removes it (fsdp/rundir.py). No torch here: the batch shell of a
+Slurm job reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from fsdp import rundir
+from fsdp.config import Config
+from fsdp.errors import ConfigError
+from fsdp.rundir import RunDir
+from launch.policy import Kind
+
+TOKEN = "SHARDRUN_TOKEN"
+"""The environment variable with the name of this start; slurm/lib.sh sets it."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A rank's exception as its launcher needs it."""
+
+    kind: Kind
+    code: int
+    message: str
+    echo: bool = False
+    """Whether it follows from another rank's failure."""
+
+
+@dataclass(frozen=True)
+class Marker:
+    """Where the failure of one start is written, and the name of that start."""
+
+    run: RunDir
+    start: str
+    asked: bool = True
+    """Whether the launcher has asked for the run directory's lock. Else a configuration error, which comes before the ranks ask
+    for it, is not written: the directory may be another job's."""
+
+    def write(self, failure: Failure, rank: int) -> None:
+        """Nothing is written where another job holds the run directory, or where there is none."""
+        before_the_lock = not self.asked and failure.code == ConfigError.exit_code
+        if failure.echo or failure.kind is Kind.REFUSED or before_the_lock or not self.run.path.is_dir():
+            return
+        said = {**asdict(failure), "kind": failure.kind.name, "rank": rank, "start": self.start, "time": rundir.now()}
+        rundir.write_atomically(self.run.failed, json.dumps(said) + "\n")
+
+    def read(self) -> Failure | None:
+        """The failure of this start; None if no rank wrote one."""
+        try:
+            said = json.loads(self.run.failed.read_text(encoding="utf-8"))
+        except (FileNotFoundError, json.JSONDecodeError):
+            return None
+        return Failure(Kind[said["kind"]], said["code"], said["message"]) if said["start"] == self.start else None
+
+
+def marker_of(config: Config, environ: Mapping[str, str] = os.environ) -> Marker | None:
+    """The marker of this start, by the variables of its launcher; None where no launcher reads one."""
+    if not config.run.dir:
+        return None
+    run = RunDir(Path(config.run.dir).absolute())
+    if environ.get(TOKEN):
+        return Marker(run, environ[TOKEN])
+    if int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
+        # all tries of one torchrun have the same agent as their parent
+        return Marker(run, f"{environ.get('TORCHELASTIC_RUN_ID')} {socket.gethostname()} {os.getppid()}", asked=False)
+    return None
+
+
+def failed_before_this_restart(marker: Marker, environ: Mapping[str, str] = os.environ) -> Failure | None:
+    """The final error of an earlier try under `torchrun --max-restarts`, which restarts after any failure."""
+    if int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
+        return None
+    before = marker.read()
+    return before if before is not None and before.kind is Kind.FINAL else None

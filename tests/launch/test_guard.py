@@ -1,0 +1,85 @@
+"""launch/guard.py: what an exception means to a launcher, and a final one under torchrun's own restarts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fsdp import rundir
+from fsdp.agree import Elsewhere
+from fsdp.config import load
+from fsdp.errors import CheckpointError, ConfigError, LaunchError, OneRankError, RefusedError, TrainingError
+from fsdp.memory.oom import OutOfMemory
+from fsdp.rundir import RunDir
+from launch.guard import failure_of
+from launch.marker import Failure, Marker, marker_of
+from launch.policy import Kind
+from tests.launch.test_local import ROOT, SMALL
+
+
+def caused(error: Exception) -> Exception:
+    error.__cause__ = OSError("the storage is away")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "code", "echo"),
+    [
+        (ConfigError("a wrong mesh"), Kind.FINAL, 2, False),
+        (TrainingError("loss nan: not finite"), Kind.FINAL, 5, False),
+        (caused(OneRankError("sample 3 cannot be read")), Kind.ERROR, 5, False),
+        (LaunchError("rank 1 does not reach n1:29500"), Kind.ERROR, 3, False),
+        (CheckpointError("no whole checkpoint"), Kind.ERROR, 4, False),
+        (RefusedError("RUN is being written by"), Kind.REFUSED, 4, False),
+        (OutOfMemory("rank 0: 3 GiB stood"), Kind.ERROR, 6, False),
+        (ValueError("of the user's own"), Kind.ERROR, 1, False),
+        (Elsewhere(0, "loss nan", 5), Kind.ERROR, 5, True),
+        (RuntimeError("gloo: Connection closed by peer"), Kind.ERROR, 1, True),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_an_exception_has_a_kind_and_a_code(error: Exception, kind: Kind, code: int, echo: bool) -> None:
+    failure = failure_of(error)
+    assert (failure.kind, failure.code, failure.echo) == (kind, code, echo)
+
+
+def test_a_marker_is_read_by_its_own_start_alone(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    Marker(run, "job 7, try 1").write(Failure(Kind.ERROR, 6, "3 GiB stood"), rank=1)
+    assert Marker(run, "job 7, try 1").read() == Failure(Kind.ERROR, 6, "3 GiB stood")
+    assert Marker(run, "job 7, try 2").read() is None
+
+
+@pytest.mark.parametrize("failure", [Failure(Kind.REFUSED, 4, "held"), Failure(Kind.ERROR, 1, "peer", echo=True)])
+def test_a_refused_start_and_an_echo_leave_none(tmp_path: Path, failure: Failure) -> None:
+    Marker(RunDir(tmp_path), "1").write(failure, rank=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mistake_found_before_the_lock_is_asked_is_not_written(tmp_path: Path) -> None:
+    """Under a torchrun by hand nobody asks before the ranks do: the directory may be another job's."""
+    config = load(["--run.dir", str(tmp_path)])
+    marker = marker_of(config, {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RUN_ID": "a"})
+    assert marker is not None
+    marker.write(Failure(Kind.FINAL, 2, "a wrong mesh"), rank=0)
+    assert list(tmp_path.iterdir()) == []
+    assert marker_of(config, {}) is None
+
+
+@pytest.mark.slow
+def test_torchruns_own_restarts_do_not_train_to_the_same_error_again(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
+    flags = ["--run.dir", str(run), *SMALL, "--train.steps", "9", "--optim.lr", "1e30", "--train.clip_grad_norm", "0"]
+    done = subprocess.run(
+        [*command, "train.py", *flags], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 1, "torchrun's own code"
+    assert done.stderr.count("train.py: not tried again, it would fail the same way: step ") == 2
+    assert [event["event"] for event in rundir.read_records(RunDir(run).history)].count("start") == 1
+    assert json.loads(RunDir(run).failed.read_text())["code"] == 5

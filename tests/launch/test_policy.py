@@ -1,0 +1,116 @@
+"""launch/policy.py: the table of docs/restarts.md, and the bounds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fsdp import stop
+from launch import policy
+from launch.policy import Act, Allocation, End, Kind, Past, decide, kind_of_stop
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "restarts.md"
+LAUNCHERS = {
+    "sbatch": Allocation(requeue=True),
+    "launch.submit": Allocation(requeue=True, again=False),
+    "launch.local": Allocation(tries_left=3),
+    "Ray": Allocation(),
+}
+OWN_CODES = {Kind.FINAL: (2, 5), Kind.ERROR: (1, 3, 4, 5, 6)}
+
+
+def table() -> list[dict[str, str]]:
+    """The first table of the page, a dictionary a row."""
+    lines = [line.strip("| \n").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    head, rows = lines[0], [line for line in lines[1:] if len(line) == len(lines[0])]
+    return [dict(zip(head, row, strict=True)) for row in rows]
+
+
+def test_the_page_names_every_end() -> None:
+    assert [row["how a start ended"] for row in table()] == [kind.value for kind in Kind]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("row", table(), ids=lambda row: row["how a start ended"])
+def test_the_page_says_what_follows_on_each_launcher(row: dict[str, str], launcher: str) -> None:
+    kind = Kind(row["how a start ended"])
+    for code in OWN_CODES.get(kind, (9,)):
+        decision = decide(End(kind, step=10, code=code, why="SIGTERM"), Past(idle_stops=0, unmet=1), LAUNCHERS[launcher])
+        if row[launcher] == "–":
+            continue  # cannot happen there
+        assert decision.act.value == row[launcher]
+        if decision.act is Act.END:
+            said = row["exit code at the end"]
+            assert str(decision.code if kind not in OWN_CODES else code) in said
+            assert kind not in OWN_CODES or decision.code == code
+
+
+@pytest.mark.parametrize("reason", stop.REASONS)
+def test_every_reason_to_stop_is_a_persons_or_the_schedulers(reason: str) -> None:
+    persons = reason in ("SIGINT", "the stop file")
+    assert kind_of_stop(reason) is (Kind.STOPPED if persons else Kind.PREEMPTED)
+    assert kind_of_stop("--train.stop_after 10") is Kind.STOPPED
+
+
+def crash(step: int, kind: Kind = Kind.ERROR, *, starting: bool = False, code: int = 1) -> End:
+    return End(kind, step, starting, code)
+
+
+DIED = Kind.DIED
+AT_ONE_PLACE = [
+    ("the same error at the same step", [crash(20)], crash(20), Act.END),
+    ("an error at a later step", [crash(20)], crash(30), Act.AGAIN),
+    ("an error met sooner after a resume", [crash(20)], crash(17), Act.END),
+    ("a death at the same step", [crash(20, DIED)], crash(20, DIED), Act.AGAIN),
+    ("a third death at the same step", [crash(20, DIED)] * 2, crash(20, DIED), Act.END),
+    ("deaths by chance, each sooner", [crash(20, DIED), crash(19, DIED)], crash(18, DIED), Act.AGAIN),
+    ("a death, then an error at that step", [crash(20, DIED)], crash(20), Act.END),
+    ("a crash while starting, after one at a step", [crash(20)], crash(20, starting=True), Act.AGAIN),
+    ("an error while starting twice", [crash(0, starting=True)], crash(0, starting=True), Act.END),
+    ("a death while starting twice", [crash(0, DIED, starting=True)], crash(0, DIED, starting=True), Act.AGAIN),
+    ("three deaths while starting", [crash(0, DIED, starting=True)] * 2, crash(0, DIED, starting=True), Act.END),
+    ("while starting, with a step between", [crash(0, starting=True), crash(20)], crash(20, starting=True), Act.AGAIN),
+]
+
+
+@pytest.mark.parametrize("launcher", ["sbatch", "launch.local", "Ray"])
+@pytest.mark.parametrize(("earlier", "end", "act"), [case[1:] for case in AT_ONE_PLACE], ids=[case[0] for case in AT_ONE_PLACE])
+def test_a_run_is_tried_again_while_it_gets_further(launcher: str, earlier: list[End], end: End, act: Act) -> None:
+    decision = decide(end, Past(crashes=earlier), LAUNCHERS[launcher])
+    assert decision.act is act
+    if act is Act.END:
+        assert decision.code == (policy.EXIT_DIED if end.kind is DIED else end.code)
+        assert decision.hint
+
+
+def test_the_third_crash_in_an_allocation_is_requeued() -> None:
+    earlier = [crash(10), crash(20)]
+    decision = decide(crash(30), Past(crashes=earlier, crashes_here=2), LAUNCHERS["sbatch"])
+    assert decision.act is Act.REQUEUE
+    assert decide(crash(30), Past(crashes=earlier, crashes_here=2), LAUNCHERS["launch.local"]).act is Act.AGAIN
+
+
+def test_no_restart_left_ends_with_the_errors_own_code() -> None:
+    decision = decide(crash(10, code=6), Past(), Allocation(tries_left=0))
+    assert (decision.act, decision.code) == (Act.END, 6)
+
+
+def test_a_rank_that_the_watch_ended_keeps_its_code() -> None:
+    assert decide(crash(10, DIED, code=7), Past(), Allocation(tries_left=0)).code == 7
+    assert decide(crash(10, DIED, code=-9), Past(), Allocation(tries_left=0)).code == 3
+
+
+@pytest.mark.parametrize("kind", [Kind.PREEMPTED, Kind.NODES_LEAVE])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_stops_without_a_step_have_one_bound(kind: Kind, launcher: str) -> None:
+    bound = policy.STOPS_WITHOUT_A_STEP
+    codes = [decide(End(kind), Past(idle_stops=count), LAUNCHERS[launcher]).code for count in (bound - 1, bound)]
+    assert codes == [0, 1]
+
+
+def test_a_job_that_slurm_does_not_requeue_ends() -> None:
+    fixed = Allocation(requeue=False)
+    assert decide(End(Kind.PREEMPTED, why="SIGUSR1"), Past(), fixed).act is Act.END
+    assert decide(End(Kind.UNMET), Past(unmet=1), fixed).act is Act.END
+    assert decide(crash(10), Past(), fixed).act is Act.AGAIN
