@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fsdp.models.fits import check_one_number
+
 IGNORED = -100
 LABELS = ("labels", "targets")
 
@@ -115,6 +117,8 @@ class LossFunction:
         data = _with_labels(data, name)
         output = read_output(self._call(model, data))
         self._own_loss = output.loss is not None
+        if output.loss is not None:
+            check_one_number(output.loss)
         if output.loss is None or output.logits is None or not name or data[name].is_floating_point():
             return BY_SAMPLES if self._own_loss and not (name and _by_samples(data[name])) else ""
         weight = self._auxiliary_weight if output.auxiliary is not None else 0.0

@@ -15,6 +15,7 @@ from tests import needs
 HERE = Path(__file__).parent
 LONGEST = (
     "slurm/test_jobs.py", "ray/test_joined.py", "ray/test_faults.py", "core/test_pairs.py", "core/test_parity.py",
+    "core/test_parity_command.py", "core/test_parity_finds.py", "launch/test_local.py",
     "checkpoint/test_two_nodes.py", "memory/test_oom.py", "plan/test_memory.py", "watch/test_faults.py",
     "checkpoint/test_killed.py", "checkpoint/test_exact.py", "checkpoint/test_s3.py", "plan/test_command.py",
 )  # fmt: skip

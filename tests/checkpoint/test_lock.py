@@ -28,6 +28,7 @@ from tests.core.runs import on_a_rank
 from tests.world import run_world
 
 ROOT = Path(__file__).parents[2]
+S3 = pytest.param("s3", marks=pytest.mark.needs("s3"))
 
 
 def save(env: DistEnv, run_dir: str, place: str, steps: int) -> None:
@@ -115,7 +116,7 @@ def test_a_lost_store_is_a_lost_run(tmp_path: Path) -> None:
 # ---- object stores
 
 
-@pytest.fixture(params=["memory", "s3"])
+@pytest.fixture(params=["memory", S3])
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A prefix of the test's own: in a server with conditional writes, and in a store without."""
     import fsspec
@@ -159,7 +160,7 @@ def test_a_live_holder_is_named_and_a_released_lock_is_gone(place: str) -> None:
 def test_a_live_holder_elsewhere_is_known_by_its_beat(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store = remote(place)
     held = ObjectLock.acquire(store, "torchrun", beat_s=0.1)
-    monkeypatch.setattr(lock, "place", lambda: "another machine")
+    monkeypatch.setattr(lock, "this_place", lambda: "another machine")
     with pytest.raises(RefusedError, match="is being written by process"):
         ObjectLock.acquire(store, "srun", stale_s=30.0)
     assert held.lost is None
@@ -240,7 +241,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.parametrize("place", ["s3"], indirect=True)
+@pytest.mark.parametrize("place", [S3], indirect=True)
 def test_a_killed_holder_of_this_machine_is_replaced_at_once(place: str) -> None:
     done = subprocess.run([sys.executable, "-c", KILLED, place], cwd=ROOT)
     assert done.returncode == -signal.SIGKILL
@@ -288,6 +289,7 @@ def test_a_run_whose_store_was_taken_over_seals_nothing(place: str, tmp_path: Pa
     assert left == []
 
 
+@pytest.mark.needs("s3")
 def test_a_server_without_conditional_writes_is_locked_all_the_same(
     server: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

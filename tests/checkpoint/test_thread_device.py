@@ -101,16 +101,20 @@ def test_the_loaders_threads(calls: Calls) -> None:
     assert set(calls.of) == {"reader-0", "reader-1"}
     for name, done in calls.of.items():
         assert done[0] == GPU, name
-        assert "batch" in done, name
+    # one of them may have read all batches before the other came to it
+    assert any("batch" in done for done in calls.of.values())
 
 
 WITHOUT_TENSORS = {
-    "fsdp/claim.py": 1, "fsdp/checkpoint/lock.py": 1, "fsdp/doctor/examine.py": 1, "fsdp/doctor/network.py": 2,
+    "fsdp/claim.py": 1, "fsdp/checkpoint/lock.py": 1, "fsdp/compile_cache.py": 1,
+    "fsdp/watch/farewell.py": 1, "fsdp/doctor/examine.py": 1, "fsdp/doctor/network.py": 2,
     "fsdp/stop.py": 1, "fsdp/watch/files.py": 1, "fsdp/watch/witness.py": 1, "launch/ray_output.py": 1,
     "launch/ray_own.py": 1, "launch/ray_trainer.py": 1, "launch/ray_worker.py": 1,
 }  # fmt: skip
 """Threads that read files, sockets and signals, and touch no tensor: how many a file starts."""
 WITH_TENSORS = {"fsdp/checkpoint/saver.py": 1, "fsdp/checkpoint/read.py": 1, "fsdp/data/readers.py": 1}
+ABORTS = {"fsdp/env.py": 1}
+"""Aborts process groups after an exception, with torch.cuda.set_device first."""
 
 
 def test_every_thread_that_touches_tensors_is_among_these() -> None:
@@ -122,6 +126,6 @@ def test_every_thread_that_touches_tensors_is_among_these() -> None:
         for path in sorted((ROOT / place).rglob("*.py"))
         if (count := len(started.findall(path.read_text(encoding="utf-8"))))
     }
-    assert found == WITHOUT_TENSORS | WITH_TENSORS
+    assert found == WITHOUT_TENSORS | WITH_TENSORS | ABORTS
     for file in WITH_TENSORS:
         assert "set_thread_device" in (ROOT / file).read_text(encoding="utf-8")

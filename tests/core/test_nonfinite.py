@@ -36,7 +36,7 @@ def test_one_rank_s_bad_sample_stops_all_at_its_step(ranks: int, mesh: str, tmp_
     texts = failures(ranks, tmp_path, SPOILT, mesh)
     assert len(set(texts)) == 1, texts
     assert str(texts[0]).startswith(
-        f"TrainingError: step {step_of(7)}: loss nan, gradient norm nan, first in stem.weight on rank"
+        f"NotFiniteError: step {step_of(7)}: loss nan, gradient norm nan, first in stem.weight on rank"
     )
     assert "HINT: " in str(texts[0])
 

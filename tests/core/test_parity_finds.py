@@ -12,6 +12,7 @@ import torch
 from fsdp.parity.asked import Asked, Row, Training, rows
 from fsdp.parity.compare import Reference, jobs_of
 from fsdp.parity.measure import Difference
+from tests import needs
 from tests.core.breaks import BREAKS, train_broken
 from tests.marks import sample_are
 from tests.world import run_world
@@ -50,7 +51,7 @@ def differences(words: str, name: str, folder: Path) -> dict[Row, list[Differenc
     return {row: [d for d in known.judge(at, str(folder)) if not d.same] for at, row in enumerate(tried)}
 
 
-@pytest.mark.parametrize("name", sample_are(["twice", "clipped by local norm", "first micro-batch dropped"], WRONG))
+@pytest.mark.parametrize("name", sample_are(["twice"], WRONG))
 def test_a_broken_reduction_is_found(name: str, tmp_path: Path) -> None:
     found = differences(WORDS if "tokens" in name else VECTORS, name, tmp_path)
     assert any(found.values())
@@ -63,11 +64,14 @@ def test_a_broken_reduction_is_found(name: str, tmp_path: Path) -> None:
         assert all(math.isclose(d.factor, 0.5, rel_tol=1e-6) for d in found[Row("hsdp", 2, 1, "true", 1)][:2])
 
 
-@pytest.mark.parametrize("name", sample_are(["gemma 3"], RIGHT))
+@pytest.mark.parametrize("name", sample_are(["own loss"], RIGHT))
 def test_a_run_that_is_right_raises_no_alarm(name: str, tmp_path: Path) -> None:
+    if "small_hf" in RIGHT[name]:
+        needs.check("transformers")
     assert not any(differences(RIGHT[name], "nothing", tmp_path).values())
 
 
+@pytest.mark.needs("transformers")
 def test_it_says_why_a_model_cannot_be_exact() -> None:
     notes = list(cached(RIGHT["gemma 3"])[0].notes())
     assert notes == [

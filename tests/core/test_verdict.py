@@ -114,7 +114,7 @@ class _Fetches(TorchDispatchMode):
             return tolist(tensor)
 
         patch.setattr(torch.Tensor, "tolist", counted)
-        for owner, name in ((Stopper, "agreed"), (_Tokens, "__call__")):
+        for owner, name in ((Stopper, "agreed"), (Stopper, "signatures"), (_Tokens, "__call__")):
             patch.setattr(owner, name, self._aside(getattr(owner, name)))
 
     def _count(self) -> None:
@@ -155,4 +155,4 @@ def fetches(env: DistEnv, words: list[str]) -> dict[tuple[int, str], int]:
 def test_no_number_is_fetched_in_a_step_but_where_a_line_is_printed(mesh: str, tmp_path: Path) -> None:
     words = flags(mesh, "--run.log_every_steps 4 --train.steps 8")
     for found in run_world(2, fetches, ["--run.dir", str(tmp_path), *words]):
-        assert {key for key in found if key[1] not in ("evaluate", "save", "end")} == {(4, "record"), (8, "record")}
+        assert {key for key in found if key[1] not in ("start", "evaluate", "save", "end")} == {(4, "record"), (8, "record")}

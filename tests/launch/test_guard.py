@@ -72,6 +72,7 @@ def test_a_mistake_found_before_the_lock_is_asked_is_not_written(tmp_path: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_torchruns_own_restarts_do_not_train_to_the_same_error_again(tmp_path: Path) -> None:
     run = tmp_path / "run"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]

@@ -20,7 +20,7 @@ from tests.core.plain import relative_difference
 from tests.core.runs import run, settings
 from tests.marks import sample_are
 
-pytestmark = pytest.mark.slow  # importing transformers takes seconds
+pytestmark = [pytest.mark.slow, pytest.mark.needs("transformers")]  # importing transformers takes seconds
 
 STEPS, BATCH = 4, 7
 RATES = {"t5": 0.005}

@@ -36,7 +36,7 @@ def test_the_order_of_a_parameter_in_memory_changes_nothing(tmp_path: Path) -> N
 REFUSED = {
     "Complex": "Complex: parameter phase is complex64, which FSDP does not reduce. HINT: nn.Parameter(torch.view_as_real(",
     "Lazy": "Lazy: stem.weight has no shape before the first forward, and is sharded before it. HINT: nn.Linear(IN, OUT)",
-    "PerSample": "the model's own loss has the shape (6,), and a step takes one number. HINT: return loss.mean()",
+    "PerSample": "the model's own loss has the shape (2,), and a step takes one number. HINT: return loss.mean()",
     "Unused --mesh.strategy ddp": "does not depend on extra.weight (and 1 more), and --mesh.strategy ddp reduces every "
     "gradient. HINT: --mesh.strategy fsdp, or --model.frozen extra.weight,extra.bias",
     "Words --model.args.words 20 --data.name {HERE}:sentences": "words of the model is read at ",

@@ -49,7 +49,7 @@ def test_two_tries_that_end_alike_end_the_run_and_deaths_at_new_steps_do_not(tmp
     from launch.ray_worker import _last_words
 
     def reach(step: int) -> None:
-        rundir.append(RunDir(tmp_path).history, {"event": "start"})
+        rundir.append(RunDir(tmp_path).history, {"event": "start", "from_step": 0})
         rundir.append(RunDir(tmp_path).metrics, {"step": step})
 
     failed = {0: _last_words(0, ValueError("bad sample"))}
