@@ -40,6 +40,8 @@ ASK_S = 1.5
 """Stillness after which the ranks are asked, at least; a verdict comes with the second answer."""
 STEPS_STILL = 6
 """Or this many of the run's own slow steps."""
+ENDLESS = 2
+"""Times that stillness, in processor time of one rank: more than any step computes."""
 NO_STEP_YET_S = 20.0
 HANG_LEAST_S, HANG_STEPS = 60.0, 30
 """A rank that may come back is waited for at least so long, or so many steps."""
@@ -205,7 +207,7 @@ class Monitor:
         if self.shown is not None and still < ASK_S:
             say([f"watch: the run goes on, {now - self.shown_at + self._shown_still:.0f} s after it stood still"])
             self.shown = None
-        if still < max(ASK_S, STEPS_STILL * steps) or self.orders.hang_s == 0:
+        if still < self._suspicious_s() or self.orders.hang_s == 0:
             self._candidate = None
             return
         if not steps and still < NO_STEP_YET_S:
@@ -215,8 +217,12 @@ class Monitor:
         self._asked_at = now
         self._decide(now, still, self._ask_everyone())
 
+    def _suspicious_s(self) -> float:
+        """How long all may stand still before anybody is asked."""
+        return max(ASK_S, STEPS_STILL * self._step_s())
+
     def _decide(self, now: float, still: float, found: list[Evidence]) -> None:
-        verdict = judge(found, ranks=self.orders.world_size)
+        verdict = judge(found, ranks=self.orders.world_size, endless_s=ENDLESS * self._suspicious_s())
         key = (verdict.kind, verdict.ranks) if verdict is not None else None
         same, self._candidate = key == self._candidate, key
         if verdict is None or not same:

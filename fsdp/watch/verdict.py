@@ -8,10 +8,12 @@ What can be said of one rank alone is evidence.py's.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from fsdp.phases import PHASES
 from fsdp.watch.evidence import BUSY_S, Evidence, prepares, spot, waits, waits_for_save, writes
@@ -47,14 +49,16 @@ class Verdict:
 # ---------------------------------------------------------------- judging
 
 
-def judge(found: Sequence[Evidence], *, ranks: int = 0) -> Verdict | None:
-    """None if the evidence does not prove anything. `ranks`: how many the run has; some may be missing from `found`."""
+def judge(found: Sequence[Evidence], *, ranks: int = 0, endless_s: float = math.inf) -> Verdict | None:
+    """None if the evidence does not prove anything. `ranks`: how many the run has; some may be missing from `found`.
+    `endless_s`: processor time that no step takes, which proves a loop where other processes have the processors too."""
     live = [e for e in found if e.alive and not e.over]
     if live and all(e.state == "T" for e in live):
         return None  # the scheduler has suspended the job
     # Ranks that are not seen may be the ones at fault: comparing the collectives of the others would blame one of these.
     all_seen = len(found) >= ranks and not any(e.silent_node_s for e in found)
-    for one in (_words, _dead, _echoes, _unseen, _stopped, _apart, _absent, _network):
+    absent = partial(_absent, endless_s=endless_s)
+    for one in (_words, _dead, _echoes, _unseen, _stopped, _apart, absent, _network):
         verdict = one(found) if all_seen or one not in COMPARING else None
         if verdict is not None:
             return verdict
@@ -234,7 +238,7 @@ def _odd(odd: Sequence[Evidence], place: tuple[int, int], op: str, numel: int, o
     return Verdict("shapes", who, what, others, "a size that depends on the rank's own data?")
 
 
-def _absent(found: Sequence[Evidence]) -> Verdict | None:
+def _absent(found: Sequence[Evidence], endless_s: float) -> Verdict | None:
     """Some wait, some have not come: what do these do?"""
     storage = _storage(found)
     if storage is not None:
@@ -243,7 +247,7 @@ def _absent(found: Sequence[Evidence]) -> Verdict | None:
     absent = [e for e in found if e.alive and not e.over and e not in there]
     if not absent or (not there and len(found) > 1):
         return None
-    reasons = [(e, _reason(e)) for e in absent]
+    reasons = [(e, _reason(e, endless_s)) for e in absent]
     if any(kind == "" for _, (kind, _) in reasons):
         return None  # one that only takes its time may be why another waits
     one, (kind, doing) = reasons[0]
@@ -269,9 +273,10 @@ HINTS = {
 }
 
 
-def _reason(e: Evidence) -> tuple[str, str]:
+def _reason(e: Evidence, endless_s: float) -> tuple[str, str]:
     """Kind and words; empty where it may well be at work."""
-    if e.phase in NOT_YET or prepares(e) or e.starved_s > 0.3 * e.still_s:
+    endless = e.cpu_s > endless_s
+    if e.phase in NOT_YET or prepares(e) or (e.starved_s > 0.3 * e.still_s and not endless):
         return "", ""
     if e.answered is False:
         return "lock", "holds Python's lock in C and does not answer"
@@ -279,7 +284,7 @@ def _reason(e: Evidence) -> tuple[str, str]:
         return "", ""
     if e.phase == "data":
         return "data", f"waits for its data, {e.still_s:.1f} s by now"
-    if e.cpu_s > max(BUSY_S, 0.6 * e.still_s):
+    if endless or e.cpu_s > max(BUSY_S, 0.6 * e.still_s):
         return "loop", f"computes without end, {e.cpu_s:.1f} s by now" + (", in Python" if e.moving else "")
     if e.state in "SD" and e.cpu_s < BUSY_S:
         return "blocked", f"waits outside of any collective, {e.still_s:.1f} s by now"

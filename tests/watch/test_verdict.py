@@ -128,6 +128,14 @@ def test_a_rank_that_may_be_at_work_is_not_blamed(odd: dict[str, Any]) -> None:
     assert judge(world(**odd)) is None
 
 
+def test_a_loop_is_named_by_its_processor_time_where_processors_are_shared() -> None:
+    shared = {**OUT, "state": "R", "still_s": 9.0, "cpu_s": 4.0, "starved_s": 5.0}
+    assert judge(world(**shared), endless_s=6.0) is None
+    verdict = judge(world(**shared), endless_s=3.0)
+    assert verdict is not None
+    assert (verdict.kind, verdict.ranks) == ("loop", (2,))
+
+
 def test_all_stopped_is_the_schedulers_doing() -> None:
     assert judge([replace(one, state="T") for one in world()]) is None
 
