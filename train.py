@@ -16,7 +16,7 @@ from fsdp import collector
 from fsdp import config as configuration
 from fsdp.config import Config
 from fsdp.console import flush_output
-from fsdp.env import maker_of_ranks, speaks_for_all
+from fsdp.env import let_rank_0_print, maker_of_ranks, speaks_for_all
 from fsdp.errors import ConfigError, ShardrunError
 from fsdp.watch.farewell import Farewell
 
@@ -79,6 +79,8 @@ def _refuse(error: ShardrunError) -> int:
     """Flags are the same on all ranks: said once. Without torch, which a wrong flag need not wait for."""
     if speaks_for_all() or error.scope != "all":
         print(f"train.py: {error}", file=sys.stderr)
+    else:
+        let_rank_0_print()
     return error.exit_code
 
 

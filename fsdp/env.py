@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -81,6 +82,16 @@ def check_torch(version: str = "") -> None:
 def speaks_for_all(environ: Mapping[str, str] = os.environ) -> bool:
     """Before any DistEnv exists: is this the one process that should print an error that all will meet?"""
     return all(environ.get(name, "0") == "0" for name in ("RANK", "SLURM_PROCID") if name in environ)
+
+
+RANK_0_PRINTS_S = 5.0
+"""torchrun ends all ranks once one has ended: the others leave rank 0 this time to print, and are ended by then."""
+
+
+def let_rank_0_print(environ: Mapping[str, str] = os.environ) -> None:
+    """Called by a rank that leaves an error to rank 0 and would otherwise end before rank 0 has printed it."""
+    if maker_of_ranks(environ) == "torchrun":
+        time.sleep(RANK_0_PRINTS_S)
 
 
 def maker_of_ranks(environ: Mapping[str, str] = os.environ) -> str:
@@ -419,5 +430,6 @@ def set_variable(name: str, value: str) -> None:
 
 __all__ = [
     "DistEnv", "check_gpus_are_seen", "check_torch", "end_time", "expand_hostlist", "from_environment", "interface_is_given",
-    "meeting_address", "meeting_store", "pick_device", "process_group", "set_variable", "slurm_rendezvous", "speaks_for_all",
+    "let_rank_0_print", "meeting_address", "meeting_store", "pick_device", "process_group", "set_variable",
+    "slurm_rendezvous", "speaks_for_all",
 ]  # fmt: skip

@@ -6,13 +6,12 @@ Ray's workers hand the exception to their driver instead of printing it, and use
 from __future__ import annotations
 
 import sys
-import time
 import traceback
 
 from fsdp.agree import Elsewhere, lost_a_neighbour
 from fsdp.config import Config
 from fsdp.console import print_last
-from fsdp.env import DistEnv
+from fsdp.env import DistEnv, let_rank_0_print
 from fsdp.errors import ConfigError, RefusedError, ShardrunError, TrainingError
 from fsdp.loop import Outcome, train
 from fsdp.summary import summary
@@ -20,9 +19,6 @@ from fsdp.watch.rank import told
 from launch.command import rank_command
 from launch.marker import Failure, Marker, failed_before_this_restart, marker_of
 from launch.policy import Kind
-
-PRINTS_S = 5.0
-"""torchrun ends all ranks when the first has ended: the others leave local rank 0 this time to print, and are ended by then."""
 
 
 def run_rank(
@@ -35,7 +31,7 @@ def run_rank(
         if env.local_rank == 0:
             print(f"{program}: not tried again, it would fail the same way: {before.message}", file=sys.stderr)
         else:
-            time.sleep(PRINTS_S)
+            let_rank_0_print()
         return before.code, None
     try:
         outcome = train(config, env)
@@ -56,6 +52,8 @@ def report(error: Exception, env: DistEnv, program: str, marker: Marker | None) 
     if isinstance(error, ShardrunError):
         if env.is_main or error.scope == "rank" or (error.scope == "node" and env.local_rank == 0):
             print(f"{program}{'' if env.is_main else f' (rank {env.rank})'}: {error}", file=sys.stderr)
+        else:
+            let_rank_0_print()
     elif failure.echo:
         print(f"[rank {env.rank}] ended because another rank did: {failure.message[:160]}", file=sys.stderr)
     else:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
+import train
 from fsdp.env import check_torch, from_environment, speaks_for_all
 from fsdp.errors import LaunchError
 
@@ -35,6 +38,20 @@ def test_a_variable_that_is_no_number() -> None:
 )  # fmt: skip
 def test_one_process_speaks_for_all(environ: dict[str, str], speaks: bool) -> None:
     assert speaks_for_all(environ) is speaks
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_under_torchrun_an_error_of_all_ranks_is_printed_before_rank_0_is_ended(
+    rank: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """torchrun ends all ranks as soon as one has ended: rank 1 waits, or rank 0 is ended before it has printed."""
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    for name, value in {**TORCHRUN, "RANK": rank}.items():
+        monkeypatch.setenv(name, value)
+    assert train.main(["--backend", "ray"]) == 2
+    assert capfd.readouterr().err.count("HINT: ") == (rank == "0")
+    assert len(waited) == (rank == "1")
 
 
 @pytest.mark.parametrize(
