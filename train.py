@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import sys
 
-from fsdp import collector
 from fsdp import config as configuration
+from fsdp.base import garbage
+from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.config import Config
-from fsdp.console import flush_output
-from fsdp.env import let_rank_0_print, maker_of_ranks, speaks_for_all
-from fsdp.errors import ConfigError, ShardrunError
-from fsdp.watch.farewell import Farewell
+from fsdp.dist.env import let_rank_0_print, maker_of_ranks, speaks_for_all
+from fsdp.record.console import flush_output
+from fsdp.watch.last_process import Farewell
 
 
 def main(argv: list[str]) -> int:
@@ -55,9 +55,9 @@ def under_ray(config: Config) -> int:
 
 def run_here(config: Config) -> int:
     """This process is one rank, or the only one."""
-    with collector.importing():
-        from fsdp.env import from_environment
-        from fsdp.stop import Stopper
+    with garbage.importing():
+        from fsdp.dist.env import from_environment
+        from fsdp.dist.stop import Stopper
         from launch.guard import run_rank
 
     Stopper.process_ends = True
@@ -65,8 +65,8 @@ def run_here(config: Config) -> int:
 
 
 def dry_run(config: Config) -> int:
-    from fsdp.env import from_environment
-    from fsdp.job import dry_run as facts
+    from fsdp.dist.env import from_environment
+    from fsdp.run.job import dry_run as facts
 
     env = from_environment(device=config.run.device)
     text = facts(config, env)

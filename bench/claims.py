@@ -93,7 +93,7 @@ def writer_save() -> Seen:
 def reset_parameters() -> Seen:
     from torch import nn
 
-    from fsdp.torchvision_import import import_torchvision
+    from fsdp.base.torchvision_import import import_torchvision
 
     import_torchvision()
     from torchvision.models import VisionTransformer
@@ -252,7 +252,7 @@ def seeded_shards() -> Seen:
 
 @claim("the encoder blocks are the largest layers, so sharding them is what counts")
 def vit_parameters() -> Seen:
-    from fsdp.torchvision_import import import_torchvision
+    from fsdp.base.torchvision_import import import_torchvision
 
     import_torchvision()
     import torch

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp.base.phases import Phases
 from fsdp.checkpoint import store
 from fsdp.data import loader
-from fsdp.gradients import Gradients
-from fsdp.loss import LossFunction, LossParts
-from fsdp.phases import Phases
+from fsdp.models.loss import LossFunction, LossParts
+from fsdp.optim.gradients import Gradients
 
 EVER_S = 3600.0
 

@@ -35,7 +35,7 @@ from typing import Any
 from bench.fault_kinds import KINDS, Kind, Where
 from bench.ports import free_port
 from bench.tables import RESULTS, machine, write
-from tests.processes import children
+from tests.support.processes import children
 
 RANKS = 4
 PATIENCE_S = 150.0
@@ -69,7 +69,7 @@ class Case:
 
 def import_once() -> None:
     """Before the ranks are forked, so that each need not."""
-    importlib.import_module("fsdp.loop")
+    importlib.import_module("fsdp.run.loop")
     importlib.import_module("train")
 
 

@@ -122,7 +122,7 @@ def as_a_rank(work: str, flags: Sequence[str]) -> None:
     """One rank, between its turns (bench/peers/worker.py)."""
     import torch
 
-    import fsdp.loop  # noqa: F401
+    import fsdp.run.loop  # noqa: F401
     from bench.peers.worker import Orders, run_ours
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -155,7 +155,7 @@ def measure(work: str, knobs: Sequence[str], ranks: int, rounds: int) -> dict[st
 def begin(knob: str, one: Seen, work: str, ranks: int, threads: int, teams: dict[str, Ranks]) -> None:
     """Starts a run and takes its first steps, in which memory is accounted and units are compiled."""
     from fsdp import config
-    from fsdp.errors import ConfigError
+    from fsdp.base.errors import ConfigError
 
     try:
         config.load([*WORKS[work].all_flags, *knob.replace("DIR", "/tmp").split()])
@@ -195,8 +195,8 @@ def mfu(place: Any, step_s: float) -> float | None:
     """On CUDA; what is trained is the whole model's arithmetic, recomputation not counted."""
     import torch
 
-    from fsdp.flops import flops_per_sample, peak_flops
-    from fsdp.job import meta_model
+    from fsdp.run.flops import flops_per_sample, peak_flops
+    from fsdp.run.job import meta_model
 
     peak = peak_flops(torch.device("cuda", 0), 1) if torch.cuda.is_available() else 0.0
     if not peak:

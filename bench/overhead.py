@@ -98,8 +98,8 @@ def one_rank(rank: int, work: str, rounds: int, profiled: bool, folder: str) -> 
     from bench.peers.bare import Bare
     from bench.peers.work import WORKS, Place
     from fsdp import config
-    from fsdp.env import DistEnv
-    from fsdp.loop import train
+    from fsdp.dist.env import DistEnv
+    from fsdp.run.loop import train
 
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder, "store")), RANKS)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from fsdp.base.errors import ConfigError
 from fsdp.config import load
-from fsdp.errors import ConfigError
 from fsdp.models.transformer import Transformer, TransformerSizes
 
 

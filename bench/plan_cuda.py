@@ -28,9 +28,9 @@ import torch.distributed as dist
 from bench.plan_cases import Case
 from bench.plan_real import build, plain_step
 from fsdp.config import load
-from fsdp.plan.count import count
+from fsdp.plan.estimate import ask_for
+from fsdp.plan.fake_runs import count
 from fsdp.plan.memory import memory_of
-from fsdp.plan.predict import ask_for
 
 RESULTS = Path(__file__).parent / "results"
 STEPS = 3

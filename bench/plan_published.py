@@ -126,7 +126,7 @@ FSDP1 = (
 def predict(row: Published) -> tuple[float, float]:
     """Tokens a second on a GPU, and the peak in GiB."""
     from fsdp.config import load
-    from fsdp.plan.predict import plan_one
+    from fsdp.plan.estimate import plan_one
 
     batch = row.micro_batch * row.accumulation * row.gpus
     config = load(

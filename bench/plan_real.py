@@ -18,22 +18,22 @@ import torch
 import torch.distributed as dist
 
 from bench.plan_cases import Case
-from fsdp.agree import Sum
 from fsdp.config import load
-from fsdp.gradients import Gradients
-from fsdp.job import model_of
-from fsdp.loss import LossFunction
-from fsdp.materialize import materialize
-from fsdp.mesh import BatchPlan, build_mesh, plan_batch, resolve
-from fsdp.optim import build_optimizer
-from fsdp.plan.count import count, peak_of
+from fsdp.dist.collectives import Sum
+from fsdp.dist.mesh import BatchPlan, build_mesh, plan_batch, resolve
+from fsdp.models.loss import LossFunction
+from fsdp.optim.gradients import Gradients
+from fsdp.optim.optimizer import build_optimizer
+from fsdp.parallel.materialize import materialize
+from fsdp.parallel.shard import replicate, shard_model
+from fsdp.plan.fake_runs import count, peak_of
 from fsdp.plan.memory import memory_of, process_peak
-from fsdp.plan.step import Watched
-from fsdp.plan.subject import Subject, subject_of
+from fsdp.plan.model_shapes import Subject, subject_of
+from fsdp.plan.step import TracedSetup
+from fsdp.plan.step_trace import Ask, batches, stage
 from fsdp.plan.trace import Segment, Trace
-from fsdp.plan.track import Tracker
-from fsdp.plan.watch import Ask, batches, stage
-from fsdp.shard import replicate, shard_model
+from fsdp.plan.tracker import Tracker
+from fsdp.run.job import model_of
 
 LOOKS = 4
 """Steps that are looked at. A thread of gloo's holds a finished collective's tensors until it runs again: in about one step of
@@ -169,7 +169,7 @@ def _measure(flags: tuple[str, ...], ranks: int, rank: int, store: str) -> tuple
 class Built:
     """A real run up to its first step. `idle` is the process before there was a model."""
 
-    watched: Watched
+    watched: TracedSetup
     subject: Subject
     batch: BatchPlan
     idle: int
@@ -184,7 +184,7 @@ class Built:
 
 
 def build(flags: tuple[str, ...], ranks: int, rank: int, device: torch.device) -> Built:
-    """As fsdp/loop.py does; the process group is there."""
+    """As fsdp/run/loop.py does; the process group is there."""
     config = load(list(flags))
     sizes, subject = resolve(config.mesh, ranks), subject_of(config.model, config.data)
     mesh = build_mesh(sizes, device)
@@ -203,7 +203,7 @@ def build(flags: tuple[str, ...], ranks: int, rank: int, device: torch.device) -
     replicate(sharded)
     optimizer = build_optimizer(config.optim, sharded.root)
     clip = config.train.clip_grad_norm
-    watched = Watched(sharded, loss_function, optimizer, clip=clip, scaled=False, tracker=Tracker())
+    watched = TracedSetup(sharded, loss_function, optimizer, clip=clip, scaled=False, tracker=Tracker())
     return Built(watched, subject, plan_batch(config.train, ranks), idle)
 
 

@@ -27,10 +27,10 @@ from torch.distributed.fsdp import fully_shard
 from bench.tables import turned
 from fsdp.checkpoint import Checkpointer
 from fsdp.config import CheckpointSection, ModelSection
-from fsdp.env import DistEnv, from_environment
-from fsdp.mesh import MeshSizes, build_mesh
+from fsdp.dist.env import DistEnv, from_environment
+from fsdp.dist.mesh import MeshSizes, build_mesh
 from fsdp.models.registry import resolve
-from fsdp.state import TrainState
+from fsdp.optim.train_state import TrainState
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,14 @@ from typing import Any, TypeVar
 import torch
 
 from bench.peers.worker import memory_mib
-from fsdp import collector
-from fsdp.checkpoint import manifest, metadata, names, plan, saver
-from fsdp.checkpoint.load import Source, _tasks
+from fsdp.base import garbage
+from fsdp.checkpoint import file_names, manifest, metadata, saver, write_plan
+from fsdp.checkpoint.load import CheckpointSource, _tasks
 from fsdp.checkpoint.manifest import Manifest
-from fsdp.checkpoint.plan import Described, Part, Plan
+from fsdp.checkpoint.rank_file import Written
 from fsdp.checkpoint.snapshot import Piece
-from fsdp.checkpoint.wants import Want
-from fsdp.checkpoint.write import Written
+from fsdp.checkpoint.tensor_keys import Want
+from fsdp.checkpoint.write_plan import Described, Part, WritePlan
 from fsdp.config import ModelSection
 from fsdp.models.registry import resolve
 
@@ -68,26 +68,26 @@ def pieces_of(rank: int, ranks: int, shapes: dict[str, tuple[int, ...]]) -> Iter
 
 def written(rank: int, pieces: list[Described], share: list[Part]) -> Written:
     keys = [(pieces[part.index].keys[0][0], math.prod(pieces[part.index].size)) for part in share]
-    return Written(names.data_file(rank), 1 << 20, rank, {key: (numel, 12345 + rank) for key, numel in keys})
+    return Written(file_names.data_file(rank), 1 << 20, rank, {key: (numel, 12345 + rank) for key, numel in keys})
 
 
-def planned(ranks: int, shapes: dict[str, tuple[int, ...]], clock: Clock) -> tuple[Plan, list[bytes], int]:
+def planned(ranks: int, shapes: dict[str, tuple[int, ...]], clock: Clock) -> tuple[WritePlan, list[bytes], int]:
     """The plan as plan.agree makes it, what the ranks will tell of their files, and how many pieces there are."""
-    with collector.held():
+    with garbage.held():
         sent = [pickle.dumps(list(pieces_of(rank, ranks, shapes))) for rank in range(ranks)]
         clock("a rank describes its pieces", lambda: list(pieces_of(0, ranks, shapes)))
         told = clock("rank 0 hears all", lambda: [pickle.loads(one) for one in sent])
-        shares = clock("who writes what", lambda: plan.share_out(told))
-        made, ends = clock("where it lies", lambda: plan.lay_out(told, shares))
+        shares = clock("who writes what", lambda: write_plan.share_out(told))
+        made, ends = clock("where it lies", lambda: write_plan.lay_out(told, shares))
         reports = [pickle.dumps(written(rank, told[rank], shares[rank])) for rank in range(ranks)]
-    return Plan("", shares[0], made, ends), reports, sum(map(len, told))
+    return WritePlan("", shares[0], made, ends), reports, sum(map(len, told))
 
 
 def simulate(ranks: int, preset: str) -> dict[str, Any]:
     shapes, clock = shapes_of(preset), Clock()
     agreed, reports, pieces = planned(ranks, shapes, clock)
-    data = clock("first .metadata", lambda: plan.metadata_bytes(agreed, []))
-    clock("next .metadata", lambda: plan.metadata_bytes(agreed, []))
+    data = clock("first .metadata", lambda: write_plan.metadata_bytes(agreed, []))
+    clock("next .metadata", lambda: write_plan.metadata_bytes(agreed, []))
     heard = clock("reports of a save", lambda: [pickle.loads(one) for one in reports])
     digests = clock("digests", lambda: saver._digests(heard))
     files = {one.file: (one.size, one.crc) for one in heard}
@@ -100,8 +100,8 @@ def simulate(ranks: int, preset: str) -> dict[str, Any]:
     read = clock(".metadata read", lambda: metadata.read(data))
     # The rows of one rank of a run at half the size: a resume on other hardware.
     wants = list(_wants(ranks // 2, shapes))
-    source: Any = Source(store=None, folder="", metadata=read, manifest=None)  # type: ignore[arg-type]
-    with collector.held():  # as load does it
+    source: Any = CheckpointSource(store=None, folder="", metadata=read, manifest=None)  # type: ignore[arg-type]
+    with garbage.held():  # as load does it
         clock("a rank finds its rows", lambda: [_tasks(source.metadata, want) for want in wants])
     once = ("rank 0 hears all", "who writes what", "where it lies", "first .metadata")
     each = ("next .metadata", "reports of a save", "digests", "manifest written")

@@ -83,10 +83,10 @@ def prepare_ours(rank: int, spec: Any, init: str) -> Any:
     import torch
 
     from fsdp.config import MemorySection, MeshSection, PrecisionSection, SpeedSection
-    from fsdp.job import meta_model
-    from fsdp.materialize import materialize
-    from fsdp.mesh import MeshSizes, build_mesh
-    from fsdp.shard import shard_model
+    from fsdp.dist.mesh import MeshSizes, build_mesh
+    from fsdp.parallel.materialize import materialize
+    from fsdp.parallel.shard import shard_model
+    from fsdp.run.job import meta_model
 
     device, sizes = torch.device("cpu"), MeshSizes("fsdp", 1, RANKS)
     mesh = build_mesh(sizes, device)

@@ -38,12 +38,12 @@ def told() -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
-    from fsdp.watch import cells
-    from fsdp.watch.calls import Calls
+    from fsdp.watch import status_page
+    from fsdp.watch.collective_calls import Calls
 
-    page = cells.create(f"shardrun-cost-{os.getpid()}.cells")
+    page = status_page.create(f"shardrun-cost-{os.getpid()}.cells")
     page.path.unlink()
-    writer = cells.Writer(page.numbers)
+    writer = status_page.Writer(page.numbers)
     original = dist.all_reduce
 
     def nothing(tensor: torch.Tensor) -> None:
@@ -83,8 +83,8 @@ def counted(folder: Path) -> dict[str, float]:
 def _rank(rank: int, address: tuple[str, int], folder: Path) -> int:
     import train
     from fsdp import config as configuration
-    from fsdp.phases import Phases
-    from fsdp.watch import cells
+    from fsdp.base.phases import Phases
+    from fsdp.watch import status_page
     from fsdp.watch.rank import Watch
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
@@ -103,8 +103,8 @@ def _rank(rank: int, address: tuple[str, int], folder: Path) -> int:
             ticks = Path(f"/proc/{self._monitor.pid}/stat").read_text().rpartition(")")[2].split() if self._monitor else []
             used = (int(ticks[11]) + int(ticks[12])) / os.sysconf("SC_CLK_TCK") if ticks else 0.0
             counts = {
-                "calls": numbers[cells.BEGUN] / numbers[cells.STEPS], "phases": entered[0] / numbers[cells.STEPS],
-                "step_ms": 1e3 * seconds / numbers[cells.STEPS], "monitor_percent": 100 * used / seconds,
+                "calls": numbers[status_page.BEGUN] / numbers[status_page.STEPS], "phases": entered[0] / numbers[status_page.STEPS],
+                "step_ms": 1e3 * seconds / numbers[status_page.STEPS], "monitor_percent": 100 * used / seconds,
             }  # fmt: skip
             (folder / "counts").write_text(json.dumps(counts))
         leave(self, *error)  # type: ignore[arg-type]

@@ -1,1 +1,1 @@
-"""Adapters: make this process, or N of them, ranks; then call fsdp.loop.train."""
+"""Adapters: make this process, or N of them, ranks; then call fsdp.run.loop.train."""

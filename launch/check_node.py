@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fsdp import env
-from fsdp.errors import ShardrunError
+from fsdp.base.errors import ShardrunError
+from fsdp.dist import env
 
 
 def devices(ranks: int) -> str:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import sys
 import traceback
 
-from fsdp.agree import Elsewhere, lost_a_neighbour
+from fsdp.base.errors import ConfigError, RefusedError, ShardrunError, TrainingError
 from fsdp.config import Config
-from fsdp.console import print_last
-from fsdp.env import DistEnv, let_rank_0_print
-from fsdp.errors import ConfigError, RefusedError, ShardrunError, TrainingError
-from fsdp.loop import Outcome, train
-from fsdp.summary import summary
+from fsdp.dist.collectives import Elsewhere, lost_a_neighbour
+from fsdp.dist.env import DistEnv, let_rank_0_print
+from fsdp.record.console import print_last
+from fsdp.run.loop import Outcome, train
+from fsdp.run.summary import summary
 from fsdp.watch.rank import told
 from launch.command import rank_command
 from launch.marker import Failure, Marker, failed_before_this_restart, marker_of

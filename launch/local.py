@@ -24,13 +24,14 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from fsdp import collector, rundir
 from fsdp import config as configuration
+from fsdp.base import garbage
+from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.config import Config
-from fsdp.console import flush_output
-from fsdp.env import DistEnv, pick_device, process_group, slurm_start
-from fsdp.errors import ConfigError, ShardrunError
-from launch import progress
+from fsdp.dist.env import DistEnv, pick_device, process_group, slurm_start
+from fsdp.record.console import flush_output
+from fsdp.rundir import paths
+from launch import slurm_job
 from launch.marker import Marker
 from launch.policy import Act, Allocation, End, Kind, Past, decide
 
@@ -47,16 +48,16 @@ def main(argv: Sequence[str]) -> int:
     try:
         ranks, restarts, flags = _own_flags(argv)
         config = configuration.load(flags)
-        config = configuration.replace(config, run__dir=str(rundir.choose(config)))
+        config = configuration.replace(config, run__dir=str(paths.choose(config)))
         # Frozen before the forks: a collection in one of them would copy every page that they share.
-        with collector.importing():
+        with garbage.importing():
             warm_up(config, ranks)
-        with progress.holding(rundir.RunDir(Path(config.run.dir)), slurm_start()):
+        with slurm_job.holding(paths.RunDir(Path(config.run.dir)), slurm_start()):
             pass  # refused here, nothing is written; rank 0 takes the lock itself
     except ShardrunError as error:
         print(f"launch.local: {error}", file=sys.stderr)
         return error.exit_code
-    return _Group(config, ranks).run(restarts)
+    return _RankProcesses(config, ranks).run(restarts)
 
 
 def _own_flags(argv: Sequence[str]) -> tuple[int, int, list[str]]:
@@ -81,7 +82,7 @@ def warm_up(config: Config, ranks: int) -> None:
     import torch
 
     import launch.guard  # noqa: F401
-    from fsdp.job import meta_model, prepare
+    from fsdp.run.job import meta_model, prepare
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -90,12 +91,12 @@ def warm_up(config: Config, ranks: int) -> None:
     torch.set_num_threads(threads)
 
 
-class _Group:
+class _RankProcesses:
     """The forks of one try after another."""
 
     def __init__(self, config: Config, ranks: int) -> None:
         self._config, self._ranks = config, ranks
-        self._run = rundir.RunDir(Path(config.run.dir))
+        self._run = paths.RunDir(Path(config.run.dir))
         self._pids: dict[int, int] = {}
         self._asked: signal.Signals | None = None
 
@@ -105,11 +106,11 @@ class _Group:
         with self._passing_on():
             while True:
                 marker = Marker(self._run, f"launch.local {os.getpid()} try {len(crashes)}")
-                starts = progress.starts(self._run)
+                starts = slurm_job.starts(self._run)
                 code = self._one_try(marker)
                 if code == 0 or self._asked is not None:
                     return code if code >= 0 else 128 - code
-                end = progress.end_of(self._run, marker, code, starting=progress.starts(self._run) == starts)
+                end = slurm_job.end_of(self._run, marker, code, starting=slurm_job.starts(self._run) == starts)
                 left = restarts - len(crashes)
                 decision = decide(end, Past(crashes=crashes), Allocation(tries_left=left))
                 how = f"a rank ended with {_named(code)} {end.where}"

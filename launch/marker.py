@@ -2,7 +2,7 @@
 
 An exit code alone does not tell: torchrun ends with 1 whatever its ranks ended with, and code 5 is final for numbers that are
 not finite but not for a file that could not be read. The file names the start that wrote it, so a launcher ignores one that an
-earlier start left. The next start that holds the run directory removes it (fsdp/rundir.py). No torch here: the batch shell of a
+earlier start left. The next start that holds the run directory removes it (fsdp/rundir/paths.py). No torch here: the batch shell of a
 Slurm job reads it.
 """
 
@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fsdp import rundir
+from fsdp.base.errors import ConfigError
 from fsdp.config import Config
-from fsdp.errors import ConfigError
-from fsdp.rundir import RunDir
+from fsdp.rundir import paths
+from fsdp.rundir.paths import RunDir
 from launch.policy import Kind
 
 TOKEN = "SHARDRUN_TOKEN"
@@ -51,8 +51,8 @@ class Marker:
         before_the_lock = not self.asked and failure.code == ConfigError.exit_code
         if failure.echo or failure.kind is Kind.REFUSED or before_the_lock or not self.run.path.is_dir():
             return
-        said = {**asdict(failure), "kind": failure.kind.name, "rank": rank, "start": self.start, "time": rundir.now()}
-        rundir.write_atomically(self.run.failed, json.dumps(said) + "\n")
+        said = {**asdict(failure), "kind": failure.kind.name, "rank": rank, "start": self.start, "time": paths.now()}
+        paths.write_atomically(self.run.failed, json.dumps(said) + "\n")
 
     def read(self) -> Failure | None:
         """The failure of this start; None if no rank wrote one."""

@@ -1,8 +1,8 @@
 """The restart policy: what follows the end of a start, the same on every launcher.
 
 `decide` is a pure function of how the start ended, which failures came before it and what the launcher can do. It reads no
-file and starts nothing. launch/progress.py applies it to Slurm and submitit jobs, launch/local.py to forked ranks,
-launch/ray_verdict.py and launch/ray_trainer.py to Ray workers. docs/restarts.md has the table.
+file and starts nothing. launch/slurm_job.py applies it to Slurm and submitit jobs, launch/local.py to forked ranks,
+launch/ray_failure.py and launch/ray_trainer.py to Ray workers. docs/restarts.md has the table.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fsdp.phases import StopReason
+from fsdp.base.phases import StopReason
 
 CRASHES_IN_ONE_ALLOCATION = 3
 """The last of these requeues the job: the fault may be the node's."""
@@ -28,7 +28,7 @@ NODES_LEAVE = StopReason.LAUNCHER
 SCHEDULERS_REASONS = (
     StopReason.SIGTERM, StopReason.SIGUSR1, StopReason.SIGUSR2, StopReason.DEADLINE, NODES_LEAVE,
 )  # fmt: skip
-"""Reasons of fsdp/stop.py that mean: continue later. Ctrl-C, the stop file and --train.stop_after are a person's."""
+"""Reasons of fsdp/dist/stop.py that mean: continue later. Ctrl-C, the stop file and --train.stop_after are a person's."""
 
 
 class Kind(enum.Enum):

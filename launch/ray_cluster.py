@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from fsdp.base.errors import LaunchError
 from fsdp.config import RaySection
-from fsdp.errors import LaunchError
 from launch.ray_own import OwnRay
-from launch.ray_quiet import hush
+from launch.ray_settings import hush
 
 KNOCK_S = 5.0
 NODES, NODES_S, LOOK_S = "SHARDRUN_RAY_NODES", 120.0, 0.2

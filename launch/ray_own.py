@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fsdp.base.errors import LaunchError
 from fsdp.config import RaySection
-from fsdp.errors import LaunchError
-from launch.ray_quiet import hush, quiet
+from launch.ray_settings import hush, quiet
 
 LEAN = {"prestart_worker_first_driver": False}  # idle Python processes, one a core, that no worker of ours comes from
 STORE_BYTES = 128 << 20

@@ -26,27 +26,27 @@ from typing import Any
 import torch
 
 from fsdp import config as configuration
-from fsdp import rundir
+from fsdp.base.errors import LaunchError, ShardrunError
+from fsdp.base.phases import StopReason
 from fsdp.config import Config, worker_range
-from fsdp.env import slurm_start
-from fsdp.errors import LaunchError, ShardrunError
-from fsdp.job import prepare
-from fsdp.loop import Outcome
-from fsdp.mesh import plan_batch, resolve
-from fsdp.phases import StopReason
-from fsdp.rundir import RunDir
-from fsdp.summary import summary
-from launch import progress, ray_cluster
+from fsdp.dist.env import slurm_start
+from fsdp.dist.mesh import plan_batch, resolve
+from fsdp.run.job import prepare
+from fsdp.run.loop import Outcome
+from fsdp.run.summary import summary
+from fsdp.rundir import paths
+from fsdp.rundir.paths import RunDir
+from launch import ray_cluster, slurm_job
 from launch.command import ray_command
 from launch.guard import failure_of
 from launch.marker import Failure, marker_of
 from launch.policy import NODES_LEAVE, Act, Allocation, End, Kind, Past, decide
-from launch.ray_code import runtime_env
+from launch.ray_code_upload import runtime_env
+from launch.ray_failure import Referee, story_of
 from launch.ray_output import Follower
 from launch.ray_own import OwnRay
-from launch.ray_room import Workers, workers_for
-from launch.ray_verdict import Referee, story_of
-from launch.ray_worker import Order, work
+from launch.ray_resources import Workers, workers_for
+from launch.ray_worker import WorkerTask, work
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SNAPSHOT = "checkpoint_manager_snapshot.json"
@@ -65,10 +65,10 @@ class WorkersFailed(ShardrunError):
 def run_on_ray(config: Config, own: OwnRay | None) -> int:
     """The exit code of train.py. `own` is the Ray that is coming up meanwhile, where none is to be joined."""
     _check(config)
-    run = rundir.create(rundir.choose(config))
+    run = paths.create(paths.choose(config))
     config = configuration.replace(config, run__dir=str(run.path))
     try:
-        with progress.holding(run, slurm_start()):
+        with slurm_job.holding(run, slurm_start()):
             pass  # refused here, nothing is written; the workers take the lock themselves
         return _run(config, own, run)
     except ShardrunError as error:
@@ -86,12 +86,12 @@ def _run(config: Config, own: OwnRay | None, run: RunDir) -> int:
             with _code(config) as code, ray_cluster.connected(own, config.ray, code) as name:
                 workers = workers_for(config.ray, config.run.device)
                 print(f"{name}: {workers}", file=sys.stderr, flush=True)
-                outcome = _train_to_the_end(Order(config, run.path, logs, Path.cwd()), workers, stopping)
+                outcome = _train_to_the_end(WorkerTask(config, run.path, logs, Path.cwd()), workers, stopping)
         finally:
             follower.close()
     if stopping.signal is not None and outcome.stopped:
         outcome = dataclasses.replace(outcome, stopped=stopping.signal.name)
-        rundir.write_atomically(run.stopped, f"{outcome.stopped} at step {outcome.step}\n")
+        paths.write_atomically(run.stopped, f"{outcome.stopped} at step {outcome.step}\n")
     print(summary(outcome, config, ray_command(config)))
     return 0
 
@@ -119,7 +119,7 @@ def _code(config: Config) -> Iterator[Mapping[str, Any]]:
 # ---------------------------------------------------------------- training
 
 
-def _train_to_the_end(order: Order, workers: Workers, stopping: Stopping) -> Outcome:
+def _train_to_the_end(order: WorkerTask, workers: Workers, stopping: Stopping) -> Outcome:
     """After a preemption notice, whose checkpoint is sealed, again: on the nodes that stay."""
     idle, step = 0, -1
     while True:
@@ -133,7 +133,7 @@ def _train_to_the_end(order: Order, workers: Workers, stopping: Stopping) -> Out
         print(f"saved step {outcome.step} before nodes are taken away; going on with the others", file=sys.stderr, flush=True)
 
 
-def _fit(order: Order, workers: Workers, stopping: Stopping) -> Outcome:
+def _fit(order: WorkerTask, workers: Workers, stopping: Stopping) -> Outcome:
     from ray.train import TrainingFailedError
 
     # It names checkpoints that our retention may have removed since, and Ray would refuse to start over them.
@@ -152,7 +152,7 @@ def _fit(order: Order, workers: Workers, stopping: Stopping) -> Outcome:
     return outcome
 
 
-def _trainer(order: Order, workers: Workers) -> Any:
+def _trainer(order: WorkerTask, workers: Workers) -> Any:
     import ray.train.torch
 
     api: Any = ray.train  # what it exports depends on a variable, which a type checker does not read

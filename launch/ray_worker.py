@@ -16,22 +16,22 @@ from typing import Any
 
 import torch
 
-from fsdp import agree
+from fsdp.base.errors import LaunchError, ShardrunError
 from fsdp.config import Config
-from fsdp.env import DistEnv
-from fsdp.errors import LaunchError, ShardrunError
-from fsdp.loop import Outcome, train
+from fsdp.dist import collectives
+from fsdp.dist.env import DistEnv
+from fsdp.run.loop import Outcome, train
 from launch.guard import failure_of
 from launch.policy import Kind
+from launch.ray_failure import RankFailed
 from launch.ray_output import speak_into
-from launch.ray_verdict import RankFailed
 
 BEAT_S = 1.0
 """Ray hears of a run this often. Its controller takes one report at each look: a report for each step would wait for that."""
 
 
 @dataclass(frozen=True)
-class Order:
+class WorkerTask:
     """What the driver hands to every worker."""
 
     config: Config
@@ -45,7 +45,7 @@ def work(given: Mapping[str, Any]) -> Outcome:
     """train_loop_per_worker."""
     import ray.train
 
-    order = Order(**given)
+    order = WorkerTask(**given)
     rank = ray.train.get_context().get_world_rank()
     speak_into(order.logs, rank, f"{time.time():.0f}-{os.getpid()}")
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # Ray has imported torch before this was set
@@ -80,7 +80,7 @@ def dist_env() -> DistEnv:
     import ray.train.torch
 
     context = ray.train.get_context()
-    shares = dict(agree.everyones((context.get_node_rank(), context.get_local_world_size())))
+    shares = dict(collectives.everyones((context.get_node_rank(), context.get_local_world_size())))
     # nodes with unequal shares of the workers are no axis of a mesh: they count as one
     even = len(set(shares.values())) == 1
     return DistEnv(

@@ -6,8 +6,8 @@
     python -m launch.submit --nodes 2 --dry-run -- --config recipes/digits.toml      prints the sbatch file, submits nothing
 
 Behind `--` stand train.py's own flags. The code is copied into the run directory, so that a job that waits in the queue
-runs what was submitted. What may be asked is launch/request.py's, what runs in the job
-launch/submitted.py's; its requeue is slurm/lib.sh's.
+runs what was submitted. What may be asked is launch/slurm_request.py's, what runs in the job
+launch/submit_task.py's; its requeue is slurm/lib.sh's.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ import submitit
 from submitit.core.utils import FailedJobError
 
 from fsdp import config as configuration
-from fsdp import rundir
+from fsdp.base.errors import ConfigError, LaunchError, ShardrunError
 from fsdp.config import Config
-from fsdp.errors import ConfigError, LaunchError, ShardrunError
-from fsdp.rundir import RunDir
+from fsdp.rundir import paths as rundir
+from fsdp.rundir.paths import RunDir
 from launch import rendezvous
-from launch.request import Request, check
-from launch.submitted import Training
+from launch.slurm_request import Request, check
+from launch.submit_task import SubmittedRun
 
 HOME = Path(__file__).resolve().parent.parent
 CODE = ("train.py", "fsdp", "launch", "slurm")
@@ -44,7 +44,7 @@ LOOK_S = 0.5
 
 
 @dataclass(frozen=True)
-class Batch:
+class JobArray:
     """One job, or an array of them: a folder with the code and the logs, and a run directory each."""
 
     folder: Path
@@ -55,12 +55,12 @@ class Batch:
         return [RunDir(Path(config.run.dir)) for config in self.configs]
 
 
-def plan(flags: Sequence[str], recipes: Sequence[str] = ()) -> Batch:
+def plan(flags: Sequence[str], recipes: Sequence[str] = ()) -> JobArray:
     """Everything that a person could have typed wrongly is found here, before anything is submitted."""
     if not recipes:
         config = configuration.load(flags)
         folder = rundir.choose(config)
-        return Batch(folder, (configuration.replace(config, run__dir=str(folder)),))
+        return JobArray(folder, (configuration.replace(config, run__dir=str(folder)),))
     configs = [configuration.load(["--config", recipe, *flags]) for recipe in recipes]
     if configs[0].run.dir and len(configs) > 1 and len({config.run.dir for config in configs}) == 1:
         raise ConfigError(f"--run.dir {configs[0].run.dir} cannot be {len(configs)} runs at once.", "leave --run.dir out")
@@ -70,7 +70,7 @@ def plan(flags: Sequence[str], recipes: Sequence[str] = ()) -> Batch:
         configuration.replace(config, run__dir=str(Path(config.run.dir).absolute() if config.run.dir else folder / name))
         for config, name in zip(configs, names, strict=True)
     ]
-    return Batch(folder, tuple(placed))
+    return JobArray(folder, tuple(placed))
 
 
 def snapshot(folder: Path) -> Path:
@@ -86,7 +86,7 @@ def snapshot(folder: Path) -> Path:
     return code
 
 
-def executor(request: Request, batch: Batch) -> submitit.AutoExecutor:
+def executor(request: Request, batch: JobArray) -> submitit.AutoExecutor:
     """submitit's executor with our lines before and after its srun."""
     code = batch.folder / "code"
     made = submitit.AutoExecutor(folder=batch.folder / "logs", cluster=request.cluster, **_for_cluster(request.cluster, code))
@@ -135,10 +135,10 @@ def job_variables(code: Path, cluster: str) -> Iterator[None]:
         yield
 
 
-def submit(request: Request, batch: Batch) -> list[submitit.Job[Any]]:
+def submit(request: Request, batch: JobArray) -> list[submitit.Job[Any]]:
     """One job, or one array."""
     code = snapshot(batch.folder)
-    jobs = [Training(config) for config in batch.configs]
+    jobs = [SubmittedRun(config) for config in batch.configs]
     with job_variables(code, request.cluster):
         made = executor(request, batch)
         try:
@@ -151,7 +151,7 @@ def submit(request: Request, batch: Batch) -> list[submitit.Job[Any]]:
             raise LaunchError(f"nothing was submitted: {said}.", "docs/slurm.md lists the usual errors") from None
 
 
-def sbatch_file(request: Request, batch: Batch) -> str:
+def sbatch_file(request: Request, batch: JobArray) -> str:
     """What would be submitted, or run here."""
     if request.cluster != "slurm":
         runs = ", ".join(str(run.path) for run in batch.runs)
@@ -165,7 +165,7 @@ def sbatch_file(request: Request, batch: Batch) -> str:
 # ---------------------------------------------------------------- after it is submitted
 
 
-def describe(request: Request, batch: Batch, jobs: Sequence[submitit.Job[Any]]) -> str:
+def describe(request: Request, batch: JobArray, jobs: Sequence[submitit.Job[Any]]) -> str:
     """The job, where it writes, and how to end it."""
     ids = ", ".join(job.job_id for job in jobs)
     lines = [f"job     {ids} on {request.cluster}: {request.nodes} nodes × {request.ranks_per_node} ranks, {request.time}"]

@@ -8,7 +8,7 @@
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 home=$(dirname "$here")
-REQUEUE_EXIT=85 # what launch/progress.py says for "requeue"; a site can have the same number in slurm.conf's RequeueExit
+REQUEUE_EXIT=85 # what launch/slurm_job.py says for "requeue"; a site can have the same number in slurm.conf's RequeueExit
 
 say() {
     printf '%s slurm: %s\n' "$(date +%H:%M:%S)" "$*"
@@ -90,7 +90,7 @@ job_begin() {
         esac
     done
     log=$(scontrol show job -o "$job" | grep -oP ' StdOut=\K.*?(?= \w+=)') || log=
-    run=$(on_head python -m launch.progress begin "${dry_run[@]}" --default-run-dir "runs/$SLURM_JOB_NAME-$job" \
+    run=$(on_head python -m launch.slurm_job begin "${dry_run[@]}" --default-run-dir "runs/$SLURM_JOB_NAME-$job" \
         --log "$log" "${flags[@]}")
     say "job $job ($SLURM_JOB_NAME), start $((restart + 1)): ${#nodes[@]} nodes × $ranks_per_node ranks on ${nodes[*]}; run $run"
 }
@@ -188,7 +188,7 @@ judge_and_act() {
     # only a running job is requeued: scancel stays a cancel, and what Slurm requeues itself is not requeued twice
     [ "$state" = RUNNING ] || { say "the job is $state: nothing more to do here"; exit "$rc"; }
     scontrol show job -o "$job" | grep -q ' Requeue=1' || bounds=(--no-requeue)
-    on_head python -m launch.progress judge "$run" --job "$job" --restart "$restart" --code "$rc" "${bounds[@]}" "$@" ||
+    on_head python -m launch.slurm_job judge "$run" --job "$job" --restart "$restart" --code "$rc" "${bounds[@]}" "$@" ||
         verdict=$?
     case $verdict in
     "$REQUEUE_EXIT") requeue ;;

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import needs
+from tests.support import needs
 
 HERE = Path(__file__).parent
 LONGEST = (

@@ -43,7 +43,7 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: a relative import"
             assert node.module is not None
-            # `from fsdp import agree` names a module; `from fsdp.mesh import AXES` has one already.
+            # `from fsdp import agree` names a module; `from fsdp.dist.mesh import AXES` has one already.
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and node.args:
             named = node.args[0]
@@ -99,8 +99,8 @@ def test_models_know_no_process_group() -> None:
 
 
 def test_the_loop_names_no_collective() -> None:
-    assert not importers(files("fsdp/loop.py"), "torch.distributed")
-    assert "dist." not in (ROOT / "fsdp/loop.py").read_text().replace("fsdp.", "")
+    assert not importers(files("fsdp/run/loop.py"), "torch.distributed")
+    assert "dist." not in (ROOT / "fsdp/run/loop.py").read_text().replace("fsdp.", "")
 
 
 def test_a_wrong_flag_needs_no_torch() -> None:

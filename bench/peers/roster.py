@@ -1,4 +1,4 @@
-"""Who takes part: each contender by name, with its module and the environment that it runs in. Ours are fsdp.loop.train."""
+"""Who takes part: each contender by name, with its module and the environment that it runs in. Ours are fsdp.run.loop.train."""
 
 from __future__ import annotations
 

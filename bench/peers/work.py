@@ -17,10 +17,10 @@ from bench.peers import base
 from fsdp import config as configuration
 from fsdp.config import Config
 from fsdp.data import Loader
-from fsdp.job import Job, prepare
-from fsdp.mesh import DataRank
+from fsdp.dist.mesh import DataRank
 from fsdp.models.blocks import blocks_of, find_units
-from fsdp.models.real import build_real
+from fsdp.models.unsharded import build_real
+from fsdp.run.job import Job, prepare
 
 COMMON = (
     "--train.steps", "1000000", "--optim.schedule", "constant", "--optim.warmup_steps", "0", "--optim.lr", str(base.LR),

@@ -79,7 +79,7 @@ def memory_mib(name: str) -> float:
 
 
 class Turns:
-    """A Reporter (fsdp/metrics.py) that holds the run between turns."""
+    """A Reporter (fsdp/record/metrics.py) that holds the run between turns."""
 
     def __init__(self, orders: Orders) -> None:
         self._orders, self._on = orders, True
@@ -94,8 +94,8 @@ class Turns:
 
 def run_ours(work: str, flags: tuple[str, ...], orders: Orders) -> None:
     from fsdp import config
-    from fsdp.env import from_environment
-    from fsdp.loop import train
+    from fsdp.dist.env import from_environment
+    from fsdp.run.loop import train
 
     with tempfile.TemporaryDirectory(prefix="bench-run-") as folder:
         place = os.environ.get("BENCH_RUN") or folder
@@ -125,7 +125,7 @@ def main() -> None:
     if entry.module:
         entry.load()  # so that what its packages hold is idle memory and not a step's
     else:
-        import fsdp.loop  # noqa: F401
+        import fsdp.run.loop  # noqa: F401
     orders = Orders()
     orders.say(ready=os.getpid())
     if entry.module:

@@ -16,22 +16,22 @@ from pathlib import Path
 
 import torch
 
-from fsdp.checkpoint import inspect, keep, load, snapshot, survey
-from fsdp.checkpoint.adapters import Base
-from fsdp.checkpoint.inspect import Found
+from fsdp.base.errors import CheckpointError
+from fsdp.base.phases import Activity, methods_announce
+from fsdp.checkpoint import discovery, inspect, load, retention, snapshot
+from fsdp.checkpoint.adapter_weights import Base
+from fsdp.checkpoint.inspect import CheckpointListing
 from fsdp.checkpoint.lock import Lock
 from fsdp.checkpoint.manifest import Broken, Manifest
+from fsdp.checkpoint.messages import Talk
 from fsdp.checkpoint.restore import Restore, Restored
-from fsdp.checkpoint.saver import Job, Saver, repeated
+from fsdp.checkpoint.saver import SaveJob, Saver, repeated
 from fsdp.checkpoint.staging import Room
 from fsdp.checkpoint.store import Store, open_store
-from fsdp.checkpoint.talk import Talk
 from fsdp.config import CheckpointSection
-from fsdp.env import DistEnv
-from fsdp.errors import CheckpointError
-from fsdp.mesh import MeshSizes
-from fsdp.phases import Activity, methods_announce
-from fsdp.state import TrainState
+from fsdp.dist.env import DistEnv
+from fsdp.dist.mesh import MeshSizes
+from fsdp.optim.train_state import TrainState
 
 log = logging.getLogger(__name__)
 
@@ -74,11 +74,11 @@ class Checkpointer:
         self._store: Store = open_store(section.dir or str(run_dir / "checkpoints"))
         self._claim = claim
         self._saver = Saver(self._store, self._talk, env.device, self._attempt, self._ousted, self._prune, room)
-        self._flight: Job | None = None
+        self._flight: SaveJob | None = None
         self._ended: list[Sealed] = []
         self._failed_before = False
         self._save_seconds = 0.0
-        self._founds: list[Found] | None = None
+        self._founds: list[CheckpointListing] | None = None
         self._proven = False
         self._closed = False
 
@@ -89,7 +89,7 @@ class Checkpointer:
         started = time.perf_counter()
         self._land()
         self._prove_shared()
-        job = Job(state.step, snapshot.take(state), self._about(state, metrics, reason))
+        job = SaveJob(state.step, snapshot.take(state), self._about(state, metrics, reason))
         if self._env.device.type == "cuda":
             job.ready = torch.cuda.current_stream(self._env.device).record_event()
         if not self._save_seconds:
@@ -161,7 +161,7 @@ class Checkpointer:
             raise repeated(outcome)
         self._failed_before = bool(outcome.failure)
 
-    def _settle(self, job: Job) -> None:
+    def _settle(self, job: SaveJob) -> None:
         """Say once how a save ended."""
         if job.settled:
             return
@@ -198,7 +198,7 @@ class Checkpointer:
             if (why := self._ousted()) is not None:
                 log.warning("old checkpoints were not removed: %s", why)
                 return
-            keep.prune(self._store, self._section, self._attempt)
+            retention.prune(self._store, self._section, self._attempt)
         except Exception as error:  # the save itself is sealed
             log.warning("old checkpoints in %s could not be removed: %s", self._store.where, error)
 
@@ -208,7 +208,7 @@ class Checkpointer:
         """Whether this run has a checkpoint of its own: `restore` then fills the whole model, or raises. Collective."""
         if self._founds is None:
             self._prove_shared()
-            self._founds = self._talk.on_main(lambda: survey.survey(self._store, self._section, self._attempt))
+            self._founds = self._talk.on_main(lambda: discovery.survey(self._store, self._section, self._attempt))
         return bool(self._founds)
 
     def restore(self, state: TrainState) -> Restored | None:
@@ -226,7 +226,7 @@ class Checkpointer:
         """Once, before the first look or the first save."""
         if not self._proven:
             self._proven = True
-            survey.prove_shared(self._store, self._talk, self._attempt)
+            discovery.prove_shared(self._store, self._talk, self._attempt)
 
     # ------------------------------------------------------------ out
 
@@ -244,5 +244,5 @@ class Checkpointer:
             source = load.open_one(self._store, found.folder, found.manifest)
             return export(source, folder, self._section.export_format, self._section.export_shard_gib, base=self.base)
         except (Broken, OSError) as error:
-            hint = f"python -m fsdp.checkpoints {self._run_dir} verify"
+            hint = f"python -m fsdp.checkpoint {self._run_dir} verify"
             raise CheckpointError(f"{found.folder} was not exported to {folder}: {error}.", hint) from None

@@ -16,17 +16,17 @@ from typing import BinaryIO, Literal
 
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from fsdp.checkpoint import adapters, full, load
-from fsdp.checkpoint.adapters import Base
-from fsdp.checkpoint.full import Entry
-from fsdp.checkpoint.load import Source
+from fsdp.checkpoint import adapter_weights, full_state, load
+from fsdp.checkpoint.adapter_weights import Base
+from fsdp.checkpoint.full_state import Entry
+from fsdp.checkpoint.load import CheckpointSource
 from fsdp.checkpoint.store import sync_folder
 
 Format = Literal["torch", "safetensors", "both"]
 
 
 def export(
-    source: Source, folder: Path, format: Format, shard_gib: float, prefix: str = "model.", base: Base | None = None
+    source: CheckpointSource, folder: Path, format: Format, shard_gib: float, prefix: str = "model.", base: Base | None = None
 ) -> list[Path]:
     """The model of a checkpoint into a folder; returns the files. Adapters are merged into `base`, and written alone too."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -34,21 +34,21 @@ def export(
     if base is None:
         entries, fetch = _entries(source, prefix), _fetch(source, prefix)
     else:
-        entries, fetch = adapters.whole_model(source, base)
-        files += [_whole_file(file, write) for file, write in adapters.peft_files(source, folder, base).items()]
+        entries, fetch = adapter_weights.whole_model(source, base)
+        files += [_whole_file(file, write) for file, write in adapter_weights.peft_files(source, folder, base).items()]
     if format in ("torch", "both"):
-        files.append(_whole_file(folder / full.TORCH_FILE, partial(full.write_torch, entries=entries, fetch=fetch)))
+        files.append(_whole_file(folder / full_state.TORCH_FILE, partial(full_state.write_torch, entries=entries, fetch=fetch)))
     if format in ("safetensors", "both"):
         files += _safetensors(folder, entries, fetch, int(shard_gib * 2**30))
     sync_folder(folder)
     return files
 
 
-def _fetch(source: Source, prefix: str) -> full.Fetch:
+def _fetch(source: CheckpointSource, prefix: str) -> full_state.Fetch:
     return lambda entry: load.whole(source, prefix + entry.name)
 
 
-def _entries(source: Source, prefix: str) -> list[Entry]:
+def _entries(source: CheckpointSource, prefix: str) -> list[Entry]:
     """The model's tensors; two names at one place in the files are one tied weight."""
     entries: list[Entry] = []
     owners: dict[object, str] = {}
@@ -63,18 +63,18 @@ def _entries(source: Source, prefix: str) -> list[Entry]:
     return entries
 
 
-def _safetensors(folder: Path, entries: list[Entry], fetch: full.Fetch, largest: int) -> list[Path]:
-    parts = full.into_files(entries, largest)
+def _safetensors(folder: Path, entries: list[Entry], fetch: full_state.Fetch, largest: int) -> list[Path]:
+    parts = full_state.into_files(entries, largest)
     old = set(folder.glob("model-*-of-*.safetensors"))
     files: list[Path] = []
     where: dict[str, str] = {}
     for nth, part in enumerate(parts, start=1):
         file = folder / f"model-{nth:05d}-of-{len(parts):05d}.safetensors"
-        files.append(_whole_file(file, partial(full.write_safetensors, entries=part, fetch=fetch)))
+        files.append(_whole_file(file, partial(full_state.write_safetensors, entries=part, fetch=fetch)))
         where |= {entry.name: file.name for entry in part}
     index = {"metadata": {"total_size": sum(entry.nbytes for entry in entries)}, "weight_map": where}
     text = json.dumps(index, indent=1).encode()
-    files.append(_whole_file(folder / full.INDEX_FILE, lambda stream: stream.write(text)))
+    files.append(_whole_file(folder / full_state.INDEX_FILE, lambda stream: stream.write(text)))
     for file in old - set(files):
         file.unlink()
     return files

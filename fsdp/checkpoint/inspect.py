@@ -5,11 +5,11 @@ from __future__ import annotations
 import errno
 from dataclasses import dataclass
 
-from fsdp.checkpoint import manifest, names
+from fsdp.base.errors import CheckpointError
+from fsdp.checkpoint import file_names, manifest
 from fsdp.checkpoint.crc import crc32
 from fsdp.checkpoint.manifest import Broken, Manifest
 from fsdp.checkpoint.store import Store
-from fsdp.errors import CheckpointError
 
 CHUNK = 8 << 20
 DAMAGE = {errno.EIO, errno.ENOENT, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA}
@@ -17,7 +17,7 @@ DAMAGE = {errno.EIO, errno.ENOENT, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA}
 
 
 @dataclass(frozen=True)
-class Found:
+class CheckpointListing:
     """A folder that claims to be a checkpoint: sealed and of the right sizes, or why not."""
 
     folder: str
@@ -29,11 +29,11 @@ class Found:
 
 def examine(store: Store, folder: str) -> Manifest:
     """The manifest, after all that can be checked without reading the data: seal, step, names and sizes."""
-    name = names.parse(folder)
+    name = file_names.parse(folder)
     sizes = store.sizes(folder)
-    if names.MANIFEST not in sizes:
+    if file_names.MANIFEST not in sizes:
         raise Broken("unsealed", "it has no manifest: it was never finished, or its seal was taken")
-    found = manifest.decode(store.read(folder, names.MANIFEST))
+    found = manifest.decode(store.read(folder, file_names.MANIFEST))
     if name is not None and name.step != found.step:
         raise Broken("mixed", f"its manifest is of step {found.step}")
     for file, (size, _) in found.files.items():
@@ -58,34 +58,34 @@ def of_failure(error: Exception, where: str) -> Broken | CheckpointError:
     )
 
 
-def look(store: Store, folder: str) -> Found:
-    name = names.parse(folder)
+def look(store: Store, folder: str) -> CheckpointListing:
+    name = file_names.parse(folder)
     step = name.step if name else -1
     try:
-        return Found(folder, step, examine(store, folder))
+        return CheckpointListing(folder, step, examine(store, folder))
     except Broken as broken:
-        return Found(folder, step, None, broken.why, broken.detail)
+        return CheckpointListing(folder, step, None, broken.why, broken.detail)
     except OSError as error:
         failure = of_failure(error, store.path(folder))
         if isinstance(failure, Broken):
-            return Found(folder, step, None, failure.why, failure.detail)
+            return CheckpointListing(folder, step, None, failure.why, failure.detail)
         raise failure from None
 
 
 def finals(store: Store) -> list[str]:
     """Folders named as checkpoints, the newest first."""
-    parsed = [(name, folder) for folder in store.folders() if (name := names.parse(folder)) and name.kind == "final"]
+    parsed = [(name, folder) for folder in store.folders() if (name := file_names.parse(folder)) and name.kind == "final"]
     return [folder for _, folder in sorted(parsed, key=lambda pair: (pair[0].step, pair[1]), reverse=True)]
 
 
-def scan(store: Store) -> list[Found]:
+def scan(store: Store) -> list[CheckpointListing]:
     return [look(store, folder) for folder in finals(store)]
 
 
-def sealed_step(store: Store, step: int) -> Found | None:
+def sealed_step(store: Store, step: int) -> CheckpointListing | None:
     """The whole checkpoint of this step, if there is one."""
     for folder in finals(store):
-        name = names.parse(folder)
+        name = file_names.parse(folder)
         if name is not None and name.step == step and (found := look(store, folder)).manifest is not None:
             return found
     return None

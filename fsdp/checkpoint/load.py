@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from fsdp import collector
-from fsdp.checkpoint import boxes, inspect, metadata, names, read
+from fsdp.base import garbage
+from fsdp.base.errors import CheckpointError
+from fsdp.checkpoint import file_names, inspect, metadata, pieces, tensor_reader
 from fsdp.checkpoint.crc import crc32
 from fsdp.checkpoint.manifest import Broken, Manifest
-from fsdp.checkpoint.read import Segment, Task
+from fsdp.checkpoint.messages import Talk
 from fsdp.checkpoint.snapshot import Piece
 from fsdp.checkpoint.store import Store
-from fsdp.checkpoint.talk import Talk
-from fsdp.checkpoint.wants import Filling, Want
-from fsdp.errors import CheckpointError
+from fsdp.checkpoint.tensor_keys import Filling, Want
+from fsdp.checkpoint.tensor_reader import ByteRange, Task
 
 SMALL = 1 << 16
 _WORD = 2**64
@@ -34,7 +34,7 @@ Failure = Broken | CheckpointError
 
 
 @dataclass
-class Source:
+class CheckpointSource:
     """One checkpoint, as rank 0 has opened it for all."""
 
     store: Store
@@ -44,7 +44,7 @@ class Source:
     metadata_crc: int = 0
 
 
-def fill(source: Source, wants: list[Want], filling: Filling | None, talk: Talk, verify: bool) -> None:
+def fill(source: CheckpointSource, wants: list[Want], filling: Filling | None, talk: Talk, verify: bool) -> None:
     """Every want filled and proven, or Broken on every rank and the state not to be used."""
     _choose_readers(wants)
     sums = verify and source.manifest is not None
@@ -73,7 +73,7 @@ def _tasks(stored: Metadata, want: Want) -> list[Task]:
     entry = stored.state_dict_metadata[want.source]
     assert isinstance(entry, TensorStorageMetadata)
     for chunk in entry.chunks:
-        met = boxes.overlap((piece.offsets, piece.sizes), (tuple(chunk.offsets), tuple(chunk.sizes)))
+        met = pieces.overlap((piece.offsets, piece.sizes), (tuple(chunk.offsets), tuple(chunk.sizes)))
         if met is None:
             continue
         info = stored.storage_data[MetadataIndex(want.source, chunk.offsets)]
@@ -89,22 +89,22 @@ def _tasks(stored: Metadata, want: Want) -> list[Task]:
 
 
 def _read_mine(
-    source: Source, wants: list[Want], filling: Filling | None, sums: bool
-) -> tuple[list[Segment], dict[str, Any], Failure | None]:
+    source: CheckpointSource, wants: list[Want], filling: Filling | None, sums: bool
+) -> tuple[list[ByteRange], dict[str, Any], Failure | None]:
     try:
-        with collector.held():
+        with garbage.held():
             tasks = [task for want in wants if want.reads for task in _tasks(source.metadata, want)]
-        segments = read.run(source.store, source.folder, tasks, ours=source.manifest is not None, sums=sums)
+        segments = tensor_reader.run(source.store, source.folder, tasks, ours=source.manifest is not None, sums=sums)
         values = {}
         for _, _, key in filling.values if filling is not None else ():
             info = source.metadata.storage_data[MetadataIndex(key)]
-            values[key] = read.read_value(source.store, source.folder, info.relative_path, info.offset, info.length)
+            values[key] = tensor_reader.read_value(source.store, source.folder, info.relative_path, info.offset, info.length)
         return segments, values, None
     except Exception as error:  # whatever it is, it must reach the other ranks
         return [], {}, inspect.of_failure(error, source.store.path(source.folder))
 
 
-def _hear(reports: list[Any] | None, source: Source, talk: Talk, sums: bool) -> None:
+def _hear(reports: list[Any] | None, source: CheckpointSource, talk: Talk, sums: bool) -> None:
     """All hear whether all have read, and, where sums are kept, whether every byte is as written."""
     failures = [why for why, _ in reports or [] if why is not None]
     failure = talk.tell(_worst(failures))
@@ -120,19 +120,19 @@ def _worst(failures: Sequence[Failure]) -> Failure | None:
     return min(failures, key=lambda failure: isinstance(failure, Broken), default=None)
 
 
-def _verify(source: Source, segments: list[Segment], talk: Talk) -> None:
+def _verify(source: CheckpointSource, segments: list[ByteRange], talk: Talk) -> None:
     """Rank 0 lays all segments end to end; what nobody read is shared out, read and added."""
     assert source.manifest is not None
     files = source.manifest.files
-    chains: dict[str, list[Segment]] = {}
+    chains: dict[str, list[ByteRange]] = {}
     gaps: list[tuple[str, int, int]] = []
     if talk.rank == 0:
-        by_file: dict[str, list[Segment]] = defaultdict(list)
+        by_file: dict[str, list[ByteRange]] = defaultdict(list)
         for one in segments:
             by_file[one.file].append(one)
-        by_file[names.METADATA] = [Segment(names.METADATA, 0, files[names.METADATA][0], source.metadata_crc)]
+        by_file[file_names.METADATA] = [ByteRange(file_names.METADATA, 0, files[file_names.METADATA][0], source.metadata_crc)]
         for file, (size, _) in files.items():
-            chains[file], missing = read.tile(size, by_file[file])
+            chains[file], missing = tensor_reader.tile(size, by_file[file])
             gaps += [(file, start, end) for start, end in missing]
     mine = talk.deal([gaps[rank :: talk.size] for rank in range(talk.size)] if talk.rank == 0 else None)
     reports = talk.collect(_sum_gaps(source, mine))
@@ -141,21 +141,23 @@ def _verify(source: Source, segments: list[Segment], talk: Talk) -> None:
         raise failure
 
 
-def _sum_gaps(source: Source, gaps: list[tuple[str, int, int]]) -> list[Segment] | Failure:
+def _sum_gaps(source: CheckpointSource, gaps: list[tuple[str, int, int]]) -> list[ByteRange] | Failure:
     try:
-        return [read.sum_range(source.store, source.folder, *gap) for gap in gaps]
+        return [tensor_reader.sum_range(source.store, source.folder, *gap) for gap in gaps]
     except Exception as error:  # whatever it is, it must reach the other ranks
         return inspect.of_failure(error, source.store.path(source.folder))
 
 
-def _judge(manifest: Manifest, chains: dict[str, list[Segment]], reports: Sequence[list[Segment] | Failure]) -> Failure | None:
+def _judge(
+    manifest: Manifest, chains: dict[str, list[ByteRange]], reports: Sequence[list[ByteRange] | Failure]
+) -> Failure | None:
     failures = [report for report in reports if not isinstance(report, list)]
     if failures:
         return _worst(failures)
     for one in (one for report in reports if isinstance(report, list) for one in report):
         chains[one.file].append(one)
     for file, (_, crc) in manifest.files.items():
-        if read.total(chains[file]) != crc:
+        if tensor_reader.total(chains[file]) != crc:
             return Broken("checksum", f"{file} is not what was written: its checksum differs")
     return None
 
@@ -195,7 +197,7 @@ def _compare(manifest: Manifest, wants: list[Want], talk: Talk) -> None:
     keys = [want.source for want in wants]
     held, owned, every = ([0] * len(wants) for _ in range(3))
     for nth, want in enumerate(wants):
-        share = boxes.digest(want.piece.local, want.piece.offsets, want.piece.size)
+        share = pieces.digest(want.piece.local, want.piece.offsets, want.piece.size)
         held[nth], every[nth] = math.prod(want.piece.sizes), share
         owned[nth] = share if want.reads else 0
     held, owned, every = (talk.add(numbers) for numbers in (held, owned, every))
@@ -208,27 +210,27 @@ def _compare(manifest: Manifest, wants: list[Want], talk: Talk) -> None:
             raise Broken("digest", f"{key} is not what was saved: its digest differs after the load")
 
 
-def opened(store: Store, folder: str, manifest: Manifest | None, data: bytes) -> Source:
+def opened(store: Store, folder: str, manifest: Manifest | None, data: bytes) -> CheckpointSource:
     """A source from `.metadata` as rank 0 read and told it; refused when it is not the file that was sealed."""
-    if manifest is not None and manifest.files[names.METADATA][1] != crc32(data):
+    if manifest is not None and manifest.files[file_names.METADATA][1] != crc32(data):
         raise Broken("checksum", ".metadata is not what was written: its checksum differs")
-    return Source(store, folder, metadata.read(data), manifest, crc32(data))
+    return CheckpointSource(store, folder, metadata.read(data), manifest, crc32(data))
 
 
-def open_one(store: Store, folder: str, manifest: Manifest | None) -> Source:
+def open_one(store: Store, folder: str, manifest: Manifest | None) -> CheckpointSource:
     """For a single process: Broken where its metadata is not to be trusted."""
-    return opened(store, folder, manifest, store.read(folder, names.METADATA))
+    return opened(store, folder, manifest, store.read(folder, file_names.METADATA))
 
 
-def whole(source: Source, key: str) -> torch.Tensor:
+def whole(source: CheckpointSource, key: str) -> torch.Tensor:
     """One tensor in one process, compared with its digest where there is one."""
     entry = source.metadata.state_dict_metadata[key]
     assert isinstance(entry, TensorStorageMetadata)
     tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
     want = Want(key, Piece(key, (key,), tuple(entry.size), (0,) * tensor.dim(), tensor))
-    read.run(source.store, source.folder, _tasks(source.metadata, want), ours=source.manifest is not None, sums=False)
+    tensor_reader.run(source.store, source.folder, _tasks(source.metadata, want), ours=source.manifest is not None, sums=False)
     if source.manifest is not None:
         _, said = source.manifest.digests[key]
-        if boxes.digest(tensor, (0,) * tensor.dim(), tuple(entry.size)) != int(said, 16):
+        if pieces.digest(tensor, (0,) * tensor.dim(), tuple(entry.size)) != int(said, 16):
             raise Broken("digest", f"{key} is not what was saved: its digest differs")
     return tensor

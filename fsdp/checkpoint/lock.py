@@ -1,6 +1,6 @@
 """Who writes in a store: one live job, a run or `checkpoints prune`, whichever run directory it has.
 
-A folder has the lock of a run directory (fsdp/claim.py). An object store has an object of the same name and
+A folder has the lock of a run directory (fsdp/rundir/lock.py). An object store has an object of the same name and
 content. Its holder writes it anew every few seconds with a higher count; it is taken over when its holder's process
 is dead, or when it has not changed while watched. Each write is conditional on the version before it, so of two that
 take over one succeeds.
@@ -16,10 +16,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol
 
+from fsdp.base.errors import CheckpointError, RefusedError
 from fsdp.checkpoint.remote import Cell, RemoteStore
 from fsdp.checkpoint.store import LocalStore, Store
-from fsdp.claim import FILE, STALE_S, Claim, Holder, here, is_sound, lives, succeeds, this_place
-from fsdp.errors import CheckpointError, RefusedError
+from fsdp.rundir.lock import FILE, STALE_S, Claim, Holder, here, is_sound, lives, succeeds, this_place
 
 log = logging.getLogger(__name__)
 

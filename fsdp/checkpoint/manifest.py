@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint.crc import crc32
-from fsdp.errors import CheckpointError
 
 FORMAT = 1
 

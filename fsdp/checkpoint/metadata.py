@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
-from fsdp import collector
+from fsdp.base import garbage
 from fsdp.checkpoint.manifest import Broken
 
 _DCP = "torch.distributed.checkpoint.metadata"
@@ -83,7 +83,7 @@ class _Reader(pickle.Unpickler):
 def read(data: bytes) -> Metadata:
     """The metadata, or Broken."""
     try:
-        with collector.held():
+        with garbage.held():
             reader = _Reader(data)
             return _Converter(reader.known).metadata(reader.load())
     except Broken:

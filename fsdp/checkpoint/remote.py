@@ -18,10 +18,10 @@ from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from fsdp.checkpoint import names
+from fsdp.base.errors import CheckpointError
+from fsdp.base.phases import Activity, methods_announce
+from fsdp.checkpoint import file_names
 from fsdp.checkpoint.store import Buffer
-from fsdp.errors import CheckpointError
-from fsdp.phases import Activity, methods_announce
 
 log = logging.getLogger(__name__)
 
@@ -97,10 +97,10 @@ class RemoteStore:
             offset = stop
 
     def staging(self, step: int, attempt: str) -> str:
-        return names.final(step, attempt)
+        return file_names.final(step, attempt)
 
     def final(self, step: int, attempt: str) -> str:
-        return names.final(step, attempt)
+        return file_names.final(step, attempt)
 
     def begin(self, folder: str) -> None:
         """A prefix needs no making; what an earlier try of this attempt left under it goes."""
@@ -131,7 +131,7 @@ class RemoteStore:
     def remove(self, folder: str, attempt: str) -> None:
         """The seal goes first."""
         files = self._listing(_real(folder))
-        for file in sorted(files, key=lambda name: name != names.MANIFEST):
+        for file in sorted(files, key=lambda name: name != file_names.MANIFEST):
             path = self._path(folder, file)
             _patiently(partial(self._fs.rm_file, path), f"deleting {self.path(folder)}/{file}")
 
@@ -248,21 +248,21 @@ def _refused(error: Exception) -> bool:
 
 def _shown(folder: str, files: set[str]) -> str:
     """The name that a local folder would have."""
-    name = names.parse(folder)
+    name = file_names.parse(folder)
     if name is None or name.kind != "final":
         return folder
     mark = next((file for file in files if file.startswith(MARK)), None)
     if mark is not None:
         return f"{folder}{mark}"
-    return folder if names.MANIFEST in files else names.staging(name.step, name.attempt)
+    return folder if file_names.MANIFEST in files else file_names.staging(name.step, name.attempt)
 
 
 def _real(folder: str) -> str:
     """The prefix behind a shown name."""
-    name = names.parse(folder)
+    name = file_names.parse(folder)
     if name is None or name.kind == "final":
         return folder
-    return names.final(name.step, name.attempt) if name.kind == "tmp" else folder.partition(".")[0]
+    return file_names.final(name.step, name.attempt) if name.kind == "tmp" else folder.partition(".")[0]
 
 
 def _pour(data: memoryview, into: list[memoryview]) -> list[memoryview]:

@@ -8,19 +8,19 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from fsdp.checkpoint import adapters, inspect, load, names, snapshot, survey
-from fsdp.checkpoint.adapters import Base
-from fsdp.checkpoint.foreign import prefixes
-from fsdp.checkpoint.inspect import Found
+from fsdp.base.errors import CheckpointError
+from fsdp.checkpoint import adapter_weights, discovery, file_names, inspect, load, snapshot
+from fsdp.checkpoint.adapter_weights import Base
+from fsdp.checkpoint.foreign_dcp import prefixes
+from fsdp.checkpoint.inspect import CheckpointListing
 from fsdp.checkpoint.manifest import Broken, Manifest
+from fsdp.checkpoint.messages import Talk
 from fsdp.checkpoint.store import Store, open_store
-from fsdp.checkpoint.talk import Talk
-from fsdp.checkpoint.wants import Filling, Prefixes, Want, of_model, of_optimizer
+from fsdp.checkpoint.tensor_keys import Filling, Prefixes, Want, of_model, of_optimizer
 from fsdp.config import CheckpointSection
-from fsdp.env import DistEnv
-from fsdp.errors import CheckpointError
-from fsdp.mesh import MeshSizes
-from fsdp.state import TrainState
+from fsdp.dist.env import DistEnv
+from fsdp.dist.mesh import MeshSizes
+from fsdp.optim.train_state import TrainState
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Restore:
     """The hash of what is trained, compared with the checkpoint's."""
     base: Base | None
 
-    def newest(self, state: TrainState, founds: list[Found]) -> Restored:
+    def newest(self, state: TrainState, founds: list[CheckpointListing]) -> Restored:
         notes: list[str] = []
         for found in founds:
             try:
@@ -56,11 +56,11 @@ class Restore:
                 return self._ours(state, self._open(self.store, found), found.manifest, notes)
             except Broken as broken:
                 notes.append(self._put_aside(found, broken))
-        raise survey.none_whole(self.store, len(founds))
+        raise discovery.none_whole(self.store, len(founds))
 
     def from_path(self, state: TrainState, path: str) -> Restored:
         """A checkpoint that somebody points at: ours with its counters, another program's from step 0. It is never renamed."""
-        place, found = self.talk.on_main(lambda: survey.locate(path))
+        place, found = self.talk.on_main(lambda: discovery.locate(path))
         try:
             source = self._open(open_store(place), found)
             if found.manifest is not None:
@@ -73,15 +73,15 @@ class Restore:
         what = "weights and optimizer" if where.optim is not None else "weights alone"
         return Restored(0, path, (f"{what} of a checkpoint without a manifest: nothing to verify it with",))
 
-    def _ours(self, state: TrainState, source: load.Source, manifest: Manifest, notes: list[str]) -> Restored:
+    def _ours(self, state: TrainState, source: load.CheckpointSource, manifest: Manifest, notes: list[str]) -> Restored:
         """One of our own, with its counters."""
-        adapters.check(manifest, self.base, source.store.path(source.folder))
+        adapter_weights.check(manifest, self.base, source.store.path(source.folder))
         self._load(state, source, Prefixes(), exact=True)
         state.set_counters(dict(manifest.counters))
-        differences = survey.differences(manifest, self.sizes, self.env.world_size, self.config)
+        differences = discovery.differences(manifest, self.sizes, self.env.world_size, self.config)
         return Restored(manifest.step, source.store.path(source.folder), (*notes, *differences))
 
-    def _put_aside(self, found: Found, broken: Broken) -> str:
+    def _put_aside(self, found: CheckpointListing, broken: Broken) -> str:
         """Rename it on rank 0, one loud line; what is said is the same on every rank."""
         line = f"CHECKPOINT {found.folder} is NOT whole ({broken.detail})"
         if self.env.is_main:
@@ -92,7 +92,7 @@ class Restore:
                 log.error("%s; it could not be set aside (%s). The one before it is taken.", line, error)
         return line
 
-    def _open(self, store: Store, found: Found) -> load.Source:
+    def _open(self, store: Store, found: CheckpointListing) -> load.CheckpointSource:
         """Rank 0 reads `.metadata`, all hear it."""
         data, failure = self.talk.tell(self._read_metadata(store, found.folder) if self.env.is_main else None)
         if failure is not None:
@@ -101,11 +101,11 @@ class Restore:
 
     def _read_metadata(self, store: Store, folder: str) -> tuple[bytes, load.Failure | None]:
         try:
-            return store.read(folder, names.METADATA), None
+            return store.read(folder, file_names.METADATA), None
         except OSError as error:
-            return b"", inspect.of_failure(error, f"{store.path(folder)}/{names.METADATA}")
+            return b"", inspect.of_failure(error, f"{store.path(folder)}/{file_names.METADATA}")
 
-    def _load(self, state: TrainState, source: load.Source, where: Prefixes, exact: bool) -> None:
+    def _load(self, state: TrainState, source: load.CheckpointSource, where: Prefixes, exact: bool) -> None:
         path = source.store.path(source.folder)
         wants: list[Want] = of_model(state, source.metadata, where, exact, path)
         filling: Filling | None = None

@@ -18,17 +18,17 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from fsdp.checkpoint import boxes, inspect, manifest, names
+from fsdp.base.devices import set_thread_device
+from fsdp.base.errors import CheckpointError
+from fsdp.checkpoint import file_names, inspect, manifest, pieces
 from fsdp.checkpoint.crc import crc32
 from fsdp.checkpoint.manifest import Manifest
-from fsdp.checkpoint.plan import Plan, agree, metadata_bytes, pack_values
+from fsdp.checkpoint.messages import Talk
+from fsdp.checkpoint.rank_file import Written, write_file
 from fsdp.checkpoint.snapshot import KeyPath, Snapshot
 from fsdp.checkpoint.staging import Image, Room, Staging
 from fsdp.checkpoint.store import Store
-from fsdp.checkpoint.talk import Talk
-from fsdp.checkpoint.write import Written, write_file
-from fsdp.devices import set_thread_device
-from fsdp.errors import CheckpointError
+from fsdp.checkpoint.write_plan import WritePlan, agree, metadata_bytes, pack_values
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ NICE = 10  # the background thread yields to the step's own threads
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SaveOutcome:
     """How a save ended, the same on every rank."""
 
     step: int
@@ -57,7 +57,7 @@ class Outcome:
 
 
 @dataclass
-class Job:
+class SaveJob:
     """One save. The two events are how the main thread waits for it."""
 
     step: int
@@ -69,7 +69,7 @@ class Job:
     copied: threading.Event = field(default_factory=threading.Event)
     copies: torch.cuda.Event | None = None
     done: threading.Event = field(default_factory=threading.Event)
-    outcome: Outcome | None = None
+    outcome: SaveOutcome | None = None
     settled: bool = False
     """A person has been told how it ended."""
 
@@ -91,12 +91,12 @@ class Saver:
         self._ours, self._after = ours, after
         self._staging, self._device = Staging(device, room), device
         self._compared = False
-        self._plan: Plan | None = None
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._plan: WritePlan | None = None
+        self._jobs: queue.SimpleQueue[SaveJob | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="checkpoint", daemon=True)
         self._thread.start()
 
-    def put(self, job: Job) -> None:
+    def put(self, job: SaveJob) -> None:
         self._jobs.put(job)
 
     def stop(self) -> None:
@@ -112,12 +112,12 @@ class Saver:
                 job.outcome = self._save(job)
             except Exception as error:
                 # The ranks cannot speak any more: a peer has died, or this one cannot even copy.
-                job.outcome = Outcome(job.step, "", f"rank {self._talk.rank}: {one_line(error)}", fatal=True)
+                job.outcome = SaveOutcome(job.step, "", f"rank {self._talk.rank}: {one_line(error)}", fatal=True)
             finally:
                 job.copied.set()
                 job.done.set()
 
-    def _save(self, job: Job) -> Outcome:
+    def _save(self, job: SaveJob) -> SaveOutcome:
         started = time.perf_counter()
         self._plan = agree(job.snapshot, self._plan, self._talk)
         image = self._staging.copy(job.snapshot.pieces, self._plan.mine, job.ready)
@@ -137,7 +137,7 @@ class Saver:
             self._after()
         return replace(outcome, write_s=time.perf_counter() - started)
 
-    def _open(self, step: int) -> tuple[str, Outcome | None]:
+    def _open(self, step: int) -> tuple[str, SaveOutcome | None]:
         """Rank 0: an empty staging folder, or how the save has ended without one.
 
         A run that resumes and stops at once saves the step that it came from: the one that is there stays.
@@ -145,28 +145,26 @@ class Saver:
         folder = self._store.staging(step, self._attempt)
         try:
             if (why := self._ours()) is not None:
-                return "", Outcome(step, "", why, fatal=True)
+                return "", SaveOutcome(step, "", why, fatal=True)
             if (whole := inspect.sealed_step(self._store, step)) is not None:
-                return "", Outcome(step, self._store.path(whole.folder))
+                return "", SaveOutcome(step, self._store.path(whole.folder))
             self._store.begin(folder)
         except Exception as error:  # the other ranks wait to hear of it, whatever it is
-            return "", Outcome(step, "", f"rank 0 cannot make {self._store.path(folder)}: {one_line(error)}")
+            return "", SaveOutcome(step, "", f"rank 0 cannot make {self._store.path(folder)}: {one_line(error)}")
         return folder, None
 
-    def _try_write(self, folder: str, image: Image, job: Job) -> Written | str:
+    def _try_write(self, folder: str, image: Image, job: SaveJob) -> Written | str:
         try:
             job.values = pack_values(job.snapshot) if self._talk.rank == 0 else []
             written = write_file(self._store, folder, self._talk.rank, image, [data for _, _, data in job.values])
             self._staging.forget(*(one.tensor for one in image.staged))
             if not self._compared:
-                written.buffers = {p.key: boxes.digest(p.local, p.offsets, p.size) for p in job.snapshot.pieces if p.buffer}
+                written.buffers = {p.key: pieces.digest(p.local, p.offsets, p.size) for p in job.snapshot.pieces if p.buffer}
             return written
         except Exception as error:  # the other ranks wait to hear of it, whatever it is
-            return (
-                f"rank {self._talk.rank}: {one_line(error, self._store.path(folder) + '/' + names.data_file(self._talk.rank))}"
-            )
+            return f"rank {self._talk.rank}: {one_line(error, self._store.path(folder) + '/' + file_names.data_file(self._talk.rank))}"
 
-    def _close(self, job: Job, folder: str, reports: list[Written | str]) -> Outcome:
+    def _close(self, job: SaveJob, folder: str, reports: list[Written | str]) -> SaveOutcome:
         """Rank 0: seal what all have written, or clear it away."""
         failures = [report for report in reports if isinstance(report, str)]
         written = [report for report in reports if isinstance(report, Written)]
@@ -182,9 +180,9 @@ class Saver:
             self._store.remove(folder, self._attempt)
         except OSError as error:
             failures.append(f"what was written could not be removed: {one_line(error)}")
-        return Outcome(job.step, "", "; ".join(failures))
+        return SaveOutcome(job.step, "", "; ".join(failures))
 
-    def _look_after(self, job: Job, failure: str) -> Outcome | None:
+    def _look_after(self, job: SaveJob, failure: str) -> SaveOutcome | None:
         """Rank 0: what a save that failed near its seal has left; None where that is no checkpoint.
 
         An fsync may fail after the rename, and a server's answer may be lost after it has stored the manifest.
@@ -194,10 +192,10 @@ class Saver:
             found = inspect.look(self._store, final).manifest
         except CheckpointError as error:
             # Nothing is deleted on a guess.
-            return Outcome(job.step, "", f"{failure}; then {str(error).partition(' HINT: ')[0]}", unseen=True)
+            return SaveOutcome(job.step, "", f"{failure}; then {str(error).partition(' HINT: ')[0]}", unseen=True)
         if found is None or found.attempt != self._attempt:
             return None
-        return Outcome(job.step, self._store.path(final), doubt=failure, bytes=found.bytes)
+        return SaveOutcome(job.step, self._store.path(final), doubt=failure, bytes=found.bytes)
 
     def _compare_buffers(self, written: list[Written]) -> None:
         """Once: statistics that each rank gathers by itself (BatchNorm's) are kept as rank 0 has them, and that is said."""
@@ -208,20 +206,20 @@ class Saver:
                 len(differ), differ[0],
             )  # fmt: skip
 
-    def _seal(self, job: Job, folder: str, written: list[Written]) -> Outcome:
+    def _seal(self, job: SaveJob, folder: str, written: list[Written]) -> SaveOutcome:
         assert self._plan is not None
         metadata = metadata_bytes(self._plan, job.values)
-        self._store.write(folder, names.METADATA, [metadata])
-        files = {one.file: (one.size, one.crc) for one in written} | {names.METADATA: (len(metadata), crc32(metadata))}
+        self._store.write(folder, file_names.METADATA, [metadata])
+        files = {one.file: (one.size, one.crc) for one in written} | {file_names.METADATA: (len(metadata), crc32(metadata))}
         total = sum(size for size, _ in files.values())
         about = replace(job.about, created=time.time(), files=files, digests=_digests(written), bytes=total)
         # An attempt that was cut off and came back must not seal into a directory that another has taken over.
         if (why := self._ours()) is not None:
-            return Outcome(job.step, "", why, fatal=True)
-        self._store.write(folder, names.MANIFEST, [manifest.encode(about)])
+            return SaveOutcome(job.step, "", why, fatal=True)
+        self._store.write(folder, file_names.MANIFEST, [manifest.encode(about)])
         final = self._store.final(job.step, self._attempt)
         self._store.seal(folder, final)
-        return Outcome(job.step, self._store.path(final), bytes=total)
+        return SaveOutcome(job.step, self._store.path(final), bytes=total)
 
 
 def _digests(written: list[Written]) -> dict[str, tuple[int, str]]:
@@ -240,6 +238,6 @@ def one_line(error: BaseException, file: str = "") -> str:
     return f"{error.filename or file}: {number}, {error.strerror}".removeprefix(": ")
 
 
-def repeated(outcome: Outcome) -> CheckpointError:
+def repeated(outcome: SaveOutcome) -> CheckpointError:
     hint = "free the space or mend the folder, then start the same command: it goes on from the newest whole checkpoint"
     return CheckpointError(f"the save of step {outcome.step} failed, as did the one before: {outcome.failure}.", hint)

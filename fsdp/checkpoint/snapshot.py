@@ -22,7 +22,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp.models.lora import base_names
-from fsdp.state import TrainState
+from fsdp.optim.train_state import TrainState
 
 KeyPath = tuple[str | int, ...]
 Box = tuple[tuple[int, ...], tuple[int, ...]]

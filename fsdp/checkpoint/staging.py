@@ -13,10 +13,10 @@ from typing import Protocol
 
 import torch
 
-from fsdp.checkpoint import container
-from fsdp.checkpoint.plan import Part
-from fsdp.checkpoint.read import as_bytes
+from fsdp.checkpoint import torch_file
 from fsdp.checkpoint.snapshot import Piece
+from fsdp.checkpoint.tensor_reader import as_bytes
+from fsdp.checkpoint.write_plan import Part
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Staging:
         self._reserve(places[-1])
         staged = []
         for nth, (source, part) in enumerate(zip(sources, parts, strict=True)):
-            flat = self._buffer[places[nth] + container.HEAD :][: nbytes(source)]
+            flat = self._buffer[places[nth] + torch_file.HEAD :][: nbytes(source)]
             tensor = flat.view(source.dtype).view(source.shape)
             staged.append(Staged(pieces[part.index], part, tensor, places[nth], places[nth + 1]))
         self._run(sources, [one.tensor for one in staged], ready)
@@ -113,7 +113,7 @@ def _places(sources: list[torch.Tensor]) -> list[int]:
     """Where each item begins in the file, and where the last one ends; as plan.lay_out counts."""
     places = [0]
     for source in sources:
-        places.append(container.aligned(places[-1] + container.item_length(nbytes(source))))
+        places.append(torch_file.aligned(places[-1] + torch_file.item_length(nbytes(source))))
     return places
 
 

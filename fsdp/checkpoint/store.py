@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from fsdp.checkpoint import names
-from fsdp.phases import Activity, methods_announce
+from fsdp.base.phases import Activity, methods_announce
+from fsdp.checkpoint import file_names
 
 Buffer = bytes | memoryview
 
@@ -73,10 +73,10 @@ class LocalStore:
             read_exactly(stream.fileno(), offset, buffers)
 
     def staging(self, step: int, attempt: str) -> str:
-        return names.staging(step, attempt)
+        return file_names.staging(step, attempt)
 
     def final(self, step: int, attempt: str) -> str:
-        return names.final(step)
+        return file_names.final(step)
 
     def begin(self, folder: str) -> None:
         """An empty folder for this attempt's try; what an earlier try of the same attempt left goes."""
@@ -109,13 +109,13 @@ class LocalStore:
         if (self.root / folder).is_symlink():
             self._delete(folder)
             return
-        if (self.root / folder / names.MANIFEST).exists():
-            (self.root / folder / names.MANIFEST).unlink()
+        if (self.root / folder / file_names.MANIFEST).exists():
+            (self.root / folder / file_names.MANIFEST).unlink()
             sync_folder(self.root / folder)  # or a power cut could leave the seal and not the files
-        base = names.parse(folder)
+        base = file_names.parse(folder)
         gone = folder
         if base is not None and base.kind != "gone":
-            gone = f"{names.final(base.step)}.gone-{attempt}{os.urandom(3).hex()}"
+            gone = f"{file_names.final(base.step)}.gone-{attempt}{os.urandom(3).hex()}"
             (self.root / folder).rename(self.root / gone)
             sync_folder(self.root)
         self._delete(gone)

@@ -1,17 +1,17 @@
 """What two fields may not say together, refused before anything starts: length, mesh, precision, checkpoints, watch, Ray.
 
 Here live `check`, which names them all, and those of how a job runs. Those of what saves memory or time are
-checks_memory.py's; what depends on the number of ranks, fsdp/mesh.py's; on the device, fsdp/memory/check.py's.
+checks_memory.py's; what depends on the number of ranks, fsdp/dist/mesh.py's; on the device, fsdp/parallel/device_check.py's.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from fsdp.base.errors import ConfigError
 from fsdp.config.checks_memory import check_ahead, check_comm, check_float8, check_lora, check_memory, check_states
 from fsdp.config.sections import Config, ProfileSection
 from fsdp.config.values import profile_steps, reshard_policy, worker_range
-from fsdp.errors import ConfigError
 
 
 def check(config: Config) -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+from fsdp.base.errors import ConfigError
 from fsdp.config.sections import Config, DataSection, LoraSection
-from fsdp.errors import ConfigError
 
 
 def check_memory(config: Config) -> None:

@@ -14,12 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fsdp.base.errors import ConfigError
 from fsdp.config.aliases import hint_for
 from fsdp.config.checks import check
 from fsdp.config.fields import FIELDS, flatten
 from fsdp.config.sections import LAUNCHERS_OWN, Config
 from fsdp.config.values import parse_free_value, parse_value
-from fsdp.errors import ConfigError
 
 
 def load(argv: Sequence[str], overrides: Mapping[str, Any] | None = None) -> Config:

@@ -14,9 +14,9 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from fsdp.base.errors import ConfigError
 from fsdp.config.reading import load, pair_flags, read_recipe
 from fsdp.config.sections import Config
-from fsdp.errors import ConfigError
 
 HOOKS = ("comm.all_reduce_hook", "comm.all_gather", "comm.reduce_scatter")
 STORES = ("file", "local", "s3", "gs", "gcs", "abfs", "az", "adl")
@@ -58,7 +58,7 @@ def check_store(run: Path, place: str) -> str:
     if colon and (scheme not in STORES or "::" in place):
         raise ConfigError(
             f"{run}/config.toml names the store {place!a}: of a run directory's own only {', '.join(STORES)} are opened.",
-            "python -m fsdp.checkpoints URL, with the URL of that store",
+            "python -m fsdp.checkpoint URL, with the URL of that store",
         )
     return place
 

@@ -13,9 +13,9 @@ import typing
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from fsdp.base.errors import ConfigError
 from fsdp.config.aliases import SHARDING
 from fsdp.config.fields import FieldSpec
-from fsdp.errors import ConfigError
 
 
 def parse_value(spec: FieldSpec, value: Any) -> Any:

@@ -4,13 +4,13 @@
     Cursor       (seed, step, global batch) → sample indices; knows no world size
     Loader       a step's micro-batches for one rank, read ahead by threads
 
-A data set is one file here, named as --data.name names it. Not here: how a batch becomes a loss (fsdp/loss.py).
+A data set is one file here, named as --data.name names it. Not here: how a batch becomes a loss (fsdp/models/loss.py).
 """
 
-from fsdp.data.base import Batch, DataInfo, DataSet, Samples, StepBatch
 from fsdp.data.cursor import Cursor
 from fsdp.data.loader import Loader, heldout_batches
 from fsdp.data.registry import BUILT_INS, build_dataset
+from fsdp.data.types import Batch, DataInfo, DataSet, Samples, StepBatch
 
 __all__ = [
     "BUILT_INS", "Batch", "Cursor", "DataInfo", "DataSet", "Loader", "Samples", "StepBatch", "build_dataset", "heldout_batches",

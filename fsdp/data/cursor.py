@@ -13,7 +13,7 @@ import math
 
 import numpy as np
 
-from fsdp.errors import ConfigError
+from fsdp.base.errors import ConfigError
 
 ROUNDS = 8
 AT_ONCE = 512

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, default_collate
 
+from fsdp.base.errors import ConfigError, OneRankError
 from fsdp.config import Args
-from fsdp.data.base import DataInfo, DataSet, Samples
 from fsdp.data.registry import Where
-from fsdp.errors import ConfigError, OneRankError
+from fsdp.data.types import DataInfo, DataSet, Samples
 from fsdp.models.factory import blame, load_attribute, parameters_of
 
 

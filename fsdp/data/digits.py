@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from fsdp.data.base import DataInfo, DataSet
+from fsdp.base.errors import ConfigError
 from fsdp.data.images import PixelSamples, every_tenth
 from fsdp.data.registry import Where
-from fsdp.errors import ConfigError
+from fsdp.data.types import DataInfo, DataSet
 
 FILE = Path(__file__).with_name("digits.npz")
 SIZE, SOURCE_SIZE, INK = 28, 8, 16

@@ -17,11 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
-from fsdp.data.base import DataInfo, DataSet
+from fsdp.base.errors import ConfigError
 from fsdp.data.download import DownloadError, download, fetch
 from fsdp.data.images import PixelSamples
 from fsdp.data.registry import Where
-from fsdp.errors import ConfigError
+from fsdp.data.types import DataInfo, DataSet
 
 MIRROR = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
 # md5 of the .gz files as published: https://github.com/zalandoresearch/fashion-mnist

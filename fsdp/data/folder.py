@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fsdp.data.base import DataInfo, DataSet
+from fsdp.base.errors import ConfigError
 from fsdp.data.images import every_tenth, prepare
 from fsdp.data.registry import Where, check_range
-from fsdp.errors import ConfigError
+from fsdp.data.types import DataInfo, DataSet
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 IMAGENET_MEAN, IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]

@@ -14,15 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fsdp.data.ahead import maybe_carrier
-from fsdp.data.base import Batch, Samples, StepBatch
-from fsdp.data.readers import Readers
-from fsdp.errors import OneRankError, ShardrunError
-from fsdp.loss import count_tokens
-from fsdp.mesh import DataRank
+from fsdp.base.errors import OneRankError, ShardrunError
+from fsdp.data.device_prefetch import maybe_carrier
+from fsdp.data.reader_threads import Readers
+from fsdp.data.types import Batch, Samples, StepBatch
+from fsdp.dist.mesh import DataRank
+from fsdp.models.loss import count_tokens
 
 
-class Order(Protocol):
+class SampleOrder(Protocol):
     """What the loader asks of a cursor."""
 
     def indices(self, step: int) -> np.ndarray: ...
@@ -52,7 +52,7 @@ class Loader:
     """step(k) gives step k's batch and starts on the next ones; a step out of turn is simply where it goes on from."""
 
     def __init__(
-        self, samples: Samples, cursor: Order, *, micro_batch: int, accumulation: int, rank: DataRank,
+        self, samples: Samples, cursor: SampleOrder, *, micro_batch: int, accumulation: int, rank: DataRank,
         workers: int, prefetch: int, pin: bool, device: torch.device | None = None,
     ) -> None:  # fmt: skip
         """`device`: where batches are copied while they are read ahead; None leaves them on the host."""

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fsdp.base.errors import ConfigError
 from fsdp.config import Args, DataSection
-from fsdp.data.base import DataSet
-from fsdp.errors import ConfigError
+from fsdp.data.types import DataSet
 from fsdp.models.factory import unknown_argument
 
 BUILT_INS = ("digits", "fashion_mnist", "text", "tokens", "folder", "synthetic")

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fsdp.data.base import DataInfo, DataSet
+from fsdp.base.errors import ConfigError
 from fsdp.data.cursor import mix, stream_key
 from fsdp.data.registry import Where, check_range
 from fsdp.data.text import shifted
-from fsdp.errors import ConfigError
+from fsdp.data.types import DataInfo, DataSet
 
 PLACES = 1 << 16  # how many different slices there are
 

@@ -24,9 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fsdp.data.base import DataInfo, DataSet
+from fsdp.base.errors import ConfigError
 from fsdp.data.registry import Where, check_range
-from fsdp.errors import ConfigError
+from fsdp.data.types import DataInfo, DataSet
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from fsdp.errors import ConfigError
+from fsdp.base.errors import ConfigError
 
 Dtype = Literal["auto", "uint16", "uint32", "int32", "int64", "uint64", "uint8"]
 DTYPES = tuple(name for name in get_args(Dtype) if name != "auto")

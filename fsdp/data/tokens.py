@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from fsdp.data.base import DataInfo, DataSet
+from fsdp.base.errors import ConfigError, TrainingError
 from fsdp.data.registry import Where, check_range
 from fsdp.data.text import shifted
 from fsdp.data.token_width import LOOKED_AT, Dtype, Stated, dtype_of, ends, fits_as, stated, wider
-from fsdp.errors import ConfigError, TrainingError
+from fsdp.data.types import DataInfo, DataSet
 
 OPEN_AT_ONCE = 128  # each mapped file holds a descriptor, and 1024 is a common limit
 SUFFIXES = (".bin", ".npy")

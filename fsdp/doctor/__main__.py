@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from fsdp.errors import ConfigError, LaunchError, ShardrunError
+from fsdp.base.errors import ConfigError, LaunchError, ShardrunError
 
 ENDED = LaunchError.exit_code
 MOST_S = 86400.0
@@ -57,7 +57,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     try:
         options = parse(argv)
-        from fsdp.env import from_environment
+        from fsdp.dist.env import from_environment
 
         env = from_environment()
         if env.launcher == "a single process" and options.ranks != 1:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fsdp import devices
+from fsdp.base import devices
 
 SECONDS = 0.4
 NVIDIA_SMI_S = 10.0

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp.env import DistEnv
+from fsdp.dist.env import DistEnv
 
 SMALL = 1024
 TIMES = 5

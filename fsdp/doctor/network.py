@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fsdp.preflight import address_towards, resolves
+from fsdp.dist.preflight import address_towards, resolves
 
 CONNECT_S = 3.0
 NEIGHBOURS = 16

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from fsdp.doctor import examine, table
-from fsdp.doctor.verdict import Scene, judge
-from fsdp.env import from_environment, meeting_store
-from fsdp.errors import LaunchError
-from fsdp.rundir import write_atomically
+from fsdp.base.errors import LaunchError
+from fsdp.dist.env import from_environment, meeting_store
+from fsdp.doctor import stages, table
+from fsdp.doctor.findings import NodeReports, judge
+from fsdp.rundir.paths import write_atomically
 
 NOT_FIT = LaunchError.exit_code
 
@@ -26,7 +26,7 @@ def as_rank(run: Path, limit_s: float, verdict_to: Path | None) -> int:
     env, began = from_environment(), time.monotonic()
     telling, told = threading.Lock(), list[int]()
 
-    def tell(scene: Scene) -> int:
+    def tell(scene: NodeReports) -> int:
         """Once: the end of its time may come while the verdict is told."""
         with telling:
             if not told:
@@ -36,11 +36,11 @@ def as_rank(run: Path, limit_s: float, verdict_to: Path | None) -> int:
         return told[0] if verdict_to is None else 0
 
     store = dist.PrefixStore("doctor", meeting_store(env, limit_s))
-    visit = examine.Visit(env, store, run, began + limit_s)
+    visit = stages.Visit(env, store, run, began + limit_s)
     otherwise = NOT_FIT if verdict_to is None else 0
-    with examine.bounded(visit, limit_s, tell, otherwise):
+    with stages.bounded(visit, limit_s, tell, otherwise):
         try:
-            examine.examine(visit)
+            stages.examine(visit)
         except (RuntimeError, dist.DistError) as error:
             # A stage that failed for one fails for others too: what each saw is told, and rank 0 tells of all.
             failed = str(error).splitlines()[0][:200]
@@ -48,7 +48,7 @@ def as_rank(run: Path, limit_s: float, verdict_to: Path | None) -> int:
                 return _leave_word(visit, failed, otherwise)
             visit.tell(failure=failed)
         if env.is_main:
-            code = tell(examine.scene_of(visit, store))
+            code = tell(stages.scene_of(visit, store))
             store.set("verdict", str(code))
             _wait_for_the_others(store, env.world_size)
             return code
@@ -57,10 +57,10 @@ def as_rank(run: Path, limit_s: float, verdict_to: Path | None) -> int:
         return code
 
 
-def _leave_word(visit: examine.Visit, failed: str, code: int) -> int:
+def _leave_word(visit: stages.Visit, failed: str, code: int) -> int:
     try:
         visit.tell(failure=failed)
-        examine.over(visit)
+        stages.over(visit)
     except (RuntimeError, dist.DistError):
         print(f"fsdp.doctor: rank {visit.env.rank}: {failed}", file=sys.stderr)  # rank 0 and its store are gone
     return code
@@ -69,12 +69,12 @@ def _leave_word(visit: examine.Visit, failed: str, code: int) -> int:
 def _wait_for_the_others(store: dist.Store, ranks: int) -> None:
     """Until they have read the verdict; those that failed before have left already, and never come."""
     try:
-        store.wait([f"bye/{rank}" for rank in range(1, ranks)], timedelta(seconds=examine.LEAVE_S))
+        store.wait([f"bye/{rank}" for rank in range(1, ranks)], timedelta(seconds=stages.LEAVE_S))
     except (RuntimeError, dist.DistError):
         return
 
 
-def _tell(scene: Scene, run: Path, seconds: float) -> int:
+def _tell(scene: NodeReports, run: Path, seconds: float) -> int:
     verdict = judge(scene)
     print(table.text(scene, verdict, seconds), flush=True)
     folder = run / "doctor"

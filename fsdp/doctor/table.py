@@ -5,8 +5,8 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from fsdp.doctor.verdict import GIB, Finding, Look, Scene, Verdict
-from fsdp.report.document import document
+from fsdp.doctor.findings import GIB, Diagnosis, Finding, Look, NodeReports
+from fsdp.report.html_document import document
 from fsdp.report.tables import Raw, chip, section
 from fsdp.report.tables import table as html_table
 
@@ -18,7 +18,7 @@ DEVICE = HEADS.index("device")
 LINK_HEADS = ("link", "gather GB/s", "scatter GB/s", "small µs")
 
 
-def rows(scene: Scene) -> list[list[str]]:
+def rows(scene: NodeReports) -> list[list[str]]:
     ranks = sum(len(ranks) for ranks in scene.nodes)
     found = []
     for node, members in enumerate(scene.nodes):
@@ -53,14 +53,14 @@ def _device(look: Look) -> str:
     return str(look["facts"]["device"]).removeprefix("NVIDIA ")
 
 
-def the_device(scene: Scene) -> str:
+def the_device(scene: NodeReports) -> str:
     """What all ranks have; empty where they differ, or some never came."""
     ranks = sum(len(ranks) for ranks in scene.nodes)
     kinds = {_device(look) for look in scene.looks.values()}
     return kinds.pop() if len(kinds) == 1 and len(scene.looks) == ranks else ""
 
 
-def links(scene: Scene) -> list[list[str]]:
+def links(scene: NodeReports) -> list[list[str]]:
     """Between neighbouring nodes, and over all ranks."""
     found = []
     for node, look in scene.heads():
@@ -77,7 +77,7 @@ def _link(link: Look) -> list[str]:
     return [f"{link['gather_gb_s']:.3g}", f"{link['scatter_gb_s']:.3g}", f"{link['latency_us']:.0f}"]
 
 
-def about(scene: Scene) -> str:
+def about(scene: NodeReports) -> str:
     look = scene.looks.get(0) or next(iter(scene.looks.values()), None)
     if look is None:
         return "nobody came"
@@ -87,7 +87,7 @@ def about(scene: Scene) -> str:
     return f"rank 0 has {', '.join(words)}"
 
 
-def size(scene: Scene, seconds: float) -> str:
+def size(scene: NodeReports, seconds: float) -> str:
     ranks, nodes = sum(len(ranks) for ranks in scene.nodes), len(scene.nodes)
     device = f", {the_device(scene)}" if the_device(scene) else ""
     return f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}{device}; looked at in {seconds:.0f} s"
@@ -96,7 +96,7 @@ def size(scene: Scene, seconds: float) -> str:
 # ---------------------------------------------------------------- as text
 
 
-def text(scene: Scene, verdict: Verdict, seconds: float) -> str:
+def text(scene: NodeReports, verdict: Diagnosis, seconds: float) -> str:
     """Within 80 columns where hosts' names are short: a device that all have stands above the table and not in it."""
     shown = rows(scene)
     if the_device(scene):
@@ -126,7 +126,7 @@ def _columns(lines: Sequence[Sequence[str]]) -> str:
 # ---------------------------------------------------------------- as a page
 
 
-def page(scene: Scene, verdict: Verdict, seconds: float) -> str:
+def page(scene: NodeReports, verdict: Diagnosis, seconds: float) -> str:
     state = chip("fit to train", "finished") if verdict.fit else chip("not fit", "failed")
     pairs = links(scene)
     parts = [
@@ -140,7 +140,7 @@ def page(scene: Scene, verdict: Verdict, seconds: float) -> str:
     return document("doctor", "".join(parts))
 
 
-def _findings(verdict: Verdict) -> str:
+def _findings(verdict: Diagnosis) -> str:
     shown = [[_grade(one), one.host, "" if one.rank is None else one.rank, one.what, one.hint] for one in verdict.findings]
     return html_table(("", "node", "rank", "what", "what to do"), shown, numeric=("rank",))
 
@@ -149,7 +149,7 @@ def _grade(finding: Finding) -> Raw:
     return chip("out", "failed") if finding.out else chip("odd", "stopped")
 
 
-def _ranks(scene: Scene) -> str:
+def _ranks(scene: NodeReports) -> str:
     """A column without a value is left out."""
     heads = [f"{head} {unit}".strip() for head, unit in zip(HEADS, UNITS, strict=True)]
     filled = rows(scene)

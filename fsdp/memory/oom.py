@@ -26,18 +26,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fsdp.base.errors import ShardrunError
+from fsdp.base.phases import Phases
 from fsdp.config import Config, reshard_policy
-from fsdp.env import DistEnv
-from fsdp.errors import ShardrunError
+from fsdp.dist.env import DistEnv
+from fsdp.dist.mesh import BatchPlan, MeshSizes
 from fsdp.memory import oom_page
 from fsdp.memory.account import by_size, device_bytes, human, process_bytes, tally
-from fsdp.memory.activations import apply_activation_checkpointing
 from fsdp.memory.oom_advice import Advice, Footprint, Suggestion, advise
 from fsdp.memory.oom_estimate import activation_bytes
-from fsdp.mesh import BatchPlan, MeshSizes
 from fsdp.models.blocks import blocks_of, find_units
-from fsdp.optim import state_bytes
-from fsdp.phases import Phases
+from fsdp.optim.optimizer import state_bytes
+from fsdp.parallel.activations import apply_activation_checkpointing
 
 WORDS = ("can't allocate memory", "not enough memory", "std::bad_alloc", "CUDA out of memory", "out of memory")
 """How torch says it on the CPU and in the places where CUDA's own class is lost."""
@@ -54,7 +54,7 @@ class OutOfMemory(ShardrunError):
     scope: Literal["all", "node", "rank"] = "rank"
 
 
-class Samples(Protocol):
+class SizedDataset(Protocol):
     """What the page asks of a data set."""
 
     def __len__(self) -> int: ...
@@ -63,7 +63,7 @@ class Samples(Protocol):
 
 
 @dataclass(kw_only=True)
-class Scene:
+class OomContext:
     """What the loop knows of the model and its step, told as it comes to be; None is what was not there yet."""
 
     sizes: MeshSizes
@@ -72,7 +72,7 @@ class Scene:
     """master, param, reduce"""
     build: Callable[[], nn.Module]
     """The model on meta, as it is trained."""
-    samples: Samples
+    samples: SizedDataset
     root: nn.Module
     units: Sequence[Sequence[nn.Module]]
     optimizer: torch.optim.Optimizer | None = None
@@ -80,22 +80,22 @@ class Scene:
 
 
 @dataclass
-class Witness:
+class OutOfMemoryHandler:
     """Around the run: an error that says memory is out leaves as OutOfMemory, its page written. Others pass."""
 
     config: Config
     env: DistEnv
     run_dir: Path
-    scene: Scene | None = None
+    scene: OomContext | None = None
     beyond: int = field(default=0, init=False)
 
-    def sees(self, scene: Scene) -> None:
+    def sees(self, scene: OomContext) -> None:
         """The model is real, nothing has run: what the process holds beyond it is its own, not a step's."""
         self.scene = scene
         resting = sum(tally(scene.root, None, "cpu").values())
         self.beyond = max(0, process_bytes().get("rss_anon", 0) - resting)
 
-    def __enter__(self) -> Witness:
+    def __enter__(self) -> OutOfMemoryHandler:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -116,7 +116,7 @@ class Witness:
         hint = f"{first.flags} gives back {human(first.bytes)}; {path} says more" if first else f"{path} says more"
         return OutOfMemory(f"{facts.where()}: {by_size(facts.kinds)} stood, {human(facts.asked)} more were asked.", hint)
 
-    def _look(self, error: BaseException) -> oom_page.Facts:
+    def _look(self, error: BaseException) -> oom_page.OomFacts:
         """While the failed step's tensors are still there."""
         scene, device = self.scene, self.env.device
         kinds = tally(scene.root, scene.optimizer, device.type) if scene is not None else {}
@@ -126,13 +126,13 @@ class Witness:
             kinds["activations"] = max(0, held - sum(kinds.values()))
         phases = scene.phases if scene is not None else None
         said = " ".join(str(error).split()) or type(error).__name__
-        return oom_page.Facts(
+        return oom_page.OomFacts(
             rank=self.env.rank, ranks=self.env.world_size, host=socket.gethostname(), device=str(device),
             phase=phases.name if phases else "start", step=phases.step if phases else 0, said=said[:400],
             kinds=kinds, held=held, asked=asked_bytes(said), process=process, allocator=allocator, limits=limits(),
         )  # fmt: skip
 
-    def _advice(self, facts: oom_page.Facts) -> tuple[Advice | None, str]:
+    def _advice(self, facts: oom_page.OomFacts) -> tuple[Advice | None, str]:
         assert self.scene is not None
         footprint = footprint_of(self.config, self.scene, self.env.device)
         activations = Counting(self.scene, self.config, self.env.device, footprint, facts.kinds["activations"])
@@ -147,7 +147,7 @@ class Witness:
 class Counting:
     """Activations by micro-batch and checkpointing, each counted once. `held` is what the failed step had of them."""
 
-    scene: Scene
+    scene: OomContext
     config: Config
     device: torch.device
     now: Footprint
@@ -178,7 +178,7 @@ class Counting:
         return activation_bytes(self.scene.build(), batch, self.device, self.scene.dtypes[1], prepare)
 
 
-def footprint_of(config: Config, scene: Scene, device: torch.device) -> Footprint:
+def footprint_of(config: Config, scene: OomContext, device: torch.device) -> Footprint:
     """The configuration in numbers. Parameters of one unit are no other's; what is in none is the root's."""
     seen: set[int] = set()
 
@@ -201,7 +201,7 @@ def footprint_of(config: Config, scene: Scene, device: torch.device) -> Footprin
     )  # fmt: skip
 
 
-def comes_first(config: Config, scene: Scene, facts: oom_page.Facts, needs: int) -> Suggestion | None:
+def comes_first(config: Config, scene: OomContext, facts: oom_page.OomFacts, needs: int) -> Suggestion | None:
     """What an evaluation or a save holds and no step does; what no tensor holds, but the allocator keeps."""
     if facts.phase == "evaluate":
         rows = config.train.eval_batch or scene.batch.micro_batch

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fsdp.loss import LossFunction
 from fsdp.memory.account_storages import StorageTracker
 from fsdp.memory.account_timeline import Mark
+from fsdp.models.loss import LossFunction
 
 Prepare = Callable[[nn.Module], None]
 """Changes a model before it runs: recomputes some of it in backward."""

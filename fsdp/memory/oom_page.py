@@ -12,7 +12,7 @@ from fsdp.memory.oom_advice import Advice, Suggestion
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class OomFacts:
     """What was seen when it failed, in bytes."""
 
     rank: int
@@ -37,7 +37,7 @@ class Facts:
 Rows = Sequence[tuple[str, ...]]
 
 
-def text(facts: Facts, advice: Advice | None, note: str) -> str:
+def text(facts: OomFacts, advice: Advice | None, note: str) -> str:
     lines = [f"{facts.where()}.", f"torch said: {facts.said}"]
     for title, rows in _sections(facts, advice):
         lines += ["", title]
@@ -48,7 +48,7 @@ def text(facts: Facts, advice: Advice | None, note: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def html_page(facts: Facts, advice: Advice | None, note: str) -> str:
+def html_page(facts: OomFacts, advice: Advice | None, note: str) -> str:
     body = [f"<h1>{html.escape(facts.where())}</h1>", f"<p>torch said: {html.escape(facts.said)}</p>"]
     for title, rows in _sections(facts, advice):
         cells = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
@@ -63,7 +63,7 @@ def html_page(facts: Facts, advice: Advice | None, note: str) -> str:
     )
 
 
-def _sections(facts: Facts, advice: Advice | None) -> list[tuple[str, Rows]]:
+def _sections(facts: OomFacts, advice: Advice | None) -> list[tuple[str, Rows]]:
     sections: list[tuple[str, Rows]] = [("what held how much when it failed", _held(facts))]
     around = [*_around(facts)]
     if around:
@@ -79,7 +79,7 @@ def _sections(facts: Facts, advice: Advice | None) -> list[tuple[str, Rows]]:
     return sections
 
 
-def _held(facts: Facts) -> Rows:
+def _held(facts: OomFacts) -> Rows:
     """activations is what was held and belongs to no model, optimizer or FSDP group: buffers under way too."""
     there = sorted(((size, kind) for kind, size in facts.kinds.items() if size), reverse=True)
     named = {"activations": "activations and buffers under way"}
@@ -87,7 +87,7 @@ def _held(facts: Facts) -> Rows:
     return [*rows, ("in all", human(facts.held)), ("asked for besides", human(facts.asked) if facts.asked else "not said")]
 
 
-def _around(facts: Facts) -> Rows:
+def _around(facts: OomFacts) -> Rows:
     rows = []
     if facts.allocator:
         a = facts.allocator

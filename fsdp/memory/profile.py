@@ -28,16 +28,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp import agree
+from fsdp.base.phases import Phases
 from fsdp.config import ProfileSection, profile_steps
-from fsdp.env import DistEnv
+from fsdp.dist import collectives
+from fsdp.dist.env import DistEnv
 from fsdp.memory.account import by_size, device_bytes, human, process_bytes
 from fsdp.memory.account_cuda import AllocatorTracker
 from fsdp.memory.account_storages import StorageTracker
 from fsdp.memory.account_timeline import Mark, curve, ends_of_phases, peaks_by_phase
 from fsdp.memory.profile_page import page
 from fsdp.memory.profile_trace import Tracer
-from fsdp.phases import Phases
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class Profile:
         self.close()
         if self._env.is_main and not self._said and self.peak is None and self.table is None:
             log.warning("--profile.steps %d:%d: the run had no such step, nothing was profiled", self.first, self.last)
-        everyones = agree.everyones({"peak": self.peak, "table": self.table})
+        everyones = collectives.everyones({"peak": self.peak, "table": self.table})
         if not self._env.is_main or (self.peak is None and self.table is None):
             return
         summary = [{"rank": rank, **told} for rank, told in enumerate(everyones)]

@@ -10,7 +10,7 @@ A module that has none of it still trains.
 """
 
 from fsdp.models.factory import load_attribute
-from fsdp.models.real import build_real, to_empty
 from fsdp.models.registry import BUILT_INS, ModelSpec, resolve
+from fsdp.models.unsharded import build_real, to_empty
 
 __all__ = ["BUILT_INS", "ModelSpec", "build_real", "load_attribute", "resolve", "to_empty"]

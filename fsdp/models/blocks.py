@@ -1,7 +1,7 @@
 """Which modules of a model become communication units: the model's own word, its repeated blocks, a class, a size.
 
 A unit is a list of modules whose parameters are gathered together; what is in no unit is the root's. Here is only the
-choice, by looking at plain modules; what is done to a unit is fsdp/shard.py's.
+choice, by looking at plain modules; what is done to a unit is fsdp/parallel/shard.py's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdp.errors import ConfigError
+from fsdp.base.errors import ConfigError
 
 Unit = list[nn.Module]
 

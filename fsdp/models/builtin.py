@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from fsdp.errors import ConfigError
+from fsdp.base.errors import ConfigError
 from fsdp.models.factory import unknown_argument
 
 Facts = Mapping[str, Any]

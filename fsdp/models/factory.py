@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp.errors import ConfigError
-from fsdp.torchvision_import import prepare_torchvision
+from fsdp.base.errors import ConfigError
+from fsdp.base.torchvision_import import prepare_torchvision
 
 
 def load_attribute(path: str, flag: str) -> Callable[..., Any]:

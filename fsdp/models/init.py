@@ -2,7 +2,7 @@
 
 Each parameter has a stream of its own, Philox keyed by (seed, name); element i of the parameter is element i of the stream.
 So a rank draws its own shard alone, and its bits are those of the whole however the whole is cut. Not here: which
-parameter is drawn how (`param_inits()` of each model), or who draws which part (fsdp/materialize.py).
+parameter is drawn how (`param_inits()` of each model), or who draws which part (fsdp/parallel/materialize.py).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The adapters are two more parameters of the layer itself, so no name of the model changes and they lie in the communication
 group of their block. They are drawn from streams of their own: the base is drawn as without them. Not here: checkpoints of
-adapters alone (fsdp/checkpoint/adapters.py).
+adapters alone (fsdp/checkpoint/adapter_weights.py).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fsdp.base.errors import ConfigError
 from fsdp.config import LoraSection
-from fsdp.errors import ConfigError
 from fsdp.models.blocks import blocks_of, find_units
 from fsdp.models.init import Constant, Init, Uniform, draw_into
-from fsdp.models.parts import matching, patterns
+from fsdp.models.trainable import matching, patterns
 
 A, B = "lora_a", "lora_b"
 

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp.base.errors import ConfigError
 from fsdp.config import ModelSection
-from fsdp.errors import ConfigError
 from fsdp.models.builtin import BuiltIn, Facts, make_sizes
+from fsdp.models.checks import check_parameters
 from fsdp.models.factory import blame, load_attribute, parameters_of
-from fsdp.models.fits import check_parameters
 
 BUILT_INS = ("vit", "transformer", "mlp")
 _DATA_FOR = {"num_classes": ("images", "digits"), "vocab_size": ("tokens", "text")}

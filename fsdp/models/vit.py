@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import nn
 
+from fsdp.base.torchvision_import import import_torchvision
 from fsdp.models.builtin import BuiltIn, Facts, check_covers, check_equals, check_multiple, check_ranges, size
 from fsdp.models.init import Constant, Init, Normal, Uniform
-from fsdp.torchvision_import import import_torchvision
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,10 +24,10 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from fsdp import config as configuration
-from fsdp.errors import ConfigError, ShardrunError
-from fsdp.parity.asked import BOUNDS, Asked, Row, Training
+from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.parity.compare import compare
-from fsdp.parity.measure import Difference
+from fsdp.parity.measure import ParityDifference
+from fsdp.parity.options import BOUNDS, Comparison, ParityOptions, Row
 
 DEFAULTS = {"ranks": "2", "dtype": "fp64", "steps": "20"}
 
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
         return error.exit_code
 
 
-def _ask(argv: Sequence[str]) -> Asked:
+def _ask(argv: Sequence[str]) -> ParityOptions:
     own, words = dict(DEFAULTS), []
     for name, value in configuration.pair_flags(argv):
         section, _, key = name.partition(".")
@@ -59,20 +59,22 @@ def _ask(argv: Sequence[str]) -> Asked:
             raise ConfigError(f"--parity.{key} {own[key]} is not a whole number from 1.", f"--parity.{key} {DEFAULTS[key]}")
     if own["dtype"] not in BOUNDS:
         raise ConfigError(f"--parity.dtype {own['dtype']} is not one of {', '.join(BOUNDS)}.", "--parity.dtype fp64")
-    asked = Asked(words, int(own["ranks"]), own["dtype"], int(own["steps"]))
+    asked = ParityOptions(words, int(own["ranks"]), own["dtype"], int(own["steps"]))
     asked.config(None, "")  # a wrong flag is said before torch is loaded
     return asked
 
 
-def _show(asked: Asked, found: Iterator[tuple[Row, list[Difference]]]) -> int:
+def _show(asked: ParityOptions, found: Iterator[tuple[Row, list[ParityDifference]]]) -> int:
     """A line a mesh as soon as it is done, under it what differs; then the verdict."""
     wrong = total = 0
     print(
-        f"{'mesh':<10} {'reshard':<8} {'micro-batches':<14} {'dtype':<6} " + " ".join(f"{t:<10}" for t in Training) + " verdict"
+        f"{'mesh':<10} {'reshard':<8} {'micro-batches':<14} {'dtype':<6} "
+        + " ".join(f"{t:<10}" for t in Comparison)
+        + " verdict"
     )
     for row, differences in found:
         mesh, reshard = f"{row.strategy} {row.replicate}×{row.shard}", "-" if row.strategy == "ddp" else row.reshard
-        sizes = [max(d.size for d in differences if d.training is training) for training in Training]
+        sizes = [max(d.size for d in differences if d.training is training) for training in Comparison]
         apart = [d for d in differences if not d.same]
         print(
             f"{mesh:<10} {reshard:<8} {row.micro_batches:<14} {asked.dtype:<6} "

@@ -13,21 +13,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp.errors import ConfigError
-from fsdp.parity.asked import Asked, Row, Training, rows
-from fsdp.parity.measure import NO_GRADIENT, ROUNDED_NO_GRADIENT, Difference, Measure, without_gradient
-from fsdp.parity.plain import Plain, Trained
+from fsdp.base.errors import ConfigError
+from fsdp.parity.measure import NO_GRADIENT, ROUNDED_NO_GRADIENT, Measure, ParityDifference, without_gradient
+from fsdp.parity.options import Comparison, ParityOptions, Row, rows
 from fsdp.parity.ranks import run_of, sharded_ranks
+from fsdp.parity.reference import Plain, TrainingRecord
 
 if TYPE_CHECKING:
     import torch
 
-    from fsdp.job import Job
+    from fsdp.run.job import Job
 
 Say = Callable[[str], None]
 
 
-def compare(asked: Asked, say: Say) -> Iterator[tuple[Row, list[Difference]]]:
+def compare(asked: ParityOptions, say: Say) -> Iterator[tuple[Row, list[ParityDifference]]]:
     """Each mesh's differences from the plain loop. The ranks train while the plain loop does; `say` receives the progress."""
     import torch
 
@@ -45,9 +45,9 @@ def compare(asked: Asked, say: Say) -> Iterator[tuple[Row, list[Difference]]]:
             say(f"{at + 1} of {len(tried)} meshes done")
 
 
-def jobs_of(asked: Asked, tried: list[Row], device: torch.device) -> list[Job]:
+def jobs_of(asked: ParityOptions, tried: list[Row], device: torch.device) -> list[Job]:
     """What each mesh trains, refused here if it cannot be compared."""
-    from fsdp.job import prepare
+    from fsdp.run.job import prepare
 
     jobs = [prepare(asked.config(row, ""), world_size=asked.ranks, num_nodes=1, device=device) for row in tried]
     _refuse_chance(jobs[0])
@@ -57,19 +57,19 @@ def jobs_of(asked: Asked, tried: list[Row], device: torch.device) -> list[Job]:
 class Reference:
     """The plain loop's trainings, and what they say of how exact a comparison can be."""
 
-    def __init__(self, asked: Asked, jobs: list[Job], device: torch.device, say: Say) -> None:
+    def __init__(self, asked: ParityOptions, jobs: list[Job], device: torch.device, say: Say) -> None:
         self._plain, self._jobs, self._say = Plain(asked, jobs[0], device), jobs, say
-        self._trained: dict[tuple[Training, int], Trained] = {}
+        self._trained: dict[tuple[Comparison, int], TrainingRecord] = {}
         rounds, adaptive = self._plain.rounds, asked.config(None, "").optim.name != "sgd"
-        bare = without_gradient(self._get(Training.GRADIENT, 0), ROUNDED_NO_GRADIENT if rounds else NO_GRADIENT)
+        bare = without_gradient(self._get(Comparison.GRADIENT, 0), ROUNDED_NO_GRADIENT if rounds else NO_GRADIENT)
         self.measure = Measure(asked.dtype, rounds, adaptive, bare)
         for note in self.notes():
             say(f"note: {note}")
 
-    def judge(self, at: int, folder: str) -> list[Difference]:
+    def judge(self, at: int, folder: str) -> list[ParityDifference]:
         """Of the mesh whose runs are in `folder`: every difference, of all its trainings."""
         found = []
-        for training in Training:
+        for training in Comparison:
             plain = self._get(training, at)
             found += self.measure.differences(training, _read(run_of(folder, at, training), plain), plain)
         return found
@@ -77,7 +77,7 @@ class Reference:
     def notes(self) -> Iterator[str]:
         measure = self.measure
         if measure.rounds:
-            bounds = f"{measure.bound(Training.GRADIENT):.0e}, and {measure.bound(Training.ASKED):.0e} as asked"
+            bounds = f"{measure.bound(Comparison.GRADIENT):.0e}, and {measure.bound(Comparison.ASKED):.0e} as asked"
             yield f"{measure.rounds} although float64 is asked for: the bounds are {bounds}, of the whole model"
         if measure.flat:
             first, more = min(measure.flat), len(measure.flat) - 1
@@ -86,7 +86,7 @@ class Reference:
         if not self._plain.loss.of_logits:
             yield "the model's own loss is no cross entropy of its logits: the plain loop takes it of a whole batch at once"
 
-    def _get(self, training: Training, at: int) -> Trained:
+    def _get(self, training: Comparison, at: int) -> TrainingRecord:
         """Micro-batches matter to the plain loop where each has an auxiliary loss of its own."""
         accumulation = self._jobs[at].batch.accumulation if self._plain.loss.by_piece else 1
         key = (training, accumulation)
@@ -96,14 +96,14 @@ class Reference:
         return self._trained[key]
 
 
-def _read(run: Path, plain: Trained) -> Trained:
+def _read(run: Path, plain: TrainingRecord) -> TrainingRecord:
     """What a run wrote: its parameters, losses and gradient norms."""
     import torch
 
     whole = torch.load(run / "full_model" / "full-model.pt", weights_only=True)
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if "grad_norm" in record]
-    return Trained(plain.start, whole, [step["loss"] for step in steps], [step["grad_norm"] for step in steps])
+    return TrainingRecord(plain.start, whole, [step["loss"] for step in steps], [step["grad_norm"] for step in steps])
 
 
 def _refuse_chance(job: Job) -> None:
@@ -112,7 +112,7 @@ def _refuse_chance(job: Job) -> None:
     from torch.nn.modules.batchnorm import _BatchNorm
     from torch.nn.modules.dropout import _DropoutNd
 
-    from fsdp.job import meta_model
+    from fsdp.run.job import meta_model
 
     for name, module in meta_model(job.spec).named_modules():
         if (isinstance(module, _DropoutNd) and module.p) or (isinstance(module, nn.MultiheadAttention) and module.dropout):

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fsdp.parity.asked import BOUNDS, CLIP, FAR, Training
-from fsdp.parity.plain import Trained
+from fsdp.parity.options import BOUNDS, CLIP, FAR, Comparison
+from fsdp.parity.reference import TrainingRecord
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,10 +35,10 @@ ROUNDED_NO_GRADIENT = 1e-5
 
 
 @dataclass(frozen=True)
-class Difference:
+class ParityDifference:
     """The furthest of what one training compares."""
 
-    training: Training
+    training: Comparison
     what: str
     size: float
     bound: float
@@ -68,13 +68,13 @@ class Measure:
         """Each parameter by itself; where values are rounded, the whole model."""
         return self.dtype == "fp64" and not self.rounds
 
-    def bound(self, training: Training) -> float:
+    def bound(self, training: Comparison) -> float:
         if self.dtype == "fp64" and self.rounds:
-            return ROUNDED_ASKED if training is Training.ASKED else ROUNDED_INSIDE
-        wide = ADAPTIVE if self.each and self.adaptive and training is Training.ASKED else 1.0
+            return ROUNDED_ASKED if training is Comparison.ASKED else ROUNDED_INSIDE
+        wide = ADAPTIVE if self.each and self.adaptive and training is Comparison.ASKED else 1.0
         return wide * BOUNDS[self.dtype]
 
-    def differences(self, training: Training, ours: Trained, plain: Trained) -> list[Difference]:
+    def differences(self, training: Comparison, ours: TrainingRecord, plain: TrainingRecord) -> list[ParityDifference]:
         """Of the losses, the gradient norms, and the gradients or parameters: the furthest of each."""
         bound = self.bound(training)
         return [
@@ -83,18 +83,20 @@ class Measure:
             self._of_tensors(training, ours, plain, bound),
         ]
 
-    def _of_numbers(self, training: Training, name: str, ours: list[float], plain: list[float], bound: float) -> Difference:
+    def _of_numbers(
+        self, training: Comparison, name: str, ours: list[float], plain: list[float], bound: float
+    ) -> ParityDifference:
         if len(ours) != len(plain):
-            return Difference(training, f"the number of steps ({len(ours)}, plainly {len(plain)})", math.inf, bound)
+            return ParityDifference(training, f"the number of steps ({len(ours)}, plainly {len(plain)})", math.inf, bound)
         apart = [abs(a - b) / max(abs(b), 1e-30) if math.isfinite(a) else math.inf for a, b in zip(ours, plain, strict=True)]
         at = max(range(len(apart)), key=apart.__getitem__)
-        return Difference(training, f"the {name} of step {at + 1}", apart[at], bound, ours[at] / (plain[at] or math.nan))
+        return ParityDifference(training, f"the {name} of step {at + 1}", apart[at], bound, ours[at] / (plain[at] or math.nan))
 
-    def _of_tensors(self, training: Training, ours: Trained, plain: Trained, bound: float) -> Difference:
-        length = {Training.GRADIENT: FAR, Training.CLIPPED: FAR / CLIP}.get(training)
+    def _of_tensors(self, training: Comparison, ours: TrainingRecord, plain: TrainingRecord, bound: float) -> ParityDifference:
+        length = {Comparison.GRADIENT: FAR, Comparison.CLIPPED: FAR / CLIP}.get(training)
         moved = {n: (plain.start[n].double() - b.double()) / (length or 1.0) for n, b in plain.parameters.items()}
         found = {n: (plain.start[n].double() - ours.parameters[n].double()) / (length or 1.0) for n in moved}
-        kept = [n for n in moved if training is not Training.ASKED or n not in self.flat]
+        kept = [n for n in moved if training is not Comparison.ASKED or n not in self.flat]
         what = "the gradient of" if length else "the parameter"
         if not self.each:
             size = _whole_difference({n: found[n] for n in kept}, {n: moved[n] for n in kept})
@@ -102,11 +104,11 @@ class Measure:
                 # Against the parameters: half precision leaves a path of a few steps no digits.
                 size = _whole_difference(ours.parameters, plain.parameters)
             worst = max(kept, key=lambda n: _norm(found[n] - moved[n]), default="")
-            return Difference(training, f"the model, {what} {worst} most,", size, bound, _factor(found, moved, kept))
+            return ParityDifference(training, f"the model, {what} {worst} most,", size, bound, _factor(found, moved, kept))
         floors = {n: ROUNDING * _norm(plain.start[n].double()) / (length or 1.0) for n in kept}
         apart = relative_differences(found, {n: moved[n] for n in kept}, floors)
         worst = max(kept, key=lambda n: apart[n], default="")
-        return Difference(
+        return ParityDifference(
             training, f"{what} {worst}", apart.get(worst, 0.0), bound, _factor(found, moved, [worst] if worst else [])
         )
 
@@ -124,7 +126,7 @@ def relative_differences(
     return found
 
 
-def without_gradient(gradients: Trained, least: float) -> frozenset[str]:
+def without_gradient(gradients: TrainingRecord, least: float) -> frozenset[str]:
     """Trained parameters whose gradient in the plain loop is rounding."""
     sizes = {n: _norm(gradients.start[n].double() - b.double()) for n, b in gradients.parameters.items()}
     whole = math.sqrt(sum(size**2 for size in sizes.values()))

@@ -1,4 +1,4 @@
-"""The processes that train sharded: one world, mesh after mesh, by fsdp.loop.train itself.
+"""The processes that train sharded: one world, mesh after mesh, by fsdp.run.loop.train itself.
 
 Not here: what is made of their exports (compare.py).
 """
@@ -14,17 +14,17 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp.errors import TrainingError
-from fsdp.parity.asked import Asked, Row, Training
+from fsdp.base.errors import TrainingError
+from fsdp.parity.options import Comparison, ParityOptions, Row
 
 if TYPE_CHECKING:
-    from fsdp.env import DistEnv
+    from fsdp.dist.env import DistEnv
 
 GROUP_TIMEOUT_S = 300.0
 
 
 @contextlib.contextmanager
-def sharded_ranks(asked: Asked, tried: list[Row], folder: str, on_cuda: bool) -> Iterator[Iterator[int]]:
+def sharded_ranks(asked: ParityOptions, tried: list[Row], folder: str, on_cuda: bool) -> Iterator[Iterator[int]]:
     """Processes that form one world; yields the places of the meshes as they are done, and raises what a rank met first."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
@@ -61,16 +61,16 @@ def sharded_ranks(asked: Asked, tried: list[Row], folder: str, on_cuda: bool) ->
             member.join()
 
 
-def run_of(folder: str, at: int, training: Training) -> Path:
+def run_of(folder: str, at: int, training: Comparison) -> Path:
     return Path(folder, str(at), training.name.lower())
 
 
-def train_rows(env: DistEnv, asked: Asked, tried: list[Row], folder: str, done: Callable[[int], None]) -> None:
-    """One rank: the whole of fsdp.loop.train, mesh after mesh, each in every way."""
-    from fsdp.loop import train
+def train_rows(env: DistEnv, asked: ParityOptions, tried: list[Row], folder: str, done: Callable[[int], None]) -> None:
+    """One rank: the whole of fsdp.run.loop.train, mesh after mesh, each in every way."""
+    from fsdp.run.loop import train
 
     for at, row in enumerate(tried):
-        for training in Training:
+        for training in Comparison:
             run = run_of(folder, at, training)
             train(asked.config(row, str(run), training), env)
             shutil.rmtree(run / "checkpoints", ignore_errors=True)
@@ -82,14 +82,14 @@ def _last_words(log: Path) -> str:
     return lines[-1].strip().rstrip(".") if lines else "it said nothing"
 
 
-def _rank(rank: int, asked: Asked, tried: list[Row], folder: str, on_cuda: bool, pipe: Connection | None) -> None:
+def _rank(rank: int, asked: ParityOptions, tried: list[Row], folder: str, on_cuda: bool, pipe: Connection | None) -> None:
     log = os.open(Path(folder, f"rank-{rank}.log"), os.O_CREAT | os.O_WRONLY)
     os.dup2(log, 1)
     os.dup2(log, 2)
     import torch
     import torch.distributed as dist
 
-    from fsdp.env import DistEnv, process_group
+    from fsdp.dist.env import DistEnv, process_group
 
     if not on_cuda:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // (asked.ranks + 1)))

@@ -2,10 +2,10 @@
 
     python -m fsdp.plan --model.name transformer --model.preset llama-8b --plan.gpus 64 --plan.gpu h100 --data.seq_len 8192
 
-    world.py     a fake process group of any size, and a model cut up in it by fsdp/shard.py itself
+    world.py     a fake process group of any size, and a model cut up in it by fsdp/parallel/shard.py itself
     track.py     what a step allocates, computes and sends, operation by operation
     tags.py      FSDP's own steps say what is gathered, waited for and reduced
-    step.py      one step as fsdp/loop.py makes it, watched
+    step.py      one step as fsdp/run/loop.py makes it, watched
     trace.py     what was watched, as numbers; blocks repeat, so few are watched and any number is composed
     count.py     which fake runs a question needs, and their composition
     memory.py    bytes by kind and phase, and what the allocator makes of them
@@ -14,5 +14,5 @@
     goodput.py   failures, saves and restarts replayed
     report.py    the table, the best line, the recipe
 
-Nothing here runs on a GPU or trains; what a run measured afterwards is compared in fsdp/planned.py.
+Nothing here runs on a GPU or trains; what a run measured afterwards is compared in fsdp/run/planned.py.
 """

@@ -14,8 +14,8 @@ import sys
 import warnings
 
 from fsdp import config as configuration
+from fsdp.base.errors import ShardrunError
 from fsdp.config import Config
-from fsdp.errors import ShardrunError
 
 
 def main(argv: list[str]) -> int:
@@ -50,7 +50,7 @@ def answer(config: Config, given: frozenset[str]) -> list[str]:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     warnings.filterwarnings("ignore", category=UserWarning)
     from fsdp.plan import report
-    from fsdp.plan.predict import plan_one
+    from fsdp.plan.estimate import plan_one
     from fsdp.plan.rates import calibrate, rates_for
     from fsdp.plan.search import search
 

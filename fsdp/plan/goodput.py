@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fsdp.config import Config
-from fsdp.plan.watch import checkpoint_bytes
+from fsdp.plan.step_trace import checkpoint_bytes
 
 if TYPE_CHECKING:
-    from fsdp.plan.predict import Plan
+    from fsdp.plan.estimate import Plan
 
 YEAR_S = 365.25 * 86400.0
 NOTICE_S = 30.0

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fsdp.plan.count import Counted, peak_of
+from fsdp.plan.fake_runs import TracedStep, peak_of
 from fsdp.plan.trace import KINDS, Segment
 
 MIB = 1 << 20
@@ -51,7 +51,7 @@ class Memory:
         )  # fmt: skip
 
 
-def memory_of(counted: Counted, *, apart: bool = False, offload: bool = False) -> Memory:
+def memory_of(counted: TracedStep, *, apart: bool = False, offload: bool = False) -> Memory:
     """`apart` where the host's memory is not the device's; `offload` where states rest there too."""
     host = ("offloaded", *(HOST_KINDS if offload else ())) if apart else ()
     mask = np.array([name not in host for name in KINDS])
@@ -91,7 +91,7 @@ def describe(segment: Segment, blocks: int) -> str:
 # ---------------------------------------------------------------- the allocator
 
 
-def _cached(counted: Counted, peak: float) -> float:
+def _cached(counted: TracedStep, peak: float) -> float:
     """What the allocator holds beyond the peak: replayed for the short runs, carried on to all blocks."""
     over = [(trace.blocks, reserved_for(trace.events) - peak_of(trace)) for trace in counted.extras if trace.events]
     if not over:
@@ -171,6 +171,6 @@ BESIDE_TENSORS = 16 * MIB
 """What Python and torch take for a model's own objects, its graph and its threads."""
 
 
-def process_peak(counted: Counted) -> float:
+def process_peak(counted: TracedStep) -> float:
     """On CPU: what the kernel would count of the process above its idle size."""
     return max(float(segment.curve.sum(1).max()) for segment in counted.trace.segments) + BESIDE_TENSORS

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fsdp.base.devices import DEVICES, find
+from fsdp.base.errors import ConfigError
 from fsdp.config import Config
-from fsdp.devices import DEVICES, find
-from fsdp.errors import ConfigError
 
 GIB = 2**30
 SUSTAINED = 0.9

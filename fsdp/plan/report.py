@@ -8,11 +8,11 @@ from pathlib import Path
 
 from fsdp import config as configuration
 from fsdp.config import Config
-from fsdp.job import model_of, units_said
+from fsdp.plan.estimate import Plan, gib, not_modelled, plan_one
 from fsdp.plan.goodput import best_interval, costs_of, goodput
-from fsdp.plan.predict import Plan, gib, not_modelled, plan_one
-from fsdp.plan.subject import subject_of
-from fsdp.rundir import write_atomically
+from fsdp.plan.model_shapes import subject_of
+from fsdp.run.job import model_of, units_said
+from fsdp.rundir.paths import write_atomically
 
 _CHECKPOINTING = {"none": "none", "ops": "per operation", "full": "full"}
 

@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdp import config as configuration
-from fsdp.comm import check_divide
+from fsdp.base.errors import ConfigError
 from fsdp.config import Config
-from fsdp.errors import ConfigError
-from fsdp.mesh import MeshSizes, Strategy, resolve
-from fsdp.plan.count import Family, Runs, run_all
-from fsdp.plan.predict import Plan, check_device, for_target, plan_of, plan_one
+from fsdp.dist.mesh import MeshSizes, Strategy, resolve
+from fsdp.parallel.comm_hooks import check_divide
+from fsdp.plan.estimate import Plan, check_device, for_target, plan_of, plan_one
+from fsdp.plan.fake_runs import Family, Runs, run_all
+from fsdp.plan.model_shapes import Subject, subject_of
 from fsdp.plan.rates import Rates, rates_for
-from fsdp.plan.subject import Subject, subject_of
-from fsdp.plan.watch import Ask, parameter_bytes
+from fsdp.plan.step_trace import Ask, parameter_bytes
 
 LARGEST_MICRO_BATCH = 64
 MOST_RANKS = 4096
@@ -50,7 +50,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The best plan of each choice, best first; `fitting` of them fit."""
 
     plans: tuple[Plan, ...]
@@ -61,7 +61,7 @@ class Found:
         return tuple(plan for plan in self.plans if plan.fits)
 
 
-def search(config: Config, given: Given) -> Found:
+def search(config: Config, given: Given) -> SearchResult:
     """For --plan.gpus, or for the fewest that are enough."""
     rates = rates_for(config)
     check_device(config)
@@ -89,7 +89,7 @@ def _numbers_of_ranks(config: Config, given: Given, rates: Rates) -> Iterator[in
             yield ranks
 
 
-def _search(config: Config, given: Given, ranks: int, rates: Rates, *, frugal: bool = False) -> Found:
+def _search(config: Config, given: Given, ranks: int, rates: Rates, *, frugal: bool = False) -> SearchResult:
     check_batch(config, given, ranks)
     choices = _allowed(config, _choices(config, given, ranks, rates))
     choices = _least_memory(choices) if frugal else choices
@@ -101,7 +101,7 @@ def _search(config: Config, given: Given, ranks: int, rates: Rates, *, frugal: b
     if not frugal:
         # The first few for themselves: what a family rounds may turn their order.
         plans[:RECOUNTED] = [plan_one(plan.config) if plan.fits else plan for plan in plans[:RECOUNTED]]
-    return Found(tuple(sorted(plans, key=_order)), ranks)
+    return SearchResult(tuple(sorted(plans, key=_order)), ranks)
 
 
 def _order(plan: Plan) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""One step as fsdp/loop.py makes it, on real or fake tensors, marked where its phases and blocks begin.
+"""One step as fsdp/run/loop.py makes it, on real or fake tensors, marked where its phases and blocks begin.
 
 The order is the loop's: micro-batches forward and backward, the norm, the clip, the optimizer. Loader, saves and what is
 printed are not a step's. Not here: what is done with what was seen.
@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp.agree import Sum
-from fsdp.gradients import Gradients
-from fsdp.loss import LossFunction
+from fsdp.dist.collectives import Sum
 from fsdp.models.blocks import blocks_of
-from fsdp.plan.tags import watching
-from fsdp.plan.track import Tracker, kind
-from fsdp.shard import Sharded
-from fsdp.small_states import SmallStateAdam, new_state
+from fsdp.models.loss import LossFunction
+from fsdp.optim.gradients import Gradients
+from fsdp.optim.small_states import SmallStateAdam, new_state
+from fsdp.parallel.shard import Sharded
+from fsdp.plan.fsdp_events import watching
+from fsdp.plan.tracker import Tracker, kind
 
 Micro = tuple[Mapping[str, Tensor], Tensor]
 """The tensors of a micro-batch, and which of its rows count."""
@@ -32,7 +32,7 @@ OTHER_UNITS = 1_000_000
 
 
 @dataclass
-class Watched:
+class TracedSetup:
     """What the loop has before its first step, and the tracker that looks on."""
 
     sharded: Sharded

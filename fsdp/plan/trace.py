@@ -27,7 +27,7 @@ Place = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class Name:
+class SegmentName:
     micro: int
     phase: str
     place: Place
@@ -69,7 +69,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Segment:
-    name: Name
+    name: SegmentName
     curve: np.ndarray
     """Bytes alive by column, [points, columns]; a point at each allocation and at the end."""
     work: Work
@@ -90,7 +90,7 @@ class Trace:
     events: tuple[tuple[int, int], ...] = field(default=(), repr=False)
     """(storage, bytes) of each allocation, with bytes negative where it is given back: the allocator's replay reads them."""
 
-    def names(self) -> list[Name]:
+    def names(self) -> list[SegmentName]:
         return [segment.name for segment in self.segments]
 
 

@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.config import TRUST_HELP
-from fsdp.errors import ConfigError, ShardrunError
 from fsdp.predict import images, language, picture
 from fsdp.predict.images import Said
-from fsdp.predict.trained import Trained, open_run
+from fsdp.predict.trained import TrainedModel, open_run
 
 FOR_IMAGES, FOR_LANGUAGE = ("image", "invert", "split", "samples"), ("prompt", "tokens", "temperature", "top_k", "seed")
 
@@ -106,7 +106,7 @@ def _or(value: float | None, default: float) -> float:
 # ---------------------------------------------------------------- images
 
 
-def _classify(trained: Trained, options: argparse.Namespace) -> None:
+def _classify(trained: TrainedModel, options: argparse.Namespace) -> None:
     split = options.split or "heldout"
     samples = trained.data.train if split == "train" else trained.data.heldout
     file = options.out or trained.run / "predictions.png"
@@ -146,7 +146,7 @@ def _print_table(said: list[Said], classes: Sequence[str]) -> None:
 # ---------------------------------------------------------------- language
 
 
-def _go_on(trained: Trained, options: argparse.Namespace) -> None:
+def _go_on(trained: TrainedModel, options: argparse.Namespace) -> None:
     prompt = options.prompt if options.prompt is not None else language.default_prompt(trained)
     sampling = language.Sampling(
         tokens=int(_or(options.tokens, 200)),

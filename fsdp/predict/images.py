@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fsdp.base.errors import ConfigError
 from fsdp.data import Samples, heldout_batches
 from fsdp.data.images import prepare
-from fsdp.errors import ConfigError
-from fsdp.mesh import DataRank
-from fsdp.predict.trained import Trained
+from fsdp.dist.mesh import DataRank
+from fsdp.predict.trained import TrainedModel
 
 BATCH = 64
 
@@ -33,13 +33,13 @@ class Said:
         return int(self.probabilities.argmax())
 
 
-def classes_of(trained: Trained) -> tuple[str, ...]:
+def classes_of(trained: TrainedModel) -> tuple[str, ...]:
     """Names, or numbers where the data has no names."""
     info = trained.data.info
     return info.class_names or tuple(map(str, range(int(info.facts.get("num_classes", 0)))))
 
 
-def of_samples(trained: Trained, samples: Samples, count: int) -> list[Said]:
+def of_samples(trained: TrainedModel, samples: Samples, count: int) -> list[Said]:
     """`count` samples, evenly spread over all of them: the first ones alone may be of one class."""
     count = min(count, len(samples))
     indices = np.arange(count, dtype=np.int64) * len(samples) // max(count, 1)
@@ -52,7 +52,7 @@ def of_samples(trained: Trained, samples: Samples, count: int) -> list[Said]:
     return said
 
 
-def _check_classes(trained: Trained, batch: Mapping[str, Tensor]) -> None:
+def _check_classes(trained: TrainedModel, batch: Mapping[str, Tensor]) -> None:
     targets = batch.get("targets")
     if targets is None or targets.dim() != 1 or targets.is_floating_point():
         raise ConfigError(
@@ -61,18 +61,18 @@ def _check_classes(trained: Trained, batch: Mapping[str, Tensor]) -> None:
         )
 
 
-def _probabilities(trained: Trained, inputs: Tensor) -> Tensor:
+def _probabilities(trained: TrainedModel, inputs: Tensor) -> Tensor:
     return trained.logits(inputs).float().softmax(-1).cpu()
 
 
-def of_files(trained: Trained, files: Sequence[str], invert: bool) -> list[Said]:
+def of_files(trained: TrainedModel, files: Sequence[str], invert: bool) -> list[Said]:
     """A person's own pictures, made ready as the training's were."""
     inputs = np.stack([_read(trained, Path(file), invert) for file in files])
     probabilities = _probabilities(trained, torch.from_numpy(inputs))
     return [Said(Path(f).name, x, p, None) for f, x, p in zip(files, inputs, probabilities, strict=True)]
 
 
-def _read(trained: Trained, file: Path, invert: bool) -> np.ndarray:
+def _read(trained: TrainedModel, file: Path, invert: bool) -> np.ndarray:
     from PIL import Image, ImageOps
 
     preprocess = trained.data.info.preprocess
@@ -90,7 +90,7 @@ def _read(trained: Trained, file: Path, invert: bool) -> np.ndarray:
         raise ConfigError(f"--image {file} is no picture: {error}.", "--image FILE, any picture that Pillow reads") from None
 
 
-def accuracy(trained: Trained, samples: Samples) -> tuple[int, int]:
+def accuracy(trained: TrainedModel, samples: Samples) -> tuple[int, int]:
     """How many are right, of how many: every sample once, the largest logit against the target."""
     right = 0
     for batch in heldout_batches(samples, batch=BATCH, rank=DataRank(0, 1), limit=0):

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fsdp.errors import ConfigError
-from fsdp.predict.trained import Trained
+from fsdp.base.errors import ConfigError
+from fsdp.predict.trained import TrainedModel
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Sampling:
     seed: int
 
 
-def encode(trained: Trained, prompt: str) -> list[int]:
+def encode(trained: TrainedModel, prompt: str) -> list[int]:
     """A prompt as tokens: bytes where training read bytes, else numbers with spaces between."""
     vocabulary = vocab_size(trained)
     if trained.data.info.preprocess.get("tokenizer") == "bytes":
@@ -42,13 +42,13 @@ def encode(trained: Trained, prompt: str) -> list[int]:
     return tokens
 
 
-def decode(trained: Trained, tokens: list[int]) -> str:
+def decode(trained: TrainedModel, tokens: list[int]) -> str:
     if trained.data.info.preprocess.get("tokenizer") == "bytes":
         return bytes(tokens).decode(errors="replace")
     return " ".join(map(str, tokens))
 
 
-def default_prompt(trained: Trained) -> str:
+def default_prompt(trained: TrainedModel) -> str:
     """Python where it learned Python; else the beginning of a held-out sample."""
     if trained.data.info.preprocess.get("tokenizer") == "bytes":
         return "def "
@@ -56,12 +56,12 @@ def default_prompt(trained: Trained) -> str:
     return decode(trained, samples.batch(np.zeros(1, np.int64))["inputs"][0, :16].tolist())
 
 
-def vocab_size(trained: Trained) -> int:
+def vocab_size(trained: TrainedModel) -> int:
     """The data's: a model may have room for more, which it has never seen."""
     return int(trained.data.info.facts.get("vocab_size", 1 << 62))
 
 
-def go_on(trained: Trained, prompt: list[int], sampling: Sampling) -> list[int]:
+def go_on(trained: TrainedModel, prompt: list[int], sampling: Sampling) -> list[int]:
     """The prompt and what follows it: a function of the seed."""
     generator = torch.Generator().manual_seed(sampling.seed)
     window = int(trained.data.info.facts.get("seq_len", len(prompt) + sampling.tokens))

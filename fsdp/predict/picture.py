@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fsdp.base.errors import ConfigError
 from fsdp.data.images import to_picture
-from fsdp.errors import ConfigError
 from fsdp.predict.images import Said
 
 if TYPE_CHECKING:

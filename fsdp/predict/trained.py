@@ -11,22 +11,22 @@ import torch
 from torch import Tensor, nn
 
 from fsdp import config as configuration
-from fsdp.checkpoint.full import INDEX_FILE, TORCH_FILE, open_full_state
+from fsdp.base.errors import ConfigError
+from fsdp.checkpoint.full_state import INDEX_FILE, TORCH_FILE, open_full_state
 from fsdp.config import Config
 from fsdp.data import DataSet, build_dataset
-from fsdp.env import pick_device
-from fsdp.errors import ConfigError
-from fsdp.loss import loss_or_logits
+from fsdp.dist.env import pick_device
 from fsdp.models import resolve
-from fsdp.models.real import fill_buffers, to_empty
-from fsdp.shard import resolve_dtypes
+from fsdp.models.loss import loss_or_logits
+from fsdp.models.unsharded import fill_buffers, to_empty
+from fsdp.parallel.shard import resolve_dtypes
 
 # What a prediction has no use for, and what may be gone by now.
 FORGOTTEN = ("checkpoint.resume", "model.weights", "ray.", "mesh.")
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedModel:
     run: Path
     config: Config
     model: nn.Module
@@ -46,7 +46,7 @@ class Trained:
         return logits
 
 
-def open_run(run: Path, flags: Sequence[str] = (), trusted: Collection[str] = ()) -> Trained:
+def open_run(run: Path, flags: Sequence[str] = (), trusted: Collection[str] = ()) -> TrainedModel:
     """`flags` go over the run's own configuration: where its data lies now, for one. Of the code that the configuration
     names only what is in `trusted` is imported."""
     config = read_config(run, flags, trusted)
@@ -56,7 +56,7 @@ def open_run(run: Path, flags: Sequence[str] = (), trusted: Collection[str] = ()
     model.to(device).eval()
     for parameter in model.parameters():  # buffers stay as they are, as under FSDP's mixed precision
         parameter.data = parameter.data.to(resolve_dtypes(config.precision, device).param)
-    return Trained(run, config, model, data, device)
+    return TrainedModel(run, config, model, data, device)
 
 
 def read_config(run: Path, flags: Sequence[str], trusted: Collection[str]) -> Config:
@@ -70,7 +70,7 @@ def read_config(run: Path, flags: Sequence[str], trusted: Collection[str]) -> Co
 def _load(run: Path, config: Config, facts: Mapping[str, Any]) -> nn.Module:
     folder = run / "full_model"
     if not (folder / TORCH_FILE).is_file() and not (folder / INDEX_FILE).is_file():
-        raise ConfigError(f"{run} has no exported model in {folder}.", f"python -m fsdp.checkpoints export {run}")
+        raise ConfigError(f"{run} has no exported model in {folder}.", f"python -m fsdp.checkpoint export {run}")
     state = dict(open_full_state(folder))
     spec = resolve(config.model, facts)
     with torch.device("meta" if spec.knows_inits else "cpu"):
@@ -84,7 +84,7 @@ def _load(run: Path, config: Config, facts: Mapping[str, Any]) -> nn.Module:
     except RuntimeError as error:
         what = "; ".join(" ".join(line.split()) for line in str(error).splitlines()[1:2]) or str(error)
         raise ConfigError(
-            f"{folder} does not fit the model of {run}/config.toml: {what}", f"python -m fsdp.checkpoints export {run}"
+            f"{folder} does not fit the model of {run}/config.toml: {what}", f"python -m fsdp.checkpoint export {run}"
         ) from None
     return model
 

@@ -13,17 +13,17 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdp.errors import ConfigError, ShardrunError
+from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.report.page import page
-from fsdp.report.read import read_run
-from fsdp.report.samples import Samples, read_samples
-from fsdp.rundir import write_atomically
+from fsdp.report.run_data import read_run
+from fsdp.report.sample_section import SampleSection, read_samples
+from fsdp.rundir.paths import write_atomically
 
 USAGE = "python -m fsdp.report RUN [RUN] [--out FILE] [--no-samples] [--trust-code NAME]"
 
 
 @dataclass(frozen=True)
-class Asked:
+class ReportOptions:
     runs: list[Path]
     out: Path | None
     samples: bool
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     try:
         asked = _asked(argv)
         stories = [read_run(run) for run in asked.runs]
-        samples = [read_samples(story.path, asked.trusted) if asked.samples else Samples() for story in stories]
+        samples = [read_samples(story.path, asked.trusted) if asked.samples else SampleSection() for story in stories]
         out = _write(asked, page(stories, samples))
     except ShardrunError as error:
         print(f"fsdp.report: {error}", file=sys.stderr)
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _write(asked: Asked, text: str) -> Path:
+def _write(asked: ReportOptions, text: str) -> Path:
     """Into the file that the person named, or into RUN/report.html: if that is a link, the page replaces the link."""
     text = text.encode("utf-8", "replace").decode()  # a lone surrogate, which JSON can hold
     out = asked.out or asked.runs[0] / "report.html"
@@ -63,7 +63,7 @@ def _write(asked: Asked, text: str) -> Path:
     return out
 
 
-def _asked(argv: list[str]) -> Asked:
+def _asked(argv: list[str]) -> ReportOptions:
     words = list(argv)
     out = _values(words, "--out", "report.html")
     trusted = _values(words, "--trust-code", "my_module:build")
@@ -73,7 +73,9 @@ def _asked(argv: list[str]) -> Asked:
         raise ConfigError(f"{wrong} is not a flag.", USAGE)
     if not 1 <= len(runs) <= 2:
         raise ConfigError(f"{len(runs)} runs were named, not one or two.", USAGE)
-    return Asked([Path(run) for run in runs], Path(out[-1]) if out else None, "--no-samples" not in words, tuple(trusted))
+    return ReportOptions(
+        [Path(run) for run in runs], Path(out[-1]) if out else None, "--no-samples" not in words, tuple(trusted)
+    )
 
 
 def _values(words: list[str], flag: str, example: str) -> list[str]:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp.report.read import RunStory
+from fsdp.report.run_data import RunStory
 from fsdp.report.tables import Raw, seconds
 from fsdp.report.timing import WORDS
-from fsdp.report.watched import WAITING
+from fsdp.report.watch_records import WAITING
 
 MANY = 10
 NOISE = 0.02

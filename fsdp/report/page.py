@@ -11,17 +11,17 @@ from collections.abc import Sequence
 
 from fsdp.report import compare
 from fsdp.report.curves import Marks, chart
-from fsdp.report.document import SCRIPT, document
-from fsdp.report.faults import odd, stopped
-from fsdp.report.plan import ABOUT as PLAN
-from fsdp.report.plan import planned
-from fsdp.report.profile import memory_by_rank
-from fsdp.report.read import RunStory, Start
-from fsdp.report.samples import Samples
+from fsdp.report.html_document import SCRIPT, document
+from fsdp.report.plan_section import ABOUT as PLAN
+from fsdp.report.plan_section import planned
+from fsdp.report.profile_section import memory_by_rank
+from fsdp.report.run_data import RunStory, Start
+from fsdp.report.sample_section import SampleSection
 from fsdp.report.series import Series
 from fsdp.report.tables import Raw, cell, chip, seconds, section, size, table, tiles
 from fsdp.report.timing import ABOUT as TIME
 from fsdp.report.timing import time_by_rank
+from fsdp.report.watch_section import odd, stopped
 
 KNOWN = {
     "loss", "eval_loss", "eval_accuracy", "per_s", "step_time_s", "data_wait_s", "grad_norm", "lr", "max_mem_gib", "mfu",
@@ -31,12 +31,12 @@ MOST_CHARTS = 12
 MEMORY = "The highest moment of the profiled steps on each rank, by what held it; and the highest of each phase."
 
 
-def page(stories: Sequence[RunStory], samples: Sequence[Samples] = ()) -> str:
+def page(stories: Sequence[RunStory], samples: Sequence[SampleSection] = ()) -> str:
     names = " and ".join(story.name for story in stories)
     body = [_head(stories), *([_differences(stories)] if len(stories) > 1 else [])]
     body += [stopped(story.watched, _of(story, stories)) for story in stories]
     body += [section("Curves", _curves(stories), _about_curves(stories))]
-    for story, said in zip(stories, [*samples, *[Samples()] * len(stories)], strict=False):
+    for story, said in zip(stories, [*samples, *[SampleSection()] * len(stories)], strict=False):
         of = _of(story, stories)
         body += [section(f"Where the time goes{of}", time_by_rank(story.watched.timing, _marks(story)), TIME)]
         body += [odd(story.watched, of)]
@@ -199,7 +199,7 @@ def _differences(stories: Sequence[RunStory]) -> str:
     return section("What came out", numbers) + section("What was set differently", fields)
 
 
-def _samples(of: str, said: Samples) -> str:
+def _samples(of: str, said: SampleSection) -> str:
     if said.why_not and of:
         return ""
     if said.why_not:

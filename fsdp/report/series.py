@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from fsdp.report.notes import LARGEST as MOST
-from fsdp.report.notes import Notes
-from fsdp.rundir import read_lines
+from fsdp.report.file_notes import LARGEST as MOST
+from fsdp.report.file_notes import Notes
+from fsdp.rundir.paths import read_lines
 
 BUCKETS = 360
 LARGEST = 1e100

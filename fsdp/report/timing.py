@@ -6,7 +6,7 @@ from fsdp.report.bars import bars, chosen
 from fsdp.report.curves import Marks, chart
 from fsdp.report.series import Series
 from fsdp.report.tables import seconds, table
-from fsdp.report.watched import SHOWN, STEP_PHASES, WAITING, Timing
+from fsdp.report.watch_records import SHOWN, STEP_PHASES, WAITING, Timing
 
 WORDS = {
     WAITING: "communication exposed", "data": "waiting for data", "reduce": "norm and loss", "record": "records",

@@ -24,14 +24,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fsdp.watch.crew import Crew
-from fsdp.watch.evidence import Evidence, decode
-from fsdp.watch.files import Files
-from fsdp.watch.ledger import Ledger, Told
-from fsdp.watch.look import ANSWER_S
-from fsdp.watch.nodes import SILENT_S, Head, Line, Peer
-from fsdp.watch.orders import Orders
-from fsdp.watch.verdict import Verdict, judge
+from fsdp.watch.hang_verdict import Verdict, judge
+from fsdp.watch.monitor_links import SILENT_S, Head, Line, Peer
+from fsdp.watch.monitor_options import Orders
+from fsdp.watch.node_ranks import Crew
+from fsdp.watch.observation import Evidence, decode
+from fsdp.watch.observe import ANSWER_S
+from fsdp.watch.records import Files
+from fsdp.watch.timing import Ledger, Told
 
 BEAT_S = 0.2
 SHORT_STEP_S, SHORT_BEAT_S = 0.05, 0.1

@@ -23,20 +23,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from fsdp import agree
-from fsdp.claim import here
+from fsdp.base.phases import ACTIVITIES
 from fsdp.config import WatchSection
-from fsdp.env import DistEnv, meeting_address
-from fsdp.phases import ACTIVITIES
-from fsdp.stop import LAST_ACTS, SIGNALS
-from fsdp.watch import cells
-from fsdp.watch.calls import Calls
-from fsdp.watch.cells import FAILED, OVER, PID, STATE, THREAD, Cells, Writer
-from fsdp.watch.device import device_clock
-from fsdp.watch.farewell import wait_until_told, wake
-from fsdp.watch.orders import Orders
-from fsdp.watch.witness import Witness
-from fsdp.watch.words import last_words
+from fsdp.dist import collectives
+from fsdp.dist.env import DistEnv, meeting_address
+from fsdp.dist.stop import LAST_ACTS, SIGNALS
+from fsdp.rundir.lock import here
+from fsdp.watch import status_page
+from fsdp.watch.collective_calls import Calls
+from fsdp.watch.cuda_timing import device_clock
+from fsdp.watch.failure_report import last_words
+from fsdp.watch.last_process import wait_until_told, wake
+from fsdp.watch.monitor_options import Orders
+from fsdp.watch.responder import Responder
+from fsdp.watch.status_page import FAILED, OVER, PID, STATE, THREAD, Cells, Writer
 
 ROOT = Path(__file__).resolve().parents[2]
 FAREWELL_S = 2.0
@@ -54,20 +54,20 @@ class Watch:
         if not self._section.enabled or not Path("/proc/self/task").is_dir():
             return self  # other systems than Linux show nothing to look at
         sweep()
-        self._cells = own = cells.create(f"shardrun-{_space()}-{os.getpid()}-{secrets.token_hex(4)}.cells")
+        self._cells = own = status_page.create(f"shardrun-{_space()}-{os.getpid()}-{secrets.token_hex(4)}.cells")
         own.numbers[PID], own.numbers[THREAD] = os.getpid(), threading.get_native_id()
-        own.numbers[cells.CUDA] = self._env.device.type == "cuda"
+        own.numbers[status_page.CUDA] = self._env.device.type == "cuda"
         self._writer = Writer(own.numbers)
-        self._witness = Witness(own.path)
+        self._witness = Responder(own.path)
         self._start_monitor(own.path)
         self._calls = Calls(self._writer)
-        self._device = device_clock(self._writer) if own.numbers[cells.CUDA] else None
+        self._device = device_clock(self._writer) if own.numbers[status_page.CUDA] else None
         LAST_ACTS.append(self._over)
         ACTIVITIES.listener = self._writer.activity
         return self
 
     def phase(self, name: str, step: int) -> None:
-        """A listener of fsdp/phases.py."""
+        """A listener of fsdp/base/phases.py."""
         if self._cells is not None:
             self._writer.phase(name, step)
             if self._device is not None:
@@ -84,7 +84,7 @@ class Watch:
         if isinstance(error, Exception):
             self._hand_over(error)
         else:
-            self._writer.phase("end", int(self._cells.numbers[cells.STEP]))
+            self._writer.phase("end", int(self._cells.numbers[status_page.STEP]))
             self._cells.numbers[STATE] = OVER if error is None else FAILED
         self._witness.close()
         if self._monitor is not None:
@@ -125,7 +125,7 @@ class Watch:
         spread = self._env.local_world_size < self._env.world_size
         ear = _listen() if spread and self._env.is_main else None
         mine = here("").place or socket.gethostname()
-        told = agree.everyones((mine, socket.gethostname(), str(path), _meeting(ear)))
+        told = collectives.everyones((mine, socket.gethostname(), str(path), _meeting(ear)))
         places = list(dict.fromkeys(place for place, _, _, _ in told))
         of_place = {place: [rank for rank, one in enumerate(told) if one[0] == place] for place in places}
         if self._env.rank == of_place[mine][0]:
@@ -151,7 +151,7 @@ def _space() -> int:
 
 def sweep() -> None:
     """Ranks that were killed together with their monitor have left names behind: those of dead processes go."""
-    for one in cells.folder().glob(f"shardrun-{_space()}-*"):
+    for one in status_page.folder().glob(f"shardrun-{_space()}-*"):
         number = one.name.split("-")[2]
         if number.isdigit() and not Path(f"/proc/{number}").exists():
             with contextlib.suppress(OSError):  # another's, or gone already

@@ -13,7 +13,7 @@ from bench.peers.roster import ROSTER, absent, settings
 from bench.peers.team import Team
 from bench.scale import told
 from bench.simulated import simulate
-from tests.marks import sample_are
+from tests.support.marks import sample_are
 
 STEPS = 2
 

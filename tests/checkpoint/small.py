@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp.checkpoint import Checkpointer
 from fsdp.checkpoint.lock import Lock
 from fsdp.config import CheckpointSection
-from fsdp.env import DistEnv
-from fsdp.mesh import MeshSizes, build_mesh
-from fsdp.state import TrainState
+from fsdp.dist.env import DistEnv
+from fsdp.dist.mesh import MeshSizes, build_mesh
+from fsdp.optim.train_state import TrainState
 
 GLOBAL_BATCH = 12  # 1, 2, 3 and 4 ranks take equal shares
 Kind = Literal["fsdp", "hsdp", "ddp"]

@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import manifest
-from fsdp.checkpoint.names import MANIFEST, METADATA
+from fsdp.checkpoint.file_names import MANIFEST, METADATA
 from fsdp.checkpoint.store import LocalStore
-from fsdp.env import DistEnv
-from fsdp.errors import CheckpointError
+from fsdp.dist.env import DistEnv
 from tests.checkpoint.small import bits, build, save_once
-from tests.marks import quick_are
-from tests.world import run_world
+from tests.support.marks import quick_are
+from tests.support.world import run_world
 
 RANKS = 2
 

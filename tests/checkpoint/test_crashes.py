@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp.checkpoint import inspect, names
+from fsdp.checkpoint import file_names, inspect
 from fsdp.checkpoint.manifest import Broken
 from fsdp.checkpoint.saver import Saver
 from fsdp.checkpoint.store import LocalStore, sync_folder
-from fsdp.env import DistEnv
+from fsdp.dist.env import DistEnv
 from tests.checkpoint.crashes import Change, Left, Recorder, Tree, states
 from tests.checkpoint.small import build
 
@@ -41,8 +41,8 @@ def record(folder: Path, forgets: Callable[[Change], bool] = lambda change: Fals
                 run.save(wait=True)
             run.checkpointer.close()
             store = LocalStore(folder / "checkpoints")
-            store.begin(names.staging(9, "deadbeef"))  # killed in a later save
-            store.write(names.staging(9, "deadbeef"), "__0_0.distcp", [b"half"])
+            store.begin(file_names.staging(9, "deadbeef"))  # killed in a later save
+            store.write(file_names.staging(9, "deadbeef"), "__0_0.distcp", [b"half"])
     return recorder
 
 
@@ -57,13 +57,13 @@ def wrong(tree: Tree, sealed: int, deleting: set[str]) -> str:
         if found not in whole and found.folder not in deleting:
             return f"{found.folder} has its final name and is not whole: {found.detail or 'a checksum differs'}"
     for folder in store.folders():
-        going = (name := names.parse(folder)) is not None and name.kind == "gone"
-        if going and names.MANIFEST in tree[folder] and _damage(store, inspect.look(store, folder)):
+        going = (name := file_names.parse(folder)) is not None and name.kind == "gone"
+        if going and file_names.MANIFEST in tree[folder] and _damage(store, inspect.look(store, folder)):
             return f"{folder} is sealed and in parts"
     return ""
 
 
-def _damage(store: Any, found: inspect.Found) -> bool:
+def _damage(store: Any, found: inspect.CheckpointListing) -> bool:
     if found.manifest is None:
         return True
     try:
@@ -79,7 +79,7 @@ def violations(recorder: Recorder) -> tuple[int, list[str]]:
     count, found = 0, []
     for done, tree in states(recorder):
         count += 1
-        sealed = max((names.parse(text).step for at, text in recorder.notes if at <= done), default=0)  # type: ignore[union-attr]
+        sealed = max((file_names.parse(text).step for at, text in recorder.notes if at <= done), default=0)  # type: ignore[union-attr]
         if said := wrong(tree, sealed, _deleting(recorder.changes[:done])):
             found.append(f"after {done} operations: {said}")
     return count, found
@@ -128,14 +128,14 @@ def seal_before_the_manifest(patch: pytest.MonkeyPatch) -> None:
     write, seal, kept = LocalStore.write, LocalStore.seal, dict[str, Any]()
 
     def late(self: LocalStore, folder: str, file: str, buffers: Any) -> None:
-        if file == names.MANIFEST:
+        if file == file_names.MANIFEST:
             kept[folder] = buffers
         else:
             write(self, folder, file, buffers)
 
     def sealed(self: LocalStore, staged: str, final: str) -> None:
         seal(self, staged, final)
-        write(self, final, names.MANIFEST, kept[staged])
+        write(self, final, file_names.MANIFEST, kept[staged])
         sync_folder(self.root / final)
 
     patch.setattr(LocalStore, "write", late)
@@ -147,7 +147,7 @@ def delete_sealed(patch: pytest.MonkeyPatch) -> None:
     unlink = Path.unlink
 
     def spared(self: Path, missing_ok: bool = False) -> None:
-        if self.name != names.MANIFEST:
+        if self.name != file_names.MANIFEST:
             unlink(self, missing_ok)
 
     patch.setattr(Path, "unlink", spared)

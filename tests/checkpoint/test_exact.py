@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from fsdp.env import DistEnv
+from fsdp.dist.env import DistEnv
 from tests.checkpoint.small import Kind, bits, build, save_once
-from tests.marks import quick_are, sample_are
-from tests.world import run_world
+from tests.support.marks import quick_are, sample_are
+from tests.support.world import run_world
 
 LATER = 20
 

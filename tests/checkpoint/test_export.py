@@ -11,14 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fsdp import checkpoints
-from fsdp.checkpoint import full, load, manifest
-from fsdp.checkpoint.full import open_full_state
-from fsdp.checkpoint.names import MANIFEST
-from fsdp.env import DistEnv
-from fsdp.errors import ConfigError
+from fsdp.base.errors import ConfigError
+from fsdp.checkpoint import __main__ as checkpoints
+from fsdp.checkpoint import full_state, load, manifest
+from fsdp.checkpoint.file_names import MANIFEST
+from fsdp.checkpoint.full_state import open_full_state
+from fsdp.dist.env import DistEnv
 from tests.checkpoint.small import Model, build, save_once
-from tests.world import run_world
+from tests.support.world import run_world
 
 ROOT = Path(__file__).parents[2]
 
@@ -115,7 +115,7 @@ def test_an_export_holds_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytes
     held: list[int] = []
     whole = load.whole
 
-    def fetch(source: load.Source, key: str) -> torch.Tensor:
+    def fetch(source: load.CheckpointSource, key: str) -> torch.Tensor:
         import weakref
 
         tensor = whole(source, key)
@@ -130,12 +130,12 @@ def test_an_export_holds_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytes
     assert len(export(source, tmp_path / "out", "both", 1.0)) == 3
 
 
-# ---------------------------------------------------------------- python -m fsdp.checkpoints
+# ---------------------------------------------------------------- python -m fsdp.checkpoint
 
 
 def command(*words: object) -> tuple[int, str]:
     done = subprocess.run(
-        [sys.executable, "-m", "fsdp.checkpoints", *map(str, words)], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-m", "fsdp.checkpoint.__main__", *map(str, words)], cwd=ROOT, capture_output=True, text=True
     )
     return done.returncode, done.stdout + done.stderr
 
@@ -183,7 +183,7 @@ def test_export_by_command_takes_the_step_asked_for(run_dir: Path, capsys: pytes
     words = [str(run_dir), "export", "--format", "both", "--step", "2", "--out", str(run_dir / "out")]
     assert checkpoints.main(words) == 0
     assert capsys.readouterr().out.count("\n") == 3
-    assert set(open_full_state(run_dir / "out")) == set(torch.load(run_dir / "out" / full.TORCH_FILE, weights_only=True))
+    assert set(open_full_state(run_dir / "out")) == set(torch.load(run_dir / "out" / full_state.TORCH_FILE, weights_only=True))
 
 
 def test_an_export_of_a_damaged_checkpoint_fails_and_leaves_no_file(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

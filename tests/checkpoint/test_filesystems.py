@@ -12,14 +12,14 @@ import pytest
 from fsdp.checkpoint import inspect
 from fsdp.checkpoint.store import LocalStore
 from tests.checkpoint.small import save_once
-from tests.world import run_world
+from tests.support.world import run_world
 
 ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
 import logging, sys, torch
-from fsdp.env import from_environment
-from fsdp.errors import CheckpointError
+from fsdp.dist.env import from_environment
+from fsdp.base.errors import CheckpointError
 from tests.checkpoint.small import build
 logging.basicConfig(format="%(message)s")
 section = dict(word.split("=") for word in sys.argv[2:])

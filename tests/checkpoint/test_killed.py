@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.claim import Claim
-from tests.core.runs import on_a_rank
-from tests.marks import sample_are
+from fsdp.rundir.lock import Claim
+from tests.support.marks import sample_are
+from tests.support.runs import on_a_rank
+from tests.support.world import run_world
 from tests.torture.chain import Chain, Shape
-from tests.world import run_world
 
 ROOT = Path(__file__).parents[2]
 STEPS = 60

@@ -7,19 +7,19 @@ import pickle
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from fsdp.checkpoint import metadata, plan
-from fsdp.checkpoint.plan import Described, Plan
+from fsdp.checkpoint import metadata, write_plan
 from fsdp.checkpoint.snapshot import KeyPath
+from fsdp.checkpoint.write_plan import Described, WritePlan
 
 
-def layout() -> Plan:
+def layout() -> WritePlan:
     told = [
         [Described((("model.w", ("model", "w")),), (4, 2), (2 * rank, 0), (2, 2), torch.float32)]
         for rank in range(2)
     ]  # fmt: skip
-    shares = plan.share_out(told)
-    made, ends = plan.lay_out(told, shares)
-    return Plan("", shares[0], made, ends)
+    shares = write_plan.share_out(told)
+    made, ends = write_plan.lay_out(told, shares)
+    return WritePlan("", shares[0], made, ends)
 
 
 def value(name: str, data: bytes) -> tuple[str, KeyPath, bytes]:
@@ -28,17 +28,17 @@ def value(name: str, data: bytes) -> tuple[str, KeyPath, bytes]:
 
 def test_packed_once_while_lengths_stay_the_same() -> None:
     agreed = layout()
-    first = plan.metadata_bytes(agreed, [value("step", b"12345678")])
-    assert plan.metadata_bytes(agreed, [value("step", b"87654321")]) is first
+    first = write_plan.metadata_bytes(agreed, [value("step", b"12345678")])
+    assert write_plan.metadata_bytes(agreed, [value("step", b"87654321")]) is first
     assert agreed.metadata is None
 
 
 def test_a_value_that_grows_goes_or_comes_is_told_where_it_lies() -> None:
     agreed = layout()
-    plan.metadata_bytes(agreed, [value("step", b"1"), value("gone", b"22")])
-    read = metadata.read(plan.metadata_bytes(agreed, [value("step", b"4444"), value("new", b"7777777")]))
+    write_plan.metadata_bytes(agreed, [value("step", b"1"), value("gone", b"22")])
+    read = metadata.read(write_plan.metadata_bytes(agreed, [value("step", b"4444"), value("new", b"7777777")]))
     fresh = layout()
-    whole = metadata.read(plan.metadata_bytes(fresh, [value("step", b"4444"), value("new", b"7777777")]))
+    whole = metadata.read(write_plan.metadata_bytes(fresh, [value("step", b"4444"), value("new", b"7777777")]))
     assert pickle.dumps(read.storage_data) == pickle.dumps(whole.storage_data)
     assert read == whole
     kept = [key for key, entry in read.state_dict_metadata.items() if isinstance(entry, BytesStorageMetadata)]

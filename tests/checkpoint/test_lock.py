@@ -14,18 +14,18 @@ from pathlib import Path
 
 import pytest
 
-from fsdp import checkpoints
+from fsdp.base.errors import CheckpointError, RefusedError
+from fsdp.checkpoint import __main__ as checkpoints
 from fsdp.checkpoint import inspect, lock
 from fsdp.checkpoint.lock import ObjectLock, hold
 from fsdp.checkpoint.remote import RemoteStore
 from fsdp.checkpoint.store import LocalStore, open_store
-from fsdp.claim import FILE, Claim, here
-from fsdp.env import DistEnv
-from fsdp.errors import CheckpointError, RefusedError
+from fsdp.dist.env import DistEnv
+from fsdp.rundir.lock import FILE, Claim, here
 from tests.checkpoint import s3_server
 from tests.checkpoint.small import build
-from tests.core.runs import on_a_rank
-from tests.world import run_world
+from tests.support.runs import on_a_rank
+from tests.support.world import run_world
 
 ROOT = Path(__file__).parents[2]
 S3 = pytest.param("s3", marks=pytest.mark.needs("s3"))

@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.stateful import Stateful
 
+from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import metadata, snapshot
-from fsdp.env import DistEnv
-from fsdp.errors import CheckpointError
+from fsdp.dist.env import DistEnv
 from tests.checkpoint.small import Kind, Model, Run, bits, build, save_once
-from tests.world import run_world
+from tests.support.world import run_world
 
 
 def their_state(run: Run) -> dict[str, Any]:

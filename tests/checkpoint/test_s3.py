@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from fsdp.checkpoint import inspect, names
+from fsdp.base.errors import CheckpointError
+from fsdp.checkpoint import file_names, inspect
 from fsdp.checkpoint.remote import RemoteStore
 from fsdp.checkpoint.store import open_store
-from fsdp.env import DistEnv
-from fsdp.errors import CheckpointError
+from fsdp.dist.env import DistEnv
 from tests.checkpoint import s3_server
 from tests.checkpoint.small import bits, build
-from tests.world import WorldError, run_world
+from tests.support.world import WorldError, run_world
 
 pytestmark = pytest.mark.needs("s3")
 
@@ -79,7 +79,7 @@ def killed_in_a_save(env: DistEnv, url: str, place: str, run_dir: str) -> None:
     write = RemoteStore.write
 
     def deadly(self: RemoteStore, folder: str, file: str, buffers: Any) -> None:
-        if file == names.MANIFEST:
+        if file == file_names.MANIFEST:
             os.kill(os.getpid(), signal.SIGKILL)
         write(self, folder, file, buffers)
 
@@ -94,9 +94,9 @@ def test_killed_before_the_seal_the_one_before_is_resumed_and_the_rest_swept(buc
     with pytest.raises(WorldError):
         run_world(2, killed_in_a_save, server, place, str(tmp_path))
     store = open_store(place)
-    assert [name.kind for folder in store.folders() if (name := names.parse(folder))] == ["final", "tmp"]
+    assert [name.kind for folder in store.folders() if (name := file_names.parse(folder))] == ["final", "tmp"]
     assert {step for step, _ in run_world(2, train, server, place, str(tmp_path), {}, 1)} == {1}
-    assert [name.kind for folder in store.folders() if (name := names.parse(folder))] == ["final", "final"]
+    assert [name.kind for folder in store.folders() if (name := file_names.parse(folder))] == ["final", "final"]
 
 
 @pytest.mark.slow

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from fsdp.checkpoint import read
+from fsdp.checkpoint import tensor_reader
 from fsdp.checkpoint.manifest import Manifest
-from fsdp.checkpoint.saver import Job, Saver
+from fsdp.checkpoint.messages import Talk
+from fsdp.checkpoint.saver import SaveJob, Saver
 from fsdp.checkpoint.snapshot import Snapshot
 from fsdp.checkpoint.store import LocalStore
-from fsdp.checkpoint.talk import Talk
 from fsdp.data.loader import Loader
-from fsdp.mesh import DataRank
+from fsdp.dist.mesh import DataRank
 
 ROOT = Path(__file__).parents[2]
 GPU = torch.device("cuda", 1)
@@ -60,18 +60,18 @@ def test_the_savers_thread(calls: Calls, monkeypatch: pytest.MonkeyPatch, tmp_pa
         counters={}, metrics={}, files={}, digests={},
     )  # fmt: skip
     saver = Saver(LocalStore(tmp_path), Talk(), GPU, "00000000", lambda: None, lambda: None)
-    saver.put(Job(1, Snapshot([], {}), about))
+    saver.put(SaveJob(1, Snapshot([], {}), about))
     saver.stop()
     assert calls.of == {"checkpoint": [GPU, "copy"]}
 
 
 def test_the_threads_that_read_a_checkpoint(calls: Calls, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     prepared = SimpleNamespace(file="", start=0, end=0, views=[], targets=[])
-    monkeypatch.setattr(read, "_prepare", calls.noting("read", lambda *_: prepared))
-    monkeypatch.setattr(read, "_fulfil", calls.noting("copy", lambda *_: None))
+    monkeypatch.setattr(tensor_reader, "_prepare", calls.noting("read", lambda *_: prepared))
+    monkeypatch.setattr(tensor_reader, "_fulfil", calls.noting("copy", lambda *_: None))
     into = SimpleNamespace(device=GPU)
     tasks: Any = [SimpleNamespace(file="f", offset=nth, rows=(0, 1), into=into) for nth in range(20)]
-    read.run(LocalStore(tmp_path), "", tasks, ours=True, sums=True)
+    tensor_reader.run(LocalStore(tmp_path), "", tasks, ours=True, sums=True)
     assert calls.of
     for name, done in calls.of.items():
         assert done[0] == GPU, name
@@ -106,19 +106,19 @@ def test_the_loaders_threads(calls: Calls) -> None:
 
 
 WITHOUT_TENSORS = {
-    "fsdp/claim.py": 1, "fsdp/checkpoint/lock.py": 1, "fsdp/compile_cache.py": 1,
-    "fsdp/watch/farewell.py": 1, "fsdp/doctor/examine.py": 1, "fsdp/doctor/network.py": 2,
-    "fsdp/stop.py": 1, "fsdp/watch/files.py": 1, "fsdp/watch/witness.py": 1, "launch/ray_output.py": 1,
+    "fsdp/rundir/lock.py": 1, "fsdp/checkpoint/lock.py": 1, "fsdp/parallel/compile_cache.py": 1,
+    "fsdp/watch/last_process.py": 1, "fsdp/doctor/stages.py": 1, "fsdp/doctor/network.py": 2,
+    "fsdp/dist/stop.py": 1, "fsdp/watch/records.py": 1, "fsdp/watch/responder.py": 1, "launch/ray_output.py": 1,
     "launch/ray_own.py": 1, "launch/ray_trainer.py": 1, "launch/ray_worker.py": 1,
 }  # fmt: skip
 """Threads that read files, sockets and signals, and touch no tensor: how many a file starts."""
-WITH_TENSORS = {"fsdp/checkpoint/saver.py": 1, "fsdp/checkpoint/read.py": 1, "fsdp/data/readers.py": 1}
-ABORTS = {"fsdp/env.py": 1}
+WITH_TENSORS = {"fsdp/checkpoint/saver.py": 1, "fsdp/checkpoint/tensor_reader.py": 1, "fsdp/data/reader_threads.py": 1}
+ABORTS = {"fsdp/dist/env.py": 1}
 """Aborts process groups after an exception, with torch.cuda.set_device first."""
 
 
 def test_every_thread_that_touches_tensors_is_among_these() -> None:
-    """A new one calls fsdp/devices.py: set_thread_device first and is entered, with a test, above; or touches none."""
+    """A new one calls fsdp/base/devices.py: set_thread_device first and is entered, with a test, above; or touches none."""
     started = re.compile(r"\b(?:Thread|Timer|ThreadPoolExecutor)\(")
     found = {
         str(path.relative_to(ROOT)): count

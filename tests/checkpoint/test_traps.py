@@ -12,14 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import Checkpointer
 from fsdp.checkpoint.staging import Staging
 from fsdp.config import CheckpointSection
-from fsdp.env import DistEnv
-from fsdp.errors import CheckpointError
-from fsdp.state import TrainState
+from fsdp.dist.env import DistEnv
+from fsdp.optim.train_state import TrainState
 from tests.checkpoint.small import Run, bits, build, build_state, save_once
-from tests.world import run_world
+from tests.support.world import run_world
 
 CHECKPOINTS = "checkpoints"
 

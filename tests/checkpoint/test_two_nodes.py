@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import eventually
 from tests.slurm.cluster import Cluster, Shape, best_mode, missing
+from tests.support.processes import eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.slurm]
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from fsdp.base.errors import ConfigError
 from fsdp.config import FIELDS, load, pair_flags, parse_value
 from fsdp.config.aliases import ALIASES, Alias
-from fsdp.errors import ConfigError
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "migrate.md"
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from fsdp.base.errors import ConfigError
 from fsdp.config import load
-from fsdp.errors import ConfigError
-from fsdp.job import prepare
+from fsdp.run.job import prepare
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -84,7 +84,7 @@ CONTRADICTIONS = {
 OF_THE_JOB = {
     "--model.name vitt": "--model.name vitt is not vit, transformer, mlp or package.module:factory. HINT: --model.name vit",
     "--model.name no_module:f": "--model.name no_module:f: there is no module no_module",
-    "--model.name tests.core.own:Unevn": "--model.name tests.core.own:Unevn: tests.core.own has no Unevn. HINT: --model.name",
+    "--model.name tests.support.user_code:Unevn": "--model.name tests.support.user_code:Unevn: tests.support.user_code has no Unevn. HINT: --model.name",
     "--model.preset smal": "--model.preset smal is none of vit's: small, wide, b16. HINT: --model.preset small",
     "--model.args.widht 3": "--model.args.widht is no argument of --model.name vit. HINT: --model.args.width",
     "--model.args.width -1": "--model.args.width -1 is less than 1. HINT: --model.args.width 128",

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from fsdp import config as configuration
+from fsdp.base.errors import ConfigError
 from fsdp.config import FIELDS, Config, config_hash, flatten, help_text, load, to_toml
-from fsdp.errors import ConfigError
 
 OTHER = {"int": "7", "float": "0.5", "bool": "true", "str": "text"}
 

@@ -8,9 +8,9 @@ import time
 import numpy as np
 import pytest
 
+from fsdp.base.errors import ConfigError
 from fsdp.data import Cursor
 from fsdp.data.cursor import Permutation, mix, stream_key
-from fsdp.errors import ConfigError
 
 FIRST_OF_SEED_0 = [1438, 1389, 1013, 377, 1337, 393, 1136, 1180]
 FAR_OF_SEED_1 = [345915446133, 238485537173]

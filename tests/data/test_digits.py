@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from fsdp.base.errors import ConfigError
 from fsdp.config import DataSection
 from fsdp.data import DataSet, build_dataset
 from fsdp.data.digits import FILE
 from fsdp.data.images import every_tenth
-from fsdp.errors import ConfigError
 
 
 @pytest.fixture(scope="module")

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fsdp.base.errors import ConfigError
 from fsdp.config import DataSection
 from fsdp.data import DataSet, build_dataset, download
 from fsdp.data import fashion_mnist as module
-from fsdp.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 
@@ -111,7 +111,7 @@ def test_downloaded_once_then_read_offline(tmp_path: Path, mirror: Mirror) -> No
 
 
 def test_normalised_to_the_bit_as_the_tutorials_transforms_do(tmp_path: Path, mirror: Mirror) -> None:
-    from fsdp.torchvision_import import import_torchvision
+    from fsdp.base.torchvision_import import import_torchvision
 
     import_torchvision()
     from torchvision.datasets import FashionMNIST

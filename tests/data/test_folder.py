@@ -10,11 +10,11 @@ import pytest
 import torch
 from PIL import Image
 
+from fsdp.base.errors import ConfigError, TrainingError
 from fsdp.config import DataSection
 from fsdp.data import Cursor, DataSet, Loader, build_dataset
 from fsdp.data.images import prepare, to_picture
-from fsdp.errors import ConfigError, TrainingError
-from fsdp.mesh import DataRank
+from fsdp.dist.mesh import DataRank
 
 GREY = {"image_size": 8, "channels": 1, "mean": (0.5,), "std": (0.5,)}
 COLOUR = {"image_size": 8, "channels": 3, "mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
@@ -54,7 +54,7 @@ def test_train_and_val_folders_are_what_they_say(tmp_path: Path) -> None:
 
 
 def test_a_tensor_is_what_torchvisions_transforms_make(tmp_path: Path) -> None:
-    from fsdp.torchvision_import import import_torchvision
+    from fsdp.base.torchvision_import import import_torchvision
 
     import_torchvision()
     from torchvision.datasets import ImageFolder

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from fsdp.base.errors import TrainingError
 from fsdp.data import Batch, Cursor, Loader, heldout_batches
 from fsdp.data.loader import slices
-from fsdp.errors import TrainingError
-from fsdp.mesh import DataRank
+from fsdp.dist.mesh import DataRank
 
 
 class Numbers:

@@ -12,10 +12,10 @@ import pytest
 import torch
 from PIL import Image
 
+from fsdp.base.errors import ConfigError, TrainingError
 from fsdp.config import DataSection, load
 from fsdp.data import Cursor, DataSet, Loader, build_dataset
-from fsdp.errors import ConfigError, TrainingError
-from fsdp.mesh import DataRank
+from fsdp.dist.mesh import DataRank
 
 
 def build(name: str, facts: dict[str, Any] | None = None, seq_len: int = 256, **args: Any) -> DataSet:

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from fsdp.base.errors import ConfigError, TrainingError
 from fsdp.config import DataSection
 from fsdp.data import DataSet, build_dataset
-from fsdp.errors import ConfigError, TrainingError
 
 
 def text(**fields: Any) -> DataSet:

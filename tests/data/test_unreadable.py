@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from fsdp.base.errors import OneRankError
 from fsdp.config import DataSection
 from fsdp.data import build_dataset
-from fsdp.data.base import DataInfo, DataSet
 from fsdp.data.custom import ItemSamples
-from fsdp.data.unreadable import maybe_skipping
-from fsdp.errors import OneRankError
-from tests.core.runs import Finished, failures, run
+from fsdp.data.types import DataInfo, DataSet
+from fsdp.data.unreadable_samples import maybe_skipping
 from tests.data.own import BROKEN, Files, Mended
+from tests.support.runs import Finished, failures, run
 
 BROKEN_DATA = "--data.name tests.data.own:broken --train.steps 6 --precision.master fp64"
 

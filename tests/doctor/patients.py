@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp.doctor import device, examine
-from fsdp.doctor.verdict import Scene
-from fsdp.env import DistEnv
+from fsdp.dist.env import DistEnv
+from fsdp.doctor import device, stages
+from fsdp.doctor.findings import NodeReports
 
 
 @contextlib.contextmanager
@@ -68,15 +68,15 @@ def wrong_products() -> Iterator[None]:
 AILMENTS = {"well": well, "another torch": another_torch, "a slow device": a_slow_device, "wrong products": wrong_products}
 
 
-def examined(env: DistEnv, folder: str, ailment: str, patient: int) -> Scene | None:
+def examined(env: DistEnv, folder: str, ailment: str, patient: int) -> NodeReports | None:
     """One rank of a world that the doctor looks at; rank 0 brings the scene."""
     store = dist.PrefixStore("doctor", dist.FileStore(str(Path(folder, "store")), env.world_size))
-    visit = examine.Visit(env, store, Path(folder), time.monotonic() + 60)
+    visit = stages.Visit(env, store, Path(folder), time.monotonic() + 60)
     with AILMENTS[ailment if env.rank == patient else "well"]():
-        examine.examine(visit)
+        stages.examine(visit)
     visit.store.set(f"finished/{env.rank}", "true")
     visit.everyone("finished")
-    return examine.scene_of(visit, store) if env.is_main else None
+    return stages.scene_of(visit, store) if env.is_main else None
 
 
 def never_done(*_: Any) -> None:
@@ -86,8 +86,8 @@ def never_done(*_: Any) -> None:
 
 def main() -> int:
     """As `-m fsdp.doctor`, on a node whose last rank hangs in its matrix product."""
+    from fsdp.dist.env import from_environment
     from fsdp.doctor.__main__ import main as doctor
-    from fsdp.env import from_environment
 
     env = from_environment()
     if env.rank == env.world_size - 1:

@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 
+from fsdp.dist.preflight import resolves
 from fsdp.doctor import network, storage
 from fsdp.doctor.__main__ import main
-from fsdp.doctor.verdict import Verdict, judge
-from fsdp.preflight import resolves
+from fsdp.doctor.findings import Diagnosis, judge
 from tests.doctor.patients import examined
-from tests.world import run_world
+from tests.support.world import run_world
 
 ROOT = Path(__file__).parents[2]
 
 
-def verdict_on(ailment: str, folder: Path) -> Verdict:
+def verdict_on(ailment: str, folder: Path) -> Diagnosis:
     """Four ranks, the third of which may have something."""
     scene = run_world(4, examined, str(folder), ailment, 2)[0]
     return judge(scene)

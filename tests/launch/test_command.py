@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fsdp.config import load
-from fsdp.env import DistEnv
+from fsdp.dist.env import DistEnv
 from launch.command import rank_command, ray_command
 
 

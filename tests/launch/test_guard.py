@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from fsdp import rundir
-from fsdp.agree import Elsewhere
+from fsdp.base.errors import CheckpointError, ConfigError, LaunchError, OneRankError, RefusedError, TrainingError
 from fsdp.config import load
-from fsdp.errors import CheckpointError, ConfigError, LaunchError, OneRankError, RefusedError, TrainingError
+from fsdp.dist.collectives import Elsewhere
 from fsdp.memory.oom import OutOfMemory
-from fsdp.rundir import RunDir
+from fsdp.rundir import paths
+from fsdp.rundir.paths import RunDir
 from launch.guard import failure_of
 from launch.marker import Failure, Marker, marker_of
 from launch.policy import Kind
@@ -82,5 +82,5 @@ def test_torchruns_own_restarts_do_not_train_to_the_same_error_again(tmp_path: P
     )
     assert done.returncode == 1, "torchrun's own code"
     assert done.stderr.count("train.py: not tried again, it would fail the same way: step ") == 2
-    assert [event["event"] for event in rundir.read_records(RunDir(run).history)].count("start") == 1
+    assert [event["event"] for event in paths.read_records(RunDir(run).history)].count("start") == 1
     assert json.loads(RunDir(run).failed.read_text())["code"] == 5

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from fsdp import rundir
-from fsdp.rundir import RunDir
-from tests.processes import children, eventually
-from tests.resumable import resumable_at
+from fsdp.rundir import paths
+from fsdp.rundir.paths import RunDir
+from tests.support.processes import children, eventually
+from tests.support.resumable import resumable_at
 
 ROOT = Path(__file__).resolve().parents[2]
 EVERY = 5
@@ -34,7 +34,7 @@ def start(run: Path, *flags: str, ranks: int = 2) -> subprocess.Popen[str]:
 
 
 def steps(run: Path) -> list[int]:
-    return [int(record["step"]) for record in rundir.read_records(RunDir(run).metrics)]
+    return [int(record["step"]) for record in paths.read_records(RunDir(run).metrics)]
 
 
 @pytest.mark.slow
@@ -48,7 +48,7 @@ def test_a_killed_rank_brings_all_back_and_loses_no_more_than_an_interval(tmp_pa
     assert process.returncode == 0, said
     assert "a rank ended with SIGKILL after step" in said
     assert steps(run) == list(range(1, 121))
-    starts = [event for event in rundir.read_records(RunDir(run).history) if event["event"] == "start"]
+    starts = [event for event in paths.read_records(RunDir(run).history) if event["event"] == "start"]
     assert [event["from_step"] >= reached - EVERY for event in starts] == [False, True]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp import stop
+from fsdp.dist import stop
 from launch import policy
 from launch.policy import Act, Allocation, End, Kind, Past, decide, kind_of_stop
 

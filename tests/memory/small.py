@@ -13,16 +13,16 @@ from torch import nn
 
 from fsdp import config as configuration
 from fsdp.config import MemorySection, MeshSection, OptimSection, PrecisionSection, SpeedSection
-from fsdp.env import DistEnv
-from fsdp.materialize import materialize
-from fsdp.memory import nvme
-from fsdp.memory.nvme import Shelf, maybe_shelf
-from fsdp.mesh import build_mesh, resolve
+from fsdp.dist.env import DistEnv
+from fsdp.dist.mesh import build_mesh, resolve
 from fsdp.models import resolve as resolve_model
-from fsdp.optim import build_optimizer
-from fsdp.shard import Sharded, shard_model
-from tests.core.runs import flags, on_a_rank
-from tests.world import run_world
+from fsdp.optim.optimizer import build_optimizer
+from fsdp.parallel import nvme
+from fsdp.parallel.materialize import materialize
+from fsdp.parallel.nvme import Shelf, maybe_shelf
+from fsdp.parallel.shard import Sharded, shard_model
+from tests.support.runs import flags, on_a_rank
+from tests.support.world import run_world
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Wide(nn.Module):
 
 
 def made(env: DistEnv, name: str, folder: Path, everything: bool) -> Trained:
-    """Sharded and real, with files, as fsdp/loop.py does it."""
+    """Sharded and real, with files, as fsdp/run/loop.py does it."""
     memory = MemorySection(nvme="all" if everything else "optimizer", nvme_dir=str(folder))
     sizes = resolve(MeshSection(), env.world_size)
     spec = resolve_model(configuration.load(["--model.name", name]).model, {})
@@ -65,7 +65,7 @@ def made(env: DistEnv, name: str, folder: Path, everything: bool) -> Trained:
 
 def trained(env: DistEnv, folder: Path, everything: bool) -> Trained:
     """After two steps, with the second one's gradients still there."""
-    one = made(env, "tests.core.own:Uneven", folder, everything)
+    one = made(env, "tests.support.user_code:Uneven", folder, everything)
     for _ in range(2):
         one.optimizer.zero_grad()
         one.sharded.root(torch.randn(3, 12)).square().sum().backward()

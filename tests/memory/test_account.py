@@ -10,12 +10,12 @@ import pytest
 from torch import nn
 
 from fsdp import config as configuration
-from fsdp.loop import _maybe_profile
 from fsdp.memory import profile
 from fsdp.memory.account import by_size, human
 from fsdp.memory.account_cuda import fill
 from fsdp.memory.account_timeline import Mark, Timeline, curve, ends_of_phases, peaks_by_phase
-from tests.core import own, runs
+from fsdp.run.loop import _maybe_profile
+from tests.support import runs, user_code
 
 RANKS = 2
 STEPS = "--train.steps 6 --profile.memory true --profile.steps 3:5 --checkpoint.export false --train.clip_grad_norm 0"
@@ -48,7 +48,7 @@ def local_bytes(parameters: list[nn.Parameter], rank: int) -> int:
 
 
 def test_parameters_gradients_and_adam_are_what_arithmetic_says(tmp_path: Path) -> None:
-    everything = list(own.Uneven().parameters())
+    everything = list(user_code.Uneven().parameters())
     for rank, account in enumerate(accounts(tmp_path)):
         reduced, between = end_of(account, "reduce"), end_of(account, "optimizer")
         assert reduced["parameters"] == between["parameters"] == shard_bytes(everything)
@@ -67,7 +67,7 @@ def test_parameters_gradients_and_adam_are_what_arithmetic_says(tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["true", "false"])
 def test_what_stays_gathered_after_forward(tmp_path: Path, policy: str) -> None:
-    model = own.Uneven()
+    model = user_code.Uneven()
     # Backward begins with the root's own parameters and with the last block.
     begun = [*model.stem.parameters(), *model.head.parameters(), *model.blocks[-1].parameters()]
     expected = RANKS * shard_bytes(begun if policy == "true" else list(model.parameters()))
@@ -77,7 +77,7 @@ def test_what_stays_gathered_after_forward(tmp_path: Path, policy: str) -> None:
 
 
 def test_buffers_of_collectives_are_seen_where_they_are(tmp_path: Path) -> None:
-    block = shard_bytes(list(own.Block(13).parameters()))
+    block = shard_bytes(list(user_code.Block(13).parameters()))
     for account in accounts(tmp_path):
         curves = account["timeline"]["kinds"]["communication"]
         # A reduce-scatter's input is the whole unit's gradients; its output becomes the gradients and is counted there.
@@ -97,7 +97,7 @@ def test_activations_grow_with_the_micro_batch_and_only_with_it(tmp_path: Path) 
 
 def test_unsharded_gradients_of_accumulation_are_gradients(tmp_path: Path) -> None:
     """Micro-batches that are not reduced keep whole gradients; those that are, shards."""
-    everything = list(own.Uneven().parameters())
+    everything = list(user_code.Uneven().parameters())
     account = accounts(tmp_path / "last", "--train.micro_batch 3 --mesh.accumulate last")[0]
     first = next(end["kinds"] for end in account["ends"] if end["phase"] == "backward")
     assert first["gradients"] == sum(p.numel() for p in everything) * 4
@@ -107,7 +107,7 @@ def test_unsharded_gradients_of_accumulation_are_gradients(tmp_path: Path) -> No
 
 
 def test_replicas_hold_everything(tmp_path: Path) -> None:
-    everything = list(own.Uneven().parameters())
+    everything = list(user_code.Uneven().parameters())
     whole = sum(p.numel() for p in everything) * 4
     for account in accounts(tmp_path, "--mesh.strategy ddp"):
         between = end_of(account, "optimizer")

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from bench import claims
-from fsdp.env import DistEnv
-from tests.marks import quick_are
-from tests.world import run_world
+from fsdp.dist.env import DistEnv
+from tests.support.marks import quick_are
+from tests.support.world import run_world
 
 PAGE = (Path(__file__).parents[2] / "docs" / "claims.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| (.*) \| (true|false) \| (.*) \| `python -m bench\.claims (\w+)` \|$", re.MULTILINE)

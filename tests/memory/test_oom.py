@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 import torch
 
+from fsdp.base.errors import OneRankError
 from fsdp.config import Config
-from fsdp.errors import OneRankError
 from fsdp.memory.account import KINDS
 from fsdp.memory.oom import asked_bytes, comes_first, is_out_of_memory
 from fsdp.memory.oom_advice import Footprint, advise, steps
-from fsdp.memory.oom_page import Facts, html_page, text
+from fsdp.memory.oom_page import OomFacts, html_page, text
 
 ROOT = Path(__file__).parents[2]
 MIB = 2**20
 HUNGRY = (
-    "--model.name", "tests.memory.hungry:build", "--data.name", "tests.core.own:vectors", "--data.args.count", "2048",
+    "--model.name", "tests.memory.hungry:build", "--data.name", "tests.support.user_code:vectors", "--data.args.count", "2048",
     "--train.global_batch", "2048", "--train.steps", "2", "--checkpoint.every_steps", "0", "--checkpoint.export", "false",
 )  # fmt: skip
 
@@ -134,7 +134,7 @@ def test_several_together_where_none_alone_is_enough() -> None:
 @pytest.mark.parametrize(("device", "held", "reserved"), [("cpu", 3000, 0), ("cuda", 2000, 2600)])
 def test_what_the_allocator_keeps_is_named_first(device: str, held: int, reserved: int) -> None:
     allocator = {"reserved": reserved, "allocated": held} if reserved else {}
-    facts = Facts(
+    facts = OomFacts(
         rank=0, ranks=1, host="n1", device=device, phase="backward", step=2, said="", kinds={}, held=held, asked=10,
         process={}, allocator=allocator, limits={},
     )  # fmt: skip
@@ -193,7 +193,7 @@ def test_what_was_asked_for() -> None:
 
 
 def test_both_pages_say_the_same() -> None:
-    facts = Facts(
+    facts = OomFacts(
         rank=3, ranks=8, host="n1", device="cuda:3", phase="backward", step=12, said="CUDA out of memory <x>",
         kinds={**dict.fromkeys(KINDS, 0), "parameters": 5 * MIB, "activations": 80 * MIB}, held=85 * MIB,
         asked=7 * MIB, process={},

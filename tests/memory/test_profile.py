@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from fsdp import config as configuration
+from fsdp.base.errors import ConfigError
 from fsdp.config import ProfileSection, profile_steps
-from fsdp.env import DistEnv
-from fsdp.errors import ConfigError
+from fsdp.dist.env import DistEnv
 from fsdp.memory import profile
 from fsdp.memory.profile_page import page
 from fsdp.memory.profile_trace import PARTS, intersect, length, table, union, without
-from tests.core import runs
+from tests.support import runs
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fsdp.env import DistEnv
-from fsdp.errors import ConfigError
+from fsdp.base.errors import ConfigError
+from fsdp.base.torchvision_import import import_torchvision
+from fsdp.dist.env import DistEnv
 from fsdp.models.blocks import blocks_of, find_units
 from fsdp.models.transformer import Transformer, TransformerSizes
-from fsdp.torchvision_import import import_torchvision
-from tests.world import run_world
+from tests.support.world import run_world
 
 
 class Layer(nn.Module):

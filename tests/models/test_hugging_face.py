@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp import job
+from fsdp.base.torchvision_import import prepare_torchvision
 from fsdp.config import ModelSection, load
-from fsdp.job import model_of
-from fsdp.memory.activations import apply_activation_checkpointing
 from fsdp.models import ModelSpec, build_real, load_attribute, resolve
 from fsdp.models.blocks import find_units
-from fsdp.models.caches import turn_caches_off
+from fsdp.models.kv_cache import turn_caches_off
+from fsdp.parallel.activations import apply_activation_checkpointing
 from fsdp.plan.__main__ import answer, given_in
-from fsdp.torchvision_import import prepare_torchvision
+from fsdp.run import job
+from fsdp.run.job import model_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("transformers")]  # importing transformers takes seconds
 

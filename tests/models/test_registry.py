@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from fsdp.base.errors import ConfigError
 from fsdp.config import ModelSection
-from fsdp.errors import ConfigError
 from fsdp.models import ModelSpec, resolve
 
 DIGITS = {"num_classes": 10, "image_size": 28, "channels": 1}

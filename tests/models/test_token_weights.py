@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from fsdp.data import Cursor, build_dataset
 from fsdp.models import build_real, resolve
-from tests.core.plain import relative_difference
-from tests.core.runs import run, settings
-from tests.marks import sample_are
+from tests.support.marks import sample_are
+from tests.support.plain_loop import relative_difference
+from tests.support.runs import run, settings
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("transformers")]  # importing transformers takes seconds
 

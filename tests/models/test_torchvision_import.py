@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.torchvision_import import import_torchvision
+from fsdp.base.torchvision_import import import_torchvision
 
 PREPARE = """
 import sys, torch
 import pytest
 
-from fsdp.torchvision_import import prepare_torchvision
+from fsdp.base.torchvision_import import prepare_torchvision
 print(prepare_torchvision(), prepare_torchvision(), hasattr(torch.ops.torchvision, "nms"), "torchvision" in sys.modules)
 """
 
@@ -73,7 +73,7 @@ class Without(importlib.machinery.PathFinder):
 sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Without
 import pytest
 
-from fsdp.torchvision_import import import_torchvision
+from fsdp.base.torchvision_import import import_torchvision
 import_torchvision()
 """
     done = run(script)

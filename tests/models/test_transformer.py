@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fsdp.base.errors import ConfigError
 from fsdp.config import ModelSection
-from fsdp.env import DistEnv
-from fsdp.errors import ConfigError
+from fsdp.dist.env import DistEnv
 from fsdp.models import build_real, resolve, to_empty
 from fsdp.models.transformer import PRESETS, Attention, FeedForward, Rotary, Transformer, TransformerSizes
-from tests.world import run_world
+from tests.support.world import run_world
 
 
 def small(**changes: Any) -> Transformer:

@@ -9,9 +9,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fsdp.env import DistEnv
-from tests.core.runs import failures, run
-from tests.world import run_world
+from fsdp.dist.env import DistEnv
+from tests.support.runs import failures, run
+from tests.support.world import run_world
 
 HERE = "tests.models.unusual"
 THREE = "--train.steps 3 --checkpoint.every_steps 1000 --optim.warmup_steps 0"

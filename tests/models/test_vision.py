@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from fsdp.base.torchvision_import import import_torchvision
 from fsdp.config import ModelSection
 from fsdp.models import build_real, resolve
 from fsdp.models.init import Constant, draw
-from fsdp.torchvision_import import import_torchvision
 
 DIGITS = {"num_classes": 10, "image_size": 28, "channels": 1}
 SHAPES = {"small": (10, 2, 128, 128), "wide": (12, 8, 3840, 768)}

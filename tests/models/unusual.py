@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.core.own import Block, Sentences, Uneven, Vectors
+from tests.support.user_code import Block, Sentences, Uneven, Vectors
 
 # ---------------------------------------------------------------- what trains
 

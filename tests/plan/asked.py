@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from fsdp.config import load
-from fsdp.plan.predict import Plan, plan_one
+from fsdp.plan.estimate import Plan, plan_one
 from fsdp.plan.rates import GIB
 
 SMALL = (

@@ -13,7 +13,7 @@ import pytest
 
 from fsdp.config import PlanSection
 from fsdp.plan.__main__ import main
-from fsdp.planned import Compared, Planned, maybe_planned
+from fsdp.run.planned import Compared, Planned, maybe_planned
 
 ROOT = Path(__file__).parents[2]
 PLANNED = PlanSection(gpu="cpu", predicted_peak_gib=0.5, predicted_step_s=0.1)

@@ -11,11 +11,11 @@ from bench.plan import MARGIN
 from bench.plan_cases import Case, draw
 from bench.plan_real import _asks, _real_steps
 from fsdp.config import load
-from fsdp.env import DistEnv
-from fsdp.plan.count import count
+from fsdp.dist.env import DistEnv
+from fsdp.plan.fake_runs import count
 from fsdp.plan.memory import memory_of
-from tests.marks import sample_are
-from tests.world import run_world
+from tests.support.marks import sample_are
+from tests.support.world import run_world
 
 SMALL = ("--model.name", "transformer", "--data.name", "synthetic", "--data.args.kind", "tokens", "--data.seq_len", "32",
          "--model.args.layers", "3", "--model.args.width", "64")  # fmt: skip

@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 
 from fsdp.config import load
-from fsdp.plan.count import count, peak_of
+from fsdp.plan.estimate import ask_for, not_modelled
+from fsdp.plan.fake_runs import count, peak_of
 from fsdp.plan.memory import MIB, Pool, memory_of, reserved_for
-from fsdp.plan.predict import ask_for, not_modelled
-from fsdp.plan.watch import watch
-from tests.marks import quick_are, sample_are
+from fsdp.plan.step_trace import watch
 from tests.plan.asked import SMALL, plan
+from tests.support.marks import quick_are, sample_are
 
 SHAPED = ("--mesh.strategy", "fsdp", "--memory.activation_checkpointing", "none")
 

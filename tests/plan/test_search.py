@@ -7,20 +7,20 @@ import functools
 
 import pytest
 
+from fsdp.base.errors import ConfigError
 from fsdp.config import load
-from fsdp.errors import ConfigError
 from fsdp.plan.__main__ import given_in
-from fsdp.plan.count import _beside, peak_of
-from fsdp.plan.predict import ask_for
-from fsdp.plan.search import Found, search
-from fsdp.plan.watch import watch
+from fsdp.plan.estimate import ask_for
+from fsdp.plan.fake_runs import _beside, peak_of
+from fsdp.plan.search import SearchResult, search
+from fsdp.plan.step_trace import watch
 from tests.plan.asked import SMALL
 
 KNOBS = ("--memory.activation_checkpointing", "none", "--mesh.reshard_after_forward", "true")
 
 
 @functools.cache
-def found(*flags: str) -> Found:
+def found(*flags: str) -> SearchResult:
     words = [*SMALL, *KNOBS, *flags]
     return search(load(words), given_in(words))
 

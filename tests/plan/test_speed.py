@@ -7,12 +7,12 @@ import time
 import pytest
 
 from fsdp.config import load
-from fsdp.mesh import MeshSizes
-from fsdp.plan.clock import Links
-from fsdp.plan.predict import plan_one
+from fsdp.dist.mesh import MeshSizes
+from fsdp.plan.estimate import plan_one
 from fsdp.plan.rates import SHORT_NAMES, rates_for
-from tests.marks import quick_are
+from fsdp.plan.step_time import Links
 from tests.plan.asked import plan
+from tests.support.marks import quick_are
 
 BIG = (
     "--model.args.width",

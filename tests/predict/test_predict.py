@@ -257,7 +257,7 @@ def test_no_such_run(tmp_path: Path, complain: Say) -> None:
 def test_no_export_and_how_to_make_one(tmp_path: Path, complain: Say) -> None:
     run, _, _ = make_run(tmp_path / "run", MLP)
     (run / "full_model" / "full-model.pt").unlink()
-    assert f"{run} has no exported model in {run}/full_model. HINT: python -m fsdp.checkpoints export {run}" in complain(run)
+    assert f"{run} has no exported model in {run}/full_model. HINT: python -m fsdp.checkpoint export {run}" in complain(run)
 
 
 def test_an_export_of_another_model(tmp_path: Path, complain: Say) -> None:

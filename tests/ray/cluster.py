@@ -16,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.processes import eventually, pids_with
+from tests.support.processes import eventually, pids_with
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 FOREIGN = ("SLURM_", "MASTER_", "TORCHELASTIC_", "RAY_")

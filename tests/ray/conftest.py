@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.needs import skip_or_fail
 from tests.ray.cluster import Cluster
 from tests.ray.runs import Run, torchrun
+from tests.support.needs import skip_or_fail
 
 
 def need_ray() -> None:

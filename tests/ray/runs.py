@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.processes import eventually
 from tests.ray.cluster import REPOSITORY, Cluster, clean_environment
-from tests.resumable import resumable_at
+from tests.support.processes import eventually
+from tests.support.resumable import resumable_at
 
 STEPS, EVERY = 24, 4
 FLAGS = (

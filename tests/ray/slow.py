@@ -11,8 +11,8 @@ import numpy as np
 from torch import Tensor
 
 from fsdp.data import digits as real
-from fsdp.data.base import DataSet, Samples
 from fsdp.data.registry import Where
+from fsdp.data.types import DataSet, Samples
 
 
 @dataclass

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import eventually, pids_with
 from tests.ray.cluster import Cluster
 from tests.ray.runs import EVERY, SLOWLY, Driver, Run, check_whole, rank_pid, torchrun
+from tests.support.processes import eventually, pids_with
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

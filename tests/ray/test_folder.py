@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from launch.ray_own import _own_folder
-from tests.processes import dies_with_us
 from tests.ray.cluster import REPOSITORY
+from tests.support.processes import dies_with_us
 
 HOLD = """
 import sys

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from fsdp import rundir
-from fsdp.agree import Elsewhere
-from fsdp.errors import ConfigError, RefusedError, TrainingError
-from fsdp.rundir import RunDir
+from fsdp.base.errors import ConfigError, RefusedError, TrainingError
+from fsdp.dist.collectives import Elsewhere
+from fsdp.rundir import paths
+from fsdp.rundir.paths import RunDir
 from launch.policy import Kind
 
 pytestmark = pytest.mark.ray
 
 
 def test_the_rank_that_knows_why_speaks_for_the_others() -> None:
-    from launch.ray_verdict import tell
+    from launch.ray_failure import tell
     from launch.ray_worker import _last_words
 
     lost = _last_words(0, RuntimeError("gloo/transport/tcp/pair.cc: Connection reset by peer"))
@@ -29,7 +29,7 @@ def test_the_rank_that_knows_why_speaks_for_the_others() -> None:
 
 
 def test_a_death_is_told_before_what_followed_from_it_and_is_tried_again() -> None:
-    from launch.ray_verdict import tell
+    from launch.ray_failure import tell
     from launch.ray_worker import _last_words
 
     story = tell({0: _last_words(0, RuntimeError("NCCL communicator was aborted")), 1: OSError("The actor died.\nlong")})
@@ -45,12 +45,12 @@ def test_last_words_cross_a_process_border() -> None:
 
 
 def test_two_tries_that_end_alike_end_the_run_and_deaths_at_new_steps_do_not(tmp_path: Path) -> None:
-    from launch.ray_verdict import GivenUp, Referee
+    from launch.ray_failure import GivenUp, Referee
     from launch.ray_worker import _last_words
 
     def reach(step: int) -> None:
-        rundir.append(RunDir(tmp_path).history, {"event": "start", "from_step": 0})
-        rundir.append(RunDir(tmp_path).metrics, {"step": step})
+        paths.append(RunDir(tmp_path).history, {"event": "start", "from_step": 0})
+        paths.append(RunDir(tmp_path).metrics, {"step": step})
 
     failed = {0: _last_words(0, ValueError("bad sample"))}
     referee = Referee(tmp_path, tmp_path, max_failures=5)
@@ -66,7 +66,7 @@ def test_two_tries_that_end_alike_end_the_run_and_deaths_at_new_steps_do_not(tmp
 
 
 def test_a_refusal_is_final(tmp_path: Path) -> None:
-    from launch.ray_verdict import GivenUp, Referee
+    from launch.ray_failure import GivenUp, Referee
     from launch.ray_worker import _last_words
 
     refused = {0: _last_words(0, RefusedError("RUN is being written by process 1.")), 1: _last_words(1, Elsewhere(0, "no", 4))}

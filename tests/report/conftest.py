@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.browser import NAMES, Browser, find
-from tests.needs import skip_or_fail
+from tests.support.browser import NAMES, Browser, find
+from tests.support.needs import skip_or_fail
 
 
 @pytest.fixture(scope="session")

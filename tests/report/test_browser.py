@@ -9,16 +9,16 @@ from typing import Literal
 import pytest
 
 from fsdp.report.page import page as html_of
-from fsdp.report.read import read_run
-from fsdp.report.samples import Samples
-from tests.browser import Browser, Page
-from tests.looks import FAINT, assert_fits, assert_keeps_to_itself, assert_legible, listed
-from tests.marks import quick_are
+from fsdp.report.run_data import read_run
+from fsdp.report.sample_section import SampleSection
 from tests.report.test_report import made
-from tests.report.test_watched import watched
+from tests.report.test_watch_section import watched
+from tests.support.browser import Browser, Page
+from tests.support.looks import FAINT, assert_fits, assert_keeps_to_itself, assert_legible, listed
+from tests.support.marks import quick_are
 
 PIXEL = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
-PICTURES = Samples(
+PICTURES = SampleSection(
     body='<p class="about">2 samples</p><div class="samples">'
     + "".join(
         f'<figure class="{kind}"><img alt="" src="{PIXEL}"><figcaption><b>a class of a long name</b> <span>is other</span>'
@@ -60,7 +60,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     (empty / "metrics.jsonl").touch()
     pages = {
         "one": html_of([read_run(one)], [PICTURES]),
-        "two": html_of([read_run(one), read_run(other)], [PICTURES, Samples(why_not="no export")]),
+        "two": html_of([read_run(one), read_run(other)], [PICTURES, SampleSection(why_not="no export")]),
         "nothing": html_of([read_run(empty)]),
     }
     for name, text in pages.items():

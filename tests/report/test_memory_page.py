@@ -8,9 +8,9 @@ from typing import Any, Literal
 import pytest
 
 from fsdp.memory.profile_page import page as html_of
-from tests.browser import Browser
-from tests.looks import FAINT, assert_fits, assert_keeps_to_itself, assert_legible, listed
-from tests.marks import quick_are
+from tests.support.browser import Browser
+from tests.support.looks import FAINT, assert_fits, assert_keeps_to_itself, assert_legible, listed
+from tests.support.marks import quick_are
 
 KINDS = ("parameters", "gathered", "gradients", "optimizer", "activations", "communication", "other")
 PHASES = ("data", "forward", "backward", "reduce", "optimizer")

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import pytest
 
-from fsdp import checkpoints
+from fsdp.checkpoint import __main__ as checkpoints
 from fsdp.checkpoint.crc import crc32
 from fsdp.predict.__main__ import main as predict
 from fsdp.report.__main__ import main as report
-from tests.core.runs import run as train
-from tests.report.test_watched import watched
+from tests.report.test_watch_section import watched
+from tests.support.runs import run as train
 
 ODD = (
     b"NaN", b"-Infinity", b"1e999", b"1" + b"0" * 400, b"9" * 5000, b"5e-324", b"-1", b"1e308", b"0.5", b"true", b"null",

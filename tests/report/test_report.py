@@ -14,7 +14,7 @@ import pytest
 from fsdp.config import load, to_toml
 from fsdp.report.__main__ import main
 from fsdp.report.curves import label, running_median, ticks
-from fsdp.report.read import read_run
+from fsdp.report.run_data import read_run
 from fsdp.report.series import Series, thin
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from fsdp import materialize
-from fsdp.env import DistEnv
-from tests.core.runs import flags, on_a_rank
-from tests.world import run_world
+from fsdp.dist.env import DistEnv
+from fsdp.parallel import materialize
+from tests.support.runs import flags, on_a_rank
+from tests.support.world import run_world
 
 SAVES = "--checkpoint.every_steps 1 --train.stop_after 2"
 

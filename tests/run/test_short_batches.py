@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.core.runs import failures, run
+from tests.support.runs import failures, run
 
 # 3 samples over 2 ranks × 2 rows: one rank has a row too few, and a product of one row rounds otherwise than one of two.
 SHORT = "--data.args.count 27 --train.global_batch 3 --train.micro_batch 2 --train.steps 4"

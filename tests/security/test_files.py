@@ -20,19 +20,19 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from fsdp import checkpoints
+from fsdp.base.errors import CheckpointError, ConfigError
+from fsdp.checkpoint import __main__ as checkpoints
 from fsdp.checkpoint import inspect, manifest, metadata
-from fsdp.checkpoint.full import open_full_state
+from fsdp.checkpoint.file_names import MANIFEST, METADATA
+from fsdp.checkpoint.full_state import open_full_state
 from fsdp.checkpoint.manifest import Broken
-from fsdp.checkpoint.names import MANIFEST, METADATA
 from fsdp.checkpoint.store import LocalStore
-from fsdp.errors import CheckpointError, ConfigError
 from fsdp.predict.__main__ import main as predict
 from fsdp.report.__main__ import main as report
 from tests.checkpoint.small import save_once
 from tests.predict.test_predict import MLP, make_run
 from tests.report.test_report import made, write
-from tests.world import run_world
+from tests.support.world import run_world
 
 ROOT = Path(__file__).parents[2]
 SECRET = "a text of somebody else"
@@ -315,4 +315,4 @@ def test_files_are_unpickled_in_known_places_alone() -> None:
             assert not allowed, file
             if name in ("pickle.load", "pickle.loads", "pickle.Unpickler", "cloudpickle.loads", "eval", "exec"):
                 found.add(f"{file.relative_to(ROOT)}: {name}")
-    assert found == {"fsdp/checkpoint/plan.py: pickle.loads"}
+    assert found == {"fsdp/checkpoint/write_plan.py: pickle.loads"}

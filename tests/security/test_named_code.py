@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp import checkpoints
 from fsdp import config as configuration
+from fsdp.checkpoint import __main__ as checkpoints
 from fsdp.checkpoint import manifest
-from fsdp.checkpoint.names import MANIFEST
+from fsdp.checkpoint.file_names import MANIFEST
 from fsdp.config.trust import HOOKS
 from fsdp.predict.__main__ import main as predict
 from fsdp.report.__main__ import main as report
 from tests.checkpoint.small import save_once
-from tests.world import run_world
+from tests.support.world import run_world
 
 ROOT = Path(__file__).parents[2]
 OWN = """
@@ -96,7 +96,7 @@ def test_an_export_leaves_the_hooks_of_training_alone(tmp_path: Path, capsys: py
     adapters(run)
     foreign(run, arguments='[comm]\nall_reduce_hook = "hooked:hook"\n')
     done = subprocess.run(
-        [sys.executable, "-m", "fsdp.checkpoints", str(run), "export", "--out", str(tmp_path / "out")],
+        [sys.executable, "-m", "fsdp.checkpoint.__main__", str(run), "export", "--out", str(tmp_path / "out")],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
     )  # fmt: skip
     assert not proof.exists()

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tests.processes import children, dies_with_us, eventually, pids_with, process_space, program
 from tests.slurm.host import NAMESPACES, Host
+from tests.support.processes import children, dies_with_us, eventually, pids_with, process_space, program
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from tests.needs import skip_or_fail
 from tests.slurm import scenarios
 from tests.slurm.cluster import Cluster, Shape, best_mode, missing
 from tests.slurm.job import Undisturbed
+from tests.support.needs import skip_or_fail
 
 AT_ONCE = 4
 

@@ -6,7 +6,7 @@ import contextlib
 import subprocess
 from pathlib import Path
 
-from tests.processes import children, dies_with_us, eventually
+from tests.support.processes import children, dies_with_us, eventually
 
 NAMESPACES = ["--net", "--uts", "--mount"]
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.processes import eventually
-from tests.resumable import resumable_at
 from tests.slurm.cluster import FOREIGN, REPOSITORY, Cluster
+from tests.support.processes import eventually
+from tests.support.resumable import resumable_at
 
 STEPS = 40
 EVERY = 10

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import eventually, pids_with
 from tests.slurm.cluster import REPOSITORY, Cluster, Mode, Shape, best_mode
 from tests.slurm.conftest import need_slurm
+from tests.support.processes import eventually, pids_with
 
 pytestmark = pytest.mark.slurm
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from fsdp import env
-from fsdp.errors import LaunchError
+from fsdp.base.errors import LaunchError
+from fsdp.dist import env
 from tests.slurm.cluster import Cluster
 
 TASK: Mapping[str, str] = {

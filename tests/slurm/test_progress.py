@@ -7,34 +7,34 @@ from pathlib import Path
 
 import pytest
 
-from fsdp import rundir
-from fsdp.claim import Claim
-from fsdp.errors import RefusedError
-from fsdp.rundir import RunDir
-from launch import policy, progress
+from fsdp.base.errors import RefusedError
+from fsdp.rundir import paths
+from fsdp.rundir.lock import Claim
+from fsdp.rundir.paths import RunDir
+from launch import policy, slurm_job
 from launch.marker import TOKEN, Failure, Marker
 from launch.policy import Act, Allocation, Decision, Kind
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    return rundir.create(tmp_path / "run")
+    return paths.create(tmp_path / "run")
 
 
 def reach(run: RunDir, step: int, from_step: int = 0) -> None:
     """A start that got as far as `step`."""
-    rundir.append(run.history, {"event": "start", "from_step": from_step})
-    rundir.append(run.metrics, {"step": step, "loss": 1.0})
+    paths.append(run.history, {"event": "start", "from_step": from_step})
+    paths.append(run.metrics, {"step": step, "loss": 1.0})
 
 
 def stopped(run: RunDir, step: int, reason: str) -> None:
-    rundir.append(run.history, {"event": "end", "step": step, "why": reason})
+    paths.append(run.history, {"event": "end", "step": step, "why": reason})
     run.stopped.write_text(f"{reason} at step {step}\n")
 
 
 def judge(run: RunDir, job: str = "7", restart: int = 0, *, unmet: bool = False, **allocation: bool) -> Decision:
     allowed = Allocation(**{"requeue": True, **allocation})
-    return progress.judge(run, job=job, restart=restart, code=1, allocation=allowed, unmet=unmet)
+    return slurm_job.judge(run, job=job, restart=restart, code=1, allocation=allowed, unmet=unmet)
 
 
 def fail(run: RunDir, monkeypatch: pytest.MonkeyPatch, kind: Kind, code: int) -> None:
@@ -58,7 +58,7 @@ def test_stopped_by_the_scheduler_goes_on_later(run: RunDir, reason: str) -> Non
 def test_a_job_without_requeue_says_that_it_is_not(run: RunDir) -> None:
     reach(run, 10)
     stopped(run, 10, "SIGUSR1")
-    said = progress.message(run, judge(run, requeue=False))
+    said = slurm_job.message(run, judge(run, requeue=False))
     assert said.startswith("stopped: SIGUSR1; this launcher does not requeue. Not requeued;")
 
 
@@ -74,7 +74,7 @@ def test_an_error_that_would_come_again_is_final_with_its_own_code(run: RunDir, 
 @pytest.mark.parametrize(("code", "act"), [(2, Act.END), (4, Act.END), (1, Act.AGAIN), (137, Act.AGAIN)])
 def test_a_start_without_a_marker_is_known_by_its_code(run: RunDir, code: int, act: Act) -> None:
     """srun passes a rank's own code on."""
-    decision = progress.judge(run, job="7", restart=0, code=code, allocation=Allocation(requeue=True))
+    decision = slurm_job.judge(run, job="7", restart=0, code=code, allocation=Allocation(requeue=True))
     assert decision.act is act
     assert act is Act.AGAIN or decision.code == code
 
@@ -90,7 +90,7 @@ def test_a_job_that_cannot_start_its_ranks_again_is_requeued(run: RunDir) -> Non
     reach(run, 3)
     decision = judge(run, again=False)
     assert decision.act is Act.REQUEUE
-    assert "Again" not in progress.message(run, decision)
+    assert "Again" not in slurm_job.message(run, decision)
 
 
 def test_nothing_is_written_where_another_job_holds_the_directory(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def test_nothing_is_written_where_another_job_holds_the_directory(run: RunDir, m
     before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
     try:
         with pytest.raises(RefusedError, match="is being written by process"):
-            progress.begin(["--run.dir", str(run.path)], "unused", log="/nowhere/job.log")
+            slurm_job.begin(["--run.dir", str(run.path)], "unused", log="/nowhere/job.log")
         for unmet in (False, True):
             decision = judge(run, unmet=unmet)
             assert (decision.act, decision.code) == (Act.END, 4)
@@ -117,7 +117,7 @@ def test_stopped_by_a_person_stays_stopped(run: RunDir, reason: str) -> None:
     decision = judge(run)
     assert (decision.act, decision.code) == (Act.END, 0)
     assert reason in decision.why
-    assert f"--run.dir {run.path}" in progress.message(run, decision)
+    assert f"--run.dir {run.path}" in slurm_job.message(run, decision)
 
 
 def test_a_limit_too_short_for_one_step_is_not_requeued_for_ever(run: RunDir) -> None:
@@ -133,7 +133,7 @@ def test_a_step_in_between_starts_the_count_anew(run: RunDir) -> None:
     for step in (10, 10, 10, 10, 11, 11):
         reach(run, step, from_step=10 if step == 10 else 11)
         stopped(run, step, "SIGTERM")
-    rundir.append(run.history, {"event": "start", "from_step": 11})
+    paths.append(run.history, {"event": "start", "from_step": 11})
     stopped(run, 12, "SIGTERM")
     assert judge(run).act is Act.REQUEUE
 
@@ -146,7 +146,7 @@ def test_an_error_is_tried_again_and_at_the_same_step_not_twice(run: RunDir, mon
     reach(run, 20, from_step=15)
     decision = judge(run)
     assert (decision.act, decision.code) == (Act.END, 1)
-    assert "failed again after step 20: not again. HINT: the first error above" in progress.message(run, decision)
+    assert "failed again after step 20: not again. HINT: the first error above" in slurm_job.message(run, decision)
 
 
 def test_a_crash_while_starting_is_no_second_one_at_the_last_step(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,8 +186,8 @@ def test_the_same_command_again_is_a_new_job_with_new_chances(run: RunDir, monke
 
 def test_a_history_from_before_the_kinds_were_written_is_read(run: RunDir) -> None:
     for _ in range(2):
-        rundir.append(run.history, {"event": "start", "from_step": 0})
-        rundir.append(run.history, {"event": "crash", "job": "7", "restart": 0, "step": 20, "code": 1})
+        paths.append(run.history, {"event": "start", "from_step": 0})
+        paths.append(run.history, {"event": "crash", "job": "7", "restart": 0, "step": 20, "code": 1})
     reach(run, 20)
     assert judge(run).act is Act.END
 
@@ -202,7 +202,7 @@ def test_begin_clears_the_marks_and_explains_a_start_without_an_end(run: RunDir,
     for marker in (run.stopped, run.done):
         marker.touch()
     (tmp_path / "job-7.log").touch()
-    begun = progress.begin(["--run.dir", str(run.path)], "unused", log=str(tmp_path / "job-7.log"))
+    begun = slurm_job.begin(["--run.dir", str(run.path)], "unused", log=str(tmp_path / "job-7.log"))
     assert begun == run
     assert not run.stopped.exists()
     assert not run.done.exists()
@@ -213,11 +213,11 @@ def test_begin_clears_the_marks_and_explains_a_start_without_an_end(run: RunDir,
 
 def test_begin_takes_the_default_and_a_dry_run_touches_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     where = str(tmp_path / "runs" / "job-7")
-    assert progress.main(["begin", "--dry-run", "--default-run-dir", where, "--train.steps", "3"]) == 0
+    assert slurm_job.main(["begin", "--dry-run", "--default-run-dir", where, "--train.steps", "3"]) == 0
     assert capsys.readouterr().out.strip() == where
     assert not Path(where).exists()
 
 
 def test_begin_says_a_wrong_flag_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert progress.main(["begin", "--default-run-dir", "unused", "--train.stepps", "3"]) == 2
+    assert slurm_job.main(["begin", "--default-run-dir", "unused", "--train.stepps", "3"]) == 2
     assert "did you mean --train.steps" in capsys.readouterr().err

@@ -8,8 +8,8 @@ import subprocess
 
 import pytest
 
-from tests.needs import skip_or_fail
 from tests.slurm.cluster import REPOSITORY
+from tests.support.needs import skip_or_fail
 
 SCRIPTS = sorted(path.name for path in (REPOSITORY / "slurm").iterdir())
 

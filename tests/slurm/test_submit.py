@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launch import submit
-from launch.request import Request, gibibytes, minutes
+from launch.slurm_request import Request, gibibytes, minutes
 from tests.slurm.cluster import FOREIGN, REPOSITORY, Cluster
 from tests.slurm.conftest import need_slurm
 from tests.slurm.job import FLAGS, STEPS, Run, Undisturbed

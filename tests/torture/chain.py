@@ -13,10 +13,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from fsdp.checkpoint import inspect, load
+from fsdp.checkpoint.file_names import MANIFEST, METADATA
 from fsdp.checkpoint.manifest import Manifest
-from fsdp.checkpoint.names import MANIFEST, METADATA
 from fsdp.checkpoint.store import LocalStore
-from tests.forked import FORKED
+from tests.support.forked import FORKED
 from tests.torture import rank as rank_module
 
 STEPS, EVERY, KEEP = 150, 5, 2

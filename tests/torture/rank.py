@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp import config
-from fsdp.env import DistEnv
-from fsdp.loop import train
+from fsdp.dist.env import DistEnv
+from fsdp.run.loop import train
 
 
 def run(rank: int, ranks: int, flags: list[str], store: str, log: str) -> None:

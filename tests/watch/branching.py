@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.core.own import Block, Uneven
+from tests.support.user_code import Block, Uneven
 
 
 class Dropped(Uneven):

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tests.core.own import Uneven
+from tests.support.user_code import Uneven
 
 FOLDER, RANK = Path(os.environ["LEAVING"]), os.environ["RANK"]
 

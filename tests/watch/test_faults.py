@@ -15,7 +15,7 @@ import pytest
 
 from bench.fault_kinds import KINDS, Kind
 from bench.faults import Case
-from tests.marks import sample_are
+from tests.support.marks import sample_are
 
 ROOT = Path(__file__).parents[2]
 SELDOM = ("SIGSTOP", "exception", "NaN", "deadlock in Python", "another collective")

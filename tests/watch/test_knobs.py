@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from fsdp import config as configuration
+from fsdp.base.errors import ConfigError
 from fsdp.config import config_hash
-from fsdp.errors import ConfigError
-from fsdp.watch.files import Files
-from fsdp.watch.ledger import Ledger, Told
 from fsdp.watch.monitor import say
-from tests.core.runs import failures, run
+from fsdp.watch.records import Files
+from fsdp.watch.timing import Ledger, Told
+from tests.support.runs import failures, run
 
 ROOT = Path(__file__).parents[2]
 FAULT = """

@@ -1,0 +1,263 @@
+"""Look after a run's checkpoints, with no rank running:
+
+    python -m fsdp.checkpoint RUN                      list: step, age, size, mesh, verified or why not
+    python -m fsdp.checkpoint RUN verify               read every byte of every checkpoint
+    python -m fsdp.checkpoint RUN prune --keep-last 2  delete older ones; refused while a job writes there
+    python -m fsdp.checkpoint RUN export --format both --out FOLDER
+
+RUN is a run directory, a folder of checkpoints or s3://bucket/prefix; `verify RUN` is understood like `RUN verify`. --step N
+picks one. Exit code 0, 1 where a checkpoint is not whole, 2 for a wrong command, 4 where there is nothing to work on
+or another job writes there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from fsdp import config
+from fsdp.base.errors import CheckpointError, ConfigError, RefusedError, ShardrunError
+from fsdp.checkpoint import file_names, inspect, load, retention
+from fsdp.checkpoint.adapter_weights import PEFT, Base
+from fsdp.checkpoint.export import export
+from fsdp.checkpoint.inspect import CheckpointListing
+from fsdp.checkpoint.lock import Locks, hold
+from fsdp.checkpoint.manifest import Broken
+from fsdp.checkpoint.store import Store, open_store
+from fsdp.config import CheckpointSection
+from fsdp.run.frozen_base import base_of
+from fsdp.run.job import prepare
+
+COMMANDS = ("list", "verify", "prune", "export")
+READ_AT_ONCE = 2 << 30
+"""A listing reads every byte of what is smaller; of larger ones it says that only sizes were compared."""
+
+
+def main(argv: Sequence[str]) -> int:
+    try:
+        options = _parse(argv)
+        store = open_store(_place(options.run, options.section))
+        return {"list": _list, "verify": _verify, "prune": _prune, "export": _export}[options.command](store, options)
+    except ShardrunError as error:
+        print(f"fsdp.checkpoint.__main__: {error}", file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"fsdp.checkpoint.__main__: {error}", file=sys.stderr)
+        return CheckpointError.exit_code
+    except Broken as broken:
+        print(f"CheckpointError: {broken.detail}. HINT: python -m fsdp.checkpoint {argv[0]} verify", file=sys.stderr)
+        return CheckpointError.exit_code
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m fsdp.checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("words", nargs="+", metavar="RUN [list|verify|prune|export]")
+    parser.add_argument("--step", type=int, help="only this step's checkpoint")
+    parser.add_argument("--quick", action="store_true", help="list: compare sizes only")
+    parser.add_argument("--keep-last", type=int, help="prune: newest kept; else what the run's config.toml says")
+    parser.add_argument("--keep-every-steps", type=int, help="prune: also keep each n-th step's")
+    parser.add_argument("--format", choices=("torch", "safetensors", "both"), help="export: what to write")
+    parser.add_argument("--shard-gib", type=float, help="export: largest safetensors file")
+    parser.add_argument("--out", help="export: folder; RUN/full_model if not given")
+    parser.add_argument(
+        "--trust-code", action="append", default=[], metavar="NAME", help=f"export of adapters: {config.TRUST_HELP}"
+    )
+    options = parser.parse_intermixed_args(list(argv))
+    commands = [word for word in options.words if word in COMMANDS]
+    runs = [word for word in options.words if word not in COMMANDS]
+    if len(runs) != 1 or len(commands) > 1:
+        raise ConfigError(
+            f"{' '.join(options.words)}: one RUN and one command are wanted.", "python -m fsdp.checkpoint RUN verify"
+        )
+    options.run, options.command = runs[0].rstrip("/"), (commands or ["list"])[0]
+    options.section = _section(options)
+    return options
+
+
+def _section(options: argparse.Namespace) -> CheckpointSection:
+    """What the run itself was told, with this command's flags over it."""
+    file = Path(options.run, "config.toml")
+    section = CheckpointSection()
+    if "://" not in options.run and file.is_file():
+        fields = {name: config.FIELDS[name] for name in config.FIELDS if name.startswith("checkpoint.")}
+        said = {name: value for name, value in config.read_recipe(str(file)).items() if name in fields}
+        values = {name.removeprefix("checkpoint."): config.parse_value(fields[name], value) for name, value in said.items()}
+        section = CheckpointSection(**values)
+    given = {
+        "keep_last": options.keep_last, "keep_every_steps": options.keep_every_steps,
+        "export_format": options.format, "export_shard_gib": options.shard_gib,
+    }  # fmt: skip
+    return dataclasses.replace(section, **{name: value for name, value in given.items() if value is not None})
+
+
+def _place(run: str, section: CheckpointSection) -> str:
+    """Where the checkpoints of RUN lie: its config says, or its folder does, or RUN is that folder."""
+    if "://" in run:
+        return run
+    if section.dir:
+        return config.check_store(Path(run), section.dir)
+    if Path(run, "checkpoints").is_dir():
+        return str(Path(run, "checkpoints"))
+    if not Path(run).is_dir():
+        raise CheckpointError(f"{run} does not exist.", "python -m fsdp.checkpoint RUN, with the --run.dir of a run")
+    return run
+
+
+def _chosen(store: Store, options: argparse.Namespace) -> list[CheckpointListing]:
+    founds = [found for found in inspect.scan(store) if options.step in (None, found.step)]
+    if not founds:
+        what = "no checkpoint" if options.step is None else f"no checkpoint of step {options.step}"
+        raise CheckpointError(f"{store.where} holds {what}.", f"python -m fsdp.checkpoint {options.run}")
+    return founds
+
+
+def _list(store: Store, options: argparse.Namespace) -> int:
+    founds = _chosen(store, options)
+    total = sum(found.manifest.bytes for found in founds if found.manifest is not None)
+    read = not options.quick and total <= READ_AT_ONCE
+    return _table(store, founds, read)
+
+
+def _verify(store: Store, options: argparse.Namespace) -> int:
+    return _table(store, _chosen(store, options), read=True)
+
+
+def _table(store: Store, founds: Sequence[CheckpointListing], read: bool) -> int:
+    """One line a checkpoint, the newest first, then what was set aside."""
+    print(f"{'step':>10}  {'age':>9}  {'size':>10}  {'mesh':<12}  {'ranks':>5}  state")
+    wrong = 0
+    for found in founds:
+        why = _why_not(store, found, read)
+        wrong += why is not None
+        state = f"NOT whole: {why}" if why else ("verified" if read else "sealed, sizes right; verify reads every byte")
+        about = found.manifest
+        if about is None:
+            print(f"{found.step:>10}  {'':>9}  {'':>10}  {'':<12}  {'':>5}  {state}")
+        else:
+            age, size = _age(time.time() - about.created), _size(about.bytes)
+            print(f"{found.step:>10}  {age:>9}  {size:>10}  {about.mesh:<12}  {about.ranks:>5}  {state}")
+    for folder in store.folders():
+        name = file_names.parse(folder)
+        if name is not None and name.kind == "broken":
+            print(f"{name.step:>10}  set aside: {folder}")
+    return 1 if wrong else 0
+
+
+def _why_not(store: Store, found: CheckpointListing, read: bool) -> str | None:
+    if found.manifest is None:
+        return found.detail
+    try:
+        if read:
+            for file, (size, crc) in found.manifest.files.items():
+                inspect.check_file(store, found.folder, file, size, crc)
+            load.open_one(store, found.folder, found.manifest)
+    except (EOFError, LookupError, ValueError, TypeError) as error:
+        # a manifest and files that do not fit together
+        return f"{type(error).__name__}: {error}"
+    except (Broken, OSError) as error:
+        return error.detail if isinstance(error, Broken) else str(error)
+    return None
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"
+
+
+def _prune(store: Store, options: argparse.Namespace) -> int:
+    locks = _hold(store, options)
+    try:
+        if options.step is not None:
+            gone = [found.folder for found in _chosen(store, options)]
+            for folder in gone:
+                store.remove(folder, "00000000")
+        else:
+            gone = retention.prune(store, options.section, "00000000")
+        print("deleted " + ", ".join(gone) if gone else "nothing to delete")
+    finally:
+        locks.release()
+    return 0
+
+
+def _hold(store: Store, options: argparse.Namespace) -> Locks:
+    """The locks of RUN and of its store, which another run directory may share."""
+    run_dir = None if "://" in options.run else Path(options.run)
+    try:
+        return hold(run_dir, store, "python -m fsdp.checkpoint prune")
+    except RefusedError as error:
+        held = str(error).removesuffix(f" HINT: {error.hint}")
+        hint = "prune when that job has ended, or start it with --checkpoint.keep_last N"
+        raise RefusedError(held, hint) from None
+
+
+def _export(store: Store, options: argparse.Namespace) -> int:
+    found = next((one for one in _chosen(store, options) if one.manifest is not None), None)
+    if found is None:
+        raise CheckpointError(f"{store.where} holds no whole checkpoint.", f"python -m fsdp.checkpoint {options.run} verify")
+    if "://" in options.run and not options.out:
+        raise ConfigError("an object store needs a local folder to export to.", "--out FOLDER")
+    folder = Path(options.out) if options.out else _own_export(Path(options.run))
+    section, base = options.section, _base(options, found)
+    try:
+        source = load.open_one(store, found.folder, found.manifest)
+        files = export(source, folder, section.export_format, section.export_shard_gib, base=base)
+    except (EOFError, LookupError, ValueError, TypeError, RuntimeError, MemoryError) as error:
+        # what files that do not fit together, or are larger than this machine, end in
+        raise inspect.of_failure(error, store.path(found.folder)) from error
+    for file in files:
+        print(f"{file}  {_size(file.stat().st_size)}")
+    return 0
+
+
+def _own_export(run: Path) -> Path:
+    """RUN/full_model, where no link in the run directory leads elsewhere."""
+    folder = run / "full_model"
+    for one in (folder, folder / PEFT):
+        if one.is_symlink():
+            raise ConfigError(
+                f"{one} is a link to {one.readlink()}, and a run directory's own links are not written through.",
+                f"--out {shlex.quote(str(folder.resolve()))}, if that is where the export belongs",
+            )
+    return folder
+
+
+def _base(options: argparse.Namespace, found: CheckpointListing) -> Base | None:
+    """What adapters lie over, from the run's own configuration."""
+    assert found.manifest is not None
+    said = found.manifest.base
+    if not said:
+        return None
+    file = Path(options.run, "config.toml")
+    if not file.is_file():
+        raise ConfigError(
+            f"{found.folder} holds adapters over {said['origin']}, and {file} is not there.", "give the run directory"
+        )
+    run = config.load_run_config(Path(options.run), trusted=options.trust_code, forgotten=("checkpoint.resume",))
+    job = prepare(run, world_size=1, num_nodes=1, device=torch.device("cpu"))
+    return dataclasses.replace(
+        base_of(run, job.spec, job.dtypes.master, said["digest"]),
+        lora=dataclasses.replace(run.lora, rank=said["rank"], alpha=said["alpha"]),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,140 @@
+"""Checkpoints of adapters alone: what they lie over, the proof that it is the same at a resume, and both merged at an export.
+
+Such a checkpoint holds adapters, optimizer and buffers; the frozen weights are named by a digest that no sharding changes. Not
+here: the adapters themselves (fsdp/models/lora.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.base.digest import digest_shard
+from fsdp.base.errors import CheckpointError
+from fsdp.checkpoint import full_state, load
+from fsdp.checkpoint.full_state import Entry
+from fsdp.checkpoint.load import CheckpointSource
+from fsdp.checkpoint.manifest import Manifest
+from fsdp.config import LoraSection
+from fsdp.models.lora import A, B, merged
+
+PEFT = "adapter"
+
+
+@dataclass(frozen=True)
+class Base:
+    """The frozen weights of a run with adapters. `build` gives the model without them on meta, `open` its numbers."""
+
+    digest: str
+    origin: str
+    lora: LoraSection
+    dtype: torch.dtype
+    build: Callable[[], nn.Module]
+    open: Callable[[], Mapping[str, Tensor]]
+
+    def said(self) -> dict[str, str | float]:
+        """What a manifest keeps of it."""
+        return {"digest": self.digest, "origin": self.origin, "rank": self.lora.rank, "alpha": self.lora.alpha}
+
+
+def digest_of(tensors: Mapping[str, int]) -> str:
+    """One name for many tensors' digests."""
+    return hashlib.blake2b(json.dumps(sorted(tensors.items())).encode(), digest_size=8).hexdigest()
+
+
+def check(manifest: Manifest, base: Base | None, where: str) -> None:
+    """Adapters go on over the weights that they were trained over, or not at all."""
+    said = manifest.base
+    if not said and base is None:
+        return
+    if not said:
+        raise CheckpointError(
+            f"{where} holds a whole model, and this run trains adapters.",
+            "--model.weights RUN/full_model to lie them over its weights, or --lora.rank 0 to go on with it",
+        )
+    if base is None:
+        raise CheckpointError(
+            f"{where} holds adapters alone, over {said['origin']}.", f"--lora.rank {said['rank']}, with the flags of that run"
+        )
+    if said["digest"] != base.digest:
+        raise CheckpointError(
+            f"{where} holds adapters over {said['origin']} ({said['digest']}), and this run's weights, from {base.origin}, "
+            f"are others ({base.digest}).",
+            f"{said['origin']}" if str(said["origin"]).startswith("--") else "give the flags that the run had",
+        )
+
+
+# ---------------------------------------------------------------- out
+
+
+def whole_model(source: CheckpointSource, base: Base) -> tuple[list[Entry], full_state.Fetch]:
+    """The plain model under its own names: base and adapters merged, tensor by tensor."""
+    stored = {key.removeprefix("model.") for key in source.metadata.state_dict_metadata if key.startswith("model.")}
+    entries = _entries(base)
+    weights = base.open()
+    _prove(base, weights, [entry for entry in entries if entry.name not in stored])
+
+    def fetch(entry: Entry) -> Tensor:
+        if entry.name in stored:
+            return load.whole(source, f"model.{entry.name}")
+        plain = weights[entry.name].to(entry.dtype)
+        layer = entry.name.removesuffix(".weight")
+        if f"{layer}.{A}" not in stored:
+            return plain
+        a, b = (load.whole(source, f"model.{layer}.{part}") for part in (A, B))
+        return merged(plain, a, b, base.lora.scale)
+
+    return entries, fetch
+
+
+def _entries(base: Base) -> list[Entry]:
+    owners: dict[Tensor, str] = {}
+    found = []
+    for name, tensor in base.build().state_dict(keep_vars=True).items():
+        if not isinstance(tensor, Tensor):
+            continue
+        owner = owners.setdefault(tensor, name)
+        dtype = base.dtype if tensor.is_floating_point() else tensor.dtype
+        found.append(Entry(name, dtype, tuple(tensor.shape), owner if owner != name else ""))
+    return found
+
+
+def _prove(base: Base, weights: Mapping[str, Tensor], entries: list[Entry]) -> None:
+    """The file may have been changed since the run read it."""
+    digests = {e.name: digest_shard(weights[e.name].to(e.dtype)).weighted for e in entries if not e.same_as}
+    if digest_of(digests) != base.digest:
+        raise CheckpointError(
+            f"{base.origin} has changed: its weights are {digest_of(digests)}, the adapters were trained over {base.digest}.",
+            "put the old weights back, then python -m fsdp.checkpoint RUN export",
+        )
+
+
+def peft_files(source: CheckpointSource, folder: Path, base: Base) -> dict[Path, Callable[..., object]]:
+    """The adapters alone, named and laid out as the peft library reads them: file → its writer."""
+    place = folder / PEFT
+    place.mkdir(parents=True, exist_ok=True)
+    keys = {}
+    for key, about in source.metadata.state_dict_metadata.items():
+        layer, _, part = key.removeprefix("model.").rpartition(".")
+        if key.startswith("model.") and part in (A, B):
+            name = f"base_model.model.{layer}.{'lora_A' if part == A else 'lora_B'}.weight"
+            keys[name] = (key, Entry(name, about.properties.dtype, tuple(about.size)))  # type: ignore[union-attr]
+    layers = sorted({key.removeprefix("model.").rpartition(".")[0] for key, _ in keys.values()})
+    config = {
+        "peft_type": "LORA", "task_type": None, "base_model_name_or_path": base.origin.removeprefix("--model.weights "),
+        "r": base.lora.rank, "lora_alpha": base.lora.alpha, "lora_dropout": base.lora.dropout, "bias": "none",
+        "target_modules": layers, "inference_mode": True,
+    }  # fmt: skip
+    text = json.dumps(config, indent=1).encode()
+    write = partial(
+        full_state.write_safetensors, entries=[entry for _, entry in keys.values()],
+        fetch=lambda entry: load.whole(source, keys[entry.name][0]),
+    )  # fmt: skip
+    return {place / "adapter_config.json": lambda stream: stream.write(text), place / "adapter_model.safetensors": write}

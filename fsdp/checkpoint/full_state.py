@@ -1,0 +1,233 @@
+"""A whole model's state dict in files: written tensor by tensor, read lazily. torch's format and safetensors.
+
+Writing never holds more than one tensor; reading maps files, so a rank that asks for its rows touches those alone. Which
+tensors there are and where they come from is export.py's and the caller's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsdp.base.errors import ConfigError
+from fsdp.checkpoint import torch_file
+from fsdp.checkpoint.tensor_reader import as_bytes
+
+TORCH_FILE = "full-model.pt"
+INDEX_FILE = "model.safetensors.index.json"
+
+_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
+}  # fmt: skip
+_TYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor to write. `same_as` names the one before it whose memory it shares (tied weights)."""
+
+    name: str
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    same_as: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.size) * self.dtype.itemsize
+
+
+Fetch = Callable[[Entry], torch.Tensor]
+
+
+def write_torch(stream: BinaryIO, entries: Sequence[Entry], fetch: Fetch) -> None:
+    """What `torch.save(state_dict)` would write; tied weights share one storage, as there."""
+    archive = torch_file.Archive(stream)
+    archive.add("data.pkl", torch_file.state_dict_pickle([(e.name, e.dtype, e.size, e.same_as or e.name) for e in entries]))
+    archive.add("byteorder", b"little")
+    own = [entry for entry in entries if not entry.same_as]
+    for nth, entry in enumerate(own):
+        archive.add(f"data/{nth}", as_bytes(fetch(entry).contiguous()), align=True)
+    archive.add("version", b"3\n")
+    archive.close()
+
+
+def write_safetensors(stream: BinaryIO, entries: Sequence[Entry], fetch: Fetch) -> None:
+    """The header with every place, then the tensors in its order. Tied weights stand there twice: the format shares nothing."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for entry in entries:
+        if entry.dtype not in _NAMES:
+            raise ConfigError(
+                f"{entry.name} is {entry.dtype}, which safetensors does not know.", "--checkpoint.export_format torch"
+            )
+        place = [at, at + entry.nbytes]
+        header[entry.name] = {"dtype": _NAMES[entry.dtype], "shape": list(entry.size), "data_offsets": place}
+        at += entry.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    stream.write(len(text).to_bytes(8, "little") + text)
+    for entry in entries:
+        stream.write(as_bytes(fetch(entry).contiguous()))
+
+
+def into_files(entries: Sequence[Entry], largest: int) -> list[list[Entry]]:
+    """Entries in order, cut so that no file is larger than asked; a single larger tensor has a file of its own."""
+    files: list[list[Entry]] = [[]]
+    held = 0
+    for entry in entries:
+        if files[-1] and held + entry.nbytes > largest:
+            files.append([])
+            held = 0
+        files[-1].append(entry)
+        held += entry.nbytes
+    return files
+
+
+# ---------------------------------------------------------------- reading
+
+
+class FullState(Mapping[str, torch.Tensor]):
+    """Name → tensor, mapped from its file; nothing is read before somebody looks at the numbers."""
+
+    def __init__(self, where: str, tensors: dict[str, Callable[[], torch.Tensor]]) -> None:
+        self.where = where
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def open_full_state(path: str | Path) -> FullState:
+    """A file or folder with a whole model's state dict: safetensors with or without an index, or torch.save's own."""
+    place = Path(path)
+    files = _files(place) if place.is_dir() else [place]
+    tensors: dict[str, Callable[[], torch.Tensor]] = {}
+    for file in files:
+        found = _open_safetensors(file) if file.suffix == ".safetensors" else _open_torch(file)
+        tensors |= {_plain(name): tensor for name, tensor in found.items()}
+    return FullState(str(path), tensors)
+
+
+def _files(folder: Path) -> list[Path]:
+    """A run directory's export, an export folder, or what others call such files."""
+    for place in (folder, folder / "full_model"):
+        if (place / INDEX_FILE).exists():
+            names = _named_files(place / INDEX_FILE)
+            strangers = [name for name in names if Path(name).name != name]
+            if strangers:
+                raise ConfigError(f"{place / INDEX_FILE} leads out of its folder, to {strangers[0]}.", "give a whole export")
+            return [place / name for name in sorted(names)]
+        for name in (TORCH_FILE, "model.safetensors", "pytorch_model.bin"):
+            if (place / name).exists():
+                return [place / name]
+    raise ConfigError(
+        f"--model.weights {folder} holds no {TORCH_FILE}, {INDEX_FILE} or model.safetensors.",
+        f"--checkpoint.resume {folder} if it is a checkpoint, or export one: python -m fsdp.checkpoint RUN export",
+    )
+
+
+def _named_files(index: Path) -> set[str]:
+    try:
+        return {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        said = f"{type(error).__name__}: {error}"
+        raise ConfigError(
+            f"--model.weights {index} is no index of safetensors files ({said}).", "give a whole export"
+        ) from None
+
+
+def _open_safetensors(file: Path) -> dict[str, Callable[[], torch.Tensor]]:
+    try:
+        if file.exists() and not file.is_file():
+            raise ValueError("it is no regular file")
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if length > size - 8:
+                raise ValueError("it is cut off, or no safetensors file")
+            header = json.loads(stream.read(length))
+        header.pop("__metadata__", None)
+        return {name: _Mapped(file, 8 + length, about, size) for name, about in header.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        said = error if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
+        raise ConfigError(f"--model.weights {file} cannot be read: {said}.", "give a whole .safetensors file") from None
+
+
+class _Mapped:
+    """One tensor of a safetensors file, mapped when called."""
+
+    def __init__(self, file: Path, base: int, about: Mapping[str, Any], whole: int) -> None:
+        first, last = about["data_offsets"]
+        self._file, self._start, self._length = file, base + first, last - first
+        self._dtype, self._size = _TYPES[about["dtype"]], tuple(about["shape"])
+        # Memory that is mapped beyond the file's end would end the process when it is read.
+        if first < 0 or min(self._size, default=0) < 0 or base + last > whole:
+            raise ValueError(f"a tensor of it lies outside the file, at {first} to {last}")
+        if self._length != math.prod(self._size) * self._dtype.itemsize:
+            raise ValueError(f"a tensor of {list(self._size)} {about['dtype']} has {self._length} bytes")
+
+    def __call__(self) -> torch.Tensor:
+        if not self._length:
+            return torch.empty(self._size, dtype=self._dtype)
+        # Private to this process: whoever writes to the tensor changes a copy of the page and never the file.
+        end = self._start + self._length
+        storage = torch.UntypedStorage.from_file(str(self._file), shared=False, nbytes=end)
+        flat = torch.empty(0, dtype=torch.uint8).set_(storage)[self._start : end]  # type: ignore[arg-type]
+        if self._start % self._dtype.itemsize:
+            flat = flat.clone()
+        return flat.view(self._dtype).view(self._size)
+
+
+def _open_torch(file: Path) -> dict[str, Callable[[], torch.Tensor]]:
+    try:
+        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"--model.weights {file} does not exist.", "a .pt or .safetensors file, or a folder of them"
+        ) from None
+    except Exception as error:  # torch.load's failures have no common type; each means that this is no such file
+        said = str(error).partition("\n")[0][:200]
+        raise ConfigError(
+            f"--model.weights {file} is no state dict of torch.save: {said}.", "give a .pt or .safetensors file"
+        ) from None
+    for key in ("state_dict", "model"):
+        if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
+            loaded = loaded[key]
+    if not isinstance(loaded, Mapping) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
+        raise ConfigError(
+            f"--model.weights {file} holds something else than a state dict.", "torch.save(model.state_dict(), FILE)"
+        )
+    sharded = next((name for name, value in loaded.items() if isinstance(value, DTensor)), None)
+    if sharded is not None:
+        raise ConfigError(
+            f"--model.weights {file}: {sharded} is a DTensor, one rank's shard.",
+            "torch.save({name: tensor.full_tensor() for name, tensor in model.state_dict().items()}, FILE) on all ranks",
+        )
+    return {name: partial(_same, tensor) for name, tensor in loaded.items()}
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _plain(name: str) -> str:
+    """Without what wrappers in front of a whole model put there."""
+    for wrapper in ("module.", "_orig_mod."):
+        name = name.removeprefix(wrapper)
+    return name.replace("._orig_mod.", ".").replace("_checkpoint_wrapped_module.", "")

@@ -1,0 +1,78 @@
+"""Which checkpoints stay: the last k, each n-th, the best by a metric.
+
+Only whole ones count, and the old go after the new is sealed.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+
+from fsdp.checkpoint import file_names
+from fsdp.checkpoint.inspect import CheckpointListing, scan
+from fsdp.checkpoint.store import Store
+from fsdp.config import CheckpointSection
+
+log = logging.getLogger(__name__)
+
+
+def superfluous(section: CheckpointSection, whole: Sequence[CheckpointListing]) -> list[CheckpointListing]:
+    """Those of the whole checkpoints that no rule keeps."""
+    if not section.keep_last:
+        return []
+    newest = sorted(whole, key=lambda found: found.step, reverse=True)
+    kept = {found.folder for found in newest[: section.keep_last]}
+    if section.keep_every_steps:
+        kept |= {found.folder for found in newest if found.step % section.keep_every_steps == 0}
+    kept |= {
+        found.folder
+        for found in sorted(newest, key=lambda found: _rank(section, found))[: section.keep_best]
+        if _has(section, found)
+    }
+    return [found for found in newest if found.folder not in kept]
+
+
+def _metric(section: CheckpointSection, found: CheckpointListing) -> float:
+    assert found.manifest is not None
+    value = found.manifest.metrics.get(section.keep_best_metric.lstrip("-"), math.nan)
+    return -value if section.keep_best_metric.startswith("-") else value
+
+
+def _has(section: CheckpointSection, found: CheckpointListing) -> bool:
+    return not math.isnan(_metric(section, found))
+
+
+def _rank(section: CheckpointSection, found: CheckpointListing) -> tuple[bool, float, int]:
+    """The best first, those without the metric last, of equals the newest."""
+    value = _metric(section, found)
+    return math.isnan(value), value if not math.isnan(value) else 0.0, -found.step
+
+
+def prune(store: Store, section: CheckpointSection, attempt: str) -> list[str]:
+    """Delete what no rule keeps; returns the folders gone."""
+    if not section.keep_last:
+        return []
+    whole = [found for found in scan(store) if found.manifest is not None]
+    gone = superfluous(section, whole)
+    for found in gone:
+        store.remove(found.folder, attempt)
+    return [found.folder for found in gone]
+
+
+def sweep(store: Store, attempt: str) -> list[str]:
+    """Delete what attempts before this one left half-written or half-deleted. Only the holder of the store's lock may.
+
+    What cannot be deleted is logged and left: it counts as no checkpoint, and the run starts all the same.
+    """
+    swept = []
+    for folder in store.folders():
+        name = file_names.parse(folder)
+        if name is not None and name.kind in ("tmp", "gone") and name.attempt != attempt:
+            try:
+                store.remove(folder, attempt)
+            except OSError as error:
+                log.warning("%s could not be removed: %s", store.path(folder), error)
+                continue
+            swept.append(folder)
+    return swept

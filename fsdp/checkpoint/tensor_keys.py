@@ -1,0 +1,166 @@
+"""What a run wants from a checkpoint: its own tensors, each with the key that it has there.
+
+The optimizer gets exactly the state that was saved, made here where it does not exist yet; a parameter that had none gets none.
+What does not fit (a missing key, another shape, another precision) is said before anything is read or changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from fsdp.base.errors import CheckpointError
+from fsdp.checkpoint.snapshot import Piece, model_tensors, parameter_names, piece
+from fsdp.optim.train_state import TrainState
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The ranks that hold the same piece: one reads, and sends it to the others."""
+
+    group: dist.ProcessGroup
+    size: int
+    index: int
+
+
+@dataclass
+class Want:
+    """A local piece to fill from `source`, a key of the checkpoint."""
+
+    source: str
+    piece: Piece
+    replicas: Replicas | None = None
+    reader: int = 0
+    """Which of the replicas reads it."""
+
+    @property
+    def reads(self) -> bool:
+        return self.replicas is None or self.replicas.index == self.reader
+
+
+@dataclass(frozen=True)
+class Prefixes:
+    """How a checkpoint's keys begin: our own, or those of another program's `dcp.save`."""
+
+    model: str = "model."
+    optim: str | None = "optim."
+
+
+def of_model(state: TrainState, metadata: Metadata, prefixes: Prefixes, exact: bool, where: str) -> list[Want]:
+    """Every parameter and persistent buffer."""
+    tensors = model_tensors(state.model)
+    stored = {key for key in metadata.state_dict_metadata if key.startswith(prefixes.model)}
+    strangers = stored - {prefixes.model + name for name in tensors}
+    if exact and strangers:
+        raise _misfit(where, f"it holds {min(strangers)} and {len(strangers) - 1} more that this model lacks")
+    return [_want(prefixes.model + name, tensor, metadata, exact, where) for name, tensor in tensors.items()]
+
+
+def _want(source: str, tensor: torch.Tensor, metadata: Metadata, exact: bool, where: str) -> Want:
+    entry = metadata.state_dict_metadata.get(source)
+    if not isinstance(entry, TensorStorageMetadata):
+        raise _misfit(where, f"it does not hold {source}")
+    if tuple(entry.size) != tuple(tensor.shape):
+        raise _misfit(where, f"its {source} is {tuple(entry.size)} and this model's {tuple(tensor.shape)}")
+    if exact and entry.properties.dtype != tensor.dtype:
+        kinds = {torch.float32: "fp32", torch.float64: "fp64"}
+        kind = kinds.get(entry.properties.dtype, str(entry.properties.dtype))
+        raise CheckpointError(
+            f"{where} keeps {source} in {entry.properties.dtype} and this run in {tensor.dtype}.", f"--precision.master {kind}"
+        )
+    return Want(source, piece((source,), tensor), replicas(tensor))
+
+
+def _misfit(where: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{where} is not of this model: {what}.", "give the flags that the run had (config.toml beside it), or a new --run.dir"
+    )
+
+
+def replicas(tensor: torch.Tensor) -> Replicas | None:
+    """Who else holds this very piece; None when nobody does, or when nobody is asked."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    if not isinstance(tensor, DTensor):
+        assert dist.group.WORLD is not None
+        return Replicas(dist.group.WORLD, dist.get_world_size(), dist.get_rank())
+    mesh = tensor.device_mesh
+    if tensor.device.type != mesh.device_type:
+        return None  # offloaded to the host, where the mesh's groups may not speak: each reads for itself
+    axes = [axis for axis, placement in enumerate(tensor.placements) if placement.is_replicate() and mesh.size(axis) > 1]
+    if len(axes) != 1:
+        return None
+    return Replicas(mesh.get_group(axes[0]), mesh.size(axes[0]), mesh.get_local_rank(axes[0]))
+
+
+def of_optimizer(state: TrainState, metadata: Metadata, prefix: str, exact: bool, where: str) -> tuple[list[Want], Filling]:
+    """The optimizer's state as saved; `Filling.commit` puts it into the optimizer once it is read."""
+    filling = Filling(state.optimizer)
+    names = parameter_names(state.model)
+    stored = _by_parameter(metadata, prefix)
+    wants: list[Want] = []
+    for group in state.optimizer.param_groups:
+        for parameter in group["params"]:
+            for field, key in sorted(stored.pop(names[parameter], {}).items()):
+                wants += filling.prepare(group, parameter, field, key, metadata.state_dict_metadata[key])
+    if exact and stored:
+        raise _misfit(where, f"it holds optimizer state of {min(stored)}, which this run does not train")
+    return wants, filling
+
+
+def _by_parameter(metadata: Metadata, prefix: str) -> dict[str, dict[str, str]]:
+    """Parameter → field → key."""
+    found: dict[str, dict[str, str]] = {}
+    for key in metadata.state_dict_metadata:
+        if key.startswith(prefix + "state."):
+            name, _, field = key.removeprefix(prefix + "state.").rpartition(".")
+            found.setdefault(name, {})[field] = key
+    return found
+
+
+class Filling:
+    """Optimizer state on its way in: tensors that are filled, and values still to be read."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._state: dict[nn.Parameter, dict[str, Any]] = {p: {} for group in optimizer.param_groups for p in group["params"]}
+        self.values: list[tuple[nn.Parameter, str, str]] = []
+
+    def prepare(self, group: dict[str, Any], parameter: nn.Parameter, field: str, key: str, entry: Any) -> Iterator[Want]:
+        if not isinstance(entry, TensorStorageMetadata):
+            self.values.append((parameter, field, key))
+            return
+        old = self._optimizer.state.get(parameter, {}).get(field)
+        tensor = old if _fits(old, entry) else _make(group, parameter, field, entry)
+        self._state[parameter][field] = tensor
+        yield Want(key, piece((key,), tensor), replicas(tensor))
+
+    def commit(self, values: dict[str, Any]) -> None:
+        for parameter, field, key in self.values:
+            self._state[parameter][field] = values[key]
+        for parameter, fields in self._state.items():
+            if fields:
+                self._optimizer.state[parameter] = fields
+            else:
+                self._optimizer.state.pop(parameter, None)
+
+
+def _fits(old: Any, entry: TensorStorageMetadata) -> bool:
+    return isinstance(old, torch.Tensor) and tuple(old.shape) == tuple(entry.size) and old.dtype == entry.properties.dtype
+
+
+def _make(group: dict[str, Any], parameter: nn.Parameter, field: str, entry: TensorStorageMetadata) -> torch.Tensor:
+    """Sharded as the parameter where it has its shape; else whole, and where torch's optimizers keep such a thing."""
+    if field != "step" and tuple(entry.size) == tuple(parameter.shape):
+        # Not empty_like: of a float8 weight it would make another that is cast as weights are.
+        return torch.zeros_like(parameter, dtype=entry.properties.dtype, requires_grad=False)
+    on_device = field != "step" or group.get("capturable") or group.get("fused")
+    device = parameter.device if on_device else torch.device("cpu")
+    return torch.empty(entry.size, dtype=entry.properties.dtype, device=device)

@@ -1,0 +1,34 @@
+"""A step's batch on its way to a CUDA device, on a stream of its own, while the step before it computes. Not here: reading."""
+
+from __future__ import annotations
+
+import torch
+
+from fsdp.data.types import StepBatch
+
+
+class DevicePrefetch:
+    """`send` on the thread that reads, `receive` on the one that trains; between them nobody waits on the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def send(self, batch: StepBatch) -> StepBatch:
+        # A new thread's current device is 0, whatever the process has chosen.
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            moved = [micro.to(self._device) for micro in batch.micro]
+            return StepBatch(moved, batch.samples, self._stream.record_event())
+
+    def receive(self, batch: StepBatch) -> StepBatch:
+        computing = torch.cuda.current_stream(self._device)
+        computing.wait_event(batch.arrived)
+        for micro in batch.micro:
+            for tensor in (*micro.data.values(), micro.valid):
+                # Made on the copying stream: without this its memory could be given out again while it is still read.
+                tensor.record_stream(computing)
+        return batch
+
+
+def maybe_carrier(device: torch.device | None) -> DevicePrefetch | None:
+    return DevicePrefetch(device) if device is not None and device.type == "cuda" else None

@@ -1,0 +1,74 @@
+"""Threads that make step k+1, k+2 … while step k computes. Not here: what is made.
+
+Two C queues and a dict rather than an executor's futures: get() is in every step, and a future costs it ten times as much.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Generic, TypeVar
+
+from fsdp.base.devices import set_thread_device, thread_device
+
+T = TypeVar("T")
+
+
+class Readers(Generic[T]):
+    """get(k) returns make(k), or raises what it raised; `ahead` later ones are in hand. A jump forgets what was in hand."""
+
+    def __init__(self, make: Callable[[int], T], threads: int, *, ahead: int) -> None:
+        self._make, self._ahead = make, ahead
+        self._tasks: SimpleQueue[tuple[int, int] | None] = SimpleQueue()
+        self._made: SimpleQueue[tuple[int, int, T | None, BaseException | None]] = SimpleQueue()
+        self._ready: dict[int, tuple[T | None, BaseException | None]] = {}
+        self._expected: int | None = None
+        self._device = thread_device()  # the threads pin and copy there
+        self._jumps = 0  # names a run of consecutive steps: what was made for an earlier one is dropped
+        # Daemons: a read that hangs does not keep a process that is about to end.
+        self._threads = [threading.Thread(target=self._work, name=f"reader-{n}", daemon=True) for n in range(threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def get(self, step: int) -> T:
+        if step == self._expected:
+            self._tasks.put((self._jumps, step + self._ahead))
+        else:
+            self._jump(step)
+        self._expected = step + 1
+        while step not in self._ready:
+            jumps, made, value, error = self._made.get()
+            if jumps == self._jumps:
+                self._ready[made] = (value, error)
+        value, error = self._ready.pop(step)
+        if error is not None:
+            raise error
+        return value  # type: ignore[return-value]
+
+    def _jump(self, step: int) -> None:
+        self._jumps += 1
+        self._ready.clear()
+        for later in range(step, step + self._ahead + 1):
+            self._tasks.put((self._jumps, later))
+
+    def _work(self) -> None:
+        set_thread_device(self._device)
+        while (task := self._tasks.get()) is not None:
+            jumps, step = task
+            if jumps != self._jumps:
+                continue
+            try:
+                self._made.put((jumps, step, self._make(step), None))
+            except BaseException as error:
+                self._made.put((jumps, step, None, error))
+
+    def close(self) -> None:
+        """Ends the threads, after what each is making."""
+        self._jumps += 1
+        for _ in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+        self._expected = None

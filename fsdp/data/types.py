@@ -1,0 +1,79 @@
+"""The words that data speaks: Samples, DataInfo, DataSet, Batch, StepBatch. Not here: any data, or how a batch is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fsdp.config import Args
+from fsdp.models.loss import TokenCounts
+
+
+class Samples(Protocol):
+    """Samples by index. The same index gives the same sample on every rank, whichever thread asks."""
+
+    def __len__(self) -> int: ...
+
+    def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
+        """int64 indices → "inputs" and "targets" (a target of -100 is a masked token), one row an index."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataInfo:
+    """What a model (facts), a person (class_names) and a prediction (preprocess) need to know of the data."""
+
+    kind: Literal["images", "text", "other"]
+    facts: Args = field(default_factory=dict)
+    class_names: tuple[str, ...] = ()
+    tokens_per_sample: int = 0
+    masks_targets: bool = True
+    """False where no target is ever masked: a step's tokens are then known without counting."""
+    default_epochs: int = 0
+    default_steps: int = 0
+    preprocess: Args = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSet:
+    train: Samples
+    heldout: Samples | None
+    info: DataInfo
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch: the first valid_rows rows count, the rest is padding that nothing may learn from."""
+
+    data: Mapping[str, Tensor]
+    valid: Tensor
+    valid_rows: int
+    counted: Mapping[str, TokenCounts] = field(default_factory=dict)
+    """Unmasked "targets" and "labels" of tokens, counted on the host before the copy to a device."""
+
+    @property
+    def tokens(self) -> int:
+        """What throughput counts."""
+        return next((one.all for one in self.counted.values()), 0)
+
+    def to(self, device: torch.device) -> Batch:
+        """On the device; the copy from pinned memory does not wait."""
+        if device.type == "cpu":
+            return self
+        moved = {name: value.to(device, non_blocking=True) for name, value in self.data.items()}
+        return Batch(moved, self.valid.to(device, non_blocking=True), self.valid_rows, self.counted)
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """What one rank takes in one optimizer step; samples counts the valid ones of all ranks."""
+
+    micro: list[Batch]
+    samples: int
+    arrived: Any = None
+    """On CUDA the event after which its tensors may be read (fsdp/data/device_prefetch.py)."""

@@ -1,0 +1,121 @@
+"""--data.skip_unreadable N: samples that cannot be read are replaced, up to N different ones of a run.
+
+The stand-in is the next readable sample in the data's own order (index + 1, + 2 …, around the end). It follows
+from the data alone: any number of ranks, and a resumed run, train on the same samples. Each unreadable sample is a
+line in RUN/unreadable/, and the bound counts those of all ranks and all starts. A batch that fails although each of
+its samples can be read stops the run. Not here: how a batch is cut (loader.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from fsdp.base.errors import OneRankError, ShardrunError
+from fsdp.data.types import DataSet, Samples
+from fsdp.rundir import paths
+
+log = logging.getLogger(__name__)
+
+FOLDER = "unreadable"
+
+
+def maybe_skipping(data: DataSet, allowed: int, run: Path, rank: int) -> DataSet:
+    """The data as they are where nothing may be skipped."""
+    if not allowed:
+        return data
+    record = Unreadable(run / FOLDER, rank, allowed)
+    heldout = None if data.heldout is None else ReadableSamples(data.heldout, "held-out sample", record)
+    return replace(data, train=ReadableSamples(data.train, "sample", record), heldout=heldout)
+
+
+class Unreadable:
+    """The samples that no rank of this run could read. A file for each rank: appends of two nodes to one file may be lost."""
+
+    def __init__(self, folder: Path, rank: int, allowed: int) -> None:
+        self._folder, self._rank, self._allowed = folder, rank, allowed
+        self._lock = threading.Lock()  # several threads read
+
+    def add(self, kind: str, index: int, error: Exception) -> None:
+        """Raises where this one is beyond the bound."""
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        with self._lock:
+            known = self._known()
+            if (kind, index) not in known:
+                self._folder.mkdir(exist_ok=True)
+                line = {"kind": kind, "index": index, "rank": self._rank, "why": what}
+                paths.append(self._folder / f"rank-{self._rank:05d}.jsonl", line)
+                # Read again: another rank may have written since.
+                known = self._known()
+        if len(known) > self._allowed:
+            raise OneRankError(
+                f"{kind} {index} cannot be read: {what}: {len(known)} by now, --data.skip_unreadable {self._allowed} allowed.",
+                f"--data.skip_unreadable {2 * len(known)}, or mend what {self._folder} lists and remove that folder",
+            )
+        log.warning(
+            "%s %d cannot be read (%s): the next one replaces it; %d of %d allowed",
+            kind,
+            index,
+            what,
+            len(known),
+            self._allowed,
+        )
+
+    def _known(self) -> set[tuple[str, int]]:
+        records = (record for path in self._folder.glob("rank-*.jsonl") for record in paths.read_records(path))
+        return {(record["kind"], record["index"]) for record in records}
+
+
+class ReadableSamples:
+    """Samples, each unreadable one replaced by the next that can be read."""
+
+    def __init__(self, samples: Samples, kind: str, record: Unreadable) -> None:
+        self._samples, self._kind, self._record = samples, kind, record
+        self._stand_ins: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
+        chosen = self._replaced(indices)
+        try:
+            return self._samples.batch(chosen)
+        except (ShardrunError, MemoryError):
+            raise  # what these name is no matter of one sample
+        except Exception:
+            again = self._replaced(np.array([self._readable_from(int(index)) for index in chosen], np.int64))
+            if np.array_equal(again, chosen):
+                raise
+        return self._samples.batch(again)
+
+    def _replaced(self, indices: np.ndarray) -> np.ndarray:
+        if not self._stand_ins:
+            return indices
+        return np.array([self._stand_ins.get(int(index), int(index)) for index in indices], np.int64)
+
+    def _readable_from(self, index: int) -> int:
+        """`index`, or the first after it that can be read."""
+        count, missed = len(self), []
+        while (error := self._error_of(index)) is not None:
+            self._record.add(self._kind, index, error)
+            missed.append(index)
+            if len(missed) == count:
+                raise OneRankError(f"none of {count} {self._kind}s can be read: {error}.")
+            following = (index + 1) % count
+            index = self._stand_ins.get(following, following)
+        self._stand_ins.update(dict.fromkeys(missed, index))
+        return index
+
+    def _error_of(self, index: int) -> Exception | None:
+        try:
+            self._samples.batch(np.array([index], np.int64))
+        except (ShardrunError, MemoryError):
+            raise
+        except Exception as error:
+            return error
+        return None

@@ -1,0 +1,135 @@
+"""Axis names, their sizes for a number of ranks, and the DeviceMesh.
+
+The two axes are FSDP's own words: dp_replicate (whole copies, gradients all-reduced) and dp_shard (one copy cut up).
+Here the strategy becomes two numbers; what is done with them is fsdp/parallel/shard.py's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout  # the only way to a group that a mesh has made
+
+from fsdp.config import MeshSection, TrainSection, reshard_policy
+from fsdp.dist.env import DistEnv
+from fsdp.base.errors import ConfigError
+
+AXES = ("dp_replicate", "dp_shard")
+
+Strategy = Literal["fsdp", "hsdp", "ddp"]
+
+
+@dataclass(frozen=True)
+class MeshSizes:
+    """replicate × shard = ranks; ddp is told apart from hsdp with one shard."""
+
+    strategy: Strategy
+    replicate: int
+    shard: int
+
+    @property
+    def ranks(self) -> int:
+        return self.replicate * self.shard
+
+    def __str__(self) -> str:
+        return f"{self.strategy} {self.replicate}×{self.shard}"
+
+
+@dataclass(frozen=True)
+class DataRank:
+    """Which slice of the global batch a rank takes: both axes are data-parallel."""
+
+    index: int
+    count: int
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """global_batch = micro_batch × accumulation × ranks, the last micro-batch padded where it does not divide."""
+
+    global_batch: int
+    micro_batch: int
+    accumulation: int
+
+
+def resolve(mesh: MeshSection, world_size: int, num_nodes: int = 1) -> MeshSizes:
+    """The sizes for this many ranks, or the whole equation of why not."""
+    strategy = _strategy(mesh, num_nodes)
+    replicate, shard = _fill(mesh, strategy, world_size, num_nodes)
+    if replicate * shard != world_size:
+        raise ConfigError(
+            f"replicate {replicate} × shard {shard} = {replicate * shard} ranks, but {world_size} were started.",
+            f"{_fitting_flags(strategy, world_size, shard)}, or start {replicate * shard}",
+        )
+    _check_reshard(mesh, shard)
+    return MeshSizes(strategy, replicate, shard)
+
+
+def _strategy(mesh: MeshSection, num_nodes: int) -> Strategy:
+    if mesh.strategy != "auto":
+        return mesh.strategy
+    return "hsdp" if mesh.replicate > 1 or (num_nodes > 1 and mesh.replicate == 0 and mesh.shard == 0) else "fsdp"
+
+
+def _fill(mesh: MeshSection, strategy: Strategy, world_size: int, num_nodes: int) -> tuple[int, int]:
+    if strategy == "ddp":
+        return mesh.replicate or world_size, 1
+    if strategy == "fsdp":
+        return 1, mesh.shard or world_size
+    replicate, shard = mesh.replicate, mesh.shard
+    if not replicate and not shard:
+        # Shard inside a node, where links are fast; one node alone splits in two where it can.
+        # Nodes that have unequal shares cannot each hold a whole copy.
+        even = num_nodes > 1 and world_size % num_nodes == 0
+        replicate = num_nodes if even else 2 if num_nodes == 1 and world_size % 2 == 0 else 1
+    return (replicate or max(1, world_size // shard)), (shard or max(1, world_size // replicate))
+
+
+def _fitting_flags(strategy: Strategy, world_size: int, shard: int) -> str:
+    if strategy == "ddp":
+        return f"--mesh.replicate {world_size}"
+    if strategy == "fsdp":
+        return f"--mesh.shard {world_size}"
+    fitting = shard if world_size % shard == 0 else world_size
+    return f"--mesh.replicate {world_size // fitting} --mesh.shard {fitting}"
+
+
+def _check_reshard(mesh: MeshSection, shard: int) -> None:
+    policy = reshard_policy(mesh.reshard_after_forward)
+    if isinstance(policy, int) and not isinstance(policy, bool) and shard % policy:
+        divisors = [n for n in range(1, shard + 1) if shard % n == 0]
+        raise ConfigError(
+            f"--mesh.reshard_after_forward {policy} does not divide shard {shard}.",
+            f"--mesh.reshard_after_forward {max(n for n in divisors if n <= max(policy, 1))}",
+        )
+
+
+def build_mesh(sizes: MeshSizes, device: torch.device, timeout_s: float | None = None) -> DeviceMesh:
+    """The mesh. Its groups take torch's own time-out (10 minutes on NCCL, 30 on gloo) unless `timeout_s` says another: they do
+    not take that of the default group."""
+    mesh = init_device_mesh(device.type, (sizes.replicate, sizes.shard), mesh_dim_names=AXES)
+    if timeout_s is not None:
+        for axis in AXES:
+            _set_pg_timeout(timedelta(seconds=timeout_s), mesh.get_group(axis))
+    return mesh
+
+
+def data_rank(env: DistEnv) -> DataRank:
+    return DataRank(env.rank, env.world_size)
+
+
+def plan_batch(train: TrainSection, ranks: int) -> BatchPlan:
+    """Micro-batch and accumulation follow from the global batch; a rank's share that is uneven is padded and masked."""
+    share = -(-train.global_batch // ranks)
+    micro = train.micro_batch or share
+    if micro > share:
+        raise ConfigError(
+            f"--train.micro_batch {micro} is more than a rank's share: --train.global_batch {train.global_batch} "
+            f"over {ranks} ranks is {share}.",
+            f"--train.micro_batch {share}",
+        )
+    return BatchPlan(train.global_batch, micro, -(-share // micro))

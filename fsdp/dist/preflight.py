@@ -1,0 +1,245 @@
+"""What every start looks at before it trains: can its nodes call one another, do the ranks run the same programs on devices
+that nobody else holds, and do their nodes see one run directory.
+
+A few milliseconds and one exchange, always. What takes seconds (devices, links, rates of storage) is fsdp/doctor's, which
+begins with these facts too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.metadata
+import logging
+import os
+import platform
+import secrets
+import socket
+import struct
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp.dist import collectives
+from fsdp.dist.env import DistEnv, interface_is_given, meeting_address
+from fsdp.base.errors import LaunchError
+
+log = logging.getLogger(__name__)
+
+PACKAGES = ("numpy", "triton", "torchvision", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
+SIOCGIFADDR = 0x8915
+MUST_BE_EQUAL = ("torch", "cuda", "nccl")
+TAKEN = 0.1
+"""The share of a device's memory that somebody else may hold without a word."""
+SAME_FILE_S = 5.0
+"""How long a shared folder may take to show another node's file: NFS keeps what it knows of a folder for some seconds."""
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What one rank runs on. Everything here is a word or a number, so that it can be sent and compared."""
+
+    rank: int
+    node: int
+    host: str
+    python: str
+    torch: str
+    cuda: str
+    nccl: str
+    driver: str
+    device: str
+    packages: Mapping[str, str] = field(default_factory=dict)
+    taken: float = 0.0
+    """The share of its device's memory that is not free, before the run takes any."""
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def facts_of(env: DistEnv) -> RankFacts:
+    on_cuda = env.device.type == "cuda"
+    return RankFacts(
+        rank=env.rank,
+        node=env.node_rank,
+        host=socket.gethostname(),
+        python=platform.python_version(),
+        torch=str(torch.__version__),
+        cuda=str(torch.version.cuda or ""),
+        nccl=".".join(map(str, torch.cuda.nccl.version())) if on_cuda else "",
+        driver=_driver(),
+        device=torch.cuda.get_device_name(env.device) if on_cuda else "cpu",
+        packages=_packages(),
+        taken=_taken(env.device) if on_cuda else 0.0,
+    )
+
+
+def _taken(device: torch.device) -> float:
+    free, total = torch.cuda.mem_get_info(device)
+    return 1 - free / total
+
+
+def _driver() -> str:
+    """The kernel module's own word: no program is started for it."""
+    try:
+        return Path("/proc/driver/nvidia/version").read_text().splitlines()[0].split("  ")[1].strip()
+    except (OSError, IndexError):
+        return ""
+
+
+def _packages() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+# ---------------------------------------------------------------- comparing
+
+
+@dataclass(frozen=True)
+class NodeDifference:
+    """One thing that is not equal: what most have, and who has another."""
+
+    what: str
+    usual: str
+    others: Mapping[int, str]
+    """Rank → what it has instead."""
+    fatal: bool
+
+    def say(self, everyone: Sequence[RankFacts]) -> str:
+        hosts = {facts.rank: facts.host for facts in everyone}
+        shown = [f"rank {rank} on {hosts[rank]} has {value or 'none'}" for rank, value in list(self.others.items())[:4]]
+        more = f", and {len(self.others) - 4} more" if len(self.others) > 4 else ""
+        return f"{self.what} is {self.usual or 'none'} on most ranks, but {', '.join(shown)}{more}"
+
+
+def differences(everyone: Sequence[RankFacts]) -> list[NodeDifference]:
+    """The most common value of each fact counts as the right one; among equals rank 0's."""
+    names = [*MUST_BE_EQUAL, "python", "driver", "device"]
+    found = [_difference(name, {f.rank: str(getattr(f, name)) for f in everyone}) for name in names]
+    for package in PACKAGES:
+        found.append(_difference(package, {f.rank: f.packages.get(package, "") for f in everyone}))
+    return [one for one in found if one is not None]
+
+
+def _difference(what: str, values: Mapping[int, str]) -> NodeDifference | None:
+    usual = Counter(values.values()).most_common(1)[0][0]  # among equals the first, which is rank 0's
+    others = {rank: value for rank, value in values.items() if value != usual}
+    return NodeDifference(what, usual, others, what in MUST_BE_EQUAL) if others else None
+
+
+# ---------------------------------------------------------------- names
+
+
+def resolves(name: str) -> str:
+    """The address of a name, or empty."""
+    try:
+        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return ""
+
+
+def address_towards(host: str) -> str:
+    """This node's own address on the way to another. Nothing is sent."""
+    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
+        try:
+            probe.connect((host, 9))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return ""
+
+
+def check_names(env: DistEnv) -> None:
+    """Before the process group: gloo tells the others the address of this host's own name, and where that is none, or one that
+    only this host reaches, they wait for half an hour."""
+    if (
+        env.num_nodes < 2
+        or interface_is_given()
+        or dist.is_initialized()
+        or not (towards := address_towards(meeting_address()))
+    ):
+        return
+    host = socket.gethostname()
+    own = resolves(host)
+    # All on one machine, as in a trial of two "nodes", meet on the loopback and may well name themselves by it.
+    if towards.startswith("127.") or (own and not own.startswith("127.")):
+        return
+    error = LaunchError(
+        f"the name {host} {f'resolves to {own}, which only {host} itself reaches' if own else 'does not resolve'}, "
+        f"and {env.num_nodes} nodes are to meet.",
+        f"export GLOO_SOCKET_IFNAME={_interface_of(towards) or 'INTERFACE'} on {host}, or mend its /etc/hosts",
+    )
+    error.scope = "node"
+    raise error
+
+
+def _interface_of(address: str) -> str:
+    """The name of the interface that has it: asked of Linux, one by one."""
+    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # one without an address
+                said = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
+                if socket.inet_ntoa(said[20:24]) == address:
+                    return name
+    return ""
+
+
+# ---------------------------------------------------------------- at each start
+
+
+def check(env: DistEnv, run: Path, patience_s: float = SAME_FILE_S) -> None:
+    """LaunchError on every rank alike where ranks cannot work together; what is only odd is said."""
+    if env.world_size == 1:
+        return
+    token = collectives.on_main(env.rank, lambda: _lay(run)) if env.num_nodes > 1 else ""
+    seen = not token or env.local_rank != 0 or _sees(run / token, patience_s)
+    told: list[tuple[RankFacts, bool]] = collectives.everyones((facts_of(env), seen))
+    if token and env.is_main:
+        (run / token).unlink(missing_ok=True)
+    everyone = [facts for facts, _ in told]
+    for one in differences(everyone):
+        if one.fatal:
+            raise LaunchError(
+                f"{one.say(everyone)}.", "one environment that all nodes see: VENV in slurm/cluster.env, or a container"
+            )
+        if env.is_main:
+            log.warning("%s", one.say(everyone))
+    if env.is_main:
+        _say_what_is_odd(everyone, sorted({facts.host for facts, sees in told if not sees}), run)
+
+
+def _say_what_is_odd(everyone: Sequence[RankFacts], blind: Sequence[str], run: Path) -> None:
+    for facts in everyone:
+        if facts.taken > TAKEN:
+            log.warning(
+                "rank %d on %s: %.0f%% of the memory of its %s are taken. HINT: nvidia-smi on %s says by whom",
+                facts.rank, facts.host, 100 * facts.taken, facts.device, facts.host,
+            )  # fmt: skip
+    if blind:
+        # Only checkpoints need the folder on every node; where they lie elsewhere this is no error.
+        log.warning("%s does not see rank 0's run directory %s: is it on shared storage?", ", ".join(blind), run)
+
+
+def _lay(run: Path) -> str:
+    name = f".seen-by-all-{secrets.token_hex(4)}"
+    (run / name).write_text(socket.gethostname())
+    return name
+
+
+def _sees(file: Path, patience_s: float) -> bool:
+    deadline = time.monotonic() + patience_s
+    while not file.exists():
+        if time.monotonic() > deadline:
+            return False
+        os.listdir(file.parent) if file.parent.is_dir() else None  # noqa: PTH208  asks the server anew where exists() does not
+        time.sleep(0.05)
+    return True

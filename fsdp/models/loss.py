@@ -1,0 +1,285 @@
+"""From a batch to the sum of its losses: how a model is called, and how what it returns is weighed.
+
+A model gives logits (cross entropy is taken) or a loss of its own; no base class decides which, the output does. The sum and
+its weight are kept apart, so that a global batch is weighed by its samples or tokens and not by micro-batch.
+
+A model that receives labels, as those of transformers do, returns a mean over the labels of one micro-batch that are not
+masked. Means of micro-batches do not add up to the mean of the global batch, so `learn` compares that loss with the cross
+entropy of the logits it came with. Where the two agree, the sum is taken from the logits, and its weight is the number of
+labels in it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fsdp.models.checks import check_one_number
+
+IGNORED = -100
+LABELS = ("labels", "targets")
+
+BY_SAMPLES = (
+    "The model's own loss is weighed by samples: it is no cross entropy of the logits it returns, or it returns none. The "
+    "result depends on the number of ranks and micro-batches where that loss is a mean over unmasked tokens. "
+    "HINT: return the logits alone, or return {'loss': loss, 'logits': logits}."
+)
+AUXILIARY = (
+    "The model adds an auxiliary loss: it is taken over each micro-batch, and their mean is weighed by labels. It depends on "
+    "the number of ranks and micro-batches. HINT: --train.micro_batch sets what it is taken over."
+)
+
+
+@dataclass(frozen=True)
+class LossParts:
+    """loss_sum over the weight of the whole global batch is the mean. correct is counted in evaluation, of logits."""
+
+    loss_sum: Tensor
+    correct: Tensor | None
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """Unmasked tokens of one micro-batch: all of them, and those after each row's first, which a causal model predicts."""
+
+    all: int
+    after_first: int
+
+
+@dataclass(frozen=True)
+class Output:
+    """What of a model's output makes a loss."""
+
+    loss: Tensor | None
+    logits: Tensor | None
+    auxiliary: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class OwnLoss:
+    """A model's own loss, as `learn` found it: cross entropy of its logits and `labels`, and a part of its auxiliary loss.
+
+    shifted: logits of a position are those of the next label. withheld: the logits are the same without labels, so that the
+    model need not compute its loss.
+    """
+
+    labels: str
+    shifted: bool
+    auxiliary: float
+    withheld: bool
+
+
+class LossFunction:
+    """Calls one model the way its forward wants to be called. Made before sharding, while forward is still the model's own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        parameters = inspect.signature(model.forward).parameters
+        self._accepts = set(parameters)
+        self._accepts_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self._own_loss: bool | None = True if "targets" in parameters else None
+        self._own: OwnLoss | None = None
+        self._dtype: torch.dtype | None = None
+        self._decodes_labels = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+        self._auxiliary_weight = _auxiliary_weight(model)
+        self.may_own = self._accepts_all or not self._accepts.isdisjoint(LABELS)
+        """The model accepts labels: with data that have them it returns a loss of its own, which `learn` is for."""
+        self.counts_tokens = False
+        """Known after the first call: what a batch is weighed by, unmasked tokens or samples."""
+        self.classifies = False
+        """Known after the first call: the model gives logits, so its predictions can be right or wrong."""
+
+    def __call__(self, model: nn.Module, data: Mapping[str, Tensor], valid: Tensor, valid_rows: int) -> LossParts:
+        """`valid` marks the rows that count, the first `valid_rows` of them; a padded row adds nothing."""
+        if valid_rows < len(valid) and self._cuts_padding:
+            # A loss of its own cannot be masked row by row: it never sees the padding.
+            data, valid = {k: v[: max(valid_rows, 1)] for k, v in data.items()}, valid[: max(valid_rows, 1)]
+        output = read_output(self._call(model, data, withheld=self._own.labels if self._own and self._own.withheld else ""))
+        if self._own is not None:
+            # Without the loss that came with them: what its backward would need is freed before this one's.
+            return own_parts(self._own, Output(None, output.logits, output.auxiliary), data, valid)
+        self._own_loss = output.loss is not None
+        if output.loss is not None:
+            return LossParts(output.loss * valid_rows, None)
+        assert output.logits is not None
+        self.counts_tokens, self.classifies = data["targets"].dim() > 1, True
+        return cross_entropy_parts(output.logits, data["targets"], valid)
+
+    def learn(self, model: nn.Module, data: Mapping[str, Tensor]) -> str:
+        """What the model's own loss is, from one forward of these samples, without gradients and in eval mode; the same samples
+        on every rank. Returns what a person should know of it, or nothing."""
+        name = self.gives_labels(data)
+        data = _with_labels(data, name)
+        output = read_output(self._call(model, data))
+        self._own_loss = output.loss is not None
+        if output.loss is not None:
+            check_one_number(output.loss)
+        if output.loss is None or output.logits is None or not name or data[name].is_floating_point():
+            return BY_SAMPLES if self._own_loss and not (name and _by_samples(data[name])) else ""
+        weight = self._auxiliary_weight if output.auxiliary is not None else 0.0
+        shifted = matching_shift(output, data[name], weight)
+        if shifted is None:
+            return BY_SAMPLES if not _by_samples(data[name]) else ""
+        withheld = name == "labels" and not self._decodes_labels and self._same_without(model, data, name, output.logits)
+        self._own = OwnLoss(name, shifted, weight, withheld)
+        self.counts_tokens, self.classifies = data[name].dim() > 1, True
+        return AUXILIARY if weight else ""
+
+    def gives_labels(self, data: Mapping[str, Tensor]) -> str:
+        """Under which name of the data the model receives its labels; empty if it receives none."""
+        return next((name for name in LABELS if name in data and self._passes(name)), "")
+
+    @property
+    def shifts(self) -> bool:
+        """Whether the first label of each row counts nowhere."""
+        return self._own is not None and self._own.shifted
+
+    def tokens(self, counted: Mapping[str, TokenCounts]) -> int:
+        """What a micro-batch weighs, of what was counted on the host."""
+        names = [self._own.labels] if self._own is not None else ["targets", "labels"]
+        found = next((counted[name] for name in names if name in counted), TokenCounts(0, 0))
+        return found.after_first if self.shifts else found.all
+
+    @property
+    def _cuts_padding(self) -> bool:
+        if self._own is not None:
+            return bool(self._own.auxiliary)
+        return self._own_loss is not False
+
+    def _passes(self, name: str) -> bool:
+        return name in self._accepts or (self._accepts_all and name != "targets")
+
+    def _call(self, model: nn.Module, data: Mapping[str, Tensor], withheld: str = "") -> Any:
+        extra = {k: self._cast(model, v) for k, v in data.items() if k not in ("inputs", withheld) and self._passes(k)}
+        return model(self._cast(model, data["inputs"]), **extra)
+
+    def _same_without(self, model: nn.Module, data: Mapping[str, Tensor], name: str, logits: Tensor) -> bool:
+        alone = read_output(self._call(model, data, withheld=name)).logits
+        return alone is not None and alone.shape == logits.shape and torch.allclose(alone, logits, rtol=1e-3, atol=1e-3)
+
+    def _cast(self, model: nn.Module, tensor: Tensor) -> Tensor:
+        """Numbers as the parameters are kept: FSDP casts inputs only where it computes in another dtype."""
+        if self._dtype is None:
+            # At the first call, when no group is gathered yet in the dtype that is computed in.
+            self._dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+
+# ---------------------------------------------------------------- what a model returns
+
+
+def read_output(output: Any) -> Output:
+    """A scalar is a loss, another tensor logits; an object or mapping says which, and a tuple gives them in this order."""
+    if isinstance(output, Tensor):
+        return Output(output, None) if output.dim() == 0 else Output(None, output)
+    get = output.get if isinstance(output, Mapping) else lambda name: getattr(output, name, None)
+    loss, logits = get("loss"), get("logits")
+    if loss is not None or logits is not None:
+        auxiliary = get("aux_loss")
+        return Output(loss, logits, auxiliary if isinstance(auxiliary, Tensor) else None)
+    if isinstance(output, (tuple, list)) and output:
+        first = read_output(output[0])
+        if first.loss is not None and len(output) > 1 and isinstance(output[1], Tensor) and output[1].dim() > 1:
+            return Output(first.loss, output[1])
+        return first
+    raise TypeError(f"the model returned {type(output).__name__}: neither a tensor, nor a loss, nor logits")
+
+
+def loss_or_logits(output: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Its own loss where a model returns one, else its logits."""
+    found = read_output(output)
+    return (found.loss, None) if found.loss is not None else (None, found.logits)
+
+
+# ---------------------------------------------------------------- a loss of its own
+
+
+def matching_shift(output: Output, labels: Tensor, auxiliary_weight: float) -> bool | None:
+    """Whether the loss is the cross entropy of these logits with the next label or with each one's own; None if neither."""
+    loss, logits = output.loss, output.logits
+    assert loss is not None
+    assert logits is not None
+    if logits.shape[:-1] != labels.shape:
+        return None
+    expected = 0.0 if output.auxiliary is None else auxiliary_weight * float(output.auxiliary)
+    apart = {}
+    for shifted in (False, True)[: labels.dim()]:
+        mean = F.cross_entropy(_flat(logits), (_next(labels) if shifted else labels).reshape(-1), ignore_index=IGNORED)
+        apart[shifted] = abs(float(loss) - expected - float(mean))
+    # A loss that the model computes in half precision has three digits; any other has six.
+    bound = (1e-2 if loss.dtype.itemsize < 4 else 1e-5) * max(1.0, abs(float(loss)))
+    within = {shifted: distance for shifted, distance in apart.items() if distance <= bound}
+    return min(within, key=lambda shifted: within[shifted]) if within else None
+
+
+def own_parts(own: OwnLoss, output: Output, data: Mapping[str, Tensor], valid: Tensor) -> LossParts:
+    labels = _next(data[own.labels]) if own.shifted else data[own.labels]
+    assert output.logits is not None
+    parts = cross_entropy_parts(output.logits, labels, valid)
+    if not own.auxiliary or output.auxiliary is None:
+        return parts
+    counted = (labels[valid] != IGNORED).sum()
+    return LossParts(parts.loss_sum + own.auxiliary * output.auxiliary * counted, parts.correct)
+
+
+def _auxiliary_weight(model: nn.Module) -> float:
+    """By what a mixture of experts multiplies its router's loss, under the names that transformers gives it."""
+    config = getattr(model, "config", None)
+    for place in (model, config, getattr(config, "text_config", None)):
+        for name in ("router_aux_loss_coef", "aux_loss_coef"):
+            if isinstance(found := getattr(place, name, None), (int, float)):
+                return float(found)
+    return 0.0
+
+
+def _with_labels(data: Mapping[str, Tensor], name: str) -> Mapping[str, Tensor]:
+    """Labels that are all masked would show nothing: class 0 stands in for them."""
+    labels = data.get(name)
+    if labels is None or labels.dim() < 2 or labels.is_floating_point() or bool((labels[:, 1:] != IGNORED).any()):
+        return data
+    return {**data, name: torch.where(labels == IGNORED, 0, labels)}
+
+
+def _by_samples(labels: Tensor) -> bool:
+    """A mean over labels is a mean over samples where each has one, or has as many numbers as the others."""
+    return labels.dim() < 2 or labels.is_floating_point()
+
+
+def _next(labels: Tensor) -> Tensor:
+    """The label of the position after each; the last has none. Shifting labels copies less than cutting logits."""
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+
+
+# ---------------------------------------------------------------- cross entropy
+
+
+def cross_entropy_parts(logits: Tensor, targets: Tensor, valid: Tensor) -> LossParts:
+    """Summed in at least fp32 over rows that are valid and targets that are not masked."""
+    shape = [len(valid)] + [1] * (targets.dim() - 1)
+    targets = torch.where(valid.view(shape), targets, IGNORED)
+    flat, wanted = _flat(logits), targets.reshape(-1)
+    loss_sum = F.cross_entropy(flat, wanted, reduction="sum", ignore_index=IGNORED)
+    # A pass over all logits: training does not ask for it.
+    correct = None if torch.is_grad_enabled() else (flat.argmax(-1) == wanted).sum()
+    return LossParts(loss_sum, correct)
+
+
+def _flat(logits: Tensor) -> Tensor:
+    flat = logits.reshape(-1, logits.shape[-1])
+    return flat if flat.dtype == torch.float64 else flat.float()
+
+
+def count_tokens(data: Mapping[str, Tensor], valid: Tensor) -> dict[str, TokenCounts]:
+    """Unmasked targets and labels, counted on the host before the copy to a device; empty where there are no tokens."""
+    found = {name: data[name] for name in ("targets", "labels") if name in data}
+    return {
+        name: TokenCounts(int(marks.sum()), int(marks[:, 1:].sum()))
+        for name, labels in found.items()
+        if labels.dim() >= 2 and not labels.is_floating_point()
+        for marks in [labels[valid] != IGNORED]
+    }

@@ -1,0 +1,52 @@
+"""Which parts of a model are trained: names by pattern, and what they leave frozen. Not here: adapters (lora.py)."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from fsdp.base.errors import ConfigError
+
+
+def patterns(text: str) -> list[str]:
+    """`a.*, b` → the patterns, in their order."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def matching(wanted: Sequence[str], names: Sequence[str], flag: str, what: str) -> list[str]:
+    """The names that a pattern means, in the model's order; one that means none is an error that names its neighbours."""
+    for pattern in wanted:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise _nothing(pattern, names, flag, what)
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in wanted)]
+
+
+def _nothing(pattern: str, names: Sequence[str], flag: str, what: str) -> ConfigError:
+    below = f"{pattern}.*"
+    if any(fnmatchcase(name, below) for name in names):
+        near = [below]
+    elif any(fnmatchcase(name, f"*.{pattern}") for name in names):
+        near = [f"*.{pattern}"]
+    else:
+        near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or list(names[:3])
+    hint = f"{flag} {','.join(near)}" if near else f"leave {flag} out"
+    return ConfigError(f"{flag} {pattern} matches no {what} of this model ({len(names)} there are).", hint)
+
+
+def freeze(model: nn.Module, text: str, flag: str = "--model.frozen") -> list[str]:
+    """Parameters whose names match are trained no more; returns them. A tied parameter is known under all of its names."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    frozen = matching(patterns(text), list(named), flag, "parameter")
+    for name in frozen:
+        named[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(f"{flag} {text} leaves nothing to train.", f"a narrower pattern: {flag} {_half(frozen)}")
+    return frozen
+
+
+def _half(names: Iterable[str]) -> str:
+    first = next(iter(names))
+    return f"{first.partition('.')[0]}.*" if "." in first else first

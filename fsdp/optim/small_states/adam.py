@@ -1,0 +1,248 @@
+"""The optimizer: an update, what it keeps of a parameter, its shards, and a checkpoint's moments brought into its form.
+
+Not here: how a number becomes bf16 or 8 bits (bits.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp.optim.small_states.bits import blocks_of, decode, encode, mixed, noise_at, round_at_random, table_of
+
+Kind = Literal["bf16", "8bit"]
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+SHORTEST_ROW = 64
+"""Elements of a row from which 8 bits are worth a scale."""
+SLICE = 1 << 20
+"""Elements that are widened to fp32 at once."""
+
+
+class SmallStateAdam(torch.optim.Optimizer):
+    """AdamW as torch's; a group's weight_decay of 0 makes it Adam."""
+
+    def __init__(
+        self, groups: list[dict[str, Any]], *, kind: Kind, places: Mapping[nn.Parameter, int], lr: float,
+        betas: tuple[float, float], eps: float,
+    ) -> None:  # fmt: skip
+        """`places` numbers the parameters the same way at any number of ranks."""
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self.kind = kind
+        self._places = places
+        self._counts: dict[nn.Parameter, tuple[Tensor, int]] = {}
+        if kind == "8bit":
+            # A restore fills what is there: only so are scales read sharded, and codes never coded again.
+            self.state.update({p: new_state(p, kind) for group in self.param_groups for p in group["params"]})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(group, parameter)
+
+    def _update(self, group: Mapping[str, Any], parameter: nn.Parameter) -> None:
+        state = self.state[parameter]
+        if not state:
+            state.update(new_state(parameter, self.kind))
+        count = self._count(parameter, state)
+        views = _views(parameter, state)
+        for first, rows in _slices(views.parameter):
+            _update_rows(views, first, rows, group, count, self._places[parameter])
+
+    def _count(self, parameter: nn.Parameter, state: Mapping[str, Tensor]) -> int:
+        """The step being made. The number is read from its tensor only where a checkpoint has brought another."""
+        known = self._counts.get(parameter)
+        if known is not None and known[0] is state["step"]:
+            before = known[1]
+        else:
+            before = int(state["step"].item())
+        state["step"].fill_(before + 1)
+        self._counts[parameter] = (state["step"], before + 1)
+        return before + 1
+
+
+# ---------------------------------------------------------------- what is kept
+
+
+def codes(parameter: Tensor, kind: Kind) -> bool:
+    """Whether the moments of this parameter are codes and scales."""
+    return kind == "8bit" and parameter.dim() >= 2 and parameter.shape[1:].numel() >= SHORTEST_ROW
+
+
+def moment_bytes(parameter: Tensor, kind: Kind) -> int:
+    """Of both moments of the whole parameter."""
+    if not codes(parameter, kind):
+        return 2 * parameter.numel() * (2 if kind == "bf16" else 4)
+    return 2 * (parameter.numel() + 4 * parameter.shape[0] * blocks_of(parameter))
+
+
+def new_state(parameter: nn.Parameter, kind: Kind) -> dict[str, Tensor]:
+    local = _local(parameter)
+    state = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
+    for name in MOMENTS:
+        if codes(parameter, kind):
+            zero = _zero(name)
+            state[name] = _like(parameter, torch.full(local.shape, zero, dtype=torch.uint8, device=local.device))
+            scale = torch.zeros((local.shape[0], blocks_of(parameter)), dtype=torch.float32, device=local.device)
+            state[f"{name}_scale"] = _like(parameter, scale)
+        else:
+            dtype = torch.bfloat16 if kind == "bf16" else torch.float32
+            state[name] = _like(parameter, torch.zeros(local.shape, dtype=dtype, device=local.device))
+    return state
+
+
+@torch.no_grad()
+def adapt_states(optimizer: torch.optim.Optimizer) -> None:
+    """After a restore: moments that were saved in another form get the form that this optimizer keeps."""
+    kind = optimizer.kind if isinstance(optimizer, SmallStateAdam) else None
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter)
+            if state and "exp_avg_sq" in state and not _has_form(parameter, state, kind):
+                optimizer.state[parameter] = _reformed(group, parameter, state, kind)
+
+
+def _has_form(parameter: nn.Parameter, state: Mapping[str, Tensor], kind: Kind | None) -> bool:
+    if kind is None or not codes(parameter, kind):
+        wanted = torch.bfloat16 if kind == "bf16" else torch.float32 if kind else parameter.dtype
+        return all(state[name].dtype == wanted for name in MOMENTS)
+    return all(state[name].dtype == torch.uint8 for name in MOMENTS)
+
+
+def _reformed(
+    group: Mapping[str, Any], parameter: nn.Parameter, state: Mapping[str, Tensor], kind: Kind | None
+) -> dict[str, Tensor]:
+    fresh = new_state(parameter, kind) if kind is not None else _torchs_state(parameter)
+    on_device = kind is None and (group.get("fused") or group.get("capturable"))
+    fresh["step"] = state["step"].to(parameter.device if on_device else "cpu", torch.float32)
+    for first, rows in _slices(_local(parameter)):
+        for name in MOMENTS:
+            moment = _read(name, state, first, rows, _first_row(parameter))
+            _write(name, {key: _local(value) for key, value in fresh.items()}, first, rows, moment, None)
+    return fresh
+
+
+def _torchs_state(parameter: nn.Parameter) -> dict[str, Tensor]:
+    local = _local(parameter)
+    return {name: _like(parameter, torch.zeros_like(local)) for name in MOMENTS}
+
+
+def _zero(name: str) -> int:
+    """The code of 0."""
+    return 127 if name == "exp_avg" else 0
+
+
+# ---------------------------------------------------------------- an update
+
+
+@dataclass(frozen=True)
+class _Views:
+    """Local tensors, at least one-dimensional; `first` is the local shard's first row in the whole parameter."""
+
+    parameter: Tensor
+    grad: Tensor
+    state: dict[str, Tensor]
+    first: int
+
+
+def _views(parameter: nn.Parameter, state: Mapping[str, Tensor]) -> _Views:
+    assert parameter.grad is not None
+    local = {name: _rowed(_local(value)) for name, value in state.items() if name != "step"}
+    return _Views(_rowed(_local(parameter)), _rowed(_local(parameter.grad)), local, _first_row(parameter))
+
+
+def _slices(local: Tensor) -> Iterator[tuple[int, int]]:
+    """(first row, number of rows) of each slice."""
+    rows, row = (local.shape[0], local.shape[1:].numel()) if local.dim() else (1, 1)
+    step = max(1, SLICE // max(1, row))
+    yield from ((first, min(step, rows - first)) for first in range(0, rows, step))
+
+
+def _update_rows(views: _Views, first: int, rows: int, group: Mapping[str, Any], count: int, place: int) -> None:
+    """torch's AdamW on a few rows."""
+    (beta1, beta2), lr = group["betas"], float(group["lr"])
+    parameter = views.parameter.narrow(0, first, rows)
+    grad = views.grad.narrow(0, first, rows).float()
+    mean, square = (_read(name, views.state, first, rows, 0) for name in MOMENTS)
+    mean.lerp_(grad, 1 - beta1)
+    square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    start = (views.first + first) * parameter.shape[1:].numel()
+    noise = functools.partial(noise_at, start, grad, mixed(count, place))
+    for name, moment in zip(MOMENTS, (mean, square), strict=True):
+        _write(name, views.state, first, rows, moment, noise)
+    parameter.mul_(1 - lr * group["weight_decay"])
+    below = square.sqrt_().div_((1 - beta2**count) ** 0.5).add_(group["eps"])
+    parameter.addcdiv_(mean, below, value=-lr / (1 - beta1**count))
+
+
+def _read(name: str, state: Mapping[str, Tensor], first: int, rows: int, whole_first: int) -> Tensor:
+    """A moment's rows in fp32. A scale that a checkpoint has brought whole is read where this shard's rows lie in it."""
+    kept = _rowed(_local(state[name])).narrow(0, first, rows)
+    if kept.dtype != torch.uint8:
+        return kept.to(torch.float32, copy=True)
+    scale = state[f"{name}_scale"]
+    at = first if isinstance(scale, DTensor) or scale.shape[0] == _local(state[name]).shape[0] else first + whole_first
+    return decode(kept, _local(scale).narrow(0, at, rows), table_of(name == "exp_avg", kept.device))
+
+
+def _write(
+    name: str, state: Mapping[str, Tensor], first: int, rows: int, moment: Tensor, noise: Callable[[], Tensor] | None
+) -> None:
+    """Into its form. Without `noise`, as when a form is changed, bf16 is rounded to the nearest."""
+    kept = _rowed(state[name]).narrow(0, first, rows)
+    if kept.dtype == torch.uint8:
+        found, scale = encode(moment, table_of(name == "exp_avg", kept.device))
+        kept.copy_(found)
+        state[f"{name}_scale"].narrow(0, first, rows).copy_(scale)
+    elif kept.dtype == torch.bfloat16 and noise is not None:
+        kept.copy_(round_at_random(moment, noise() if name == "exp_avg" else noise() >> 16))
+    else:
+        kept.copy_(moment)
+
+
+# ---------------------------------------------------------------- shards
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return cast(Tensor, tensor._local_tensor).detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _rowed(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() else tensor.view(1)
+
+
+def _first_row(parameter: Tensor) -> int:
+    """Of this rank's shard in the whole: dim 0 is cut as torch.chunk cuts it."""
+    if not isinstance(parameter, DTensor):
+        return 0
+    mesh = parameter.device_mesh
+    axes = [axis for axis, placement in enumerate(parameter.placements) if placement.is_shard()]
+    assert len(axes) <= 1, "sharded along one axis"
+    if not axes:
+        return 0
+    chunk = -(-parameter.shape[0] // mesh.size(axes[0]))
+    # Not get_local_rank: a spec that DTensor remembers from an earlier run of this process has groups that are gone.
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    return min(parameter.shape[0], chunk * coordinate[axes[0]])
+
+
+def _like(parameter: nn.Parameter, local: Tensor) -> Tensor:
+    """Sharded as the parameter is; only the rows' own shape may be another."""
+    if not isinstance(parameter, DTensor):
+        return local
+    shape = torch.Size((parameter.shape[0], *local.shape[1:])) if local.dim() else torch.Size()
+    stride = tuple(shape[at + 1 :].numel() for at in range(len(shape)))
+    return DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
+
+
+def places_of(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, int]:
+    return {parameter: at for at, parameter in enumerate(parameters)}

@@ -1,0 +1,33 @@
+"""TrainState: exactly what resumes, nothing else.
+
+Random streams are derived from (seed, step, stream) and the data's order from (seed, step), so neither is here. The learning
+rate is a function of the step. What a restored run needs beyond parameters and optimizer are four numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+@dataclass
+class TrainState:
+    """model is what fsdp/parallel/shard.py returned: the FSDP root, or the module inside DistributedDataParallel."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    loss_scale: float = 1.0
+    good_steps: int = 0
+
+    def counters(self) -> dict[str, float | int]:
+        """The numbers beside the tensors, as a checkpoint keeps them."""
+        return {name: getattr(self, name) for name in ("step", "samples", "tokens", "loss_scale", "good_steps")}
+
+    def set_counters(self, values: dict[str, float | int]) -> None:
+        for name in self.counters():
+            setattr(self, name, type(getattr(self, name))(values[name]))

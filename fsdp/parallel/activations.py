@@ -1,0 +1,283 @@
+"""What a unit keeps from forward to backward and what it computes again: nothing, all, all but some operations, a budget.
+
+A unit's forward is replaced on the instance: no wrapper, so no name changes. Where units are compiled a budget is the
+compiler's to keep; elsewhere each unit is run once to see what its operations produce, and those worth most computation a byte
+are kept until the budget is spent. Not here: where what is kept lies (fsdp/parallel/offload.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointError,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+from torch.utils.flop_counter import flop_registry
+
+from fsdp.base.errors import ConfigError
+from fsdp.config import MemorySection
+from fsdp.models.blocks import blocks_of
+
+NO_RECOMPUTATION = "--memory.activation_checkpointing none --memory.activation_budget 1"
+
+Forward = Callable[..., Any]
+Key = tuple[Any, int]
+"""An operation and which of its calls in a forward."""
+
+_PRODUCTS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+}
+
+
+def apply_activation_checkpointing(
+    units: Sequence[list[nn.Module]], memory: MemorySection, *, compiled: bool = False, root: nn.Module | None = None
+) -> None:
+    """Before the units are compiled and sharded. Messages name a unit by its place in `root`."""
+    budget, kind = memory.activation_budget, memory.activation_checkpointing
+    if kind == "none" and budget == 1:
+        return
+    blocks = blocks_of(units)
+    flag = f"activation_checkpointing {kind}" if budget == 1 else f"activation_budget {budget:g}"
+    if not blocks:
+        raise ConfigError(
+            f"--memory.{flag} works on units, and this model has none.",
+            "--mesh.wrap class:NAME says which modules are units",
+        )
+    if compiled and budget < 1:
+        functorch: Any = torch._functorch.config
+        functorch.activation_memory_budget = budget
+        return
+    names = {module: name for name, module in root.named_modules()} if root is not None else {}
+    for block in blocks[:: memory.activation_checkpointing_every]:
+        block.forward = _Stateless(block, names.get(block, ""), flag)  # type: ignore[method-assign]
+        wrapped = Budgeted(block, budget) if budget < 1 else _checkpointed(block.forward, per_op=kind == "ops")
+        block.forward = wrapped  # type: ignore[method-assign]
+
+
+def _checkpointed(forward: Forward, per_op: bool) -> Forward:
+    context = functools.partial(create_selective_checkpoint_contexts, _keep_products) if per_op else None
+    arguments: dict[str, Any] = {"use_reentrant": False, **({"context_fn": context} if context else {})}
+    return functools.partial(checkpoint, forward, **arguments)
+
+
+def _keep_products(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# ---------------------------------------------------------------- what cannot be computed twice
+
+
+class _Stateless:
+    """A unit's forward, which is refused if its first call in training changes a tensor of the unit in place, or a number that
+    it counts: backward would change them a second time. Compiled code and the planner's fake tensors are not checked."""
+
+    def __init__(self, block: nn.Module, name: str, flag: str) -> None:
+        self._block, self._forward, self._name, self._flag = block, block.forward, name, flag
+        self._checked = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._checked or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        self._checked = True
+        before = dict(self._state())
+        out = self._forward(*args, **kwargs)
+        after = dict(self._state())
+        changed = [name for name, value in before.items() if name in after and after[name] != value]
+        if changed:
+            raise self._refusal(changed[0])
+        return out
+
+    def _state(self) -> Iterator[tuple[str, float]]:
+        """Each tensor by its identity and how often it was written, each number by itself. One that forward replaces by
+        another is no change: what it was is not read."""
+        for prefix, module in self._block.named_modules(prefix=self._name):
+            for key, value in (*module._buffers.items(), *vars(module).items()):
+                name = f"{prefix}.{key}".lstrip(".")
+                if isinstance(value, Tensor) and not isinstance(value, FakeTensor) and not value.is_inference():
+                    yield f"{name}@{id(value)}", value._version
+                elif type(value) in (int, float):
+                    yield f"{name}@", value
+
+    def _refusal(self, changed: str) -> ConfigError:
+        return ConfigError(
+            f"--memory.{self._flag}: the forward of {self._name or type(self._block).__name__} changes its own state, "
+            f"{changed.partition('@')[0]}, and backward would change it a second time.",
+            NO_RECOMPUTATION,
+        )
+
+
+def refused_recomputation(error: Exception) -> ConfigError | None:
+    """An error for people if backward found that a unit's second forward differs from its first; None for other errors."""
+    if not isinstance(error, CheckpointError) and "backward but not found in storage" not in str(error):
+        return None
+    first = " ".join(str(error).split("\n")[0].split())
+    return ConfigError(
+        f"a unit's forward computes something else when backward repeats it ({first[:160]}): it changes its own state or "
+        "reads one that changes.",
+        NO_RECOMPUTATION,
+    )
+
+
+# ---------------------------------------------------------------- a budget, without a compiler
+
+
+@dataclass(frozen=True)
+class Produced:
+    """What one operation of a forward made: bytes to keep it, floating point operations to make it again."""
+
+    key: Key
+    nbytes: int
+    flops: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A unit's forward: bytes that it keeps for backward by itself, those of its inputs, and what could be kept instead."""
+
+    kept: int
+    inputs: int
+    produced: Sequence[Produced]
+
+
+@dataclass(frozen=True)
+class RecomputePlan:
+    """`keep` is what is kept besides the inputs; None computes nothing again."""
+
+    keep: frozenset[Key] | None
+    nbytes: int
+
+
+def choose(measured: Measured, budget: float) -> RecomputePlan:
+    """Within `budget` of what the unit keeps by itself. A unit's inputs are kept whatever the budget: without them nothing
+    could be computed again."""
+    limit = budget * measured.kept
+    spent, keep = measured.inputs, set()
+    for one in sorted(measured.produced, key=lambda one: -one.flops / one.nbytes):
+        if spent + one.nbytes <= limit:
+            spent += one.nbytes
+            keep.add(one.key)
+    return RecomputePlan(frozenset(keep), spent) if spent < measured.kept else RecomputePlan(None, measured.kept)
+
+
+class Budgeted:
+    """A unit's forward within its budget; the first one that trains is run twice, once to measure it."""
+
+    def __init__(self, block: nn.Module, budget: float) -> None:
+        self._block, self._forward, self._budget = block, block.forward, budget
+        self.plan: RecomputePlan | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        if self.plan is None:
+            self.plan = choose(measure(self._block, self._forward, args, kwargs), self._budget)
+        keep = self.plan.keep
+        if keep is None:
+            return self._forward(*args, **kwargs)
+        if not keep:
+            return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
+        contexts = functools.partial(_contexts, keep)
+        return checkpoint(self._forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def _contexts(keep: frozenset[Key]) -> Any:
+    """Made anew for each forward, so that its calls are counted from the first."""
+    counts: tuple[Counter[Any], Counter[Any]] = (Counter(), Counter())
+
+    def policy(context: Any, op: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
+        count = counts[bool(context.is_recompute)]
+        count[op] += 1
+        return CheckpointPolicy.MUST_SAVE if (op, count[op] - 1) in keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def measure(block: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Measured:
+    """One forward that leaves no trace: random streams and buffers are as before."""
+    own = {_storage(t) for t in [*block.parameters(), *block.buffers()]}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if _storage(tensor) not in own:
+            saved[_storage(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    inputs = {_storage(t): t.untyped_storage().nbytes() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+    inputs = {storage: nbytes for storage, nbytes in inputs.items() if storage not in own}
+    recorder = _Recorder()
+    with _untouched(block), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), recorder:
+        forward(*args, **kwargs)
+    return Measured(sum({**saved, **inputs}.values()), sum(inputs.values()), recorder.produced(set(inputs) | own))
+
+
+@contextmanager
+def _untouched(block: nn.Module) -> Iterator[None]:
+    buffers = [(buffer, buffer.clone()) for buffer in block.buffers()]
+    with torch.random.fork_rng():
+        yield
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class _Recorder(TorchDispatchMode):
+    """Every operation with its outputs, counted as selective checkpointing counts them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._counts: Counter[Any] = Counter()
+        self._made: list[tuple[Key, list[Tensor], list[int], set[int], float]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in SAC_IGNORED_OPS:
+            return out
+        key = (func, self._counts[func])
+        self._counts[func] += 1
+        tensors = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        taken = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        # Held until the end: a storage that is freed may come back as another's.
+        self._made.append((key, tensors, [t._version for t in tensors], taken, _flops(func, args, kwargs, out)))
+        return out
+
+    def produced(self, known: set[int]) -> list[Produced]:
+        """What made memory of its own, and was not written to afterwards: a kept value must be as it was."""
+        found = []
+        for key, tensors, versions, taken, flops in self._made:
+            storages = {_storage(t): t.untyped_storage().nbytes() for t in tensors}
+            changed = any(t._version != version for t, version in zip(tensors, versions, strict=True))
+            if storages and not changed and not storages.keys() & (taken | known) and sum(storages.values()):
+                found.append(Produced(key, sum(storages.values()), flops))
+        return found
+
+
+def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
+    """As torch counts them where it does; for the rest one an element."""
+    count = flop_registry.get(func.overloadpacket)
+    if count is not None:
+        return float(count(*args, **(kwargs or {}), out_val=out))
+    return float(sum(t.numel() for t in tree_leaves(out) if isinstance(t, Tensor)))

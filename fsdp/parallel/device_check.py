@@ -1,0 +1,28 @@
+"""What of `--memory.*` a device cannot do, said by name before anything is built.
+
+What of it needs no device is fsdp/config/checks_memory.py's.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from fsdp.base.errors import ConfigError
+from fsdp.config import MemorySection
+
+log = logging.getLogger(__name__)
+
+
+def check_device(memory: MemorySection, device: torch.device) -> None:
+    """Raises ConfigError, on every rank the same."""
+    if memory.nvme != "off" and device.type != "cpu" and not memory.cpu_offload:
+        raise ConfigError(
+            f"--memory.nvme {memory.nvme} keeps the optimizer on the host, and parameters are on {device.type}.",
+            "--memory.cpu_offload true",
+        )
+    if memory.cpu_offload and device.type == "cpu":
+        log.warning("--memory.cpu_offload true changes nothing on a CPU: parameters are in host memory already")
+    if memory.activation_offload and device.type == "cpu":
+        log.warning("--memory.activation_offload true gains nothing on a CPU: what forward keeps is copied within host memory")

@@ -1,0 +1,193 @@
+"""The proof that every value was filled: poison laid before, looked for after, and digests of all ranks side by side.
+
+Here live also the cut of a parameter into shards and a digest of the whole model. What fills is fsdp/parallel/materialize.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from fsdp.base.digest import combine, digest_shard
+from fsdp.base.errors import TrainingError
+from fsdp.models.init import Constant, Init
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which elements of a flattened parameter a rank keeps: dim-0 rows are contiguous, so two numbers say it."""
+
+    start: int
+    numel: int
+
+
+def cut_of(shape: torch.Size, index: int, count: int) -> Cut:
+    """Shard `index` of `count` along dim 0, as torch.chunk cuts: ceil(rows / count) each, the last ones shorter or empty."""
+    rows, row = (shape[0], shape[1:].numel()) if len(shape) else (1, 1)
+    chunk = -(-rows // count)
+    first, last = min(rows, index * chunk), min(rows, (index + 1) * chunk)
+    return Cut(first * row, (last - first) * row)
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shard_count(tensor: Tensor) -> int:
+    """How many pieces a parameter is in; replicas of a piece are not counted."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    sizes = [tensor.device_mesh.size(at) for at, place in enumerate(tensor.placements) if isinstance(place, Shard)]
+    assert all(not isinstance(place, Shard) or place.dim == 0 for place in tensor.placements), "sharded on dim 0 alone"
+    return sizes[0] if sizes else 1
+
+
+def poison(root: nn.Module) -> None:
+    """NaN in floats, a rare value in integers: what is still there at the end was never filled."""
+    with torch.no_grad():
+        for tensor in [*root.parameters(), *root.buffers()]:
+            fill_with_poison(local(tensor))
+
+
+def fill_with_poison(part: Tensor) -> None:
+    if part.is_floating_point() or part.is_complex():
+        part.fill_(float("nan"))
+    else:
+        part.view(_plain(part.dtype)).fill_(_rare(part.dtype))
+
+
+def _plain(dtype: torch.dtype) -> torch.dtype:
+    """A bool has room in its byte for a value that is neither."""
+    return torch.uint8 if dtype == torch.bool else dtype
+
+
+def _rare(dtype: torch.dtype) -> int:
+    return torch.iinfo(_plain(dtype)).max - 41
+
+
+@torch.no_grad()
+def prove(root: nn.Module, *, drawn: Mapping[str, Init]) -> None:
+    """Stop the run by name: a value left uninitialised, a buffer nobody filled, equal shards, replicas that differ."""
+    problems = _everyones([*_unfilled(root, known=())])
+    if not problems:
+        problems = _compare(root, _digests(root), drawn)
+    _refuse(problems)
+
+
+def prove_unsaved(root: nn.Module) -> None:
+    """The same of what no checkpoint holds, before one fills the rest. Collective."""
+    _refuse(_everyones([*_unfilled(root, known=root.state_dict().keys())]))
+
+
+def _everyones(findings: list[str]) -> list[str]:
+    told: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(told, findings)
+    return [f"rank {rank}: {text}" for rank, texts in enumerate(told) for text in texts]
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise TrainingError(
+            f"{problems[0]}{more}", "the model's initialisation must fill every parameter and buffer on each rank"
+        )
+
+
+def _unfilled(root: nn.Module, known: Container[str]) -> Iterator[str]:
+    for kind, named in (("parameter", root.named_parameters()), ("buffer", root.named_buffers())):
+        for name, tensor in named:
+            if name in known:
+                continue
+            part = local(tensor)
+            if part.is_meta:
+                yield f"{kind} {name} is still on the meta device"
+            elif part.numel() and _is_poisoned(part):
+                yield f"{kind} {name} was never initialised"
+    for name, module in root.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, Tensor) and value.is_meta:
+                owner = name or type(root).__name__
+                yield f"{owner}.{key} is a tensor that no register_buffer made, and is still on the meta device"
+
+
+def _is_poisoned(part: Tensor) -> bool:
+    if part.is_floating_point() or part.is_complex():
+        return bool(part.isnan().any())
+    return bool((part.view(_plain(part.dtype)) == _rare(part.dtype)).all())
+
+
+def _digests(root: nn.Module) -> Tensor:
+    """A row a tensor: numel, plain sum, weighted sum, constant; as int64 for the wire."""
+    rows = []
+    for tensor in [*root.parameters(), *root.buffers()]:
+        d = digest_shard(local(tensor))
+        rows.append([d.numel, _signed(d.plain), _signed(d.weighted), int(d.constant)])
+    return torch.tensor(rows, dtype=torch.int64).view(-1, 4)
+
+
+def _signed(word: int) -> int:
+    return word - 2**64 if word >= 2**63 else word
+
+
+def _compare(root: nn.Module, table: Tensor, drawn: Mapping[str, Init]) -> list[str]:
+    """Every rank's digests side by side. Equal shards are an error where values are drawn; elsewhere they may be meant."""
+    tables = [torch.empty_like(table) for _ in range(dist.get_world_size())]
+    dist.all_gather(tables, table)
+    named = [*root.named_parameters(), *root.named_buffers()]
+    found: list[str] = []
+    equal: dict[str, list[str]] = {}
+    for row, (name, tensor) in enumerate(named):
+        count = shard_count(tensor)
+        digests = [tuple(t[row].tolist()) for t in tables]
+        found += _differing_replicas(name, digests, count)
+        if _varied(digests, count):
+            equal[name] = _equal_shards(name, digests, count)
+    at_random = {n for n in equal if n in drawn and not isinstance(drawn[n], Constant)}
+    # One parameter may repeat itself on purpose, but never all of them.
+    suspects = at_random or (set(equal) if all(equal.values()) else set())
+    return found + [text for name in equal if name in suspects for text in equal[name]]
+
+
+def _varied(digests: list[tuple[int, ...]], count: int) -> bool:
+    """Several shards that hold something, and not one value throughout."""
+    return sum(numel > 0 and not constant for numel, _, _, constant in digests[:count]) > 1
+
+
+def _differing_replicas(name: str, digests: list[tuple[int, ...]], count: int) -> list[str]:
+    return [
+        f"{name} differs between ranks {rank % count} and {rank}, which hold the same shard"
+        for rank in range(count, len(digests))
+        if digests[rank] != digests[rank % count]
+    ][:1]
+
+
+def _equal_shards(name: str, digests: list[tuple[int, ...]], count: int) -> list[str]:
+    seen: dict[tuple[int, ...], int] = {}
+    for rank in range(count):
+        numel, _, _, constant = digests[rank]
+        if numel and not constant:
+            if digests[rank] in seen:
+                return [f"{name} is the same on ranks {seen[digests[rank]]} and {rank}, which hold different shards"]
+            seen[digests[rank]] = rank
+    return []
+
+
+def state_digest(root: nn.Module) -> dict[str, int]:
+    """One number a tensor for the whole model, equal at any number of ranks. Collective."""
+    table = _digests(root)
+    tables = [torch.empty_like(table) for _ in range(dist.get_world_size())]
+    dist.all_gather(tables, table)
+    whole: dict[str, int] = {}
+    for row, (name, tensor) in enumerate([*root.named_parameters(), *root.named_buffers()]):
+        count = shard_count(tensor)
+        parts = []
+        for index in range(count):
+            _, plain, weighted, _ = (int(v) for v in tables[index][row])
+            parts.append(weighted + 2 * cut_of(tensor.shape, index, count).start * plain)
+        whole[name] = combine(parts)
+    return whole

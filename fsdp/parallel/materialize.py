@@ -1,0 +1,285 @@
+"""From meta to real: every weight gets its value once, and then it is proven that it did.
+
+Two ways, one result. A model that says how each parameter is drawn lets each rank draw its own shard from a counter-based
+stream, with no communication; any other is built for real on rank 0 and sent parameter by parameter, each rank receiving
+its rows alone. Initial weights are a function of the seed: the same bits at any number of ranks, under any strategy.
+
+Memory is poisoned before it is filled, so that what nobody filled is found by name.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp.base.errors import ConfigError
+from fsdp.dist.collectives import on_main
+from fsdp.models import ModelSpec, to_empty
+from fsdp.models.init import Init, draw, draw_into
+from fsdp.models.lora import lora_inits
+from fsdp.models.unsharded import persistent, seeded
+from fsdp.parallel.init_check import cut_of, fill_with_poison, local, poison, prove, prove_unsaved, shard_count
+from fsdp.parallel.nvme import Shelf
+from fsdp.parallel.shard import Sharded
+
+
+class WeightSource(Protocol):
+    """Rank 0's side of a broadcast: full tensors by name, asked for once each, in the model's order."""
+
+    def take(self, name: str) -> Tensor | None: ...
+
+
+class BuiltSource:
+    """A real copy of the model on the host, given away parameter by parameter."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+    def take(self, name: str) -> Tensor | None:
+        tensor = self._tensors.pop(name, None)
+        return None if tensor is None else tensor.detach()
+
+
+class DrawnSource:
+    """Each parameter drawn whole, one at a time: what `--model.init broadcast` sends for models that say their inits."""
+
+    def __init__(self, inits: Mapping[str, Init], shapes: Mapping[str, torch.Size], seed: int) -> None:
+        self._inits, self._shapes, self._seed = inits, shapes, seed
+
+    def take(self, name: str) -> Tensor | None:
+        if name not in self._inits:
+            return None
+        shape = self._shapes[name]
+        return draw(self._inits[name], self._seed, name, 0, shape.numel()).view(shape)
+
+
+class StateSource:
+    """A pretrained state dict, read lazily. A tied parameter may stand there under any of its names."""
+
+    def __init__(self, state: Mapping[str, Tensor], names: Mapping[str, list[str]], rest: WeightSource | None) -> None:
+        self._state, self._names, self._rest = state, names, rest
+
+    def take(self, name: str) -> Tensor | None:
+        for known in self._names.get(name, [name]):
+            if known in self._state:
+                return self._state[known]
+        return self._rest.take(name) if self._rest else None
+
+
+def materialize(
+    sharded: Sharded,
+    *,
+    spec: ModelSpec,
+    seed: int,
+    init: str,
+    rank: int,
+    weights: Callable[[], Mapping[str, Tensor]] | None = None,
+    rest_device: torch.device | None = None,
+    shelf: Shelf | None = None,
+    restored: bool = False,
+) -> None:
+    """Give every parameter and buffer of a meta model its value, then prove it. Collective.
+
+    `rest_device` is where parameters lie between steps: the host, where they are offloaded; a `shelf` may lay them in files.
+    `restored`: a checkpoint gives the values, and proves them (fsdp/checkpoint/load.py): they are not drawn only to be
+    overwritten, which costs seconds a hundred million parameters.
+    """
+    root = sharded.root
+    methods: Any = root
+    inits: Mapping[str, Init] = methods.param_inits() if hasattr(root, "param_inits") else {}
+    added = lora_inits(root)
+    device = rest_device or sharded.device
+    to_empty(root, device, None if shelf is None else functools.partial(shelf.empty, device=device))
+    if shelf is not None:
+        shelf.settle()
+    poison(root)
+    if rest_device is not None:
+        _buffers_to(root, sharded.device)
+    if hasattr(root, "init_buffers"):
+        methods.init_buffers(sharded.device)
+    if restored and _in_checkpoint(root):
+        prove_unsaved(root)
+        return
+    # Adapters are in nobody's weights: each rank draws its own part of them, whatever the others come from.
+    _draw_shards(root, added, seed, rank)
+    if inits and init == "shard" and weights is None:
+        _draw_shards(root, inits, seed, rank)
+    else:
+        source: WeightSource | None = None
+
+        def open_source() -> None:
+            nonlocal source
+            source = _source(spec, inits, seed, weights, root)
+
+        # What fails on rank 0 alone is told to all, so that nobody waits for weights that never come.
+        on_main(rank, open_source)
+        _send_all(sharded, source, added)
+    prove(root, drawn={**({} if weights is not None else inits), **added})
+
+
+def _in_checkpoint(root: nn.Module) -> bool:
+    """Whether a checkpoint holds all that the model does not fill by itself."""
+    return hasattr(root, "init_buffers") or len(persistent(root)) == sum(1 for _ in (*root.parameters(), *root.buffers()))
+
+
+# ---------------------------------------------------------------- filling
+
+
+def _buffers_to(root: nn.Module, device: torch.device) -> None:
+    """Where parameters rest on the host, buffers still lie where forward reads them."""
+    for module in root.modules():
+        for key, buffer in module._buffers.items():
+            module._buffers[key] = None if buffer is None else buffer.to(device)
+
+
+@torch.no_grad()
+def _draw_shards(root: nn.Module, inits: Mapping[str, Init], seed: int, rank: int) -> None:
+    for name, target in [*root.named_parameters(), *root.named_buffers()]:
+        if name in inits:  # one that is not is found by name in the proof
+            part, count = local(target), shard_count(target)
+            draw_into(part, inits[name], seed, name, cut_of(target.shape, rank % count, count).start)
+
+
+def _sent_buffers(root: nn.Module) -> list[tuple[str, Tensor]]:
+    """All; or, where the model fills its buffers itself, those that a state dict could hold."""
+    if not hasattr(root, "init_buffers"):
+        return list(root.named_buffers())
+    persistent = root.state_dict().keys()
+    return [(name, buffer) for name, buffer in root.named_buffers() if name in persistent]
+
+
+def _source(
+    spec: ModelSpec,
+    inits: Mapping[str, Init],
+    seed: int,
+    weights: Callable[[], Mapping[str, Tensor]] | None,
+    root: nn.Module,
+) -> WeightSource:
+    """Rank 0's values. A model that says its inits is never built whole, nor is one whose state dict has everything."""
+    shapes = {name: parameter.shape for name, parameter in root.named_parameters()}
+    if weights is None:
+        return DrawnSource(inits, shapes, seed) if inits else BuiltSource(build_on_host(spec, seed))
+    state, names = weights(), _all_names(root)
+    _check_state_fits(state, names, root)
+    complete = hasattr(root, "init_buffers") or all(name in state for name, _ in root.named_buffers())
+    return StateSource(state, names, None if complete else BuiltSource(build_on_host(spec, seed)))
+
+
+def _all_names(root: nn.Module) -> dict[str, list[str]]:
+    """The first name of each parameter and buffer → all of its names: tied ones have several."""
+    by_tensor: dict[Tensor, list[str]] = {}
+    for name, tensor in [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]:
+        by_tensor.setdefault(tensor, []).append(name)
+    return {names[0]: names for names in by_tensor.values()}
+
+
+def _check_state_fits(state: Mapping[str, Tensor], names: Mapping[str, list[str]], root: nn.Module) -> None:
+    """Nothing missing, nothing left over, every shape the model's: else part of it would be trained from scratch unseen."""
+    tensors = {**dict(root.named_parameters()), **dict(root.named_buffers())}
+    needed = dict(root.named_parameters()) if hasattr(root, "init_buffers") else {n: tensors[n] for n in persistent(root)}
+    added = lora_inits(root)
+    missing = [name for name in needed if name not in added and not any(known in state for known in names[name])]
+    if missing:
+        raise ConfigError(
+            f"--model.weights has no {missing[0]} ({len(missing)} of {len(needed)} are missing).",
+            "its names must be the model's own: python -m fsdp.checkpoint RUN export writes such a file",
+        )
+    known_names = {known for some in names.values() for known in some}
+    over = [name for name in state if name not in known_names]
+    if over:
+        raise ConfigError(
+            f"--model.weights has {over[0]}, which the model has not ({len(over)} of {len(state)} are left over).",
+            "give --model.preset and --model.args as the weights were trained with",
+        )
+    for name, some in names.items():
+        for known in some:
+            if known in state and state[known].shape != tensors[name].shape:
+                raise ConfigError(
+                    f"--model.weights has {known} as {tuple(state[known].shape)}, the model as {tuple(tensors[name].shape)}.",
+                    "give --model.preset and --model.args as the weights were trained with",
+                )
+
+
+def build_on_host(spec: ModelSpec, seed: int) -> nn.Module:
+    """The real model. Memory that its constructor leaves uninitialised reads NaN, and the proof then names it."""
+    fills: Any = torch.utils.deterministic
+    was, filled = torch.are_deterministic_algorithms_enabled(), fills.fill_uninitialized_memory
+    warn = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    fills.fill_uninitialized_memory = True
+    try:
+        with seeded(seed), torch.device("cpu"):
+            return spec.build()
+    finally:
+        torch.use_deterministic_algorithms(was, warn_only=warn)
+        fills.fill_uninitialized_memory = filled
+
+
+@torch.no_grad()
+def _send_all(sharded: Sharded, source: WeightSource | None, added: Mapping[str, Init]) -> None:
+    root = sharded.root
+    for name, target in [*root.named_parameters(), *_sent_buffers(root)]:
+        if name in added:
+            continue
+        full = source.take(name) if source is not None else None
+        if shard_count(target) == 1:
+            _broadcast_whole(target, full, is_source=source is not None)
+        else:
+            _scatter_rows(target, full, sharded, is_source=source is not None)
+
+
+def _broadcast_whole(target: Tensor, full: Tensor | None, *, is_source: bool) -> None:
+    part = local(target)
+    wire = _bytes(_or_own(full, target)) if is_source else _bytes(torch.empty_like(part))
+    wire = wire.to(part.device)
+    dist.broadcast(wire, src=0)
+    part.copy_(wire.view(part.dtype).view(part.shape))
+
+
+def _scatter_rows(target: Tensor, full: Tensor | None, sharded: Sharded, *, is_source: bool) -> None:
+    """A piece to each shard of the first replica, then along dp_replicate: rank 0 sends the model once, whatever the ranks."""
+    part, count = local(target), shard_count(target)
+    chunk = -(-target.shape[0] // count) * target.shape[1:].numel() * part.element_size()
+    if not chunk:
+        return
+    fits = part.is_contiguous() and part.numel() * part.element_size() == chunk
+    # Straight into the shard, but where its rows end early: a second shard's memory would stand beside the whole.
+    received = _bytes(part) if fits else torch.empty(chunk, dtype=torch.uint8, device=part.device)
+    if dist.get_rank() < count:
+        pieces = _padded_pieces(_bytes(_or_own(full, target)).to(part.device), chunk, count) if is_source else None
+        dist.scatter(received, pieces, src=0, group=sharded.mesh.get_group("dp_shard"))
+    if sharded.sizes.replicate > 1:
+        dist.broadcast(received, src=dist.get_rank() % count, group=sharded.mesh.get_group("dp_replicate"))
+    if not fits:
+        part.copy_(received[: part.numel() * part.element_size()].view(part.dtype).view(part.shape))
+
+
+def _padded_pieces(wire: Tensor, chunk: int, count: int) -> list[Tensor]:
+    """Scatter takes equal pieces: views where the rows are there, one padded copy where they end."""
+    pieces = []
+    for at in range(0, count * chunk, chunk):
+        piece = wire[at : at + chunk]
+        pieces.append(piece if piece.numel() == chunk else torch.cat([piece, piece.new_zeros(chunk - piece.numel())]))
+    return pieces
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Raw bytes: neither gloo nor NCCL knows complex, and gloo not every small float."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _or_own(full: Tensor | None, target: Tensor) -> Tensor:
+    """Where the source has nothing, what lies there is sent on: what init_buffers made, or the poison for the proof."""
+    if full is not None:
+        return full.detach().to(dtype=target.dtype)
+    if not isinstance(target, DTensor):
+        return target
+    whole = torch.empty(target.shape, dtype=target.dtype)
+    fill_with_poison(whole)
+    return whole

@@ -1,0 +1,226 @@
+"""Where what forward keeps for backward lies: in pinned host memory, copied out behind the next unit, back ahead of its use.
+
+What a unit keeps by itself goes, or where it is recomputed its inputs, which are all that checkpointing keeps. The last unit's
+stay: backward begins with them. Two units' at most are on the device, on their way out or back. Parameters and buffers are
+never copied: gathered ones are gathered again. On a CPU the same code runs, and copies from host memory to host memory.
+Not here: what is kept and what is recomputed (fsdp/parallel/activations.py).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.base.errors import ConfigError
+from fsdp.config import MemorySection
+from fsdp.models.blocks import blocks_of
+
+SMALLEST = 1 << 16
+"""Bytes from which a copy over the bus is worth its start."""
+
+
+def apply_activation_offload(
+    units: Sequence[list[nn.Module]], memory: MemorySection, device: torch.device, *, compiled: bool
+) -> None:
+    """After the units are compiled, before they are sharded: a hook within compiled code would break its graph."""
+    if not memory.activation_offload:
+        return
+    blocks = blocks_of(units)
+    if not blocks:
+        raise ConfigError(
+            "--memory.activation_offload true works on units, and this model has none.",
+            "--mesh.wrap class:NAME says which modules are units",
+        )
+    carrier = OffloadStreams(device)
+    for block in blocks[:-1] or blocks:
+        name = "_compiled_call_impl" if compiled else "forward"
+        setattr(block, name, _Offloaded(block, getattr(block, name), carrier))
+
+
+class OffloadStreams:
+    """The two ways over the bus, and the passages that are under way. On a CPU there is no stream and nothing waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.smallest = SMALLEST if device.type == "cuda" else 0
+        self.copied = 0
+        """Bytes copied out so far."""
+        self._out: Any = None
+        self._back: Any = None
+        self._leaving: Passage | None = None
+        self._latest: weakref.ref[Passage] | None = None
+
+    def streams(self) -> tuple[Any, Any]:
+        if self._out is None and self.device.type == "cuda":
+            self._out, self._back = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+        return self._out, self._back
+
+    def begin(self, module: nn.Module) -> Passage:
+        """The passage before it is held weakly: a graph that is dropped takes its copies along."""
+        before = self._latest() if self._latest is not None else None
+        passage = Passage(self, module, before)
+        self._latest = weakref.ref(passage)
+        return passage
+
+    def left(self, passage: Passage) -> None:
+        """A unit's forward is over. What the one before it kept may be freed once it has been copied."""
+        passage.mark_out()
+        if self._leaving is not None:
+            self._leaving.let_go()
+        self._leaving = passage
+
+
+class Passage:
+    """One forward of one unit: what it kept, out and back."""
+
+    def __init__(self, carrier: OffloadStreams, module: nn.Module, before: Passage | None) -> None:
+        self._carrier, self._module = carrier, module
+        self._before = weakref.ref(before) if before is not None else None
+        self._kept: dict[tuple[Any, ...], _Kept] = {}
+        self._fetchable: list[weakref.ref[_Kept]] = []
+        self._own: set[int] | None = None
+        self._out_done: Any = None
+        self._back_done: Any = None
+        self._fetched = False
+
+    def pack(self, tensor: Tensor) -> Any:
+        if not self._goes(tensor):
+            return tensor
+        key = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        known = self._kept.get(key)
+        if known is None:
+            known = _Kept.leave(self, tensor, self._carrier)
+            if known is None:
+                return tensor
+            self._kept[key] = known
+            self._fetchable.append(weakref.ref(known))
+        known.uses += 1
+        return known
+
+    def _goes(self, tensor: Tensor) -> bool:
+        if type(tensor) is not Tensor or tensor.device.type != self._carrier.device.type:
+            return False
+        if tensor.nbytes < max(1, self._carrier.smallest) or isinstance(tensor._base, nn.Parameter):
+            return False
+        if self._own is None:
+            # Asked at the first kept tensor: only within its forward is a unit gathered.
+            own = [*self._module.parameters(), *self._module.buffers()]
+            self._own = {t.untyped_storage()._cdata for t in own if type(t) in (Tensor, nn.Parameter)}
+        return tensor.untyped_storage()._cdata not in self._own
+
+    def mark_out(self) -> None:
+        out, _ = self._carrier.streams()
+        self._out_done = out.record_event() if out is not None else None
+
+    def let_go(self) -> None:
+        """The device's copies are freed: the stream that will reuse their memory waits for the copy, the host does not."""
+        if self._out_done is not None:
+            torch.cuda.current_stream(self._carrier.device).wait_event(self._out_done)
+        self._kept.clear()
+        for kept in self._alive():
+            kept.source = None
+
+    def fetch(self) -> None:
+        """At the first use in backward: this unit's at once, unless they are on their way; the unit's before it behind them."""
+        self._begin_fetch()
+        done, self._back_done = self._back_done, None
+        if done is not None:
+            # An event and not the stream: the next unit's copies are behind it there, and need not be waited for.
+            torch.cuda.current_stream(self._carrier.device).wait_event(done)
+        before = self._before() if self._before is not None else None
+        if before is not None:
+            before._begin_fetch()
+
+    def _begin_fetch(self) -> None:
+        if self._fetched:
+            return
+        self._fetched = True
+        for kept in self._alive():
+            kept.fetch(self._carrier, self._out_done)
+        self._kept.clear()
+        _, back = self._carrier.streams()
+        self._back_done = back.record_event() if back is not None else None
+
+    def _alive(self) -> list[_Kept]:
+        return [kept for one in self._fetchable if (kept := one()) is not None]
+
+
+class _Kept:
+    """One tensor that autograd keeps: its host copy, and the device's while it is needed."""
+
+    def __init__(self, passage: Passage, source: Tensor, host: Tensor) -> None:
+        self.passage, self.host = passage, host
+        self.source: Tensor | None = source
+        self.uses = 0
+        self._back: Tensor | None = None
+
+    @classmethod
+    def leave(cls, passage: Passage, tensor: Tensor, carrier: OffloadStreams) -> _Kept | None:
+        """None where a copy would lie otherwise in memory: compiled backwards count on strides."""
+        out, _ = carrier.streams()
+        host = torch.empty_like(tensor, device="cpu", pin_memory=out is not None, requires_grad=False)
+        if host.stride() != tensor.stride():
+            return None
+        carrier.copied += tensor.nbytes
+        if out is None:
+            host.copy_(tensor.detach())
+        else:
+            out.wait_stream(torch.cuda.current_stream(carrier.device))
+            with torch.cuda.stream(out):
+                host.copy_(tensor.detach(), non_blocking=True)
+        return cls(passage, tensor.detach(), host)
+
+    def fetch(self, carrier: OffloadStreams, out_done: Any) -> None:
+        _, back = carrier.streams()
+        if back is None:
+            self._back = self.host
+        elif self.source is not None:
+            self._back = self.source  # it has not left yet
+        else:
+            back.wait_event(out_done)
+            with torch.cuda.stream(back):
+                self._back = self.host.to(carrier.device, non_blocking=True)
+        self.source = None
+
+    def take(self, carrier: OffloadStreams) -> Tensor:
+        self.passage.fetch()
+        if self._back is None:  # a second backward over the same graph
+            self._back = self.host.to(carrier.device)
+        value = self._back
+        if carrier.device.type == "cuda":
+            value.record_stream(torch.cuda.current_stream(carrier.device))
+        self.uses -= 1
+        if self.uses <= 0:
+            self._back = None
+        return value
+
+
+class _Offloaded:
+    """A unit's forward under hooks that take what it keeps."""
+
+    def __init__(self, block: nn.Module, forward: Callable[..., Any], carrier: OffloadStreams) -> None:
+        self._block, self._forward, self.carrier = block, forward, carrier
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        passage = self.carrier.begin(self._block)
+        with torch.autograd.graph.saved_tensors_hooks(passage.pack, self._unpack):
+            output = self._forward(*args, **kwargs)
+        self.carrier.left(passage)
+        return output
+
+    def _unpack(self, kept: Any) -> Tensor:
+        return kept.take(self.carrier) if isinstance(kept, _Kept) else kept
+
+
+def offloads(module: nn.Module) -> OffloadStreams | None:
+    """A unit's carrier, where it has one."""
+    for name in ("_compiled_call_impl", "forward"):
+        if isinstance(found := getattr(module, name, None), _Offloaded):
+            return found.carrier
+    return None

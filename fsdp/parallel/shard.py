@@ -1,0 +1,288 @@
+"""From a plain module to a sharded one, in the one order that works: float8 → checkpointing → compile → activations' offload →
+fully_shard (or DDP).
+
+What becomes a unit is data from the model (fsdp/models/blocks.py); what is done to a unit is here, and who is in which group is
+the mesh's. Weights are not touched: the model may stand on the meta device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp.base.errors import ConfigError
+from fsdp.config import CommSection, MemorySection, MeshSection, PrecisionSection, SpeedSection, reshard_policy
+from fsdp.dist.mesh import MeshSizes
+from fsdp.models.blocks import blocks_of, find_units
+from fsdp.models.checks import misfit
+from fsdp.models.unsharded import persistent
+from fsdp.parallel.activations import apply_activation_checkpointing, refused_recomputation
+from fsdp.parallel.comm_hooks import Hooks, apply_comm, load_hooks
+from fsdp.parallel.float8 import apply_float8
+from fsdp.parallel.offload import apply_activation_offload
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """What is kept, computed in, reduced in and handed out; None leaves a thing as it comes."""
+
+    master: torch.dtype
+    param: torch.dtype
+    reduce: torch.dtype
+    output: torch.dtype | None
+
+    @property
+    def needs_loss_scale(self) -> bool:
+        return self.param == torch.float16
+
+
+def resolve_dtypes(precision: PrecisionSection, device: torch.device) -> Dtypes:
+    master = DTYPES[precision.master]
+    fast = torch.bfloat16 if device.type == "cuda" and precision.master == "fp32" else master
+    return Dtypes(
+        master=master,
+        param=fast if precision.param == "auto" else DTYPES[precision.param],
+        reduce=master if precision.reduce == "auto" else DTYPES[precision.reduce],
+        output=None if precision.output == "auto" else DTYPES[precision.output],
+    )
+
+
+@dataclass
+class Sharded:
+    """root holds the parameters, runs is what is called (they differ under DDP); both carry the same weights."""
+
+    root: nn.Module
+    sizes: MeshSizes
+    mesh: DeviceMesh
+    dtypes: Dtypes
+    device: torch.device
+    units: list[list[nn.Module]]
+    accumulate: str
+    keep_gathered: bool
+    divides_by: float = 0.0
+    runs: nn.Module = field(init=False)
+    _told_last: bool | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.runs = self.root
+
+    @property
+    def ranks(self) -> int:
+        return self.sizes.ranks
+
+    @property
+    def divisor(self) -> float:
+        """By what a reduction divides the sum over ranks: the loss is multiplied by it."""
+        return self.divides_by or self.ranks
+
+    @functools.cached_property
+    def replicated(self) -> list[nn.Parameter]:
+        """0-dim parameters: FSDP shards none, so each rank keeps a copy and their gradients are averaged here."""
+        # Looked up when the weights are real: leaving meta makes each parameter anew.
+        return [] if self.sizes.strategy == "ddp" else [p for p in self.root.parameters() if p.dim() == 0]
+
+    @contextlib.contextmanager
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """Within it a forward and its backward; communication that the last micro-batch makes needless is left out."""
+        if isinstance(self.runs, DistributedDataParallel):
+            quiet = self.accumulate == "last" and not last
+            with self.runs.no_sync() if quiet else contextlib.nullcontext(), self._autocast(), explained(self.root):
+                yield
+            if not quiet:
+                self._check_reduced(self.runs)
+            return
+        if isinstance(self.root, FSDPModule) and last is not self._told_last:
+            # Told once where each micro-batch is the last: the setters walk all modules.
+            self._told_last = last
+            self.root.set_is_last_backward(last)
+            if self.accumulate == "last":
+                self.root.set_requires_gradient_sync(last)
+            elif self.accumulate == "shard":
+                self.root.set_requires_all_reduce(last)
+            if self.keep_gathered:
+                self.root.set_reshard_after_backward(last)
+        with explained(self.root):
+            yield
+        if last:
+            self._average_replicated()
+
+    def _check_reduced(self, runs: DistributedDataParallel) -> None:
+        """After a backward: a parameter without a gradient leaves its bucket unreduced on this rank, and other ranks wait."""
+        try:
+            runs._check_reducer_finalized()
+        except RuntimeError as error:
+            unused = [name for name, p in self.root.named_parameters() if p.requires_grad and p.grad is None]
+            more = f" (and {len(unused) - 1} more)" if len(unused) > 1 else ""
+            refused = ConfigError(
+                f"the loss of rank {dist.get_rank()} does not depend on {unused[0] if unused else 'a parameter'}{more}, and "
+                "--mesh.strategy ddp reduces every gradient.",
+                f"--mesh.strategy fsdp, or --model.frozen {','.join(unused[:4])}",
+            )
+            refused.scope = "rank"
+            raise refused from error
+
+    def _autocast(self) -> contextlib.AbstractContextManager[object]:
+        """DDP keeps one copy of each parameter: autocast gives its computation the dtype that FSDP's policy would."""
+        if self.dtypes.param == self.dtypes.master:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.dtypes.param)
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """eval mode and no gradients; afterwards what forward left gathered is sharded again, or an optimizer would miss it."""
+        was_training = self.root.training
+        self.root.eval()
+        ddp = isinstance(self.runs, DistributedDataParallel)
+        try:
+            with torch.no_grad(), self._autocast() if ddp else contextlib.nullcontext(), explained(self.root):
+                yield
+            for module in self.root.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()  # its own group alone
+        finally:
+            self.root.train(was_training)
+
+    @property
+    def called(self) -> nn.Module:
+        """What a forward goes through. DDP's own wrapper would sync buffers in evaluation."""
+        return self.runs if self.root.training else self.root
+
+    def _average_replicated(self) -> None:
+        for parameter in self.replicated:
+            if parameter.grad is not None and self.ranks > 1:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= self.divisor
+
+
+@contextlib.contextmanager
+def explained(root: nn.Module) -> Iterator[None]:
+    """Errors for people in place of those of a forward that does not fit its data, or that cannot be recomputed."""
+    try:
+        yield
+    except (IndexError, RuntimeError) as error:
+        refused = refused_recomputation(error) or misfit(error, root)
+        if refused is None:
+            raise
+        raise refused from error
+
+
+def shard_model(
+    model: nn.Module,
+    *,
+    sizes: MeshSizes,
+    mesh: DeviceMesh,
+    device: torch.device,
+    section: MeshSection,
+    precision: PrecisionSection,
+    memory: MemorySection,
+    speed: SpeedSection,
+    comm: CommSection | None = None,
+    hooks: Hooks | None = None,
+) -> Sharded:
+    """Cut the model up; its weights may still be on meta. For DDP call `replicate` once they are real."""
+    comm = comm or CommSection()
+    dtypes = resolve_dtypes(precision, device)
+    if any(p.is_floating_point() and p.dtype != dtypes.master for p in model.parameters()):
+        # Not model.to(dtype): it would take the imaginary part from complex buffers.
+        model._apply(lambda tensor: tensor.to(dtypes.master) if tensor.is_floating_point() else tensor)
+    units = find_units(model, section.wrap)
+    apply_float8(units, speed, sharded=sizes.strategy != "ddp")
+    apply_activation_checkpointing(units, memory, compiled=compiles(speed, device), root=model)
+    apply_compile(units, model, speed, device)
+    apply_activation_offload(units, memory, device, compiled=compiles(speed, device))
+    policy = reshard_policy(section.reshard_after_forward)
+    sharded = Sharded(
+        root=model, sizes=sizes, mesh=mesh, dtypes=dtypes, device=device, units=units,
+        accumulate=section.accumulate, keep_gathered=policy == "step",
+        divides_by=comm.divide_by,
+    )  # fmt: skip
+    if sizes.strategy != "ddp":
+        _apply_fully_shard(sharded, policy, memory)
+        _apply_prefetch(units, speed)
+        apply_comm(model, comm, hooks or load_hooks(comm))
+    return sharded
+
+
+def _apply_fully_shard(sharded: Sharded, policy: bool | int | str, memory: MemorySection) -> None:
+    dtypes = sharded.dtypes
+    plain = dtypes.param == dtypes.master
+    mixed = MixedPrecisionPolicy(
+        # None where nothing is cast: a cast to the same dtype would still cost a copy in the gathered buffer.
+        param_dtype=None if plain else dtypes.param,
+        reduce_dtype=None if plain and dtypes.reduce == dtypes.master else dtypes.reduce,
+        output_dtype=dtypes.output,
+    )
+    # HSDP is told by a 2-D mesh; with one replica its all-reduce over one rank would be paid for nothing.
+    mesh = sharded.mesh if sharded.sizes.replicate > 1 else sharded.mesh["dp_shard"]
+    offload: OffloadPolicy = (
+        # What rests in files cannot be pinned: that would hold it in memory.
+        CPUOffloadPolicy(pin_memory=sharded.device.type == "cuda" and memory.nvme != "all")
+        if memory.cpu_offload
+        else OffloadPolicy()
+    )
+    reshard = policy if isinstance(policy, (bool, int)) else False
+    if isinstance(reshard, int) and not isinstance(reshard, bool) and reshard in (1, sharded.sizes.shard):
+        reshard = reshard != 1  # FSDP's own reading of the two ends, without its warning
+    scalars = {parameter for parameter in sharded.root.parameters() if parameter.dim() == 0}
+    wrap = functools.partial(fully_shard, mesh=mesh, mp_policy=mixed, offload_policy=offload, ignored_params=scalars or None)
+    # Backward begins with the last unit and the root's own parameters: once freed, they would be gathered again at once.
+    for at, unit in enumerate(sharded.units, start=1):
+        wrap(unit if len(unit) > 1 else unit[0], reshard_after_forward=reshard if at < len(sharded.units) else False)
+    wrap(sharded.root, reshard_after_forward=False)
+
+
+def _apply_prefetch(units: Sequence[list[nn.Module]], speed: SpeedSection) -> None:
+    """FSDP gathers one unit ahead by itself; a deeper look ahead is told to each unit."""
+    heads: list[FSDPModule] = [unit[0] for unit in units if isinstance(unit[0], FSDPModule)]
+    for at, unit in enumerate(heads):
+        if speed.prefetch_forward > 1:
+            unit.set_modules_to_forward_prefetch(heads[at + 1 : at + 1 + speed.prefetch_forward])
+        if speed.prefetch_backward > 1:
+            unit.set_modules_to_backward_prefetch(heads[max(0, at - speed.prefetch_backward) : at][::-1])
+
+
+def apply_compile(units: Sequence[list[nn.Module]], root: nn.Module, speed: SpeedSection, device: torch.device) -> None:
+    """In place, so names stay; per unit, since equal blocks are compiled once and the graph has no gather in it."""
+    if compiles(speed, device):
+        for module in blocks_of(units) or [root]:
+            module.compile()
+
+
+def compiles(speed: SpeedSection, device: torch.device) -> bool:
+    return speed.compile == "true" or (speed.compile == "auto" and device.type == "cuda")
+
+
+def replicate(sharded: Sharded) -> None:
+    """DDP's turn, after the weights are real and equal: its own broadcast at start is left out."""
+    if sharded.sizes.strategy != "ddp":
+        return
+    for parameter in sharded.root.parameters():
+        if not parameter.numel():
+            parameter.requires_grad_(False)  # DDP would wait for a gradient of nothing
+    trains = any(p.requires_grad for p in sharded.root.parameters())
+    assert trains, "DDP refuses a model with nothing to train"
+    runs = DistributedDataParallel(
+        sharded.root,
+        device_ids=[sharded.device.index] if sharded.device.type == "cuda" else None,
+        process_group=sharded.mesh.get_group("dp_replicate"),
+        init_sync=False,
+        gradient_as_bucket_view=True,
+        find_unused_parameters=False,
+        static_graph=False,
+    )
+    # Rank 0's go to all before each forward, which costs a small model as much as its gradients: constants need it not.
+    # Set here: as an argument it has one name in torch 2.11 and another in 2.13, which warns of the first.
+    buffers = {name for name, _ in sharded.root.named_buffers()}
+    runs.broadcast_buffers = not buffers.isdisjoint(persistent(sharded.root))
+    sharded.runs = runs

@@ -1,0 +1,127 @@
+"""How many bytes a rank sends in a step, from shapes alone: what each way to accumulate and to reshard costs on the wire.
+
+Counted as ring algorithms send: (n-1)/n of what is gathered or scattered, twice that of what is all-reduced. Not here: time, or
+what the norm, the loss and the agreement of ranks send, a few bytes each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.config import MeshSection, reshard_policy
+from fsdp.dist.mesh import MeshSizes
+from fsdp.models.blocks import find_units
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes a rank sends in one optimizer step."""
+
+    all_gather: float = 0.0
+    reduce_scatter: float = 0.0
+    all_reduce: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.all_gather + self.reduce_scatter + self.all_reduce
+
+    def __str__(self) -> str:
+        parts = {"all-gather": self.all_gather, "reduce-scatter": self.reduce_scatter, "all-reduce": self.all_reduce}
+        return " + ".join(f"{name} {mib(sent)}" for name, sent in parts.items() if sent) or "nothing"
+
+
+def mib(sent: float) -> str:
+    return f"{sent / 2**20:,.1f} MiB" if sent >= 2**20 / 10 else f"{sent / 2**10:,.1f} KiB"
+
+
+@dataclass(frozen=True)
+class _CommUnit:
+    """One communication unit, with FSDP's padding: the bytes of all its elements, and how many are trained."""
+
+    whole: int
+    trained: int
+    stays: bool
+    """Gathered from forward to backward whatever the policy: the last unit, and the root's own."""
+
+
+def traffic(
+    model: nn.Module, *, sizes: MeshSizes, section: MeshSection, accumulation: int,
+    gathered: torch.dtype, reduced: torch.dtype, accumulate: str = "", float8: Iterable[Tensor] = (),
+) -> Traffic:  # fmt: skip
+    """`accumulate` asks for another way than the section's; `float8` are weights that are gathered in a byte an element."""
+    how = accumulate or section.accumulate
+    if sizes.strategy == "ddp":
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        times = 1 if how == "last" else accumulation
+        return Traffic(all_reduce=times * 2 * _part(sizes.replicate) * trained * reduced.itemsize)
+    groups = _groups(model, section.wrap, sizes.shard, gathered, set(float8))
+    reductions = 1 if how == "last" else accumulation
+    all_reductions = accumulation if how == "every" else 1
+    trained_bytes = sum(group.trained for group in groups) * reduced.itemsize
+    return Traffic(
+        all_gather=sum(_gathers(group, section, sizes, accumulation) * group.whole for group in groups),
+        reduce_scatter=reductions * _part(sizes.shard) * trained_bytes,
+        all_reduce=all_reductions * 2 * _part(sizes.replicate) * trained_bytes / sizes.shard,
+    )
+
+
+def _part(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+def _gathers(group: _CommUnit, section: MeshSection, sizes: MeshSizes, accumulation: int) -> float:
+    """How often a step gathers a unit, each time weighed by the part that comes from elsewhere."""
+    policy = reshard_policy(section.reshard_after_forward)
+    forward = _part(sizes.shard)
+    if policy == "step":
+        return forward
+    if group.stays or (policy is not True and policy in (False, 1)):  # True == 1
+        return accumulation * forward
+    backward = forward if policy is True else _part(min(int(policy), sizes.shard))
+    return accumulation * (forward + backward)
+
+
+def _groups(model: nn.Module, wrap: str, shards: int, gathered: torch.dtype, float8: set[Tensor]) -> list[_CommUnit]:
+    def group(parameters: Sequence[nn.Parameter], stays: bool) -> _CommUnit:
+        small = _padded([p for p in parameters if p in float8], shards)
+        whole = _padded(parameters, shards) - small
+        trained = _padded([p for p in parameters if p.requires_grad], shards)
+        return _CommUnit(small + whole * gathered.itemsize, trained, stays)
+
+    taken: set[nn.Parameter] = set()
+    groups = []
+    units = find_units(model, wrap)
+    for at, unit in enumerate(units, start=1):
+        own = [p for module in unit for p in module.parameters() if p not in taken]
+        taken.update(own)
+        groups.append(group(own, stays=at == len(units)))
+    rest = [p for p in model.parameters() if p not in taken]
+    return [*groups, group(rest, stays=True)]
+
+
+def _padded(parameters: Iterable[nn.Parameter], shards: int) -> int:
+    """Rows are filled up to a multiple of the shards; 0-dim parameters are not sharded."""
+    return sum(-(-p.shape[0] // shards) * shards * p.shape[1:].numel() for p in dict.fromkeys(parameters) if p.dim())
+
+
+def said(
+    model: nn.Module, *, sizes: MeshSizes, section: MeshSection, accumulation: int, gathered: torch.dtype,
+    reduced: torch.dtype, float8: Iterable[Tensor] = (),
+) -> str:  # fmt: skip
+    """The start-up line: this run's bytes by kind and, where micro-batches accumulate, what the other ways would send."""
+    chosen, *others = (
+        (how, traffic(
+            model, sizes=sizes, section=section, accumulation=accumulation, gathered=gathered, reduced=reduced, accumulate=how,
+            float8=float8,
+        ))
+        for how in sorted(("last", "shard", "every"), key=lambda how: how != section.accumulate)
+    )  # fmt: skip
+    text = f"{chosen[1]} sent by a rank"
+    if accumulation == 1:
+        return text
+    beside = ", ".join(f"{how} {mib(one.total)}" for how, one in others if sizes.strategy != "ddp" or how != "shard")
+    return f"{text} (--mesh.accumulate {section.accumulate}; {beside})"

@@ -1,0 +1,37 @@
+"""How an optimizer's step is made: as a whole, or part by part where its states rest in files.
+
+The numbers are the same to the bit. Not here: which optimizer (fsdp/optim/optimizer.py), and whether a step may be made (fsdp/run/loop.py).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from fsdp.parallel.nvme import Shelf
+
+
+class Update(Protocol):
+    def step(self) -> None: ...
+
+
+class Whole:
+    """The optimizer's own step."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.step = optimizer.step
+
+
+class ByParts:
+    """States from their files, a part at a time."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, shelf: Shelf) -> None:
+        self._optimizer, self._shelf = optimizer, shelf
+
+    def step(self) -> None:
+        self._shelf.step(self._optimizer)
+
+
+def build_update(optimizer: torch.optim.Optimizer, shelf: Shelf | None) -> Update:
+    return Whole(optimizer) if shelf is None else ByParts(optimizer, shelf)

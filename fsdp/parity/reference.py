@@ -1,0 +1,265 @@
+"""The unsharded loop that every mesh is held against: one process, the whole model, torch's own optimizer, written out.
+
+It takes the initial weights and the samples from fsdp/, and nothing that computes: the loss, its weights, the clipping, the
+groups of parameters and the rate are written here a second time. torch is imported within functions: a wrong flag is
+reported before it is loaded.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fsdp.parity.options import Comparison, ParityOptions
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from fsdp.config import OptimSection
+    from fsdp.run.job import Job
+
+MASKED = -100
+
+
+@dataclass
+class TrainingRecord:
+    """One training's end, and the loss and the gradient norm of each of its steps."""
+
+    start: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+
+
+class Plain:
+    """The whole model in one process."""
+
+    def __init__(self, asked: ParityOptions, job: Job, device: Any) -> None:
+        import torch
+
+        from fsdp.checkpoint.full_state import open_full_state
+        from fsdp.models import build_real
+        from fsdp.models.trainable import freeze
+
+        config = asked.config(None, "")
+        self._asked, self._job, self._device = asked, job, device
+        self.model = build_real(job.spec, config.run.seed, device)
+        if config.model.weights:
+            self.model.load_state_dict(dict(open_full_state(config.model.weights)))
+        if config.model.frozen:
+            freeze(self.model, config.model.frozen)
+        kept, computed = (torch.float64,) * 2 if asked.dtype == "fp64" else (torch.float32, _lower(asked.dtype))
+        self.model._apply(lambda tensor: tensor.to(kept) if tensor.is_floating_point() else tensor)
+        self._start = {name: value.clone() for name, value in self.model.state_dict().items()}
+        self.loss = Loss(self.model, computed, self._samples(0))
+        self.rounds = (
+            lower_precision_inside(self.model, lambda: self.loss.forward(self._samples(0))) if computed == kept else ""
+        )
+
+    def _samples(self, step: int) -> dict[str, Tensor]:
+        found = self._job.data.train.batch(self._job.cursor.indices(step))
+        return {name: value.to(self._device) for name, value in found.items()}
+
+    def train(self, training: Comparison, accumulation: int) -> TrainingRecord:
+        """The global batch is cut as ranks and micro-batches cut it: to fit in memory, and for each piece's auxiliary loss."""
+        import numpy as np
+        import torch
+
+        config = self._asked.config(None, "", training)
+        self.model.load_state_dict(self._start)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        optimizer = _optimizer(config.optim, trained)
+        done = TrainingRecord(_parameters(self.model), {})
+        for step in range(config.train.steps):
+            whole = self._samples(step)
+            shares = np.array_split(np.arange(len(whole["inputs"])), self._asked.ranks)
+            pieces = [piece for share in shares for piece in np.array_split(share, accumulation) if len(piece)]
+            optimizer.zero_grad()
+            loss = 0.0
+            for part in self.loss.parts(whole, pieces):
+                part.backward()
+                loss += float(part.detach())
+            done.losses.append(loss)
+            done.norms.append(float(torch.nn.utils.clip_grad_norm_(trained, config.train.clip_grad_norm or math.inf)))
+            for group in optimizer.param_groups:
+                group["lr"] = _rate(config.optim, step + 1, config.train.steps)
+            optimizer.step()
+        done.parameters = _parameters(self.model)
+        return done
+
+
+def _parameters(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
+
+
+def _lower(dtype: str) -> Any:
+    import torch
+
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype]
+
+
+# ---------------------------------------------------------------- the loss
+
+
+class Loss:
+    """The mean over a global batch, as a sum of parts that fit in memory.
+
+    Of logits it is the cross entropy of the unmasked targets, or labels. Whether labels are those of the next position is read
+    off the model's own loss, once. A loss that follows from no logits is taken of the whole batch at once: no cut of the batch
+    gives it another value, which is what a mesh has to reproduce.
+    """
+
+    def __init__(self, model: nn.Module, computed: Any, first: Mapping[str, Tensor]) -> None:
+        import torch
+
+        self._model, self._computed = model, computed
+        wanted = inspect.signature(model.forward).parameters
+        more = any(p.kind is p.VAR_KEYWORD for p in wanted.values())
+        self._passed = {name for name in first if name != "inputs" and (name in wanted or (more and name != "targets"))}
+        config = getattr(model, "config", None)
+        self._decoder = bool(getattr(config, "is_encoder_decoder", False))
+        self._router = float(getattr(model, "router_aux_loss_coef", getattr(config, "router_aux_loss_coef", 0.0)) or 0.0)
+        self._labels = next((name for name in ("labels", "targets") if name in self._passed), "")
+        self._shifts, self.of_logits, self.by_piece = False, True, False
+        if self._labels:
+            with torch.no_grad():
+                self._recognise(first)
+
+    def _recognise(self, batch: Mapping[str, Tensor]) -> None:
+        loss, logits, auxiliary = self._call(batch, self._passed)
+        if loss is None:
+            self._labels = ""
+            return
+        self.of_logits = False
+        if logits is None or batch[self._labels].is_floating_point() or logits.shape[:-1] != batch[self._labels].shape:
+            return
+        for shifts in (False, True)[: logits.dim() - 1]:
+            total, count = _cross_entropy(logits, batch[self._labels], shifts)
+            expected = float(total) / max(1, count) + (self._router * float(auxiliary) if auxiliary is not None else 0.0)
+            if math.isclose(float(loss), expected, rel_tol=1e-5 if self._computed.itemsize >= 4 else 1e-2):
+                self._shifts, self.of_logits, self.by_piece = shifts, True, auxiliary is not None
+                return
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Any:
+        """(loss, logits, auxiliary loss). Labels are given where the loss is the model's own, or its decoder reads them."""
+        unread = {self._labels} if self._labels == "labels" and self.of_logits and not self._decoder else set()
+        return self._call(batch, self._passed - unread)
+
+    def parts(self, whole: Mapping[str, Tensor], pieces: list[Any]) -> Any:
+        """Each piece's share of the mean, one at a time."""
+        if not self.of_logits:
+            yield self.forward(whole)[0]
+            return
+        targets = whole[self._labels or "targets"]
+        count = _counted(targets, self._shifts) if targets.dim() > 1 else len(targets)
+        for rows in pieces:
+            _, logits, auxiliary = self.forward({name: value[rows] for name, value in whole.items()})
+            total, own = _cross_entropy(logits, targets[rows], self._shifts)
+            if self._labels and auxiliary is not None:
+                total = total + self._router * auxiliary * own
+            yield total / max(1, count)
+
+    def _call(self, batch: Mapping[str, Tensor], names: set[str]) -> Any:
+        """Parameters are cast for the computation; their gradients are in the dtype they are kept in."""
+        import torch
+
+        dtype = self._computed
+        cast = {n: v.to(dtype) if v.is_floating_point() else v for n, v in batch.items()}
+        lower = {n: p.to(dtype) if p.dim() else p for n, p in self._model.named_parameters()}
+        given = {name: cast[name] for name in names}
+        return _taken_apart(torch.func.functional_call(self._model, lower, (cast["inputs"],), given))
+
+
+def _taken_apart(output: Any) -> tuple[Any, Any, Any]:
+    if hasattr(output, "dim"):
+        return (output, None, None) if output.dim() == 0 else (None, output, None)
+    if isinstance(output, (tuple, list)):
+        first = _taken_apart(output[0])
+        second = output[1] if len(output) > 1 and hasattr(output[1], "dim") and output[1].dim() > 1 else None
+        return (first[0], second, None) if first[0] is not None else first
+    values = output if isinstance(output, Mapping) else vars(output)
+    return values.get("loss"), values.get("logits"), values.get("aux_loss")
+
+
+def _counted(targets: Tensor, shifts: bool) -> int:
+    return int(((targets[:, 1:] if shifts else targets) != MASKED).sum())
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor, shifts: bool) -> tuple[Tensor, int]:
+    """Its sum over the unmasked targets, and how many those are."""
+    import torch
+
+    if shifts:
+        logits, targets = logits[:, :-1], targets[:, 1:]
+    scores = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
+    kept = targets != MASKED
+    chosen = scores.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return -chosen[kept].sum(), int(kept.sum())
+
+
+# ---------------------------------------------------------------- the update
+
+
+def _optimizer(section: OptimSection, trained: list[Any]) -> Any:
+    import torch
+
+    decay = section.weight_decay if section.name == "adamw" else 0.0
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    if section.name == "sgd":
+        return torch.optim.SGD(groups, lr=section.lr, momentum=section.momentum)
+    kind = torch.optim.AdamW if section.name == "adamw" else torch.optim.Adam
+    return kind(groups, lr=section.lr, betas=(section.beta1, section.beta2), eps=section.eps)
+
+
+def _rate(section: OptimSection, step: int, steps: int) -> float:
+    """Linear to the peak, then the schedule down to min_lr_ratio of it; steps count from 1."""
+    warm = steps // 20 if section.warmup_steps < 0 else section.warmup_steps
+    if step <= warm:
+        return section.lr * step / warm
+    left = 1.0 - min(1.0, (step - warm) / max(1, steps - warm))
+    shape = {"constant": 1.0, "linear": left, "cosine": (1 - math.cos(math.pi * left)) / 2}[section.schedule]
+    low = 1.0 if section.schedule == "constant" else section.min_lr_ratio
+    return section.lr * (low + (1 - low) * shape)
+
+
+# ---------------------------------------------------------------- why a model cannot be exact
+
+
+def lower_precision_inside(model: nn.Module, forward: Callable[[], Any]) -> str:
+    """The first kind of module that computes in less than the model's float64, and the dtype; empty where none does."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    inside: list[str] = []
+    found: list[str] = []
+
+    class Watching(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            tracked = isinstance(result, torch.Tensor) and result.requires_grad and result.is_floating_point()
+            if tracked and result.dtype != torch.float64:
+                found.append(f"{inside[-1] if inside else type(model).__name__} computes in {str(result.dtype)[6:]}")
+            return result
+
+    def enter(module: nn.Module, _: Any) -> None:
+        inside.append(type(module).__name__)
+
+    def leave(module: nn.Module, _: Any, __: Any) -> None:
+        inside.pop()
+
+    handles = [m.register_forward_pre_hook(enter) for m in model.modules()]
+    handles += [m.register_forward_hook(leave, always_call=True) for m in model.modules()]
+    try:
+        if next(model.parameters()).dtype == torch.float64:
+            with Watching():
+                forward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else ""

@@ -1,0 +1,174 @@
+"""One configuration on one number of ranks: its memory, its step, and what is not in them. Search and bench both ask here."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from fsdp import config as configuration
+from fsdp.base.errors import ConfigError
+from fsdp.config import Config
+from fsdp.dist.mesh import MeshSizes, plan_batch, resolve
+from fsdp.parallel.shard import resolve_dtypes
+from fsdp.plan.fake_runs import TracedStep, count
+from fsdp.plan.memory import Memory, memory_of, process_peak
+from fsdp.plan.model_shapes import Subject, subject_of
+from fsdp.plan.rates import GIB, Rates, rates_for
+from fsdp.plan.step_time import Setting, Step, mfu, time_step
+from fsdp.plan.step_trace import Ask
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A configuration with its mesh and micro-batch filled in, and what it comes to."""
+
+    config: Config
+    sizes: MeshSizes
+    micro_batch: int
+    accumulation: int
+    memory: Memory
+    step: Step
+    rates: Rates
+    needed: float
+    """Bytes of a device: what the allocator reserves and what stands beside it. Of a process on CPU."""
+    samples: int
+    tokens_per_sample: int
+    staged: float = 0.0
+    """Bytes of the host that a save's copy takes on this rank."""
+
+    @property
+    def fits(self) -> bool:
+        return self.needed * (1 + self.config.plan.margin) <= self.rates.memory
+
+    @property
+    def samples_s(self) -> float:
+        return self.samples / self.step.seconds
+
+    @property
+    def tokens_s(self) -> float:
+        """A second and GPU; samples where there are no tokens."""
+        return self.samples_s * (self.tokens_per_sample or 1) / self.sizes.ranks
+
+    @property
+    def mfu(self) -> float:
+        return mfu(self.step, self.rates)
+
+
+def for_target(config: Config) -> Config:
+    """What `auto` would be on the device that is planned for: this machine's own is another."""
+    if config.plan.gpu == "cpu":
+        return config
+    dtypes = resolve_dtypes(config.precision, torch.device("cuda"))
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+    # Replaced without the checks: what a person wrote was checked as they wrote it.
+    return dataclasses.replace(config, precision=dataclasses.replace(config.precision, param=names[dtypes.param]))  # type: ignore[arg-type]
+
+
+def is_compiled(config: Config) -> bool:
+    return config.speed.compile == "true" or (config.speed.compile == "auto" and config.plan.gpu != "cpu")
+
+
+def ranks_of(config: Config) -> int:
+    return config.plan.gpus or max(1, config.mesh.replicate) * max(1, config.mesh.shard)
+
+
+def check_device(config: Config) -> None:
+    """What the device cannot do, as a run on it would say."""
+    float8, gpu = config.speed.float8, config.plan.gpu
+    if float8 != "off" and gpu in ("a100", "a100-40gb"):
+        raise ConfigError(
+            f"--speed.float8 {float8} needs compute capability 8.9, and --plan.gpu {gpu} has 8.0.", "--speed.float8 off"
+        )
+    if config.memory.nvme != "off" and gpu != "cpu" and not config.memory.cpu_offload:
+        raise ConfigError(
+            f"--memory.nvme {config.memory.nvme} keeps the optimizer on the host, and --plan.gpu {gpu} is none.",
+            "--memory.cpu_offload true",
+        )
+
+
+def ask_for(config: Config, ranks: int) -> Ask:
+    rates = rates_for(config)
+    check_device(config)
+    nodes = -(-ranks // rates.gpus_a_node)
+    sizes, batch = resolve(config.mesh, ranks, nodes), plan_batch(config.train, ranks)
+    if config.plan.rank >= ranks:
+        raise ConfigError(f"--plan.rank {config.plan.rank} is not among {ranks} ranks.", f"--plan.rank {ranks - 1}")
+    device = "cuda" if rates.has_allocator else "cpu"
+    return Ask(for_target(config), sizes, config.plan.rank, batch.micro_batch, min(batch.accumulation, 3), 0, device)
+
+
+def plan_one(config: Config) -> Plan:
+    """The configuration as it is, nothing searched."""
+    ranks = ranks_of(config)
+    ask = ask_for(config, ranks)
+    subject = subject_of(config.model, config.data)
+    accumulation = plan_batch(config.train, ranks).accumulation
+    return plan_of(ask, count(ask), subject, accumulation, rates_for(config))
+
+
+def plan_of(ask: Ask, counted: TracedStep, subject: Subject, accumulation: int, rates: Rates) -> Plan:
+    config, offload = ask.config, ask.config.memory.cpu_offload and rates.has_allocator
+    memory = memory_of(counted, apart=rates.has_allocator, offload=offload)
+    setting = Setting(ask.sizes, rates, is_compiled(config), accumulation, offload=offload, float8=config.speed.float8 != "off")
+    if rates.has_allocator:
+        memory = memory.with_more(_read_ahead(config, subject, ask.micro_batch * accumulation))
+    # A save copies the rank's part of the state: into pinned memory of the host, which on CPU is the process's own.
+    staged = memory.state * ask.sizes.shard / ask.sizes.ranks if _saves(config) else 0.0
+    needed = memory.reserved + rates.overhead if rates.has_allocator else process_peak(counted) + staged
+    return Plan(
+        config=config, sizes=ask.sizes, micro_batch=ask.micro_batch, accumulation=accumulation, memory=memory,
+        step=time_step(counted, setting), rates=rates, needed=needed,
+        samples=ask.micro_batch * accumulation * ask.sizes.ranks, tokens_per_sample=subject.tokens_per_sample, staged=staged,
+    )  # fmt: skip
+
+
+def _read_ahead(config: Config, subject: Subject, samples: int) -> float:
+    """Bytes of the steps that the loader has copied to the device ahead of the one that computes."""
+    if not config.data.to_device or not config.data.workers:
+        return 0.0
+    a_sample = sum(math.prod(shape) * dtype.itemsize for shape, dtype in subject.sample.values())
+    return float(a_sample * samples * max(config.data.prefetch, config.data.workers))
+
+
+def _saves(config: Config) -> bool:
+    return bool(config.checkpoint.every_steps or config.checkpoint.every_minutes)
+
+
+# ---------------------------------------------------------------- what is left out
+
+_UNDERSTOOD = {
+    "memory.activation_checkpointing", "memory.activation_checkpointing_every", "memory.activation_budget",
+    "memory.cpu_offload", "memory.nvme_dir", "speed.compile", "speed.compile_cache", "speed.prefetch_forward",
+    "speed.prefetch_backward", "comm.divide_by",
+}  # fmt: skip
+_OWN = "counted as FSDP's own; what it takes itself is not known here"
+_SAYS_WHY = {
+    "memory.activation_offload": "its copies over the bus are counted as hidden",
+    "memory.nvme": "what rests in files is counted as if it rested in memory",
+    "speed.float8": "time counts compiled products as faster; memory and bytes sent are bf16's",
+    "speed.float8_emulate": "time is that of hardware which has float8",
+    "comm.all_reduce_hook": _OWN, "comm.all_gather": _OWN, "comm.reduce_scatter": _OWN,
+}  # fmt: skip
+
+
+def not_modelled(config: Config) -> Iterator[str]:
+    """Knobs that are turned and that no number here follows: named, never left out in silence."""
+    flat = configuration.flatten(config)
+    for name, spec in configuration.FIELDS.items():
+        section = name.partition(".")[0]
+        if section in ("memory", "speed", "comm") and name not in _UNDERSTOOD and flat[name] != spec.default:
+            yield f"--{name} {flat[name]}: {_SAYS_WHY.get(name, 'planned as if it were not given')}"
+    if is_compiled(config):
+        budget = config.memory.activation_budget
+        why = f", and --memory.activation_budget {budget:g} is kept as without a compiler" if budget < 1 else ""
+        yield f"torch.compile: time counts fused kernels; memory is eager's, which is more than compiled blocks keep{why}"
+    if config.train.eval_batch > config.train.micro_batch > 0:
+        yield f"--train.eval_batch {config.train.eval_batch}: an evaluation's own peak"
+
+
+def gib(size: float) -> float:
+    return size / GIB

@@ -1,0 +1,193 @@
+"""Which fake runs a question needs, and what is composed of them.
+
+A model of many equal blocks is watched with few (five and six, say) and composed; a model without them runs whole. A search
+asks for many micro-batches and shard sizes: bytes of activations are affine in the first, what rests goes with the reciprocal
+of the second, so four small runs answer for all of them, and what is chosen is then counted for itself. Not here: what the
+numbers mean.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch.distributed as dist
+
+from fsdp.config import Config
+from fsdp.plan.step_trace import Ask, blocks_in, watch
+from fsdp.plan.trace import CODE, COLUMNS, Segment, Trace, blend, edges
+
+TOLERANCE = 0.005
+"""By how much a model of one's own may differ from its composition before it is run whole."""
+
+MANY, WORTH_A_PROCESS_S = 16, 10.0
+"""From so many runs, or seconds of them, on: a process beside this one imports torch first."""
+
+Runs = dict[Ask, Trace]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a step of many blocks is made of few: `keep` are watched at each end, `period` of them repeat."""
+
+    blocks: int
+    keep: int
+    period: int
+
+    @property
+    def short(self) -> tuple[int, int]:
+        """Numbers of blocks to watch; (0, 0) where the whole model is as quick."""
+        first = 2 * self.keep + (self.blocks - 2 * self.keep) % self.period
+        second = first + self.period
+        return (first, second) if self.blocks > second else (0, 0)
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """A step's trace, and whether all of its blocks were run."""
+
+    trace: Trace
+    shape: Shape
+    extras: tuple[Trace, ...]
+    """The runs that it was composed of, with their events."""
+
+
+def shape_of(config: Config) -> Shape:
+    memory = config.memory
+    period = memory.activation_checkpointing_every if memory.activation_checkpointing != "none" else 1
+    ahead = max(1, config.speed.prefetch_forward, config.speed.prefetch_backward)
+    return Shape(blocks_in(config), keep=period + ahead, period=period)
+
+
+def run_all(asks: Iterable[Ask], known: Runs | None = None) -> Runs:
+    """Each distinct ask once; with a process beside this one where that saves time, and never in a process that is a rank."""
+    done: Runs = dict(known or {})
+    missing = [ask for ask in dict.fromkeys(asks) if ask not in done]
+    alone = (os.cpu_count() or 1) == 1
+    if dist.is_initialized() or (len(missing) >= MANY and not alone):
+        return done | _beside(missing, rank=dist.is_initialized())
+    for at, ask in enumerate(missing):
+        began = time.monotonic()
+        done[ask] = watch(ask)
+        left = missing[at + 1 :]
+        # The first one imports what all need.
+        if at and left and not alone and (time.monotonic() - began) * len(left) > WORTH_A_PROCESS_S:
+            return done | _beside(left)
+    return done
+
+
+def _beside(asks: Sequence[Ask], *, rank: bool = False) -> Runs:
+    """Another process takes them from the back, this one from the front, if it is no rank."""
+    done: Runs = {}
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        futures = {ask: pool.submit(watch, ask) for ask in reversed(asks)}
+        try:
+            done.update((ask, watch(ask)) for ask in asks if not rank and futures[ask].cancel())
+            done.update((ask, future.result()) for ask, future in futures.items() if not future.cancelled())
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+    return done
+
+
+# ---------------------------------------------------------------- one question
+
+
+def count(ask: Ask, *, check: bool | None = None) -> TracedStep:
+    """The step of all blocks. A model of one's own is checked with a third run: blocks may be alike and act differently."""
+    shape = shape_of(ask.config)
+    if shape.short == (0, 0):
+        whole = watch(replace(ask, blocks=0))
+        return TracedStep(whole, shape, (whole,))
+    asks = [replace(ask, blocks=n) for n in shape.short]
+    own = ":" in ask.config.model.name if check is None else check
+    third = shape.short[1] + shape.period
+    if own and third < shape.blocks:
+        asks.append(replace(ask, blocks=third))
+    runs = run_all(asks)
+    first = [runs[one] for one in asks[:2]]
+    if _composable(first, shape) and (
+        len(asks) < 3 or not _differs(compose(replace(shape, blocks=third), first).trace, runs[asks[2]])
+    ):
+        return compose(shape, first)
+    whole = watch(replace(ask, blocks=0))
+    return TracedStep(whole, shape, (whole,))
+
+
+def _composable(runs: Sequence[Trace], shape: Shape) -> bool:
+    first, second = (edges(run, shape.keep).names() for run in runs)
+    return first == second
+
+
+def compose(shape: Shape, runs: Sequence[Trace]) -> TracedStep:
+    """From two runs that are a period apart to all blocks."""
+    first, second = (edges(run, shape.keep) for run in runs)
+    steps = (shape.blocks - first.blocks) / (second.blocks - first.blocks)
+    return TracedStep(blend([first, second], [1 - steps, steps], shape.blocks), shape, tuple(runs))
+
+
+def peak_of(trace: Trace) -> float:
+    """Bytes of tensors."""
+    return max(float(segment.peak.sum()) for segment in trace.segments)
+
+
+def _differs(composed: Trace, whole: Trace) -> bool:
+    return abs(peak_of(composed) - peak_of(whole)) > TOLERANCE * peak_of(whole)
+
+
+# ---------------------------------------------------------------- many questions
+
+
+@dataclass(frozen=True)
+class Family:
+    """Runs that differ only in samples and shards: two batches, blocks short and shorter, one mesh for all that are sharded.
+
+    Activations are affine in the batch: exact. What rests in shards goes with the reciprocal of their number: exact where rows
+    divide; buffers of one unit's shard are taken as large as in the mesh that was watched, the one with the largest shards.
+    """
+
+    base: Ask
+    batches: tuple[int, int]
+
+    def asks(self) -> list[Ask]:
+        short = shape_of(self.base.config).short
+        return [self._ask(n, batch) for n in (short if short != (0, 0) else (0,)) for batch in self.batches]
+
+    def _ask(self, blocks: int, batch: int) -> Ask:
+        return replace(self.base, blocks=blocks, micro_batch=batch)
+
+    def at(self, runs: Runs, micro_batch: int, shard: int) -> TracedStep:
+        shape = shape_of(self.base.config)
+        low, high = self.batches
+        part = (micro_batch - low) / (high - low)
+        short = shape.short if shape.short != (0, 0) else (0,)
+        pairs = [[runs[self._ask(n, batch)] for batch in self.batches] for n in short]
+        made = [replace(blend(pair, [1 - part, part], pair[0].blocks), events=pair[0].events) for pair in pairs]
+        made = [resharded(trace, self.base.sizes.shard / shard) for trace in made]
+        return compose(shape, made) if len(made) == 2 else TracedStep(made[0], shape, tuple(made))
+
+
+_SHARDED = np.array([name in ("parameters", "gradients", "optimizer") for name in COLUMNS])
+
+
+def resharded(trace: Trace, factor: float) -> Trace:
+    """As with shards `factor` times as large."""
+    if factor == 1:
+        return trace
+    scale = np.where(_SHARDED, factor, 1.0)
+    return replace(trace, segments=tuple(_resharded(segment, scale, factor) for segment in trace.segments))
+
+
+def _resharded(segment: Segment, scale: np.ndarray, factor: float) -> Segment:
+    work = segment.work
+    if segment.name.phase in ("reduce", "optimizer"):  # all of it is done on shards
+        part = np.ones(work.rows, dtype=bool)
+    else:  # what replicas reduce, and what is copied into a gather
+        part = (work.code == CODE["all_reduce"]) | ((work.stream == 1) & (work.code == CODE["pointwise"]))
+    by = np.where(part, factor, 1.0)
+    work = replace(work, bytes=work.bytes * by, fused_bytes=work.fused_bytes * by)
+    return replace(segment, curve=segment.curve * scale, work=work)

@@ -1,0 +1,86 @@
+"""What is planned for: the model, and the shapes of one sample. No data need be where a plan is made.
+
+Where --data.name was left at its default, or its files are elsewhere, samples of the model's own kind stand in, and it is said.
+A data set that a run downloads is not downloaded: its samples have the stand-in's shape.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fsdp.base.errors import ConfigError
+from fsdp.config import DataSection, ModelSection
+from fsdp.data import build_dataset
+from fsdp.data.types import DataSet
+from fsdp.models import ModelSpec
+from fsdp.models import resolve as resolve_model
+
+Shape = tuple[tuple[int, ...], torch.dtype]
+
+
+@dataclass(frozen=True)
+class Subject:
+    spec: ModelSpec
+    sample: Mapping[str, Shape]
+    tokens_per_sample: int
+    note: str
+    """Said where the data are not the ones that were named."""
+
+
+def subject_of(model: ModelSection, data: DataSection) -> Subject:
+    key = json.dumps([dataclasses.asdict(model), dataclasses.asdict(data)], sort_keys=True, default=str)
+    return _subject(key, _Sections(model, data))
+
+
+@dataclass(frozen=True)
+class _Sections:
+    model: ModelSection
+    data: DataSection
+
+    def __hash__(self) -> int:
+        return 0  # told apart by the key beside it
+
+
+@functools.lru_cache(maxsize=16)
+def _subject(key: str, sections: _Sections) -> Subject:
+    dataset, note = _dataset(sections.model, sections.data)
+    spec = resolve_model(sections.model, dataset.info.facts)
+    batch = dataset.train.batch(np.arange(1))
+    sample = {name: (tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in batch.items()}
+    return Subject(spec, sample, dataset.info.tokens_per_sample, note)
+
+
+def _dataset(model: ModelSection, data: DataSection) -> tuple[DataSet, str]:
+    stand_in = _stand_in(model, data)
+    if data.name in (DataSection().name, "fashion_mnist") and stand_in is not None:
+        return build_dataset(stand_in), ""
+    try:
+        return build_dataset(data), ""
+    except ConfigError as error:
+        if stand_in is None or not data.dir:
+            raise
+        return build_dataset(stand_in), f"{data.name} is not here ({error}); samples of its kind stand in"
+
+
+def _stand_in(model: ModelSection, data: DataSection) -> DataSection | None:
+    if model.name == "transformer":
+        from fsdp.models.transformer import PRESETS
+
+        args: dict[str, Any] = {"vocab_size": 256, **PRESETS.get(model.preset or next(iter(PRESETS)), {}), **model.args}
+        return DataSection(name="synthetic", seq_len=data.seq_len, args={"kind": "tokens", "vocab_size": args["vocab_size"]})
+    if model.name == "vit" and (model.preset or model.args):
+        from fsdp.models.vit import PRESETS as SIZES
+
+        preset: dict[str, Any] = {str(k): v for k, v in SIZES.get(model.preset or "small", {}).items()}
+        given = {**preset, **model.args}
+        kept: dict[str, Any] = {name: given[name] for name in ("image_size", "channels", "num_classes") if name in given}
+        return DataSection(name="synthetic", args={"kind": "images", **kept})
+    return None

@@ -1,0 +1,202 @@
+"""From a question (a configuration, a mesh, a rank, so many samples and blocks) to the trace of its step in a fake world.
+
+Not here: which questions are asked (count.py), or what a trace means.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+)
+from torch.distributed.tensor import DTensor
+
+from fsdp.base.errors import ConfigError
+from fsdp.config import CommSection, Config, LoraSection
+from fsdp.dist.mesh import MeshSizes
+from fsdp.models import ModelSpec, to_empty
+from fsdp.models.blocks import blocks_of, find_units
+from fsdp.models.loss import LossFunction
+from fsdp.optim.optimizer import build_optimizer, state_bytes
+from fsdp.optim.small_states import dynamic_map
+from fsdp.parallel.shard import Sharded, resolve_dtypes, shard_model
+from fsdp.plan.fake_world import fake_mode, fake_world
+from fsdp.plan.model_shapes import Subject, subject_of
+from fsdp.plan.step import Buckets, Micro, TracedSetup, fill_optimizer
+from fsdp.plan.trace import Trace
+from fsdp.plan.tracker import Tracker
+from fsdp.run.job import model_of
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One fake run. `blocks` 0 runs the whole model, `micro_batch` in samples."""
+
+    config: Config
+    sizes: MeshSizes
+    rank: int
+    micro_batch: int
+    accumulation: int
+    blocks: int
+    device: str
+    """cpu or cuda: whose allocator and collectives are counted."""
+
+    def __hash__(self) -> int:
+        # A configuration holds dictionaries and has no hash of its own.
+        return hash((str(self.config), self.sizes, self.rank, self.micro_batch, self.accumulation, self.blocks))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A model cut up in a fake world, its optimizer's state there already."""
+
+    sharded: Sharded
+    loss_function: LossFunction
+    optimizer: torch.optim.Optimizer
+    buckets: Buckets | None
+    subject: Subject
+
+
+@contextlib.contextmanager
+def stage(ask: Ask) -> Iterator[Stage]:
+    subject = subject_of(ask.config.model, ask.config.data)
+    config = ask.config
+    model = model_of(config, subject.spec)
+    if ask.blocks:
+        shorten(model, ask.blocks, config.mesh.wrap)
+    loss_function = LossFunction(model)
+    # Compiled and float8 kernels cannot run on fake tensors; what that leaves out is said (predict.py).
+    speed = dataclasses.replace(config.speed, compile="false", float8="off", float8_emulate=False)
+    if config.optim.state == "8bit":  # kept for all that follow; on fake tensors there would be no values
+        dynamic_map(True), dynamic_map(False)
+    with fake_world(ask.sizes, ask.rank) as mesh:
+        sharded = shard_model(
+            model, sizes=ask.sizes, mesh=mesh, device=CPU, section=config.mesh, precision=config.precision,
+            memory=config.memory, speed=speed, comm=CommSection(divide_by=config.comm.divide_by),
+        )  # fmt: skip
+        with fake_mode():
+            to_empty(sharded.root, CPU)
+            buckets = Buckets(sharded) if ask.sizes.strategy == "ddp" else None
+            optimizer = build_optimizer(config.optim, sharded.root)
+            if ask.device == "cuda":
+                _group_kernels(optimizer)
+            fill_optimizer(optimizer)
+            yield Stage(sharded, loss_function, optimizer, buckets, subject)
+
+
+def _group_kernels(optimizer: torch.optim.Optimizer) -> None:
+    """What torch does by itself on CUDA, and never on CPU, with plain tensors that no fused kernel takes."""
+    for group in optimizer.param_groups:
+        if not group.get("fused") and not any(isinstance(p, DTensor) for p in group["params"]):
+            group["foreach"] = True
+
+
+def watch(ask: Ask) -> Trace:
+    """One step, watched. Takes a fraction of a second."""
+    try:
+        return _watch(ask)
+    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException) as error:
+        raise ConfigError(
+            f"--model.name {ask.config.model.name} looks at numbers while it runs ({_first_line(error)}): a plan has shapes "
+            "alone.",
+            "torch.where, or masks of a fixed size, in place of .item(), nonzero() and if on a tensor",
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _watch(ask: Ask) -> Trace:
+    with stage(ask) as made:
+        tracker = Tracker(ask.device, fake=True)
+        watched = TracedSetup(
+            made.sharded, made.loss_function, made.optimizer, clip=ask.config.train.clip_grad_norm,
+            scaled=resolve_dtypes(ask.config.precision, CPU).needs_loss_scale, tracker=tracker, buckets=made.buckets,
+        )  # fmt: skip
+        watched.hold_state()
+        samples = batches(made.subject, ask.micro_batch)
+        if ask.config.memory.activation_budget == 1:
+            watched.step(samples, ask.accumulation)
+            return tracker.trace(len(watched.blocks))
+        # In its first step each unit is run once more, to be measured: the second is like all that follow.
+        watched.step(samples, ask.accumulation)
+        watched.hold_state()
+        first = len(tracker.trace(0).segments)
+        watched.step(samples, ask.accumulation)
+        trace = tracker.trace(len(watched.blocks))
+        return dataclasses.replace(trace, segments=trace.segments[first:])
+
+
+def batches(subject: Subject, rows: int) -> Iterator[Micro]:
+    while True:
+        data = {name: torch.empty((rows, *shape), dtype=dtype) for name, (shape, dtype) in subject.sample.items()}
+        yield data, torch.ones(rows, dtype=torch.bool)
+
+
+# ---------------------------------------------------------------- fewer blocks
+
+
+def repeated_blocks(model: nn.Module, wrap: str) -> tuple[nn.Module, list[nn.Module]] | None:
+    """The one list whose members are the units with parts, all alike in their parameters; None where there is none such."""
+    blocks = blocks_of(find_units(model, wrap))
+    if len(blocks) < 2 or any(_shape_of(block) != _shape_of(blocks[0]) for block in blocks):
+        return None
+    for module in model.modules():
+        members = list(module._modules.values())
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and members == blocks:
+            return module, blocks
+    return None
+
+
+def _shape_of(block: nn.Module) -> Any:
+    return type(block), tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in block.named_parameters())
+
+
+def shorten(model: nn.Module, blocks: int, wrap: str) -> None:
+    found = repeated_blocks(model, wrap)
+    assert found is not None
+    assert blocks <= len(found[1])
+    holder: Any = found[0]
+    for name in list(holder._modules)[blocks:]:
+        del holder._modules[name]
+
+
+_BLOCKS: dict[tuple[int, str, str, LoraSection], tuple[ModelSpec, int]] = {}
+
+
+def blocks_in(config: Config) -> int:
+    """How many equal blocks the model has; 0 where it must be run whole."""
+    spec = subject_of(config.model, config.data).spec
+    key = (id(spec), config.mesh.wrap, config.model.frozen, config.lora)
+    if key not in _BLOCKS:
+        found = repeated_blocks(model_of(config, spec), config.mesh.wrap)
+        _BLOCKS[key] = (spec, len(found[1]) if found else 0)  # kept, so that no id is given twice
+    return _BLOCKS[key][1]
+
+
+def parameter_bytes(config: Config) -> float:
+    """Parameters, gradients and optimizer of the whole model: what shards divide."""
+    model = model_of(config, subject_of(config.model, config.data).spec)
+    size = resolve_dtypes(config.precision, CPU).master.itemsize
+    kept = sum(p.numel() * size * (1 + p.requires_grad) for p in model.parameters())
+    return float(kept + state_bytes(config.optim, model.parameters(), size))
+
+
+def checkpoint_bytes(config: Config) -> float:
+    """Parameters and states once, whatever the mesh; beside adapters without what they lie over."""
+    model = model_of(config, subject_of(config.model, config.data).spec)
+    size = resolve_dtypes(config.precision, CPU).master.itemsize
+    kept = sum(p.numel() * size for p in model.parameters() if p.requires_grad or not config.lora.rank)
+    return float(kept + state_bytes(config.optim, model.parameters(), size))

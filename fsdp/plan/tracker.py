@@ -1,0 +1,296 @@
+"""Every storage that a step makes and gives back, every operation and every collective, in the order of the host.
+
+Tracker is a dispatch mode: it sees fake tensors and real ones alike, so a plan and a real run are counted by the same hand.
+What torch's own FSDPMemTracker does for modules is done here for segments of a step, in a tenth of the time, by rank and with
+the order of communication. Not here: where FSDP's own steps tell of themselves (tags.py), what the numbers mean (memory.py,
+clock.py), or the step (step.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from fsdp.plan.trace import CODE, COLUMNS, KINDS, Place, Segment, SegmentName, Trace, Work
+
+KIND = {name: at for at, name in enumerate(KINDS)}
+_ONLY_WRITE = {"copy_", "fill_", "zero_", "normal_", "uniform_", "_foreach_copy_", "_foreach_zero_"}
+_COLLECTIVES = {
+    "_allgather_base_": "all_gather", "allgather_": "all_gather", "_reduce_scatter_base_": "reduce_scatter",
+    "allreduce_": "all_reduce", "broadcast_": "all_reduce",
+}  # fmt: skip
+
+
+class Tracker(TorchDispatchMode):
+    """On "cuda" sizes are rounded to the caching allocator's 512 bytes. On "cpu" gloo's reduce-scatter works on a copy of its
+    input, and its all-gather lays the result out once more: the first a real run shows by itself, a fake one is told of
+    both."""
+
+    def __init__(self, device: str = "", *, fake: bool = False) -> None:
+        super().__init__()
+        self.kind, self.stream, self.group = KIND["activations"], 0, 0
+        self.groups: Callable[[Any], int] = lambda _: 0
+        """The number of an FSDP parameter group: set by who knows the units."""
+        self.replicate_group: str | None = None
+        self._round = 512 if device == "cuda" else 1
+        self.fake = fake
+        self._copies = fake and device == "cpu"
+        self._alive = [0] * len(COLUMNS)
+        self._live: dict[int, list[Any]] = {}
+        self._serial = 0
+        self._segments: list[Segment] = []
+        self._name = SegmentName(0, "start", ("before", 0))
+        self.events: list[tuple[int, int]] = []
+        self._fused: dict[int, tuple[int, int]] = {}
+        self._start_segment()
+
+    # ------------------------------------------------------------ bytes
+
+    def hold(self, tensor: Tensor, kind: str) -> None:
+        """A tensor that was there before, or that is now known to be something else."""
+        storage = _storage(tensor)
+        if storage is None:
+            return
+        self._see(storage, KIND[kind])
+        entry = self._live.get(storage._cdata)
+        if entry is not None and entry[1] != KIND[kind]:
+            self._alive[entry[1]] -= entry[0]
+            entry[1] = KIND[kind]
+            self._alive[entry[1]] += entry[0]
+
+    def _see(self, storage: torch.UntypedStorage, kind: int) -> bool:
+        """True where it is new."""
+        key = storage._cdata
+        if key in self._live:
+            return False
+        size = self._rounded(storage.nbytes())
+        self._serial += 1
+        self._live[key] = [size, kind, self._serial, weakref.ref(storage, functools.partial(self._gone, key))]
+        if size:
+            self._grow(kind, size, self._serial)
+        return True
+
+    def _grow(self, kind: int, size: int, serial: int) -> None:
+        self._alive[kind] += size
+        self.events.append((serial, size))
+        if size > 0:
+            self._points.append(tuple(self._alive))
+
+    def _gone(self, key: int, _: Any) -> None:
+        size, kind, serial, _ = self._live.pop(key)
+        if size:
+            self._alive[kind] -= size
+            self.events.append((serial, -size))
+
+    def _rounded(self, size: int) -> int:
+        return -(-size // self._round) * self._round
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        entry = self._live.get(storage._cdata)
+        if entry is None:
+            self._see(storage, self.kind)
+            return
+        size = self._rounded(storage.nbytes())
+        if size != entry[0]:
+            if not entry[0]:
+                self._serial += 1
+                entry[1], entry[2] = self.kind, self._serial  # a gathered parameter is given memory anew
+            change, entry[0] = size - entry[0], size
+            self._grow(entry[1], change, entry[2])
+
+    @property
+    def alive(self) -> dict[str, int]:
+        return dict(zip(COLUMNS, self._alive, strict=True))
+
+    # ------------------------------------------------------------ operations
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # its local operation comes by itself
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func.namespace == "prim" or func.namespace == "profiler":
+            return out
+        outputs = list(_tensors(out))
+        new = 0
+        for tensor in outputs:
+            storage = _storage(tensor)
+            if storage is not None and self._see(storage, self.kind):
+                new += tensor.numel() * tensor.element_size()
+        self._count(func, args, kwargs, out, outputs, new)
+        return out
+
+    def _count(self, func: Any, args: Any, kwargs: Any, out: Any, outputs: list[Tensor], new: int) -> None:
+        if func.namespace == "c10d":
+            self._collective(func, args)
+            return
+        if func._schema.name.startswith("aten::empty") or (not new and not func._schema.is_mutable):
+            return  # a view, or memory that nobody has written
+        inputs = [*_tensors(args), *_tensors(kwargs)]
+        widest = max((t.element_size() for t in inputs or outputs), default=4)
+        moved = sum(_extent(t) for t in inputs) + (new or _written(func, args))
+        packet = func._overloadpacket
+        attention = "scaled_dot_product" in func._schema.name or "flash_attention" in func._schema.name
+        if attention:
+            self._row("attention", _attention_flops(func, args, kwargs), moved, 0, widest)
+        elif packet in flop_registry:
+            self._row("matmul", flop_registry[packet](*args, **kwargs, out_val=out), moved, 0, inputs[0].element_size())
+        else:
+            self._row("pointwise", 0, moved, self._fusible(inputs, outputs, new), widest)
+
+    def _fusible(self, inputs: list[Tensor], outputs: list[Tensor], new: int) -> int:
+        """What a fused kernel still reads of this operation: inputs that the run of pointwise ones did not itself make."""
+        moved = 0
+        for tensor in inputs:
+            key, serial = self._identity(tensor)
+            if serial and serial not in self._fused:
+                self._fused[serial] = (key, 0)
+                moved += _extent(tensor)
+        for tensor in outputs:
+            key, serial = self._identity(tensor)
+            if serial and new:
+                self._fused[serial] = (key, tensor.numel() * tensor.element_size())
+        return moved
+
+    def _identity(self, tensor: Tensor) -> tuple[int, int]:
+        """Where its storage is, and the storage's number: an address is given again to another."""
+        storage = _storage(tensor)
+        if storage is None:
+            return 0, 0
+        self._see(storage, self.kind)
+        return storage._cdata, self._live[storage._cdata][2]
+
+    def _end_fusion(self) -> int:
+        """Written to memory is what still lives when the run of pointwise operations ends."""
+        written = 0
+        for serial, (key, size) in self._fused.items():
+            entry = self._live.get(key)
+            written += size if entry is not None and entry[2] == serial else 0
+        self._fused = {}
+        return written
+
+    def _collective(self, func: Any, args: Any) -> None:
+        name = _COLLECTIVES.get(func._schema.name.partition("::")[2])
+        if name is None:
+            return
+        tensors = list(_tensors(args))
+        size = max((_extent(t) for t in tensors), default=0)
+        if name == "reduce_scatter" and self._copies:
+            self._grow(self.kind, size, -1)
+            self._alive[self.kind] -= size
+            self.events.append((-1, -size))
+        if name == "all_gather" and self._copies:
+            self._points.append((*self._alive[:-1], size))
+        self._row(name, 0, size, 0, tensors[0].element_size() if tensors else 4, stream=1)
+
+    def _row(self, name: str, flops: float, moved: float, fused: float, width: int, stream: int | None = None) -> None:
+        if name != "pointwise" and self._fused:
+            written = self._end_fusion()
+            if self._rows and self._rows[-1][0] == CODE["pointwise"]:
+                self._rows[-1][5] += written
+        at = self.stream if stream is None else stream
+        self._rows.append([CODE[name], at, self.group, float(flops), float(moved), float(fused), width])
+
+    def wait(self, name: str, group: int = 0) -> None:
+        self._row(name, 0, 0, 0, 0)
+        self._rows[-1][2] = group
+
+    # ------------------------------------------------------------ segments
+
+    def _start_segment(self) -> None:
+        self._points: list[tuple[int, ...]] = []
+        self._rows: list[list[float]] = []
+        self._fused = {}
+
+    def mark(self, micro: int, phase: str, place: Place = ("before", 0)) -> None:
+        """What comes from now on belongs to this segment."""
+        if self._fused and self._rows:
+            self._rows[-1][5] += self._end_fusion()
+        self._points.append(tuple(self._alive))
+        if self._name.phase != "start":
+            self._segments.append(Segment(self._name, np.array(self._points, dtype=np.int64), _work(self._rows)))
+        self._name = SegmentName(micro, phase, place)
+        self._start_segment()
+        self._points.append(tuple(self._alive))
+
+    def trace(self, blocks: int) -> Trace:
+        self.mark(0, "start")
+        return Trace(tuple(self._segments), blocks, events=tuple(self.events))
+
+
+def _work(rows: list[list[float]]) -> Work:
+    table = np.array(rows, dtype=float).reshape(len(rows), 7)
+    whole = table[:, :3].astype(int)
+    return Work(whole[:, 0], whole[:, 1], whole[:, 2], table[:, 3], table[:, 4], table[:, 5], table[:, 6].astype(int))
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _tensors(value)
+    elif isinstance(values, dict):
+        for value in values.values():
+            yield from _tensors(value)
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor
+    return tensor.untyped_storage() if tensor.layout is torch.strided else None
+
+
+def _extent(tensor: Tensor) -> int:
+    """Bytes that are read or written: an expanded tensor is no larger than what lies beneath."""
+    storage = _storage(tensor)
+    whole = tensor.numel() * tensor.element_size()
+    return whole if storage is None else min(whole, max(storage.nbytes(), tensor.element_size()))
+
+
+def _written(func: Any, args: Any) -> int:
+    """Bytes that an operation writes where it has read; what is only written stands among its inputs once."""
+    name, overload = func._schema.name.partition("::")[2], func._schema.overload_name
+    if not func._schema.is_mutable or name in _ONLY_WRITE or overload.endswith("out"):
+        return 0
+    places = zip(func._schema.arguments, args, strict=False)
+    # A fused update writes gradients only where it unscales them, which is done before it here.
+    written = [value for place, value in places if place.alias_info and place.alias_info.is_write and place.name != "grads"]
+    return sum(_extent(t) for t in _tensors(written))
+
+
+def _attention_flops(func: Any, args: Any, kwargs: Any) -> float:
+    """Two products forward, five backward (the scores are computed again); a causal mask leaves half of each."""
+    backward = "backward" in func._schema.name
+    tensors = [t for t in _tensors(args) if t.dim() == 4]
+    query, key = (tensors[1], tensors[2]) if backward else (tensors[0], tensors[1])
+    scores = float(query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] * query.shape[3]) * 2
+    named = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+    return scores * (5 if backward else 2) * (0.5 if named.get("is_causal") else 1.0)
+
+
+@contextlib.contextmanager
+def counted_as(tracker: Tracker, kind: str, stream: int, group: int) -> Iterator[None]:
+    """What is made meanwhile is of this kind, on this stream, for this group."""
+    was = tracker.kind, tracker.stream, tracker.group
+    tracker.kind, tracker.stream, tracker.group = KIND[kind], stream, group
+    try:
+        yield
+    finally:
+        tracker.kind, tracker.stream, tracker.group = was
+
+
+@contextlib.contextmanager
+def kind(tracker: Tracker, name: str) -> Iterator[None]:
+    with counted_as(tracker, name, tracker.stream, tracker.group):
+        yield

@@ -1,0 +1,1 @@
+"""Where numbers go: the recorder, metrics, the console, TensorBoard, Weights & Biases."""

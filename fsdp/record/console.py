@@ -1,0 +1,206 @@
+"""What a person sees: one live line on a terminal, one plain line a record in a log. Rank 0 speaks.
+
+A log's lines stay within 80 columns, and its columns stand still, so that it can be read down; a terminal's line is fitted
+to its width, what matters most first. What the numbers are is fsdp/record/metrics.py's. A stream that cannot be written (a log
+on a full disk, a closed pipe) loses lines; the run continues.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import TextIO
+
+from fsdp.dist.env import DistEnv
+from fsdp.record.metrics import StepMetrics
+
+log = logging.getLogger(__name__)
+
+LOG_COLUMNS = 80
+ORDER = ("step", "loss", "grad", "lr", "rate", "mfu", "memory", "left", "saved")
+ON_A_TERMINAL = ("step", "loss", "rate", "left", "saved", "memory", "mfu", "grad", "lr")
+IN_A_LOG = ("step", "loss", "rate", "left", "memory", "mfu", "grad", "lr")
+"""What is kept longest stands first. A log has a line of its own for each save."""
+WAIT_SHOWN = 0.1
+"""The part of a step spent waiting for data from which it stands in the line, in memory's place: --data.workers mends it."""
+BOLD, GREEN, PLAIN = "\x1b[1m", "\x1b[32m", "\x1b[0m"
+COLOURS = {"loss": BOLD, "saved": GREEN}
+
+
+def set_up_logging(env: DistEnv, stream: TextIO | None = None) -> None:
+    """Rank 0 says what happens; others only what goes wrong, with their rank in front."""
+    root = logging.getLogger("fsdp")
+    for handler in list(root.handlers):
+        root.removeHandler(handler)
+    handler = _LiveHandler(stream or sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s" if env.is_main else f"[rank {env.rank}] %(message)s"))
+    root.addHandler(handler)
+    root.propagate = False
+    root.setLevel(logging.INFO if env.is_main else logging.WARNING)
+
+
+class _LiveHandler(logging.StreamHandler[TextIO]):
+    """A log line never lands in the middle of the live line."""
+
+    _failed = 0
+    """Consecutive records that could not be written."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        Console.clear_live()
+        before = self._failed
+        super().emit(record)
+        if before and self._failed == before:
+            self._failed = 0
+            log.warning("this log can be written again: %d lines came late or are lost", before)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Called by emit. A full disk is counted: this stream is the one that would name it."""
+        if isinstance(sys.exc_info()[1], OSError):
+            self._failed += 1
+        else:
+            super().handleError(record)
+
+
+def print_last(text: str) -> None:
+    """Print a run's summary. A full log does not make the run a failed one."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        log.warning("the summary cannot be printed (%s)", error.strerror)
+
+
+def flush_output() -> None:
+    """Call before the interpreter exits: its own flush of a stream that cannot be written makes any exit code 120. Such a
+    stream is redirected to /dev/null, as the documentation of Python's signal module does for SIGPIPE."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+
+
+class Console:
+    """The progress of one run. `every` plain lines come at fixed steps; a terminal is drawn at most ten times a second."""
+
+    _live: Console | None = None
+
+    def __init__(self, *, total_steps: int, every: int, unit: str, stream: TextIO | None = None) -> None:
+        self._out = stream or sys.stdout
+        self.terminal = self._out.isatty() and os.environ.get("TERM") != "dumb"
+        self._colours = self.terminal and not os.environ.get("NO_COLOR")
+        self._total, self._every, self._unit = total_steps, every, unit
+        self._drawn_at = 0.0
+        self._failed = 0
+        """Consecutive lines that could not be written."""
+        self._started: tuple[int, float] | None = None
+
+    def wants(self, step: int) -> bool:
+        """Whether this step's numbers will be looked at: they must then be fetched from the device."""
+        return step % self._every == 0 or step == self._total
+
+    def step(self, m: StepMetrics, checkpoint: str) -> None:
+        if self._started is None:
+            self._started = (m.step - 1, time.monotonic() - m.step_time_s)
+        if self.terminal:
+            if time.monotonic() - self._drawn_at > 0.1 or m.step == self._total:
+                self._draw(self._fields(m, checkpoint))
+        elif self.wants(m.step):
+            self._write(self.line(m) + "\n")
+
+    def line(self, m: StepMetrics) -> str:
+        """A record in a log."""
+        return fit(self._fields(m, ""), IN_A_LOG, LOG_COLUMNS).rstrip()
+
+    def _fields(self, m: StepMetrics, checkpoint: str) -> dict[str, str]:
+        width = len(str(self._total))
+        rate = (m.tokens or m.samples) / max(m.step_time_s, 1e-9)
+        waited = m.data_wait_s / max(m.step_time_s, 1e-9)
+        fields = {
+            "step": f"step {m.step:>{width}}/{self._total}",
+            "loss": f"loss {m.loss:<6.4f}",
+            "grad": f"grad {m.grad_norm:<6.3g}",
+            "lr": f"lr {m.lr:.1e}",
+            "rate": f"{_short(rate):>4} {self._unit}/s",
+            "memory": f"{m.max_mem_gib:>4.1f} GiB" if waited < WAIT_SHOWN else f"data {waited:>3.0%}",
+            "left": f"{self._left(m.step):>5} left",
+        }
+        if "mfu" in m.extra:
+            fields["mfu"] = f"{m.extra['mfu']:>3.0%} MFU"
+        if checkpoint:
+            fields["saved"] = checkpoint
+        return fields
+
+    def _left(self, step: int) -> str:
+        assert self._started is not None
+        first, since = self._started
+        seconds = (time.monotonic() - since) / max(1, step - first) * (self._total - step)
+        minutes, seconds = divmod(math.ceil(seconds), 60)
+        hours, minutes = divmod(minutes, 60)
+        days, hours_of_day = divmod(hours, 24)
+        if days >= 2:
+            return f"{days}d {hours_of_day:02}h"
+        return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+    def _draw(self, fields: Mapping[str, str]) -> None:
+        try:
+            columns = os.get_terminal_size(self._out.fileno()).columns or LOG_COLUMNS
+        except OSError:  # the terminal is gone: writing says so
+            columns = LOG_COLUMNS
+        # The last column stays free: a terminal that has filled it wraps, and the line could not be taken back.
+        self._write("\r\x1b[2K" + fit(fields, ON_A_TERMINAL, columns - 1, COLOURS if self._colours else {}))
+        self._drawn_at = time.monotonic()
+        Console._live = self
+
+    @classmethod
+    def clear_live(cls) -> None:
+        if cls._live is not None:
+            live, cls._live = cls._live, None
+            live._write("\n")
+
+    def say(self, text: str) -> None:
+        self.clear_live()
+        self._write(text + "\n")
+
+    def _write(self, text: str) -> None:
+        try:
+            self._out.write(text)
+            self._out.flush()
+        except OSError as error:
+            self._failed += 1
+            if self._failed == 1:
+                log.warning("the steps' lines cannot be printed (%s): the run continues", error.strerror)
+            return
+        if self._failed:
+            failed, self._failed = self._failed, 0
+            log.warning("the steps' lines are printed again: %d came late or are lost", failed)
+
+
+def fit(fields: Mapping[str, str], importance: Sequence[str], columns: int, colours: Mapping[str, str] | None = None) -> str:
+    """As many fields as `columns` hold, in their fixed order; closer together before the less important ones go."""
+    kept = [name for name in importance if name in fields]
+    while kept:
+        chosen = [name for name in ORDER if name in kept]
+        roomy, close = (len(gap.join(fields[name] for name in chosen)) <= columns for gap in ("  ", " "))
+        # What a log can be without is not worth a line without gaps.
+        if roomy or (close and kept[-1] not in ("grad", "lr")):
+            gap = "  " if roomy else " "
+            return gap.join(_painted(fields[name], (colours or {}).get(name)) for name in chosen)
+        kept.pop()
+    return next(iter(fields.values()), "")[: max(0, columns)]
+
+
+def _painted(text: str, colour: str | None) -> str:
+    return f"{colour}{text}{PLAIN}" if colour else text
+
+
+def _short(number: float) -> str:
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if number >= limit:
+            return f"{number / (1e3 if unit == 'k' else limit):.3g}{unit}"
+    return f"{number:.0f}"

@@ -1,0 +1,199 @@
+"""Where a run's numbers go: metrics.jsonl, TensorBoard events, whoever else asked, the console, and the launcher's Reporter.
+
+Rank 0 writes files; every rank reports, every time. On CUDA the numbers of a step stay on the device until a line is printed.
+A file or a sink that cannot be written (a full disk) loses records; the run continues.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fsdp.dist.env import DistEnv
+from fsdp.record.console import Console
+from fsdp.record.metrics import Reporter, StepMetrics
+from fsdp.record.tensorboard import EventWriter
+from fsdp.rundir.paths import Appender, RunDir
+
+log = logging.getLogger(__name__)
+
+DEVICES_THAT_HOLD = ("cuda",)
+"""Where to fetch a number is to wait for all that was asked of the device before."""
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A step whose loss and gradient norm may still be on their way from the device."""
+
+    step: int
+    loss: Tensor
+    grad_norm: Tensor
+    lr: float
+    samples: int
+    tokens: int
+    step_time_s: float
+    data_wait_s: float
+    began: float = 0.0
+    """time.perf_counter() then."""
+
+    def fetched(self, loss: float, norm: float, step_time_s: float, max_mem_gib: float) -> StepMetrics:
+        return StepMetrics(
+            step=self.step, loss=loss, grad_norm=norm, lr=self.lr, samples=self.samples, tokens=self.tokens,
+            step_time_s=step_time_s, data_wait_s=self.data_wait_s, max_mem_gib=max_mem_gib,
+        )  # fmt: skip
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts it in KiB
+
+
+class Sink(Protocol):
+    """Somebody who hears every number of rank 0."""
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Recorder:
+    """One run's numbers on one rank. `mfu_of` is the MFU of one sample a second; 0 where the device's peak is not known."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        env: DistEnv,
+        reporter: Reporter,
+        console: Console,
+        *,
+        from_step: int,
+        sinks: Sequence[Sink] = (),
+        mfu_of: float = 0.0,
+    ) -> None:
+        self._env, self._reporter, self._console, self._mfu_of = env, reporter, console, mfu_of
+        self._metrics, self._saves = Appender(run.metrics), Appender(run.path / "saves.jsonl")
+        events = [EventWriter(run.path / "tensorboard", purge_step=from_step + 1)] if env.is_main else []
+        self._sinks: list[Sink] = [*events, *sinks]
+        self._missed: dict[int, int] = {}
+        """Consecutive failures by sink."""
+        self._pending: list[Pending] = []
+        self._holds = env.device.type in DEVICES_THAT_HOLD
+        self.last: StepMetrics | None = None
+        self.checkpoint_note = ""
+
+    def step(self, pending: Pending) -> None:
+        self._pending.append(pending)
+
+    def wants(self, step: int) -> bool:
+        return not self._holds or self._console.wants(step)
+
+    def flush(self) -> list[StepMetrics]:
+        """Fetch what is pending, write it, show it."""
+        if not self._pending:
+            return []
+        fetched, self._pending = self._fetch(self._pending), []
+        if self._mfu_of:
+            fetched = [replace(one, extra={**one.extra, "mfu": self._mfu(one)}) for one in fetched]
+        if self._env.is_main:
+            for metrics in fetched:
+                self._write(metrics.step, step_record(metrics), "train")
+                self._console.step(metrics, self.checkpoint_note)
+        self.last = fetched[-1]
+        for metrics in fetched:
+            self._reporter.report(step_record(metrics))
+        return fetched
+
+    def _fetch(self, pending: list[Pending]) -> list[StepMetrics]:
+        """Beside a device the host runs ahead: its time a step is not the device's, but over all since the last look it is."""
+        losses, norms = self._read([one.loss for one in pending]), self._read([one.grad_norm for one in pending])
+        times = [one.step_time_s for one in pending]
+        if self._holds and pending[0].began:
+            times = [(time.perf_counter() - pending[0].began) / len(pending)] * len(pending)
+        memory = peak_memory_gib(self._env.device)
+        numbers = zip(pending, losses, norms, times, strict=True)
+        return [one.fetched(loss, norm, seconds, memory) for one, loss, norm, seconds in numbers]
+
+    def _read(self, numbers: list[Tensor]) -> list[float]:
+        """One copy from the device for all; on the host a number is read where it lies."""
+        if not self._holds:
+            return [float(number) for number in numbers]
+        return torch.stack([number.double() for number in numbers]).tolist()
+
+    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        if self._env.is_main:
+            self._write(step, {"step": step, **values}, "eval")
+            self._console.say("  ".join(f"{name} {value:.4f}" for name, value in values.items()) + f"  at step {step}")
+        self._reporter.report({"step": step, **values})
+
+    def _mfu(self, m: StepMetrics) -> float:
+        return self._mfu_of * m.samples / max(m.step_time_s, 1e-9)
+
+    def saving(self, step: int) -> None:
+        self.checkpoint_note = f"saving {step}"
+
+    def saved(self, step: int, path: str, *, stall_s: float = 0.0, write_s: float = 0.0, size: int = 0) -> None:
+        """A sealed checkpoint: what it held the steps up, what it took behind them."""
+        self.checkpoint_note = f"saved {step}"
+        if self._env.is_main:
+            self._saves.append({"step": step, "stall_s": stall_s, "write_s": write_s, "bytes": size})
+            if not self._console.terminal:
+                self._console.say(f"checkpoint of step {step} sealed: {size / 2**20:.1f} MiB in {write_s:.2f} s")
+        self._reporter.report({"step": step}, checkpoint=path)
+
+    def _write(self, step: int, record: Mapping[str, float], group: str) -> None:
+        self._metrics.append(record)  # unbuffered: a kill loses nothing that was shown
+        values = {f"{group}/{name}": float(v) for name, v in record.items() if name != "step"}
+        for nth, sink in enumerate(self._sinks):
+            try:
+                sink.scalars(step, values)
+            except OSError as error:  # a sink's own files may lie on the full disk
+                self._failed(nth, step, error)
+            else:
+                self._recovered(nth, step)
+
+    def _failed(self, nth: int, step: int, error: OSError) -> None:
+        if nth not in self._missed:
+            log.warning("step %d: %s cannot write: %s. The run continues", step, type(self._sinks[nth]).__name__, error)
+        self._missed[nth] = self._missed.get(nth, 0) + 1
+
+    def _recovered(self, nth: int, step: int) -> None:
+        if missed := self._missed.pop(nth, 0):
+            log.warning("step %d: %s writes again, %d records are lost", step, type(self._sinks[nth]).__name__, missed)
+
+    def close(self) -> None:
+        Console.clear_live()
+        self._metrics.close()
+        self._saves.close()
+        for nth, sink in enumerate(self._sinks):
+            try:
+                sink.close()
+            except OSError as error:
+                log.warning(
+                    "%s cannot be closed: %s. %d records are lost", type(sink).__name__, error, self._missed.get(nth, 0)
+                )
+
+
+def step_record(metrics: StepMetrics) -> dict[str, float]:
+    """A line of metrics.jsonl: numbers in full precision."""
+    rate = metrics.tokens or metrics.samples
+    return {
+        "step": metrics.step,
+        "loss": metrics.loss,
+        "grad_norm": metrics.grad_norm,
+        "lr": metrics.lr,
+        "samples": metrics.samples,
+        "tokens": metrics.tokens,
+        "step_time_s": metrics.step_time_s,
+        "data_wait_s": metrics.data_wait_s,
+        "per_s": rate / max(metrics.step_time_s, 1e-9),
+        "max_mem_gib": metrics.max_mem_gib,
+        **metrics.extra,
+    }

@@ -1,0 +1,264 @@
+"""What a report shows, gathered from a run directory's own files. Missing, cut off or garbled leaves a note, not an error.
+
+Here: what ran, when, and what is left of it. Not here: numbers over steps (series.py), the watch's files (watched.py), what
+the model says (samples.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from fsdp.base.errors import ConfigError, ShardrunError
+from fsdp.base.phases import Ending
+from fsdp.checkpoint.inspect import CheckpointListing, scan
+from fsdp.checkpoint.store import open_store
+from fsdp.config import FIELDS, check_store, parse_value, read_recipe
+from fsdp.report.file_notes import LARGEST, Notes, number, whole
+from fsdp.report.profile_section import read_accounts
+from fsdp.report.series import Series, read_numbers
+from fsdp.report.watch_records import VerdictRecord, WatchData, read_watched
+from fsdp.rundir.paths import RunDir, read_lines
+
+Outcome = Literal["finished", "stopped", "failed", "killed", "running"]
+LIVE_S = 30.0
+"""A claim whose count was raised this lately belongs to a live run."""
+FAILURE = re.compile(r"^[A-Za-z_.]*(Error|Exception|Interrupt|Exit|Elsewhere|Refused|Timeout)\b")
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of the run, and its end as far as somebody wrote it down."""
+
+    number: int
+    time: str
+    launcher: str
+    ranks: int
+    nodes: tuple[str, ...]
+    from_step: int
+    changed: tuple[str, ...]
+    to_step: int | None = None
+    ended: str = ""
+    why: str = "no end was written: killed, or its node lost"
+    outcome: Outcome = "killed"
+
+
+@dataclass(frozen=True)
+class Save:
+    """What a sealed checkpoint cost: what it held the steps up, and what it took behind them."""
+
+    stall_s: float
+    write_s: float
+
+
+@dataclass(frozen=True)
+class RunStory:
+    """A run as its files tell it."""
+
+    name: str
+    path: Path
+    config: Mapping[str, Any]
+    series: Mapping[str, Series]
+    starts: tuple[Start, ...]
+    checkpoints: tuple[CheckpointListing, ...]
+    saves: Mapping[int, Save]
+    watched: WatchData = field(default_factory=WatchData)
+    accounts: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    """Rank → where its memory went, of a profiled run."""
+    planned: Mapping[str, float] = field(default_factory=dict)
+    """What came of a plan, by the last start that ended."""
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """The configuration, where it is not the default."""
+        return {name: value for name, value in self.config.items() if name in FIELDS and value != FIELDS[name].default}
+
+    @property
+    def last_step(self) -> int:
+        return int(max((float(s.steps[-1]) for s in self.series.values() if len(s)), default=0))
+
+    @property
+    def outcome(self) -> Outcome:
+        return self.starts[-1].outcome if self.starts else "killed"
+
+
+def read_run(path: Path) -> RunStory:
+    run, notes = RunDir(path), Notes()
+    if not any(file.exists() for file in (run.config, run.metrics, run.history)):
+        raise ConfigError(f"{path} is no run directory: it has no config.toml.", "ls -d runs/*")
+    config = _config(run, notes)
+    story = RunStory(
+        name=path.resolve().name,
+        path=path,
+        config=config,
+        series=read_numbers(run.metrics, notes),
+        starts=tuple(_starts(run, notes)),
+        checkpoints=tuple(_checkpoints(path, str(config.get("checkpoint.dir", "")), notes)),
+        saves=_saves(path / "saves.jsonl", notes),
+        watched=read_watched(path, notes),
+        planned=_planned(run),
+        accounts=read_accounts(path / "profile", notes),
+    )
+    starts = _explained(_last_word(run, story), story.watched.verdicts)
+    return replace(story, starts=starts, notes=notes.lines)
+
+
+def _config(run: RunDir, notes: Notes) -> dict[str, Any]:
+    """Each known field as its type; another that a file holds is shown as it stands there."""
+    if not run.config.is_file():
+        notes.say("config.toml is missing")
+        return {}
+    try:
+        said = read_recipe(str(run.config))
+    except ConfigError as error:
+        notes.say(str(error).partition(" HINT:")[0])
+        return {}
+    found: dict[str, Any] = {}
+    for name, value in said.items():
+        try:
+            found[name] = _typed(name, value)
+        except ConfigError as error:
+            notes.say(f"config.toml: {str(error).partition(' HINT:')[0][:200]} It is left out.")
+    return found
+
+
+def _typed(name: str, value: Any) -> Any:
+    if name not in FIELDS:
+        return str(value)
+    if not FIELDS[name].is_args:
+        return parse_value(FIELDS[name], value)
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"--{name} {value} has no name.")
+    return value
+
+
+def _starts(run: RunDir, notes: Notes) -> Iterator[Start]:
+    """Each start with the first end, crash or loss that stands behind it."""
+    open_start: Start | None = None
+    count = 0
+    for event in read_lines(run.history):
+        kind = event.get("event") if event else None
+        if event is None or kind is None:
+            notes.lost("history.jsonl")
+        elif kind == "start":
+            if open_start is not None:
+                yield open_start
+            count += 1
+            open_start = _start(event, count)
+        elif open_start is not None and not open_start.ended:
+            open_start = _ended(open_start, event)
+    if open_start is not None:
+        yield open_start
+
+
+def _start(event: Mapping[str, Any], number: int) -> Start:
+    return Start(
+        number=number,
+        time=str(event.get("time", "")),
+        launcher=str(event.get("launcher", "")),
+        ranks=_whole(event.get("ranks")) or 0,
+        nodes=_texts(event.get("nodes")),
+        from_step=_whole(event.get("from_step")) or 0,
+        changed=_texts(event.get("changed")),
+    )
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    return tuple(map(str, value)) if isinstance(value, list) else ()
+
+
+def _ended(start: Start, event: Mapping[str, Any]) -> Start:
+    kind, why = event["event"], str(event.get("why") or "")
+    outcome: Outcome = "killed"
+    if kind == "crash":
+        why, outcome = f"its ranks ended with code {event.get('code', '?')}", "failed"
+    elif kind == "unmet":
+        why, outcome = "the nodes did not meet", "failed"
+    elif kind == "end":
+        outcome = event["how"] if event.get("how") in set(Ending) else _how_by_text(why)
+    return replace(
+        start, to_step=_whole(event.get("step")), ended=str(event.get("time", "")) or "?", why=why or start.why, outcome=outcome
+    )
+
+
+def _how_by_text(why: str) -> Outcome:
+    """Of a history that says it in `why` alone, as they were written first."""
+    return "finished" if why == "the last step" else "failed" if FAILURE.match(why) else "stopped"
+
+
+def _planned(run: RunDir) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for event in read_lines(run.history):
+        if event and event.get("event") == "planned":
+            found = {name: value for name, value in event.items() if type(value) in (int, float) and abs(value) < LARGEST}
+    return found
+
+
+def _whole(value: object) -> int | None:
+    return int(value) if isinstance(value, (int, float)) and value == value and abs(value) < 1e15 else None
+
+
+def _last_word(run: RunDir, story: RunStory) -> tuple[Start, ...]:
+    """The last start without an end may be going on right now: its claim is then alive."""
+    if not story.starts or story.starts[-1].ended:
+        return story.starts
+    last = replace(story.starts[-1], to_step=story.last_step or None)
+    claim = run.path / "CLAIM"
+    with contextlib.suppress(OSError):  # no claim, so nobody runs
+        if time.time() - claim.stat().st_mtime < LIVE_S:
+            last = replace(last, outcome="running", why="goes on")
+    return (*story.starts[:-1], last)
+
+
+def _explained(starts: tuple[Start, ...], verdicts: Sequence[VerdictRecord]) -> tuple[Start, ...]:
+    """A start that fell gets the first words that the watch had on it."""
+    moments = [_seconds(start.time) for start in starts]
+    told = []
+    for start, begun, following in zip(starts, moments, [*moments[1:], float("inf")], strict=False):
+        within = [one for one in verdicts if begun <= one.time < following]
+        if within and start.outcome in ("failed", "killed") and within[0].what not in start.why:
+            start = _with_words(start, within[0])
+        told.append(start)
+    return tuple(told)
+
+
+def _with_words(start: Start, verdict: VerdictRecord) -> Start:
+    if start.ended:
+        return replace(start, why=f"{start.why}; {verdict.what}")
+    if not verdict.ended:
+        return replace(start, why=f"{verdict.what}; {start.why}")
+    reached = max(start.from_step, verdict.step - 1)
+    return replace(start, why=f"ended by the watch: {verdict.what}", outcome="failed", to_step=reached)
+
+
+def _seconds(text: str) -> float:
+    try:
+        return datetime.datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError):
+        return float("inf")  # a time that cannot be read explains nothing
+
+
+def _checkpoints(run: Path, place: str, notes: Notes) -> list[CheckpointListing]:
+    """The whole ones and those that are not, newest first."""
+    place = place or str(run / "checkpoints")
+    try:
+        return scan(open_store(check_store(run, place)))
+    except (ShardrunError, OSError, ImportError) as error:
+        notes.say(f"checkpoints in {place} could not be looked at: {str(error).partition(' HINT:')[0]}")
+        return []
+
+
+def _saves(path: Path, notes: Notes) -> dict[int, Save]:
+    saves: dict[int, Save] = {}
+    for record in read_lines(path):
+        with notes.left_out("saves.jsonl"):
+            known = {} if record is None else record
+            saves[whole(known["step"])] = Save(number(known.get("stall_s", 0.0)), number(known.get("write_s", 0.0)))
+    return saves

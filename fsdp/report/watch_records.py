@@ -1,0 +1,229 @@
+"""What the watch left in RUN/watch (fsdp/watch/records.py says in which form): times by rank, late ranks, verdicts, spikes.
+
+Here it is read; faults.py beside it and timing.py show it. A line that is cut off or of another form is left out.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fsdp.base.phases import PHASES
+from fsdp.report.file_notes import Notes, number, whole
+from fsdp.report.series import Series, in_order
+from fsdp.rundir.paths import read_lines
+
+WAITING = "waiting"
+"""In collectives, for others: what no computing hides."""
+STEP_PHASES = ("forward", "backward", "optimizer", "data", "reduce")
+SHOWN = ("forward", "backward", WAITING, "optimizer", "data", "reduce", "record", "evaluate", "save")
+assert set(SHOWN) - {WAITING} < set(PHASES)
+FEW_LINES = 8
+"""Read together: with thousands of ranks one line is a megabyte."""
+MOST_STACKS = 4
+STACK = 6000
+_STACK_FILE = re.compile(r"rank-(\d+)\.txt", re.ASCII)
+SHORT = 100
+"""Such a file holds no stack, but why there is none."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Mean seconds a step: by rank over all its steps, and of all ranks over the steps."""
+
+    ranks: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    course: Mapping[str, Series] = field(default_factory=dict)
+
+    def mean(self, phase: str) -> float | None:
+        return sum(one.get(phase, 0.0) for one in self.ranks.values()) / len(self.ranks) if self.ranks else None
+
+
+@dataclass(frozen=True)
+class VerdictRecord:
+    """What stopped the run, or would have, and what it rests on."""
+
+    time: float
+    kind: str
+    ranks: tuple[int, ...]
+    nodes: tuple[str, ...]
+    step: int
+    what: str
+    others: str
+    hint: str
+    folder: str
+    ended: bool
+    """Whether the watch ended the job over it."""
+    stacks: str = ""
+
+
+@dataclass(frozen=True)
+class LateRecord:
+    rank: int
+    node: str
+    percent: float
+    since_step: int
+    over: str
+
+
+@dataclass(frozen=True)
+class Spike:
+    step: int
+    grad_norm: float
+    usual: float
+    samples: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class WatchData:
+    timing: Timing = field(default_factory=Timing)
+    verdicts: tuple[VerdictRecord, ...] = ()
+    late: tuple[LateRecord, ...] = ()
+    spikes: tuple[Spike, ...] = ()
+
+
+def read_watched(run: Path, notes: Notes) -> WatchData:
+    folder = run / "watch"
+    timing, verdicts = _timing(folder, notes), tuple(_verdicts(folder, notes))
+    return WatchData(timing, verdicts, tuple(_late(folder, notes)), tuple(_spikes(folder, notes)))
+
+
+def _records(folder: Path, name: str, notes: Notes, *needed: str) -> Iterator[Mapping[str, Any]]:
+    for record in read_lines(folder / name, FEW_LINES):
+        if record is not None and all(key in record for key in needed):
+            yield record
+        else:
+            notes.lost(f"watch/{name}")
+
+
+# ---------------------------------------------------------------- times
+
+
+def _timing(folder: Path, notes: Notes) -> Timing:
+    """Summed up line by line: with thousands of ranks a line alone is large."""
+    sums: dict[int, dict[str, float]] = {}
+    counts: dict[int, float] = {}
+    steps: dict[str, array[float]] = {}
+    means: dict[str, array[float]] = {}
+    for record in _records(folder, "timing.jsonl", notes, "ranks", "from_step", "step"):
+        count, ranks = 0.0, dict[int, list[float]]()
+        with notes.left_out("watch/timing.jsonl"):
+            count = number(record["step"]) - number(record["from_step"])
+            ranks = {int(rank): [_seconds(times.get(name, 0.0)) for name in SHOWN] for rank, times in record["ranks"].items()}
+        if count <= 0 or not ranks:
+            continue
+        for rank, times in ranks.items():
+            into = sums.setdefault(rank, dict.fromkeys(SHOWN, 0.0))
+            counts[rank] = counts.get(rank, 0.0) + count
+            for name, value in zip(SHOWN, times, strict=True):
+                into[name] += value * count
+        for name, values in zip(SHOWN, zip(*ranks.values(), strict=True), strict=True):
+            steps.setdefault(name, array("d")).append(record["step"])
+            means.setdefault(name, array("d")).append(sum(values) / len(values))
+    by_rank = {rank: {name: value / counts[rank] for name, value in sums[rank].items()} for rank in sorted(sums)}
+    return Timing(by_rank, {name: in_order(np.array(steps[name]), np.array(means[name])) for name in steps})
+
+
+def _seconds(value: Any) -> float:
+    if (found := number(value)) < 0:
+        raise ValueError(f"{found:g} s is no length of time")
+    return found
+
+
+# ---------------------------------------------------------------- what went wrong
+
+
+def _verdicts(folder: Path, notes: Notes) -> Iterator[VerdictRecord]:
+    found: list[dict[str, Any]] = []
+    for record in _records(folder, "verdicts.jsonl", notes, "kind"):
+        if record["kind"] == "ended":
+            if found:
+                found[-1]["ended"] = True
+        else:
+            found.append(dict(record))
+    for nth, record in enumerate(found):
+        with notes.left_out("watch/verdicts.jsonl"):
+            verdict = _verdict(record)
+            late = nth >= len(found) - MOST_STACKS and verdict.folder
+            yield replace(verdict, stacks=_stacks(folder, verdict)) if late else verdict
+
+
+def _verdict(record: Mapping[str, Any]) -> VerdictRecord:
+    def words(name: str) -> str:
+        return str(record.get(name) or "")
+
+    return VerdictRecord(
+        time=_moment(record.get("time") or 0.0), kind=words("kind"), ranks=tuple(map(whole, record.get("ranks") or ())),
+        nodes=tuple(str(node) for node in record.get("nodes") or ()), step=whole(record.get("step") or 0), what=words("what"),
+        others=words("others"), hint=words("hint"), folder=_name(words("folder")), ended=bool(record.get("ended")),
+    )  # fmt: skip
+
+
+def _name(folder: str) -> str:
+    """One folder in RUN/watch."""
+    if folder in (".", "..") or "/" in folder or "\0" in folder:
+        raise ValueError("the stacks are said to lie elsewhere")
+    return folder
+
+
+def _moment(value: Any) -> float:
+    """A time that a calendar has."""
+    moment = number(value)
+    datetime.datetime.fromtimestamp(moment, datetime.UTC)
+    return moment
+
+
+def _stacks(watch: Path, verdict: VerdictRecord) -> str:
+    """Of the first rank that is to blame, innermost frames first; one that did not answer is shown by another's wait for it."""
+    folder = watch / verdict.folder
+    blamed = _of_rank(folder, verdict.ranks[0]) if verdict.ranks else ""
+    if len(blamed) > SHORT:
+        return blamed
+    others = sorted(int(found[1]) for file in folder.glob("rank-*.txt") if (found := _STACK_FILE.fullmatch(file.name)))
+    other = next((rank for rank in others if rank not in verdict.ranks), None)
+    return blamed if other is None else f"{blamed}\n\nrank {other}:\n{_of_rank(folder, other)}".lstrip()
+
+
+def _of_rank(folder: Path, rank: int) -> str:
+    """A link is not followed: the page would show another file's text."""
+    file = folder / f"rank-{rank}.txt"
+    try:
+        if folder.is_symlink() or file.is_symlink() or not file.is_file():
+            return ""
+        with file.open(encoding="utf-8", errors="replace") as stream:
+            return stream.read(STACK).rstrip()
+    except OSError:
+        return ""
+
+
+def _late(folder: Path, notes: Notes) -> Iterator[LateRecord]:
+    """Each rank that was late, with the line that says that it is over."""
+    late: dict[int, LateRecord] = {}
+    for record in _records(folder, "late.jsonl", notes):
+        with notes.left_out("watch/late.jsonl"):
+            if "over" in record:
+                ended = late.pop(whole(record.get("of", next(iter(late), -1))), None)
+                if ended is not None:
+                    yield replace(ended, over=str(record["over"]))
+            elif "rank" in record:
+                numbers = number(record.get("percent", 0.0)), whole(record.get("since_step", 0))
+                found = LateRecord(whole(record["rank"]), str(record.get("node", "")), *numbers, "")
+                before = late.pop(found.rank, None)
+                if before is not None:  # a start later: nobody said that it was over
+                    yield before
+                late[found.rank] = found
+    yield from late.values()
+
+
+def _spikes(folder: Path, notes: Notes) -> Iterator[Spike]:
+    """A norm may be no number: that is what such a line tells of."""
+    for record in _records(folder, "spikes.jsonl", notes, "step", "grad_norm"):
+        with notes.left_out("watch/spikes.jsonl"):
+            samples = tuple(map(whole, record.get("samples") or ()))
+            yield Spike(whole(record["step"]), float(record["grad_norm"]), float(record.get("usual") or 0.0), samples)

@@ -1,0 +1,65 @@
+"""Evaluation on held-out data with the same sharded model: each sample once, over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from fsdp.config import DataSection, TrainSection
+from fsdp.data import DataSet, heldout_batches
+from fsdp.dist.collectives import sum_over_ranks
+from fsdp.dist.mesh import BatchPlan, DataRank
+from fsdp.models.loss import LossFunction
+from fsdp.parallel.shard import Sharded
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """loss is the mean; accuracy is None where the model only gives a loss of its own."""
+
+    loss: float
+    accuracy: float | None
+    stopped: str | None
+
+    def values(self) -> dict[str, float]:
+        return {"eval_loss": self.loss} | ({} if self.accuracy is None else {"eval_accuracy": self.accuracy})
+
+
+def evaluate(
+    sharded: Sharded,
+    loss_function: LossFunction,
+    data: DataSet,
+    *,
+    section: TrainSection,
+    reading: DataSection,
+    batch: BatchPlan,
+    rank: DataRank,
+    asked_to_stop: Callable[[], str | None],
+) -> Evaluation:
+    """Collective. A request to stop ends it early, agreed by all ranks; what was seen by then is no evaluation."""
+    assert data.heldout is not None
+    size = section.eval_batch or batch.micro_batch
+    loss_sum = torch.zeros((), dtype=torch.float64, device=sharded.device)
+    correct = torch.zeros((), dtype=torch.int64, device=sharded.device)
+    weight = 0.0
+    stopped: str | None = None
+    with sharded.evaluating():
+        on_cuda = sharded.device.type == "cuda"
+        for host in heldout_batches(
+            data.heldout, batch=size, rank=rank, limit=section.eval_samples, workers=reading.workers, prefetch=reading.prefetch,
+            pin=on_cuda, device=sharded.device if reading.to_device else None,
+        ):  # fmt: skip
+            one = host.to(sharded.device)
+            parts = loss_function(sharded.called, one.data, one.valid, one.valid_rows)
+            loss_sum += parts.loss_sum.double()
+            if parts.correct is not None:
+                correct += parts.correct
+            weight += loss_function.tokens(host.counted) if loss_function.counts_tokens else host.valid_rows
+            stopped = asked_to_stop()
+            if stopped:
+                break
+    total, right, count = sum_over_ranks(float(loss_sum), float(correct), weight)
+    accuracy = right / max(count, 1) if loss_function.classifies else None
+    return Evaluation(total / max(count, 1), accuracy, stopped)

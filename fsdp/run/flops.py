@@ -1,0 +1,52 @@
+"""How many operations a sample of training costs by the model's own arithmetic: counted once, on the meta device, unsharded.
+
+What is recomputed is not counted: MFU says what share of the device went into the model. Here is the count; the devices'
+peaks are fsdp/base/devices.py's.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from fsdp.base import devices
+from fsdp.data import DataSet
+from fsdp.models.loss import LossFunction
+
+log = logging.getLogger(__name__)
+
+BACKWARD = 2.0
+"""A product's backward is two products of its size."""
+
+
+def flops_per_sample(model: nn.Module, data: DataSet) -> float:
+    """Forward and backward of one sample. `model` stands on meta; one that cannot run there counts 6 a parameter and token."""
+    try:
+        return (1 + BACKWARD) * _forward(model, data)
+    except (RuntimeError, NotImplementedError, ValueError, TypeError, AssertionError) as error:
+        # A model that looks at its numbers cannot run without them.
+        log.info("MFU by 6 × parameters × tokens: the model cannot be counted on meta (%s)", str(error).splitlines()[0][:80])
+        return 6.0 * sum(p.numel() for p in model.parameters()) * max(1, data.info.tokens_per_sample)
+
+
+def _forward(model: nn.Module, data: DataSet) -> float:
+    first = {name: value.to("meta") for name, value in data.train.batch(np.zeros(1, np.int64)).items()}
+    counter = FlopCounterMode(display=False)
+    with counter, torch.no_grad():
+        LossFunction(model)(model, first, torch.ones(1, dtype=torch.bool, device="meta"), 1)
+    total = float(counter.get_total_flops())
+    if not total:
+        raise ValueError("nothing in it was counted")
+    return total
+
+
+def peak_flops(device: torch.device, ranks: int) -> float:
+    """All devices' peak together; 0 where it is not known."""
+    if device.type != "cuda":
+        return 0.0
+    known = devices.find(torch.cuda.get_device_name(device))
+    return known.bf16_tflops * 1e12 * ranks if known else 0.0

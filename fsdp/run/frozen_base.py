@@ -1,0 +1,68 @@
+"""The frozen weights under adapters: where they come from, and their digest on a sharded model. What a checkpoint makes of
+them is fsdp/checkpoint/adapter_weights.py's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.checkpoint.adapter_weights import Base, digest_of
+from fsdp.checkpoint.full_state import open_full_state
+from fsdp.config import Config
+from fsdp.models import ModelSpec, build_real
+from fsdp.models.lora import adapted, base_names
+from fsdp.parallel.init_check import state_digest
+from fsdp.parallel.materialize import build_on_host
+
+
+class _Renamed(Mapping[str, Tensor]):
+    """A state dict where a tied weight may stand under any of its names."""
+
+    def __init__(self, state: Mapping[str, Tensor], names: Mapping[str, list[str]]) -> None:
+        self._state, self._names = state, names
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._state[next(known for known in self._names[name] if known in self._state)]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, known in self._names.items() if any(one in self._state for one in known))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def base_of(config: Config, spec: ModelSpec, dtype: torch.dtype, digest: str) -> Base:
+    """Whatever the digest: what the flags say the weights are."""
+
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            return spec.build()
+
+    def weights() -> Mapping[str, Tensor]:
+        if config.model.weights:
+            return _Renamed(open_full_state(config.model.weights), _all_names(build()))
+        seed = config.run.seed
+        return (build_real(spec, seed) if spec.knows_inits else build_on_host(spec, seed)).state_dict()
+
+    origin = f"--model.weights {config.model.weights}" if config.model.weights else f"--run.seed {config.run.seed}"
+    return Base(digest=digest, origin=origin, lora=config.lora, dtype=dtype, build=build, open=weights)
+
+
+def maybe_base(config: Config, spec: ModelSpec, dtype: torch.dtype, root: nn.Module) -> Base | None:
+    """What this run's adapters lie over; None where it has none. Collective."""
+    if next(adapted(root), None) is None:
+        return None
+    frozen = base_names(root)
+    digests = {name: value for name, value in state_digest(root).items() if name in frozen}
+    return base_of(config, spec, dtype, digest_of(digests))
+
+
+def _all_names(model: nn.Module) -> dict[str, list[str]]:
+    """Each name of a state dict → all names of its tensor."""
+    by_tensor: dict[Tensor, list[str]] = {}
+    state = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
+    for name, tensor in state.items():
+        by_tensor.setdefault(tensor, []).append(name)
+    return {name: by_tensor[tensor] for name, tensor in state.items()}

@@ -1,0 +1,260 @@
+"""What follows from a configuration and a number of ranks, before any process group exists: data, model, mesh, batch, steps.
+
+Everything that a person can get wrong is found here, on every rank alike. `--dry-run` prints it and stops; a run prints it as
+its last start-up line.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.base.errors import ConfigError
+from fsdp.config import Config
+from fsdp.data import Cursor, DataSet, build_dataset
+from fsdp.dist.env import DistEnv
+from fsdp.dist.mesh import BatchPlan, MeshSizes, plan_batch, resolve
+from fsdp.models import ModelSpec
+from fsdp.models import resolve as resolve_model
+from fsdp.models.blocks import find_units
+from fsdp.models.checks import lacks_base, make_contiguous
+from fsdp.models.kv_cache import turn_caches_off
+from fsdp.models.lora import adapted, apply_lora
+from fsdp.models.trainable import freeze
+from fsdp.models.unsharded import seeded
+from fsdp.optim.optimizer import state_bytes
+from fsdp.parallel import traffic
+from fsdp.parallel.comm_hooks import Hooks, check_divide, load_hooks
+from fsdp.parallel.device_check import check_device
+from fsdp.parallel.float8 import check_float8, gathered_in_float8
+from fsdp.parallel.init_check import cut_of
+from fsdp.parallel.shard import Dtypes, resolve_dtypes
+
+log = logging.getLogger(__name__)
+
+DEFAULT_EPOCHS = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """All that is decided before the first collective."""
+
+    data: DataSet
+    spec: ModelSpec
+    sizes: MeshSizes
+    batch: BatchPlan
+    cursor: Cursor
+    total_steps: int
+    dtypes: Dtypes
+    hooks: Hooks
+
+    @property
+    def data_identity(self) -> dict[str, int | str]:
+        """What must stay for a step to mean the same samples: their number, and what they are where the data say it."""
+        own = self.data.info.facts.get("fingerprint")
+        return {"samples": len(self.data.train)} | ({"fingerprint": own} if own else {})
+
+    @property
+    def unit(self) -> str:
+        """What a person counts: tokens where there are some, else images or samples."""
+        return "tok" if self.data.info.tokens_per_sample else "img" if self.data.info.kind == "images" else "sample"
+
+
+def prepare(config: Config, *, world_size: int, num_nodes: int, device: torch.device) -> Job:
+    """Raises ConfigError, on every rank the same."""
+    sizes = resolve(config.mesh, world_size, num_nodes)
+    check_divide(config.comm, sizes)
+    check_float8(config.speed, device)
+    check_device(config.memory, device)
+    batch = plan_batch(config.train, world_size)
+    data = _data_of_this_node(config)
+    cursor = Cursor(seed=config.run.seed, samples=len(data.train), global_batch=config.train.global_batch)
+    return Job(
+        data=data,
+        spec=resolve_model(config.model, data.info.facts),
+        sizes=sizes,
+        batch=batch,
+        cursor=cursor,
+        total_steps=_total_steps(config, data, cursor),
+        dtypes=resolve_dtypes(config.precision, device),
+        hooks=load_hooks(config.comm),
+    )
+
+
+def _data_of_this_node(config: Config) -> DataSet:
+    try:
+        return build_dataset(config.data)
+    except ConfigError as error:
+        error.scope = "node"  # files may be missing on this node alone
+        raise
+
+
+def _total_steps(config: Config, data: DataSet, cursor: Cursor) -> int:
+    if config.train.steps:
+        return config.train.steps
+    if config.train.epochs:
+        return config.train.epochs * cursor.steps_per_epoch
+    return data.info.default_steps or (data.info.default_epochs or DEFAULT_EPOCHS) * cursor.steps_per_epoch
+
+
+def meta_model(spec: ModelSpec) -> nn.Module:
+    """The model without its numbers. One that cannot be built so, or keeps tensors beside its buffers, is built whole first."""
+    try:
+        with torch.device("meta"):
+            model = spec.build()
+        stray = next(stray_tensors(model), None)
+        base = lacks_base(model)
+        if stray is None and base is None:
+            return model
+        why = f"{stray} is a tensor that no register_buffer made" if stray else f"{base} is not made there"
+    except (NotImplementedError, RuntimeError) as error:
+        why = str(error).splitlines()[0]
+    log.warning("%s cannot be built on the meta device (%s): each rank builds it whole once", spec.name, why)
+    with seeded(0), torch.device("cpu"):
+        return spec.build().to("meta")
+
+
+def trained_model(config: Config, job: Job) -> nn.Module:
+    return model_of(config, job.spec)
+
+
+def model_of(config: Config, spec: ModelSpec) -> nn.Module:
+    """The meta model, with what is frozen frozen and its adapters in place: what a run shards."""
+    model = meta_model(spec)
+    turn_caches_off(model)
+    make_contiguous(model)
+    if config.model.frozen:
+        freeze(model, config.model.frozen)
+    if config.lora.rank:
+        apply_lora(model, config.lora)
+    return model
+
+
+def stray_tensors(model: nn.Module) -> Iterator[str]:
+    """Tensors kept as plain attributes: neither moved, nor saved, nor filled by anyone."""
+    return (
+        f"{name + '.' if name else ''}{key}"
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, Tensor)
+    )
+
+
+def describe(config: Config, job: Job, model: nn.Module) -> Mapping[str, str]:
+    """The derived facts by name, as --dry-run and the last start-up line show them."""
+    numbers = [p.numel() for p in model.parameters()]
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    total = sum(numbers)
+    tokens = job.data.info.tokens_per_sample * job.batch.global_batch
+    facts = {
+        "mesh": f"{job.sizes.strategy}, replicate {job.sizes.replicate} × shard {job.sizes.shard} = {job.sizes.ranks} ranks",
+        "model": f"{job.spec.name} {config.model.preset}".strip() + f", {total:,} parameters"
+        + ("" if trained == total else f", {trained:,} trained"),
+        "data": f"{config.data.name}, {len(job.data.train):,} samples"
+        + (f", {len(job.data.heldout):,} held out" if job.data.heldout is not None else ""),
+        "global batch": f"{job.batch.global_batch} samples = micro-batch {job.batch.micro_batch} × "
+        f"{job.batch.accumulation} × {job.sizes.ranks} ranks"
+        + ("" if job.batch.micro_batch * job.batch.accumulation * job.sizes.ranks == job.batch.global_batch else ", padded"),
+        "steps": f"{job.total_steps:,}, {job.cursor.steps_per_epoch:,} an epoch",
+        "precision": f"{_name(job.dtypes.param)} on {_name(job.dtypes.master)}, reduced in {_name(job.dtypes.reduce)}",
+        "bytes a rank": _bytes_a_rank(config, job, model),
+    }  # fmt: skip
+    facts["units"] = units_said(model, config.mesh.wrap)
+    if job.sizes.ranks > 1:
+        facts["a step sends"] = traffic.said(
+            model,
+            sizes=job.sizes,
+            section=config.mesh,
+            accumulation=job.batch.accumulation,
+            gathered=job.dtypes.param,
+            reduced=job.dtypes.reduce,
+            float8=gathered_in_float8(find_units(model, config.mesh.wrap), config.speed),
+        )
+    layers = sum(1 for _ in adapted(model))
+    if layers:
+        facts["adapters"] = f"rank {config.lora.rank} beside {layers} layers; checkpoints hold them alone"
+    if tokens:
+        facts["tokens a step"] = f"{tokens:,}"
+    return facts
+
+
+def _units(model: nn.Module, wrap: str) -> list[tuple[str, list[nn.Parameter]]]:
+    """Each communication unit by the names of its modules, with the parameters that it gathers; the root's own come last."""
+    names = {module: name for name, module in model.named_modules()}
+    taken: set[nn.Parameter] = set()
+    found = []
+    for unit in find_units(model, wrap):
+        own = list(dict.fromkeys(p for module in unit for p in module.parameters() if p not in taken))
+        taken.update(own)
+        found.append((", ".join(names[module] for module in unit), own))
+    return [*found, ("the root", [p for p in model.parameters() if p not in taken])]
+
+
+def units_said(model: nn.Module, wrap: str) -> str:
+    """The units in a line, and why there are none."""
+    *units, (_, rest) = _units(model, wrap)
+    own = sum(p.numel() for p in rest)
+    if units:
+        sizes = [sum(p.numel() for p in parameters) for _, parameters in units]
+        most = f"{min(sizes):,} to {max(sizes):,}" if min(sizes) < max(sizes) else f"{max(sizes):,}"
+        return f"{len(units)} of {most} parameters, {own:,} in the root's"
+    if wrap.startswith("size:"):
+        parts = {sum(p.numel() for p in module.parameters()) for module in model.modules()} - {0}
+        near = next((f"size:{n}" for n in sorted(parts, reverse=True) if find_units(model, f"size:{n}")), "auto")
+        return f"none: --mesh.wrap {wrap} is met by no part of the model. HINT: --mesh.wrap {near}"
+    return f"none: --mesh.wrap {wrap} finds no part of the model, and the root's group holds {own:,} parameters"
+
+
+def unit_table(model: nn.Module, wrap: str, shards: int) -> list[str]:
+    """A line a unit: its parameters, and how many of them each rank of a replica keeps."""
+    rows = [("unit", "parameters", "a rank's shard")]
+    for name, parameters in _units(model, wrap):
+        kept = [sum(_kept(p, rank, shards) for p in parameters) for rank in range(shards)]
+        rows.append((name, f"{sum(p.numel() for p in parameters):,}", _by_rank(kept)))
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    return [f"{name:<{widths[0]}}  {numel:>{widths[1]}}  {kept}" for name, numel, kept in rows]
+
+
+def _kept(parameter: nn.Parameter, rank: int, shards: int) -> int:
+    return cut_of(parameter.shape, rank, shards).numel if parameter.dim() else 1  # FSDP shards no 0-dim parameter
+
+
+def _by_rank(kept: list[int]) -> str:
+    """Ranks that keep as many are named together: the first ranks have the longer shards."""
+    runs = [(numel, len(list(ranks))) for numel, ranks in itertools.groupby(kept)]
+    if len(runs) == 1:
+        return f"{kept[0]:,}"
+    ends = itertools.accumulate(count for _, count in runs)
+    return "; ".join(
+        f"{numel:,} on {f'ranks {end - count} to {end - 1}' if count > 1 else f'rank {end - 1}'}"
+        for (numel, count), end in zip(runs, ends, strict=True)
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _bytes_a_rank(config: Config, job: Job, model: nn.Module) -> str:
+    """What rests between steps: parameters, gradients, optimizer states. What a step adds is the planner's to say."""
+    size = job.dtypes.master.itemsize
+    kept = sum(p.numel() * size * (2 if p.requires_grad else 1) for p in model.parameters())
+    resting = (kept + state_bytes(config.optim, model.parameters(), size)) / job.sizes.shard
+    return f"{resting / 2**30:.3f} GiB of parameters, gradients and optimizer"
+
+
+def dry_run(config: Config, env: DistEnv) -> str:
+    """As many ranks as came; alone, as many as the mesh's flags ask for."""
+    asked = max(1, config.mesh.replicate) * max(1, config.mesh.shard)
+    ranks = asked if env.world_size == 1 else env.world_size
+    job = prepare(config, world_size=ranks, num_nodes=env.num_nodes, device=env.device)
+    model = trained_model(config, job)
+    facts = describe(config, job, model)
+    width = max(map(len, facts))
+    table = unit_table(model, config.mesh.wrap, job.sizes.shard)
+    return "\n".join([*(f"{name:<{width}}  {text}" for name, text in facts.items()), "", *table])

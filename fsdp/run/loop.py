@@ -1,0 +1,455 @@
+"""train(): the run on one page, in the order that data meets it; and train_step(). The only file that sees everything.
+
+Config → DistEnv → mesh → model → optimizer → loader → TrainState → restore → loop → sealed checkpoint → export
+"""
+
+from __future__ import annotations
+
+import linecache
+import logging
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fsdp.base import garbage
+from fsdp.base.errors import CheckpointError
+from fsdp.base.phases import Ending, Phases, StopReason
+from fsdp.checkpoint import Checkpointer
+from fsdp.checkpoint.lock import Locks
+from fsdp.config import Config, config_hash
+from fsdp.data import Loader, StepBatch
+from fsdp.data.cursor import stream_key
+from fsdp.data.loader import read_batch
+from fsdp.data.types import Batch
+from fsdp.data.unreadable_samples import maybe_skipping
+from fsdp.dist import collectives, preflight
+from fsdp.dist.env import DistEnv, check_torch, end_time, process_group
+from fsdp.dist.mesh import build_mesh, data_rank
+from fsdp.dist.stop import Stopper
+from fsdp.memory.oom import OomContext, OutOfMemoryHandler
+from fsdp.models.checks import check_one_number
+from fsdp.models.loss import LossFunction
+from fsdp.models.unsharded import seed_streams
+from fsdp.optim.gradients import Gradients, InTurn
+from fsdp.optim.loss_scale import LossScaler
+from fsdp.optim.nonfinite import Verdicts
+from fsdp.optim.optimizer import apply_hyperparameters, build_optimizer, lr_at, set_lr
+from fsdp.optim.train_state import TrainState
+from fsdp.parallel.compile_cache import CompileCache, maybe_compile_cache
+from fsdp.parallel.float8 import maybe_scales
+from fsdp.parallel.nvme import maybe_shelf
+from fsdp.parallel.shard import Sharded, shard_model
+from fsdp.parallel.update import Update, Whole, build_update
+from fsdp.record.console import set_up_logging
+from fsdp.record.metrics import NoReporter, Reporter
+from fsdp.record.recorder import Pending, Recorder
+from fsdp.record.wandb_sink import check_wandb
+from fsdp.run import setup
+from fsdp.run.evaluate import Evaluation, evaluate
+from fsdp.run.frozen_base import maybe_base
+from fsdp.run.job import Job, describe, prepare, trained_model
+from fsdp.run.planned import Planned, maybe_planned
+from fsdp.rundir import paths
+from fsdp.rundir.paths import RunDir
+from fsdp.watch.branch_check import Branches
+from fsdp.watch.rank import Watch
+from fsdp.watch.replica_checks import Numbers, make_deterministic
+
+if TYPE_CHECKING:
+    from fsdp.memory.profile import Profile
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a start ended. `stopped` says why it left before its last step; None where it reached it."""
+
+    run_dir: Path
+    step: int
+    stopped: str | None
+    evaluation: Evaluation | None
+
+
+def train(config: Config, env: DistEnv, reporter: Reporter | None = None) -> Outcome:
+    """One rank's whole run. Raises a ShardrunError that names what is wrong; the launcher sees it."""
+    check_torch()
+    set_up_logging(env)
+    check_wandb(config.run.wandb)
+    torch.set_float32_matmul_precision(config.run.matmul_precision)
+    if config.watch.deterministic:
+        make_deterministic()
+    job = prepare(config, world_size=env.world_size, num_nodes=env.num_nodes, device=env.device)
+    if env.local_rank == 0:
+        log.info("%s", env)
+    preflight.check_names(env)
+    with (
+        process_group(env, config.run.process_group_timeout_s),
+        setup.claimed_run(config, env) as (run, claim),
+        Watch(config.watch, env, run.path) as watch,
+        OutOfMemoryHandler(config, env, run.path) as witness,
+    ):
+        return _train(config, env, reporter or NoReporter(), job, run, claim, watch, witness)
+
+
+def _train(
+    config: Config, env: DistEnv, reporter: Reporter, job: Job, run: RunDir, claim: Locks | None, watch: Watch,
+    witness: OutOfMemoryHandler,
+) -> Outcome:  # fmt: skip
+    with garbage.held():
+        loop = _set_up(config, env, reporter, job, run, claim, witness)
+    linecache.clearcache()  # 1.5 MiB of source, read for the traces of the fake tensors with which FSDP2 learns shapes
+    loop.phases.listen(watch.phase)
+    profile = _maybe_profile(loop)
+    try:
+        with witness:
+            outcome = loop.run_to_end()
+        if profile is not None:
+            profile.finish()
+    except BaseException as error:
+        if env.is_main and (claim is None or claim.ousted() is None):
+            said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            paths.record_end(run, step=loop.state.step, why=said, how=Ending.FAILED)
+        raise
+    finally:
+        if profile is not None:
+            profile.close()
+        loop.branches.close()
+        loop.loader.close()
+        loop.recorder.close()
+        loop.numbers.close()
+        loop.stopper.close()
+    return outcome
+
+
+def _set_up(
+    config: Config, env: DistEnv, reporter: Reporter, job: Job, run: RunDir, claim: Locks | None, witness: OutOfMemoryHandler
+) -> _Loop:  # fmt: skip
+    """All that stands before the first step, the newest checkpoint restored. Collective."""
+    planned = maybe_planned(config.plan, env.device.type)
+    job = replace(job, data=maybe_skipping(job.data, config.data.skip_unreadable, run.path, env.rank))
+    mesh = build_mesh(job.sizes, env.device, config.run.process_group_timeout_s)
+    kernels = maybe_compile_cache(config.speed, env)
+    model = trained_model(config, job)
+    facts, mfu_of, loss_function = describe(config, job, model), setup.mfu_of(model, job, env), LossFunction(model)
+    sharded = shard_model(
+        model, sizes=job.sizes, mesh=mesh, device=env.device, section=config.mesh,
+        precision=config.precision, memory=config.memory, speed=config.speed, comm=config.comm,
+        hooks=job.hooks,
+    )  # fmt: skip
+    shelf = maybe_shelf(config.memory, config.optim, sharded.root, sharded.units, sharded.dtypes.master)
+    checkpointer = Checkpointer(
+        config.checkpoint, run.path, env, job.sizes, config_hash=config_hash(config), claim=claim, room=shelf
+    )  # fmt: skip
+    # A checkpoint of adapters alone does not hold what they lie over.
+    setup.give_weights(config, env, job, sharded, shelf, restored=not config.lora.rank and checkpointer.finds())
+    checkpointer.base = maybe_base(config, job.spec, job.dtypes.master, sharded.root)
+    scene = OomContext(
+        sizes=job.sizes, batch=job.batch, dtypes=(sharded.dtypes.master, sharded.dtypes.param, sharded.dtypes.reduce),
+        build=partial(trained_model, config, job), samples=job.data.train, root=sharded.root, units=sharded.units,
+    )  # fmt: skip
+    witness.sees(scene)
+    optimizer = build_optimizer(config.optim, sharded.root)
+    state = TrainState(model=sharded.root, optimizer=optimizer, loss_scale=config.precision.loss_scale)
+    with shelf.offered(optimizer) if shelf is not None else nullcontext():
+        restored = checkpointer.restore(state)
+    apply_hyperparameters(config.optim, optimizer)
+    loader = Loader(
+        job.data.train, job.cursor, micro_batch=job.batch.micro_batch, accumulation=job.batch.accumulation,
+        rank=data_rank(env), workers=config.data.workers, prefetch=config.data.prefetch, pin=env.device.type == "cuda",
+        device=env.device if config.data.to_device else None,
+    )  # fmt: skip
+    stopper = Stopper(
+        config.stop, env, run.path, reporter.should_stop, end_time=end_time(), timeout_s=config.run.process_group_timeout_s,
+        every_minutes=config.checkpoint.every_minutes, save_seconds=lambda: checkpointer.save_seconds,
+    )  # fmt: skip
+    setup.records(config, env, run, state.step, job.data_identity)
+    recorder = Recorder(
+        run, env, reporter, setup.console(config, env, job), from_step=state.step,
+        sinks=setup.sinks(config, env, run, job, planned), mfu_of=mfu_of,
+    )  # fmt: skip
+    if env.is_main:
+        setup.say_start(run, facts, restored)
+    scene.optimizer, scene.phases = optimizer, Phases()
+    return _Loop(
+        config=config, env=env, job=job, run=run, sharded=sharded, state=state, loss_function=loss_function,
+        loader=loader, checkpointer=checkpointer, stopper=stopper, recorder=recorder, phases=scene.phases,
+        update=build_update(optimizer, shelf), in_turn=None if shelf is None else shelf.in_turn,
+        claim=claim, numbers=Numbers(config.watch, env, run.path, sharded), planned=planned, kernels=kernels,
+    )  # fmt: skip
+
+
+def _maybe_profile(loop: _Loop) -> Profile | None:
+    """Imported where it is asked for: no start waits for it otherwise."""
+    section = loop.config.profile
+    if not (section.memory or section.trace):
+        return None
+    from fsdp.memory import profile
+
+    return profile.start(section, loop.run.path, loop.env, loop.sharded.root, loop.state.optimizer, loop.phases)
+
+
+# ---------------------------------------------------------------- a step
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Tensors may still be on their way; `applied` is False where the update was left out on purpose."""
+
+    loss: Tensor
+    grad_norm: Tensor
+    tokens: int
+    applied: bool
+
+
+@dataclass(kw_only=True)
+class _Loop:
+    config: Config
+    env: DistEnv
+    job: Job
+    run: RunDir
+    sharded: Sharded
+    state: TrainState
+    loss_function: LossFunction
+    loader: Loader
+    checkpointer: Checkpointer
+    stopper: Stopper
+    recorder: Recorder
+    phases: Phases
+    claim: Locks | None
+    update: Update
+    in_turn: InTurn | None
+    numbers: Numbers
+    planned: Planned | None
+    kernels: CompileCache | None
+
+    def __post_init__(self) -> None:
+        group = self.sharded.mesh.get_group("dp_shard") if self.job.sizes.strategy != "ddp" else None
+        self.gradients = Gradients(self.sharded.root.parameters(), group, self.in_turn)
+        self.scaler = LossScaler(self.state) if self.job.dtypes.needs_loss_scale else None
+        self.verdicts = Verdicts(
+            self.config.train, self.gradients, self.state.optimizer, self.sharded.root, scaler=self.scaler,
+            whole_update=isinstance(self.update, Whole),
+        )  # fmt: skip
+        self.branches = Branches(self.sharded)
+        self.scales = maybe_scales(self.sharded.root, self.config.speed, sharded=self.job.sizes.strategy != "ddp")
+        self.stopped: str | None = None
+        self.evaluation: Evaluation | None = None
+        self.last_saved = self.state.step if self.state.step else -1
+
+    def run_to_end(self) -> Outcome:
+        last = min(self.config.train.stop_after or self.job.total_steps, self.job.total_steps)
+        self._learn_the_loss(resumed=0 < self.state.step < last)
+        while self.state.step < last and not self.stopped:
+            self._one_step()
+        self._look()
+        if self.stopped is None and self.state.step < self.job.total_steps:
+            self.stopped = f"{StopReason.STOP_AFTER} {last}"
+        if self.stopped is None and self.job.data.heldout is not None and not self._evaluated_now():
+            self._evaluate()
+        wanted = self.config.checkpoint.every_steps or self.config.checkpoint.every_minutes or self.config.checkpoint.export
+        if self.last_saved != self.state.step and (wanted or self.stopped):
+            self._save(self.stopped or "the end", wait=True)
+        self.phases.enter("end")
+        self.checkpointer.close()
+        self._hear_sealed()
+        if self.kernels is not None:
+            self.kernels.publish(wait=True)
+        return self._leave()
+
+    def _first_batch_is_short(self) -> bool:
+        batch = self.job.batch
+        whole = batch.micro_batch * batch.accumulation * self.env.world_size
+        return len(self.job.cursor.indices(self.state.step)) < whole
+
+    def _learn_the_loss(self, *, resumed: bool) -> None:
+        """A forward of one or two samples, which all ranks make, before the first step that depends on what it shows.
+
+        A model that receives its labels: what its own loss is a mean over. A resumed run with a short first batch: whether the
+        model has a loss of its own (short batches are cut for one and masked otherwise, which differs in the last bits).
+        """
+        short = resumed and self._first_batch_is_short()
+        if not (self.loss_function.may_own or short):
+            return
+        rows = self.job.cursor.indices(self.state.step)[:2]
+        data = read_batch(self.job.data.train, rows, f"rank {self.env.rank}, before the first step")
+        if not (self.loss_function.gives_labels(data) or short):
+            return
+        one = Batch(data, torch.ones(len(rows), dtype=torch.bool), len(rows)).to(self.env.device)
+        with self.sharded.evaluating():
+            said = self.loss_function.learn(self.sharded.called, one.data)
+        if said and self.env.is_main:
+            log.warning("%s", said)
+
+    def _one_step(self) -> None:
+        step = self.state.step + 1
+        self.phases.enter("data", step)
+        began = time.perf_counter()
+        seed_streams(stream_key(self.config.run.seed, step, self.env.rank) % 2**63, self.env.device)
+        batch = self.loader.step(self.state.step)
+        waited = time.perf_counter() - began
+        if self.claim is not None and self.claim.lost is not None:
+            raise CheckpointError(f"step {step}: {self.claim.lost}.", "squeue or ps shows which of the two should live")
+        self.stopper.begin(step)
+        lr = lr_at(self.config.optim, step, self.job.total_steps)
+        result = self.train_step(batch, lr)
+        self._count(batch, result)
+        self.numbers.compare(step)
+        self.phases.enter("record")
+        self.recorder.step(
+            Pending(
+                step=step, loss=result.loss, grad_norm=result.grad_norm, lr=lr, samples=batch.samples, tokens=result.tokens,
+                began=began, step_time_s=time.perf_counter() - began, data_wait_s=waited,
+            )
+        )  # fmt: skip
+        if self.recorder.wants(step):
+            self._look()
+        agreed = self.stopper.agreed()
+        if not self.stopper.on_host:
+            self.branches.check(step - 1, self.stopper.signatures(), last=False)
+        self.stopped = agreed.stop
+        every = self.config.train.eval_every_steps
+        if every and step % every == 0 and not self.stopped:
+            self._evaluate()
+        every = self.config.checkpoint.every_steps
+        if (every and step % every == 0) or agreed.save:
+            self._save("the interval", wait=False)
+        self._hear_sealed()
+
+    def train_step(self, batch: StepBatch, lr: float) -> StepResult:
+        """Forward and backward over the micro-batches, one agreed verdict on the numbers, one update."""
+        loss_sum, weight, tokens = self._accumulate(batch)
+        self.phases.enter("reduce")
+        norm = self.gradients.norm()
+        self.numbers.gradients(self.state.step + 1)
+        if self.scaler is not None:
+            norm = self.scaler.unscale(self.gradients, norm)
+        loss = loss_sum.wait()[0] / weight
+        if self.stopper.on_host:
+            self.branches.check(self.state.step + 1, self.stopper.signatures())
+        applied = self.verdicts.may_update(self.state.step + 1, loss, norm)
+        if applied:
+            if self.config.train.clip_grad_norm:
+                self.gradients.clip(self.config.train.clip_grad_norm, norm)
+            set_lr(self.state.optimizer, lr)
+            self.phases.enter("optimizer")
+            self.checkpointer.before_update()
+            self.update.step()
+            if self.scales is not None:
+                self.scales.refresh()
+        self.state.optimizer.zero_grad(set_to_none=True)
+        return StepResult(loss, norm, tokens, applied)
+
+    def _accumulate(self, batch: StepBatch) -> tuple[collectives.Sum, float, int]:
+        """The gradient of the global batch's mean: a reduction averages over ranks, so each multiplies by their number."""
+        counted = self._tokens_of(batch)
+        scale = self.scaler.scale if self.scaler is not None else 1.0
+        total: Tensor | None = None
+        for at, host in enumerate(batch.micro):
+            last = at == len(batch.micro) - 1
+            one = host.to(self.env.device)
+            with self.sharded.micro_batch(last):
+                self.phases.enter("forward")
+                parts = self.loss_function(self.sharded.called, one.data, one.valid, one.valid_rows)
+                check_one_number(parts.loss_sum)
+                tokens = counted()
+                weight = float(max(1, tokens if self.loss_function.counts_tokens else batch.samples))
+                part = parts.loss_sum.detach().double()
+                total = part if total is None else total + part
+                scaled = parts.loss_sum * (self.sharded.divisor * scale / weight)
+                if last:
+                    self.verdicts.own_loss = total.clone()  # whose it was, should the sum not be finite
+                    reduced = self.stopper.sum_with(total, scaled, self.branches.signature)
+                self.phases.enter("backward")
+                scaled.backward()
+        return reduced, weight, tokens
+
+    def _tokens_of(self, batch: StepBatch) -> _Tokens:
+        info = self.job.data.info
+        if not self.loss_function.shifts and (info.class_names or not info.masks_targets):
+            return _Tokens(batch.samples * info.tokens_per_sample)
+        return _Tokens(sum(self.loss_function.tokens(micro.counted) for micro in batch.micro), over_ranks=True)
+
+    def _count(self, batch: StepBatch, result: StepResult) -> None:
+        self.state.step += 1
+        self.state.samples += batch.samples
+        self.state.tokens += result.tokens
+
+    # ------------------------------------------------------------ between steps
+
+    def _look(self) -> None:
+        """The numbers of the steps since the last look. On CUDA the device is waited for here and nowhere else."""
+        self.recorder.flush()
+        self.verdicts.settle()
+
+    def _evaluated_now(self) -> bool:
+        every = self.config.train.eval_every_steps
+        return bool(every) and self.state.step % every == 0 and self.evaluation is not None
+
+    def _evaluate(self) -> None:
+        self.phases.enter("evaluate")
+        found = evaluate(
+            self.sharded, self.loss_function, self.job.data, section=self.config.train, reading=self.config.data,
+            batch=self.job.batch, rank=data_rank(self.env), asked_to_stop=self._between_batches,
+        )  # fmt: skip
+        if found.stopped:
+            self.stopped = found.stopped
+            return
+        self.evaluation = found
+        self._look()
+        self.recorder.evaluation(self.state.step, found.values())
+
+    def _between_batches(self) -> str | None:
+        self.phases.enter("evaluate")
+        return self.stopper.check_now().stop
+
+    def _save(self, reason: str, *, wait: bool) -> None:
+        self.phases.enter("save")
+        self._look()
+        metrics = {} if self.recorder.last is None else {"loss": self.recorder.last.loss}
+        metrics |= self.evaluation.values() if self.evaluation is not None else {}
+        self.recorder.saving(self.state.step)
+        self.checkpointer.save(self.state, metrics=metrics, reason=reason, wait=wait)
+        self.last_saved = self.state.step
+        self.stopper.saved()
+        if self.kernels is not None:
+            self.kernels.publish(wait=False)
+
+    def _hear_sealed(self) -> None:
+        for sealed in self.checkpointer.sealed():
+            self.recorder.saved(
+                sealed.step, sealed.path, stall_s=sealed.stall_s, write_s=sealed.write_s, size=sealed.bytes
+            )  # fmt: skip
+
+    def _leave(self) -> Outcome:
+        if self.stopped is None and self.config.checkpoint.export and self.last_saved == self.state.step:
+            self.checkpointer.export(self.run.full_model)
+        if self.env.is_main:
+            why = self.stopped or "the last step"
+            marker = self.run.stopped if self.stopped else self.run.done
+            paths.mark(marker, f"{why} at step {self.state.step}\n")
+            how = Ending.STOPPED if self.stopped else Ending.FINISHED
+            paths.record_end(self.run, step=self.state.step, why=why, how=how)
+            if self.planned is not None and (compared := self.planned.compared()) is not None:
+                log.info("%s", compared)
+                paths.append_if_possible(self.run.history, {"event": "planned", "step": self.state.step, **compared.record()})
+        return Outcome(self.run.path, self.state.step, self.stopped, self.evaluation)
+
+
+class _Tokens:
+    """A step's unmasked tokens over all ranks; the sum travels while the first forward computes."""
+
+    def __init__(self, count: int, over_ranks: bool = False) -> None:
+        self._sum = collectives.Sum(torch.tensor(count, dtype=torch.int64)) if over_ranks else None
+        self._count = count
+
+    def __call__(self) -> int:
+        if self._sum is not None:
+            self._count, self._sum = int(self._sum.wait()), None
+        return self._count

@@ -1,0 +1,118 @@
+"""What stands around a run's first step: whose the run directory is, what is written as it begins, how weights become real.
+
+The order of a start is fsdp/run/loop.py's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fsdp.checkpoint.checkpointer import Restored
+from fsdp.checkpoint.full_state import open_full_state
+from fsdp.checkpoint.lock import Locks, hold
+from fsdp.checkpoint.store import open_store
+from fsdp.config import Config
+from fsdp.dist import collectives, preflight
+from fsdp.dist.env import DistEnv
+from fsdp.parallel.materialize import materialize
+from fsdp.parallel.nvme import Shelf
+from fsdp.parallel.shard import Sharded, replicate
+from fsdp.record.console import Console
+from fsdp.record.recorder import Sink
+from fsdp.record.wandb_sink import WandbSink
+from fsdp.run.flops import flops_per_sample, peak_flops
+from fsdp.run.job import Job
+from fsdp.run.planned import Planned
+from fsdp.rundir import paths
+from fsdp.rundir.paths import RunDir
+from fsdp.watch.replica_checks import Spikes
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def claimed_run(config: Config, env: DistEnv) -> Iterator[tuple[RunDir, Locks | None]]:
+    """Rank 0 makes and holds the run directory and the store of its checkpoints; the others receive where it is, or
+    who else holds one of them."""
+    held: list[Locks] = []
+
+    def open_run() -> str:
+        run = paths.create(paths.choose(config))
+        store = open_store(config.checkpoint.dir or str(run.path / "checkpoints"))
+        held.append(hold(run.path, store, env.launcher, env.job))
+        return str(run.path)
+
+    try:
+        path = collectives.on_main(env.rank, open_run)
+        preflight.check(env, Path(path))
+        yield RunDir(Path(path)), held[0] if held else None
+    finally:
+        for claim in held:
+            claim.release()
+
+
+def records(config: Config, env: DistEnv, run: RunDir, step: int, data: Mapping[str, object]) -> None:
+    """What a start cannot do without: where it cannot be written no rank trains. Collective."""
+    nodes = list(dict.fromkeys(collectives.everyones(paths.host())))
+
+    def write() -> None:
+        with paths.writing(run.metrics):
+            paths.truncate_metrics(run, step)
+        with paths.writing(run.config):
+            changed = paths.write_config(run, config) + paths.other_data(run, data)
+        with paths.writing(run.history):
+            paths.record_start(run, env, from_step=step, changed=changed, nodes=nodes, data=data)
+        for line in changed:
+            log.warning("changed since the last start: %s", line)
+
+    collectives.on_main(env.rank, write)
+
+
+def sinks(config: Config, env: DistEnv, run: RunDir, job: Job, planned: Planned | None) -> list[Sink]:
+    if not env.is_main:
+        return []
+    found: list[Sink] = [Spikes(config.watch.spike, run.path, job.cursor.indices)]
+    found += [planned] if planned is not None else []
+    return [*found, WandbSink(config, run.path)] if config.run.wandb else found
+
+
+def console(config: Config, env: DistEnv, job: Job) -> Console:
+    chosen = 10 if env.device.type == "cuda" else max(1, job.total_steps // 40)
+    return Console(total_steps=job.total_steps, every=config.run.log_every_steps or chosen, unit=job.unit)
+
+
+def say_start(run: RunDir, facts: Mapping[str, str], restored: Restored | None) -> None:
+    log.info("run %s", run.path)
+    for note in restored.notes if restored is not None else ():
+        log.info("%s", note)
+    if restored is not None:
+        log.info("goes on from step %d", restored.step)
+    log.info("%s", "; ".join(f"{name} {text}" for name, text in facts.items()))
+
+
+def give_weights(
+    config: Config, env: DistEnv, job: Job, sharded: Sharded, shelf: Shelf | None, *, restored: bool
+) -> None:  # fmt: skip
+    """From meta to real; where a checkpoint gives the values, memory for them alone."""
+    weights = config.model.weights
+    materialize(
+        sharded, spec=job.spec, seed=config.run.seed, init=config.model.init, rank=env.rank,
+        weights=(lambda: open_full_state(weights)) if weights else None,
+        rest_device=torch.device("cpu") if config.memory.cpu_offload else None,
+        shelf=shelf, restored=restored,
+    )  # fmt: skip
+    if shelf is not None:
+        shelf.watch()
+    replicate(sharded)
+
+
+def mfu_of(model: nn.Module, job: Job, env: DistEnv) -> float:
+    """Of one sample a second; 0 where the device's peak is not known."""
+    peak = peak_flops(env.device, env.world_size)
+    return flops_per_sample(model, job.data) / peak if peak else 0.0

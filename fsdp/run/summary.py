@@ -1,0 +1,32 @@
+"""The last words of a run: how good it is, where it lies, and what is worth typing next."""
+
+from __future__ import annotations
+
+import os
+import shlex
+
+from fsdp.config import Config
+from fsdp.run.loop import Outcome
+
+
+def summary(outcome: Outcome, config: Config, command: str) -> str:
+    """`command` starts a run under the same launcher; its flags follow."""
+    where = os.path.relpath(outcome.run_dir)
+    shown = str(outcome.run_dir) if where.startswith("..") else where
+    lines = []
+    if outcome.evaluation is not None and outcome.evaluation.accuracy is not None:
+        lines.append(f"held-out accuracy {outcome.evaluation.accuracy:.2%}  loss {outcome.evaluation.loss:.4f}")
+    how = f"stopped by {outcome.stopped}" if outcome.stopped else "finished"
+    lines += [f"{how} at step {outcome.step}: {shown}", "next:"]
+    run = shlex.quote(shown)
+    named = [name for name in (config.model.name, config.data.name) if ":" in name]
+    asked = " ".join([run, *(f"--trust-code {shlex.quote(name)}" for name in dict.fromkeys(named))])
+    resume = f"{command} --config {shlex.quote(shown + '/config.toml')} --run.dir {run}"
+    if outcome.stopped:
+        lines.append(f"  {resume}{' --train.stop_after 0' if config.train.stop_after else ''}   # goes on from here")
+    else:
+        if config.checkpoint.export:
+            lines.append(f"  python -m fsdp.predict {asked}")
+        lines.append(f"  {resume} --train.steps {outcome.step * 2} --train.epochs 0   # trains on")
+    lines += [f"  python -m fsdp.report {asked}", f"  python -m fsdp.checkpoint {run}"]
+    return "\n".join(lines)

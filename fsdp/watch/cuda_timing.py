@@ -1,0 +1,121 @@
+"""Where a step's time goes on CUDA: events on the compute stream, read when they have passed, never waited for.
+
+The host only queues work, so its clocks say nothing of forward and backward. An event is recorded as each phase begins, and
+around the places where FSDP2 makes the compute stream wait for an all-gather or for the last reductions: the communication that
+nothing hid (the copy out of the gathered buffer stands in it too). Not here: the host's phases (cells.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from fsdp.base.phases import PHASES
+from fsdp.watch.status_page import ON_DEVICE, SPENT, WAITED, Writer
+
+MOST_OPEN = 64
+"""Steps whose events have not passed yet: the host never runs so far ahead, and if it does the oldest are forgotten."""
+WAITS = ("wait_for_unshard", "finalize_backward")
+
+
+class Event(Protocol):
+    def record(self) -> Any: ...
+    def query(self) -> bool: ...
+    def elapsed_time(self, end: Any) -> float: ...
+
+
+Marks = list[tuple[int, Event]]
+Waits = list[tuple[Event, Event]]
+
+
+def cuda_event() -> Event:
+    return torch.cuda.Event(enable_timing=True)
+
+
+class DeviceClock:
+    """A listener of fsdp/base/phases.py, after the Writer whose cells it fills."""
+
+    def __init__(self, writer: Writer, new: Callable[[], Event] = cuda_event) -> None:
+        self._writer, self._new = writer, new
+        self._free: list[Event] = []
+        self._step = 0
+        self._marks: Marks = []
+        self._waits: Waits = []
+        self._open: deque[tuple[int, Marks, Waits]] = deque()
+        self._index = {name: i for i, name in enumerate(PHASES)}
+        self._originals: list[tuple[Any, str, Any]] = []
+
+    def phase(self, name: str, step: int) -> None:
+        index = self._index[name]
+        if self._marks and self._marks[-1][0] == index and name != "data":
+            return  # the next batch of an evaluation
+        self._marks.append((index, self._now()))
+        if name == "data":
+            self._open.append((self._step, self._marks, self._waits))
+            self._step, self._marks, self._waits = step, [self._marks[-1]], []
+            self._settle()
+
+    def _now(self) -> Event:
+        event = self._free.pop() if self._free else self._new()
+        event.record()
+        return event
+
+    def _settle(self) -> None:
+        """Read the steps whose last event has passed."""
+        while self._open and (len(self._open) > MOST_OPEN or self._open[0][1][-1][1].query()):
+            step, marks, waits = self._open.popleft()
+            if len(self._open) <= MOST_OPEN and step:
+                self._add(step, marks, waits)
+            # the last mark is the next step's first
+            self._free += [event for _, event in marks[:-1]] + [event for pair in waits for event in pair]
+
+    def _add(self, step: int, marks: Marks, waits: Waits) -> None:
+        cells, work = self._writer.numbers, 0.0
+        for (index, began), (_, ended) in itertools.pairwise(marks):
+            if ON_DEVICE[index]:
+                seconds = began.elapsed_time(ended) / 1e3
+                cells[SPENT + index] += seconds
+                work += seconds
+        waited = sum(began.elapsed_time(ended) for began, ended in waits) / 1e3
+        self._writer.waited += waited
+        cells[WAITED] = self._writer.waited
+        self._writer.step_took(step, work - waited, marks[0][1].elapsed_time(marks[-1][1]) / 1e3)
+
+    # ------------------------------------------------------------ where FSDP2 waits
+
+    def wrap(self, group_class: Any) -> None:
+        """FSDPParamGroup: private to torch, so a name that is not there is left alone and its waiting not told."""
+        for name in WAITS:
+            original = getattr(group_class, name, None)
+            if original is not None:
+                self._originals.append((group_class, name, original))
+                setattr(group_class, name, self._timed(original))
+
+    def _timed(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def waiting(*args: Any, **kwargs: Any) -> Any:
+            began = self._now()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._waits.append((began, self._now()))
+
+        return waiting
+
+    def close(self) -> None:
+        for owner, name, original in self._originals:
+            setattr(owner, name, original)
+        self._originals = []
+
+
+def device_clock(writer: Writer) -> DeviceClock:
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    clock = DeviceClock(writer)
+    clock.wrap(FSDPParamGroup)
+    return clock

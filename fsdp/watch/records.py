@@ -1,0 +1,62 @@
+"""What stays in RUN/watch/, written by a thread: the monitor must not stand still where storage does.
+
+verdicts.jsonl      an object a verdict: time, by (the node that judged), kind, ranks, nodes, step, what, others, hint, still_s
+late.jsonl          an object each time a rank is found late, or is not any more: rank, node, percent, since_step, starved
+timing.jsonl        an object an interval: from_step, step, seconds, and by rank the mean seconds a step in data, forward,
+                    backward, reduce, optimizer, record, evaluate, save, waiting (in collectives, for others), starved. On CUDA
+                    forward, backward, optimizer and waiting are the device's times, the rest the host's
+KIND-STEP/          what a verdict rests on: rank-N.txt (stacks), rank-N.fr.json (flight recorder), evidence.json
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fsdp.rundir.paths import Appender
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 3.0
+
+
+class Files:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._tasks: queue.SimpleQueue[tuple[Path, str | Mapping[str, Any]] | None] = queue.SimpleQueue()
+        self._appenders: dict[Path, Appender] = {}
+        self._thread = threading.Thread(target=self._serve, name="files", daemon=True)
+        self._thread.start()
+
+    def append(self, name: str, record: Mapping[str, Any]) -> None:
+        self._tasks.put((self.folder / name, record))
+
+    def write(self, name: str, text: str) -> None:
+        self._tasks.put((self.folder / name, text))
+
+    def close(self) -> None:
+        """Waits for the storage, but not for ever: the process that asks has said all it has to say."""
+        self._tasks.put(None)
+        self._thread.join(PATIENCE_S)
+
+    def _serve(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            path, content = task
+            if isinstance(content, str):
+                self._replace(path, content)
+            else:
+                self._appenders.setdefault(path, Appender(path)).append(content)
+        for appender in self._appenders.values():
+            appender.close()
+
+    def _replace(self, path: Path, text: str) -> None:
+        """Evidence of a moment: what cannot be written is not kept for later."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            log.warning("watch: %s cannot be written (%s)", path, error.strerror)

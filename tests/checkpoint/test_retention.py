@@ -1,0 +1,323 @@
+"""Which checkpoints stay, and that the old go only after the new is sealed."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from fsdp.base.errors import CheckpointError
+from fsdp.checkpoint import file_names, inspect, store
+from fsdp.checkpoint.inspect import CheckpointListing
+from fsdp.checkpoint.manifest import Manifest
+from fsdp.checkpoint.remote import RemoteStore
+from fsdp.checkpoint.retention import prune, superfluous
+from fsdp.checkpoint.store import LocalStore, open_store
+from fsdp.config import CheckpointSection
+from fsdp.dist.env import DistEnv
+from fsdp.rundir.lock import FILE, Claim
+from tests.checkpoint.small import build
+from tests.support.world import run_world
+
+
+def whole(step: int, **metrics: float) -> CheckpointListing:
+    about = Manifest(
+        step=step, attempt="", created=0.0, torch="", strategy="fsdp", replicate=1, shard=1, ranks=1, config="", reason="",
+        counters={}, metrics=metrics, files={}, digests={},
+    )  # fmt: skip
+    return CheckpointListing(f"step-{step}", step, about)
+
+
+LOSSES = {1: 5.0, 2: 3.0, 3: 4.0, 4: 2.0, 5: 9.0, 6: 8.0}
+
+
+@pytest.mark.parametrize(
+    ("rules", "stay"),
+    [
+        ({"keep_last": 2}, [5, 6]),
+        ({"keep_last": 0}, [1, 2, 3, 4, 5, 6]),
+        ({"keep_last": 1, "keep_every_steps": 3}, [3, 6]),
+        ({"keep_last": 1, "keep_best": 2}, [2, 4, 6]),
+        ({"keep_last": 1, "keep_best": 1, "keep_best_metric": "-eval_loss"}, [5, 6]),
+        ({"keep_last": 1, "keep_best": 3, "keep_best_metric": "accuracy"}, [6]),
+        ({"keep_last": 1, "keep_best": 1, "keep_every_steps": 5}, [4, 5, 6]),
+    ],
+)
+def test_the_rules_add_up(rules: dict[str, Any], stay: list[int]) -> None:
+    founds = [whole(step, eval_loss=loss) for step, loss in LOSSES.items()]
+    gone = {found.step for found in superfluous(CheckpointSection(**rules), founds)}
+    assert [step for step in LOSSES if step not in gone] == stay
+
+
+def save_all(env: DistEnv, run_dir: str, section: dict[str, Any], steps: int) -> None:
+    run = build(env, "fsdp", run_dir, section=section)
+    run.checkpointer.restore(run.state)
+    for _ in range(steps):
+        run.step()
+        run.save(metrics={"eval_loss": LOSSES[run.state.step]})
+    run.checkpointer.close()
+
+
+def steps(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+@pytest.mark.slow
+def test_a_run_keeps_what_it_was_told_over_restarts(tmp_path: Path) -> None:
+    section = {"keep_last": 1, "keep_best": 1}
+    for _ in range(2):
+        run_world(2, save_all, str(tmp_path), section, 3)
+    assert steps(tmp_path) == ["step-00000004", "step-00000006"]
+
+
+def test_only_whole_ones_count_and_others_are_left_to_people(tmp_path: Path) -> None:
+    run_world(2, save_all, str(tmp_path), {"keep_last": 3}, 3)
+    (tmp_path / "checkpoints" / "step-00000003" / "__1_0.distcp").write_bytes(b"")
+    run_world(2, save_all, str(tmp_path), {"keep_last": 2}, 2)
+    # Resumed from 2, since 3 is broken; 3 and 4 are new, and the broken 3 counts for neither.
+    assert steps(tmp_path) == ["step-00000003", "step-00000003.broken-size", "step-00000004"]
+
+
+def test_pruning_neither_counts_nor_deletes_what_is_not_sealed(tmp_path: Path) -> None:
+    """The seal of the newest is gone (a deletion that a power cut stopped, say): the two whole ones are the last two."""
+    run_world(1, save_all, str(tmp_path), {}, 3)
+    (tmp_path / "checkpoints" / "step-00000003" / file_names.MANIFEST).unlink()
+    place = LocalStore(tmp_path / "checkpoints")
+    assert prune(place, CheckpointSection(keep_last=2), "00000000") == []
+    assert prune(place, CheckpointSection(keep_last=1), "00000000") == ["step-00000001"]
+    assert steps(tmp_path) == ["step-00000002", "step-00000003"]
+
+
+def test_what_a_dead_attempt_left_is_swept_by_the_next(tmp_path: Path) -> None:
+    run_world(2, save_all, str(tmp_path), {}, 1)
+    for name in ("step-00000002.tmp-deadbeef", "step-00000001.gone-deadbeefabc"):
+        (tmp_path / "checkpoints" / name).mkdir()
+        (tmp_path / "checkpoints" / name / "__0_0.distcp").write_bytes(b"half")
+    (tmp_path / "checkpoints" / "somebody-elses").mkdir()
+    run_world(2, save_all, str(tmp_path), {}, 0)
+    assert steps(tmp_path) == ["somebody-elses", "step-00000001"]
+
+
+@pytest.mark.slow
+def test_pruning_deletes_a_link_and_leaves_what_it_leads_to(tmp_path: Path) -> None:
+    """A person keeps checkpoints on another disk, with a link in the run. The run prunes, and starts again afterwards."""
+    place, elsewhere = tmp_path / "run" / "checkpoints", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    run_world(2, save_all, str(tmp_path / "run"), {}, 2)
+    for name in ("step-00000001", "step-00000002"):
+        (place / name).rename(elsewhere / name)
+        (place / name).symlink_to(elsewhere / name)
+    (place / "step-00000001.gone-deadbeefabc").symlink_to(elsewhere / "step-00000001")
+    run_world(2, save_all, str(tmp_path / "run"), {"keep_last": 1}, 2)
+    run_world(2, save_all, str(tmp_path / "run"), {"keep_last": 1}, 1)
+    assert steps(tmp_path / "run") == ["step-00000005"]
+    for name in ("step-00000001", "step-00000002"):
+        found = inspect.look(LocalStore(elsewhere), name)
+        assert found.manifest is not None, found.detail
+        for file, (size, crc) in found.manifest.files.items():
+            inspect.check_file(LocalStore(elsewhere), name, file, size, crc)
+
+
+def fail_to_save(env: DistEnv, run_dir: str) -> tuple[list[str], str]:
+    """A save that ends with its manifest unwritten: what there is must still be there."""
+    run = build(env, "fsdp", run_dir, section={"keep_last": 1})
+    run.checkpointer.restore(run.state)
+    seal = LocalStore.seal
+
+    def torn(self: LocalStore, staged: str, final: str) -> None:
+        raise OSError(5, "Input/output error")
+
+    LocalStore.seal = torn  # type: ignore[method-assign]
+    said = ""
+    try:
+        run.step()
+        run.save(wait=True)
+    except CheckpointError as error:
+        said = str(error)
+    finally:
+        LocalStore.seal = seal  # type: ignore[method-assign]
+        run.checkpointer.close()
+    return steps(Path(run_dir)), said
+
+
+def test_the_old_stays_while_the_new_is_not_sealed(tmp_path: Path) -> None:
+    run_world(2, save_all, str(tmp_path), {}, 2)
+    for left, said in run_world(2, fail_to_save, str(tmp_path)):
+        assert left == ["step-00000001", "step-00000002"]
+        assert "step 3 was not saved: rank 0: EIO, Input/output error" in said
+
+
+class Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def fail_after_the_rename(env: DistEnv, run_dir: str) -> tuple[list[str], list[int], list[str], list[str]]:
+    """The fsync of the folder fails once the checkpoint has its name; then storage is well again."""
+    run, heard = build(env, "fsdp", run_dir, section={"keep_last": 1}), Heard()
+    logging.getLogger("fsdp.checkpoint").addHandler(heard)
+    run.checkpointer.restore(run.state)
+    sync_folder = store.sync_folder
+
+    def failing(folder: Path) -> None:
+        if (folder / "step-00000003").exists():
+            raise OSError(errno.EIO, "Input/output error")
+        sync_folder(folder)
+
+    run.step()
+    store.sync_folder = failing
+    try:
+        run.save(wait=True)
+    finally:
+        store.sync_folder = sync_folder
+    sealed, left = [one.step for one in run.checkpointer.sealed()], steps(Path(run_dir))
+    if env.world_size > 1:
+        dist.barrier()
+    run.step()
+    run.save(wait=True)
+    run.checkpointer.close()
+    logging.getLogger("fsdp.checkpoint").removeHandler(heard)
+    return left, sealed, heard.lines, steps(Path(run_dir))
+
+
+def test_a_failure_after_the_rename_is_no_lost_save_and_costs_no_older_one(tmp_path: Path) -> None:
+    run_world(2, save_all, str(tmp_path), {}, 2)
+    results = run_world(2, fail_after_the_rename, str(tmp_path))
+    for left, sealed, _, _ in results:
+        assert left == ["step-00000001", "step-00000002", "step-00000003"], "it may not outlive a power cut: none is pruned"
+        assert sealed == [3]
+    (_, _, (line,), later), (_, _, others, _) = results
+    assert later == ["step-00000004"]
+    assert line.startswith(f"checkpoint of step 3 is whole in {tmp_path}/checkpoints/step-00000003, but rank 0: ")
+    assert "EIO, Input/output error" in line
+    assert others == []
+
+
+def lose_the_answer(env: DistEnv, run_dir: str, answers_later: bool) -> tuple[list[int], str, list[str]]:
+    """An object store puts the manifest and its answer is lost; with `answers_later` it can be asked what it has."""
+    run, heard = build(env, "ddp", run_dir, section={"dir": "memory://bucket/lost"}), Heard()
+    logging.getLogger("fsdp.checkpoint").addHandler(heard)
+    run.checkpointer.restore(run.state)
+    write, sizes = RemoteStore.write, RemoteStore.sizes
+
+    def lossy(self: RemoteStore, folder: str, file: str, buffers: Any) -> None:
+        write(self, folder, file, buffers)
+        if file == file_names.MANIFEST:
+            if not answers_later:
+                RemoteStore.sizes = silent  # type: ignore[method-assign]
+            raise OSError(errno.ETIMEDOUT, "no answer")
+
+    def silent(self: RemoteStore, folder: str) -> dict[str, int]:
+        raise OSError(errno.ETIMEDOUT, "no answer")
+
+    run.step()
+    RemoteStore.write = lossy  # type: ignore[method-assign]
+    said = ""
+    try:
+        run.save(wait=True)
+    except CheckpointError as error:
+        said = str(error)
+    finally:
+        RemoteStore.write, RemoteStore.sizes = write, sizes  # type: ignore[method-assign]
+        run.checkpointer.close()
+        logging.getLogger("fsdp.checkpoint").removeHandler(heard)
+    whole = [found.step for found in inspect.scan(open_store("memory://bucket/lost")) if found.manifest is not None]
+    open_store("memory://bucket/lost")._fs.rm("/bucket", recursive=True)  # type: ignore[attr-defined]
+    return whole, said, heard.lines
+
+
+def test_what_an_object_store_has_decides_how_a_save_ended(tmp_path: Path) -> None:
+    """A manifest that is there is a checkpoint; where the store cannot be asked, nothing is claimed and nothing deleted."""
+    ((whole, said, lines),) = run_world(1, lose_the_answer, str(tmp_path / "one"), True)
+    assert (whole, said) == ([1], "")
+    assert "checkpoint of step 1 is whole in memory://bucket/lost/step-00000001-" in lines[0]
+    ((whole, said, lines),) = run_world(1, lose_the_answer, str(tmp_path / "two"), False)
+    assert whole == [1]
+    assert said.startswith("step 1 may not be saved: rank 0: ")
+    assert "no answer; then memory://bucket/lost/step-00000001-" in said
+    assert "CHECKPOINT of step 1 may NOT be saved" in lines[0]
+
+
+def save_ousted(env: DistEnv, run_dir: str, when: str) -> str:
+    """Another job takes the run directory over: before a save, while its files are written, or as it has been sealed."""
+    claim = Claim.acquire(Path(run_dir), "torchrun") if env.is_main else None
+    run = build(env, "fsdp", run_dir, claim=claim, section={"keep_last": 1})
+    run.checkpointer.restore(run.state)
+    run.step()
+    run.save(wait=True)
+    run.step()
+    write, seal = LocalStore.write, LocalStore.seal
+
+    def oust() -> None:
+        if claim is not None:
+            file = Path(run_dir, FILE)
+            file.write_text(file.read_text().replace(claim.holder.token, "1234"))
+
+    def ousting_write(self: LocalStore, folder: str, file: str, buffers: Any) -> None:
+        write(self, folder, file, buffers)
+        if file == file_names.METADATA:
+            oust()
+
+    def ousting_seal(self: LocalStore, staged: str, final: str) -> None:
+        seal(self, staged, final)
+        oust()
+
+    if when == "before":
+        oust()
+    elif when == "writing":
+        LocalStore.write = ousting_write  # type: ignore[method-assign]
+    else:
+        LocalStore.seal = ousting_seal  # type: ignore[method-assign]
+    try:
+        run.save(wait=True)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        LocalStore.write, LocalStore.seal = write, seal  # type: ignore[method-assign]
+        run.checkpointer.close()
+        if claim is not None:
+            claim.release()
+    return "sealed"
+
+
+@pytest.mark.parametrize("when", ["before", "writing"])
+def test_an_ousted_writer_seals_nothing_and_stops(tmp_path: Path, when: str) -> None:
+    assert all("was taken over by process" in said for said in run_world(2, save_ousted, str(tmp_path), when))
+    # What it was writing is the next holder's to sweep: its own deletion could meet the other's.
+    assert [name for name in steps(tmp_path) if ".tmp-" not in name] == ["step-00000001"]
+
+
+def test_an_ousted_writer_prunes_nothing(tmp_path: Path) -> None:
+    assert run_world(2, save_ousted, str(tmp_path), "sealed") == ["sealed", "sealed"]
+    assert steps(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+def save_apart(env: DistEnv, run_dir: str) -> str:
+    run = build(env, "fsdp", str(Path(run_dir, str(env.rank))))
+    try:
+        run.checkpointer.restore(run.state)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        run.checkpointer.close()
+    return "restored"
+
+
+def test_storage_that_is_not_shared_is_named_before_training(tmp_path: Path) -> None:
+    for said in run_world(3, save_apart, str(tmp_path)):
+        assert "is not shared: rank 1 on" in said
+        assert ", rank 2 on" in said
+
+
+def test_a_place_that_cannot_be_written_is_named_before_training(tmp_path: Path) -> None:
+    (tmp_path / "0").write_text("a file where the run directory should be")
+    for said in run_world(1, save_apart, str(tmp_path)):
+        assert "cannot be written" in said

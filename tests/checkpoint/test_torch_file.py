@@ -1,0 +1,80 @@
+"""The bytes of a tensor are those that torch.save would have written, and checksums of parts make that of the whole."""
+
+from __future__ import annotations
+
+import io
+import os
+import zipfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fsdp.base import digest
+from fsdp.checkpoint import pieces, tensor_reader, torch_file
+from fsdp.checkpoint.crc import combine
+from fsdp.checkpoint.tensor_reader import ByteRange
+
+DTYPES = [
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.complex64,
+    torch.float8_e4m3fn, torch.uint16,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", [(), (5,), (3, 4), (0,), (2, 0, 3), (2, 3, 1, 2, 2, 3)], ids=str)
+def test_torch_load_reads_back_every_bit(dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+    count = int(np.prod(sizes, dtype=int)) * dtype.itemsize
+    data = bytes(int(one) & 1 for one in os.urandom(count)) if dtype == torch.bool else os.urandom(count)
+    head, tail = torch_file.frame(dtype, sizes, len(data), zlib.crc32(data))
+    item = head + data + tail
+    assert (len(head), len(item)) == (torch_file.HEAD, torch_file.item_length(len(data)))
+    assert zipfile.ZipFile(io.BytesIO(item)).testzip() is None
+    loaded = torch.load(io.BytesIO(item), weights_only=True)
+    assert (loaded.dtype, tuple(loaded.shape), loaded.stride()) == (dtype, sizes, torch.empty(sizes).stride())
+    assert loaded.contiguous().view(-1).view(torch.uint8).numpy().tobytes() == data if count else True
+
+
+def test_a_tensor_of_more_than_4_gib_is_read_too(tmp_path: Path) -> None:
+    """Sparse on disk: only its last elements are written."""
+    count = (4 << 30) + 8
+    head, tail = torch_file.frame(torch.uint8, (count,), count, 0)
+    with (tmp_path / "big").open("wb") as stream:
+        stream.write(head)
+        stream.seek(torch_file.HEAD + count - 3)
+        stream.write(b"end" + tail)
+    assert (tmp_path / "big").stat().st_size == torch_file.item_length(count)
+    loaded = torch.load(tmp_path / "big", mmap=True, weights_only=True)
+    assert loaded.shape == (count,)
+    assert bytes(loaded[-4:].tolist()) == b"\0end"
+
+
+def test_checksums_of_parts_make_the_wholes() -> None:
+    data = os.urandom(100_000)
+    for cut in (0, 1, 77, 65_536, 100_000):
+        assert combine(zlib.crc32(data[:cut]), zlib.crc32(data[cut:]), len(data) - cut) == zlib.crc32(data)
+
+
+def test_what_several_ranks_read_is_laid_end_to_end_and_gaps_are_named() -> None:
+    one, two, again, late = (
+        ByteRange("f", 0, 10, 1),
+        ByteRange("f", 10, 30, 2),
+        ByteRange("f", 5, 12, 3),
+        ByteRange("f", 40, 50, 4),
+    )
+    chain, gaps = tensor_reader.tile(60, [late, again, two, one, one])
+    assert chain == [one, two, late]
+    assert gaps == [(30, 40), (50, 60)]
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_a_tensors_digest_is_the_sum_of_its_boxes_cut_along_any_axis(axis: int) -> None:
+    whole = torch.randn(4, 5, 6, dtype=torch.float64)
+    total, at = 0, 0
+    for part in whole.chunk(3, dim=axis):
+        offsets = tuple(at if dim == axis else 0 for dim in range(3))
+        total += pieces.digest(part.contiguous(), offsets, (4, 5, 6))
+        at += part.shape[axis]
+    assert total % 2**64 == digest.digest_shard(whole).at(0)

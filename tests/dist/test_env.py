@@ -1,0 +1,65 @@
+"""Who a process is, from torchrun's variables or none; who speaks before that is known; which torch is too old."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+import train
+from fsdp.dist.env import check_torch, from_environment, speaks_for_all
+from fsdp.base.errors import LaunchError
+
+TORCHRUN = {
+    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2",
+}  # fmt: skip
+
+
+def test_torchrun_s_variables() -> None:
+    made = from_environment(TORCHRUN)
+    assert str(made) == "rank 5(8) local 1(4) node 1(2) cpu via torchrun"
+    assert not made.is_main
+
+
+def test_alone() -> None:
+    made = from_environment({})
+    assert (made.rank, made.world_size, made.launcher, made.is_main) == (0, 1, "a single process", True)
+
+
+def test_a_variable_that_is_no_number() -> None:
+    with pytest.raises(LaunchError, match=r"WORLD_SIZE is 'two' and not a number\. HINT: start with torchrun, srun"):
+        from_environment({**TORCHRUN, "WORLD_SIZE": "two"})
+
+
+@pytest.mark.parametrize(
+    ("environ", "speaks"),
+    [({}, True), ({"RANK": "0"}, True), ({"RANK": "1"}, False), ({"SLURM_PROCID": "2"}, False), ({"SLURM_PROCID": "0"}, True),
+     ({"RANK": "1", "SLURM_PROCID": "0"}, False)],
+)  # fmt: skip
+def test_one_process_speaks_for_all(environ: dict[str, str], speaks: bool) -> None:
+    assert speaks_for_all(environ) is speaks
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_under_torchrun_an_error_of_all_ranks_is_printed_before_rank_0_is_ended(
+    rank: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """torchrun ends all ranks as soon as one has ended: rank 1 waits, or rank 0 is ended before it has printed."""
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    for name, value in {**TORCHRUN, "RANK": rank}.items():
+        monkeypatch.setenv(name, value)
+    assert train.main(["--backend", "ray"]) == 2
+    assert capfd.readouterr().err.count("HINT: ") == (rank == "0")
+    assert len(waited) == (rank == "1")
+
+
+@pytest.mark.parametrize(
+    ("version", "old"), [("2.10.1", True), ("1.13.0+cu117", True), ("2.11.0", False), ("2.13.0+cpu", False), ("3.0.0", False)]
+)
+def test_an_old_torch_is_refused_in_a_line(version: str, old: bool) -> None:
+    if not old:
+        check_torch(version)
+        return
+    with pytest.raises(LaunchError, match=r"torch .* is older than 2\.11\. HINT: pip install torch==2\.13\.0"):
+        check_torch(version)

@@ -1,0 +1,65 @@
+"""--model.frozen: what its patterns mean, that only the rest is trained, and what is said of a pattern that means nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsdp import config as configuration
+from fsdp.base.errors import ConfigError
+from fsdp.data import build_dataset
+from fsdp.models import build_real, resolve
+from fsdp.models.trainable import freeze
+from tests.support import user_code
+from tests.support.runs import flags, run
+
+
+def trained(text: str) -> list[str]:
+    model = user_code.Uneven()
+    freeze(model, text)
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def test_patterns_are_of_whole_names() -> None:
+    assert trained("stem.*, blocks.*") == ["head.weight", "head.bias"]
+    assert all(name.endswith("weight") for name in trained("*.bias"))
+    assert "blocks.1.up.weight" not in trained("blocks.[01].up.weight")
+
+
+def test_a_tied_parameter_is_known_by_each_of_its_names() -> None:
+    model = user_code.TiedWords()
+    freeze(model, "head.weight")
+    assert not model.words.weight.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("stem", r"HINT: --model.frozen stem\.\*"),
+        ("norm.weight", r"HINT: --model.frozen \*\.norm\.weight"),
+        ("stem.wieght", "HINT: --model.frozen stem.weight"),
+        ("stem.*,hat.*", "--model.frozen hat.* matches no parameter"),
+        ("*", "leaves nothing to train"),
+    ],
+)
+def test_a_pattern_that_means_nothing_is_refused(text: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        freeze(user_code.Uneven(), text)
+    assert hint.replace("\\", "") in str(caught.value)
+
+
+def initial(*more: str) -> dict[str, Tensor]:
+    config = configuration.load(flags(*more))
+    model = build_real(resolve(config.model, build_dataset(config.data).info.facts), config.run.seed)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("mesh", ["", "--mesh.strategy ddp"])
+def test_what_is_frozen_keeps_its_bits_and_the_rest_moves(mesh: str, tmp_path: Path) -> None:
+    found = run(2, tmp_path, mesh, "--train.steps 3 --model.frozen stem.*,blocks.1.*,*.bias").parameters
+    for name, value in initial().items():
+        kept = name.startswith(("stem.", "blocks.1.")) or name.endswith(".bias")
+        assert torch.equal(found[name], value) is kept, name

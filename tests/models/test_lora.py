@@ -1,0 +1,99 @@
+"""Adapters on one device: where they lie, that they begin as nothing, how they are drawn and merged, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp import config as configuration
+from fsdp.base.errors import ConfigError
+from fsdp.config import LoraSection
+from fsdp.models.lora import adapted, apply_lora, base_names, draw_adapters, lora_inits, merge
+from tests.support import user_code
+
+
+def made(model: nn.Module, **section: Any) -> nn.Module:
+    apply_lora(model, LoraSection(**{"rank": 3, **section}))
+    draw_adapters(model, seed=0)
+    return model
+
+
+def layers(model: nn.Module, **section: Any) -> list[str]:
+    return [name for name, _ in adapted(made(model, **section))]
+
+
+def test_by_default_they_lie_within_the_blocks() -> None:
+    assert layers(user_code.Uneven()) == [f"blocks.{i}.{part}" for i in range(3) for part in ("up", "down")]
+    assert layers(user_code.Tiny()) == ["narrow"]
+
+
+def test_targets_are_names_last_names_or_patterns() -> None:
+    assert layers(user_code.Uneven(), targets="up") == [f"blocks.{i}.up" for i in range(3)]
+    assert layers(user_code.Uneven(), targets="blocks.0.*,head") == ["blocks.0.up", "blocks.0.down", "head"]
+
+
+@pytest.mark.parametrize(
+    ("model", "targets", "said"),
+    [
+        (user_code.Uneven(), "upp", "--lora.targets upp matches no linear layer of this model"),
+        (user_code.Uneven(), "norm", "--lora.targets norm matches no linear layer"),
+        (user_code.TiedWords(), "head", "whose weight is tied to another layer's"),
+        (nn.Sequential(nn.ReLU()), "", "has no nn.Linear layer"),
+        (nn.MultiheadAttention(8, 2), "out_proj", "matches no linear layer"),
+    ],
+)
+def test_what_cannot_carry_an_adapter_is_refused(model: nn.Module, targets: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        made(model, targets=targets)
+
+
+def test_only_adapters_are_trained_and_the_names_of_the_rest_stay() -> None:
+    plain = [name for name, _ in user_code.Uneven().named_parameters()]
+    model = made(user_code.Uneven())
+    assert [name for name, p in model.named_parameters() if "lora" not in name] == plain
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == set(lora_inits(model))
+    assert base_names(model) == set(plain)
+    assert base_names(user_code.Frozen()) == set()
+
+
+def test_at_first_they_change_nothing_and_merged_they_do_the_same() -> None:
+    plain = user_code.Uneven().eval()
+    x = torch.randn(7, 12)
+    expected = plain(x)
+    model = made(plain, alpha=5.0)
+    assert torch.equal(model(x), expected)
+    for _, layer in adapted(model):
+        nn.init.normal_(layer.lora_b)
+    moved = model(x)
+    assert not torch.allclose(moved, expected)
+    names = [name for name, _ in user_code.Uneven().named_parameters()]
+    merge(model)
+    assert [name for name, _ in model.named_parameters()] == names
+    assert torch.allclose(model(x), moved, atol=1e-5)
+
+
+def test_alpha_rank_and_dropout_do_what_they_say() -> None:
+    layer = made(nn.Sequential(nn.Linear(4, 5)), rank=2, alpha=6.0).get_submodule("0")
+    assert layer.lora_a.shape == (2, 4)  # type: ignore[union-attr]
+    assert layer.lora_scale == 3.0
+    dropped = made(nn.Sequential(nn.Linear(64, 5)), dropout=0.5)
+    nn.init.ones_(dropped.get_submodule("0").lora_b)  # type: ignore[arg-type]
+    x = torch.randn(3, 64)
+    assert not torch.equal(dropped(x), dropped(x))
+    assert torch.equal(dropped.eval()(x), dropped(x))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--lora.targets", "up"], "--lora.targets up says nothing without adapters. HINT: --lora.rank 8"),
+        (["--lora.rank", "8", "--model.frozen", "stem.*"], "--model.frozen stem.* says nothing beside --lora.rank 8"),
+    ],
+)
+def test_flags_that_contradict(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        configuration.load(words)
+    assert said in str(caught.value)

@@ -1,0 +1,83 @@
+"""fp16's loss scale over time: an overflow halves it, consecutive good steps double it, and it survives a resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp import config as configuration
+from fsdp.dist.env import DistEnv
+from fsdp.optim import loss_scale
+from fsdp.optim.loss_scale import GROWS_AFTER, LARGEST, LossScaler
+from fsdp.optim.train_state import TrainState
+from fsdp.run.loop import train
+from tests.support.runs import flags
+from tests.support.world import run_world
+
+FP16 = "--precision.param fp16 --precision.loss_scale 1024 --checkpoint.every_steps 1000 --checkpoint.keep_last 9"
+
+
+def state(scale: float, good_steps: int = 0) -> TrainState:
+    model = nn.Linear(1, 1)
+    return TrainState(model, torch.optim.SGD(model.parameters()), loss_scale=scale, good_steps=good_steps)
+
+
+def test_it_doubles_after_so_many_good_steps_and_counts_anew() -> None:
+    scaled = state(8.0)
+    one = LossScaler(scaled)
+    seen = []
+    for _ in range(3 * GROWS_AFTER):
+        one.good()
+        seen.append(one.scale)
+    assert seen.count(8.0) == GROWS_AFTER - 1
+    assert [seen.count(scale) for scale in (16.0, 32.0, 64.0)] == [GROWS_AFTER, GROWS_AFTER, 1]
+    assert scaled.good_steps == 0
+
+
+def test_an_overflow_halves_it_and_good_steps_are_counted_anew() -> None:
+    scaled = state(8.0, good_steps=GROWS_AFTER - 1)
+    one = LossScaler(scaled)
+    assert one.overflow()
+    assert (one.scale, scaled.good_steps) == (4.0, 0)
+    one.good()
+    assert one.scale == 4.0, "one good step after an overflow is not enough to grow"
+
+
+def test_it_has_a_largest_and_a_smallest() -> None:
+    top = LossScaler(state(LARGEST, good_steps=GROWS_AFTER))
+    top.good()
+    assert top.scale == LARGEST
+    low = LossScaler(state(2.0))
+    assert low.overflow()
+    assert not low.overflow(), "below 1 the numbers themselves are at fault"
+
+
+def scales_of_steps(env: DistEnv, words: list[str]) -> list[float]:
+    """The scale that each step of a start was computed with, growing every third good step."""
+    seen: list[float] = []
+    unscale = LossScaler.unscale
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss_scale, "GROWS_AFTER", 3)
+
+        def spy(self: LossScaler, *args: object) -> torch.Tensor:
+            seen.append(self.scale)
+            return unscale(self, *args)  # type: ignore[arg-type]
+
+        patch.setattr(LossScaler, "unscale", spy)
+        train(configuration.load(words), env)
+    return seen
+
+
+def test_a_real_run_grows_it_and_a_resumed_one_counts_on(tmp_path: Path) -> None:
+    words = ["--run.dir", str(tmp_path), *flags(FP16, "--train.steps 10")]
+    first = run_world(2, scales_of_steps, [*words, "--train.stop_after", "5"])
+    assert first == [[1024.0] * 3 + [2048.0] * 2] * 2
+    second = run_world(2, scales_of_steps, words)
+    assert second == [[2048.0] + [4096.0] * 3 + [8192.0]] * 2, "the two good steps before the stop count"
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert len(losses) == 10
+    assert all(loss == loss for loss in losses)

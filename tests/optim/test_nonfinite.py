@@ -1,0 +1,161 @@
+"""The verdict on a step's numbers where the device reaches it: the host asks when a line is printed, and nothing is spoilt.
+
+The fused kernels of the CPU read a verdict as those of CUDA do, so the whole path is tried here on gloo's ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp import config as configuration
+from fsdp.dist.env import DistEnv
+from fsdp.dist.stop import Stopper
+from fsdp.optim import nonfinite
+from fsdp.record import recorder
+from fsdp.run.loop import _Loop, _Tokens, train
+from tests.optim.test_nonfinite_runs import DDP, HSDP, SPOILT, step_of
+from tests.support.marks import quick_are
+from tests.support.runs import failures, flags
+from tests.support.world import run_world
+
+
+@contextmanager
+def as_on_cuda() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nonfinite, "DEVICES_THAT_DECIDE", ("cuda", "cpu"))
+        patch.setattr(recorder, "DEVICES_THAT_HOLD", ("cuda", "cpu"))
+        yield
+
+
+def decided_by_device(env: DistEnv, words: list[str]) -> tuple[str | None, bool]:
+    """What was raised, and whether all that a rank holds is finite afterwards."""
+    loops: list[_Loop] = []
+    begin = _Loop.run_to_end
+
+    def spy(self: _Loop) -> Any:
+        assert self.verdicts.device_decides
+        loops.append(self)
+        return begin(self)
+
+    said = None
+    _Loop.run_to_end = spy  # type: ignore[method-assign]
+    try:
+        with as_on_cuda():
+            train(configuration.load(words), env)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    finally:
+        _Loop.run_to_end = begin  # type: ignore[method-assign]
+    held = [*loops[0].sharded.root.parameters()]
+    held += [v for s in loops[0].state.optimizer.state.values() for v in s.values()]
+    return said, all(bool((getattr(t, "_local_tensor", t)).isfinite().all()) for t in held)
+
+
+@pytest.mark.parametrize(("ranks", "mesh"), quick_are([(2, DDP)], [(2, ""), (4, HSDP), (2, DDP)]))
+def test_a_bad_sample_stops_the_run_with_the_same_words(ranks: int, mesh: str, tmp_path: Path) -> None:
+    words = flags(SPOILT, mesh, "--run.log_every_steps 10")
+    here = failures(ranks, tmp_path / "host", SPOILT, mesh)
+    there = run_world(ranks, decided_by_device, ["--run.dir", str(tmp_path / "device"), *words])
+    assert [said for said, _ in there] == here
+    assert f"step {step_of(7)}: loss nan" in str(here[0])
+    assert all(finite for _, finite in there)
+
+
+def test_nothing_behind_a_bad_step_is_saved(tmp_path: Path) -> None:
+    bad = step_of(7)
+    words = flags(SPOILT, f"--run.log_every_steps 1000 --checkpoint.every_steps {bad + 1}")
+    for said, _ in run_world(2, decided_by_device, ["--run.dir", str(tmp_path), *words]):
+        assert f"step {bad}: loss nan" in str(said)
+    assert not list((tmp_path / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.parametrize("optimizer", quick_are(["adamw"], ["adamw", "adam"]))
+def test_skipping_leaves_the_same_bits_as_where_the_host_decides(optimizer: str, tmp_path: Path) -> None:
+    words = f"{SPOILT} --train.nonfinite skip --train.steps 8 --run.log_every_steps 5 --optim.name {optimizer}"
+    assert failures(2, tmp_path / "host", words) == [None, None]
+    there = run_world(2, decided_by_device, ["--run.dir", str(tmp_path / "device"), *flags(words)])
+    assert there == [(None, True)] * 2
+    models = [torch.load(tmp_path / who / "full_model/full-model.pt", weights_only=True) for who in ("host", "device")]
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+
+
+def test_skipping_has_its_bound(tmp_path: Path) -> None:
+    words = f"{SPOILT} --data.args.count 1 --data.args.spoil 0 --train.global_batch 1 --run.log_every_steps 10"
+    words += " --train.nonfinite skip --train.max_skipped 3"
+    for said, finite in run_world(2, decided_by_device, ["--run.dir", str(tmp_path), *flags(words)]):
+        assert "step 4: loss nan" in str(said)
+        assert "not finite 4 times in a row" in str(said)
+        assert finite
+
+
+def test_good_steps_between_bad_ones_start_the_count_anew(tmp_path: Path) -> None:
+    words = f"{SPOILT} --train.nonfinite skip --train.max_skipped 1 --train.steps 12 --run.log_every_steps 5"
+    assert run_world(2, decided_by_device, ["--run.dir", str(tmp_path), *flags(words)]) == [(None, True)] * 2
+
+
+class _Fetches(TorchDispatchMode):
+    """Numbers taken from a tensor to the host, by step and phase; what ranks tell each other on the host is not counted."""
+
+    def __init__(self, loop: _Loop, patch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.seen: Counter[tuple[int, str]] = Counter()
+        self._loop, self._talking = loop, False
+        tolist = torch.Tensor.tolist
+
+        def counted(tensor: torch.Tensor) -> Any:
+            self._count()
+            return tolist(tensor)
+
+        patch.setattr(torch.Tensor, "tolist", counted)
+        for owner, name in ((Stopper, "agreed"), (Stopper, "signatures"), (_Tokens, "__call__")):
+            patch.setattr(owner, name, self._aside(getattr(owner, name)))
+
+    def _count(self) -> None:
+        if not self._talking:
+            self.seen[(self._loop.phases.step, self._loop.phases.name)] += 1
+
+    def _aside(self, function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            self._talking = True
+            try:
+                return function(*args)
+            finally:
+                self._talking = False
+
+        return call
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self._count()
+        return func(*args, **(kwargs or {}))
+
+
+def fetches(env: DistEnv, words: list[str]) -> dict[tuple[int, str], int]:
+    begin, seen = _Loop.run_to_end, []
+    with pytest.MonkeyPatch.context() as patch, as_on_cuda():
+
+        def spy(self: _Loop) -> Any:
+            with _Fetches(self, patch) as mode:
+                seen.append(mode.seen)
+                return begin(self)
+
+        patch.setattr(_Loop, "run_to_end", spy)
+        train(configuration.load(words), env)
+    return dict(seen[0])
+
+
+@pytest.mark.parametrize(
+    "mesh", quick_are([""], ["", DDP, "--train.micro_batch 2", "--model.name tests.support.user_code:OwnLoss"])
+)
+def test_no_number_is_fetched_in_a_step_but_where_a_line_is_printed(mesh: str, tmp_path: Path) -> None:
+    words = flags(mesh, "--run.log_every_steps 4 --train.steps 8")
+    for found in run_world(2, fetches, ["--run.dir", str(tmp_path), *words]):
+        assert {key for key in found if key[1] not in ("start", "evaluate", "save", "end")} == {(4, "record"), (8, "record")}

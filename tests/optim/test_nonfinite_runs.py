@@ -1,0 +1,114 @@
+"""A loss or gradient that is no number: all ranks stop at the same step before the update, or leave it out, with a bound."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fsdp import config as configuration
+from fsdp.base.errors import TrainingError
+from fsdp.data import Cursor
+from fsdp.dist.env import DistEnv
+from fsdp.optim.gradients import Gradients
+from fsdp.run.loop import train
+from tests.support.marks import quick_are
+from tests.support.runs import failures, flags, run
+from tests.support.world import run_world
+
+SPOILT = "--data.name tests.support.user_code:spoilt_vectors"
+DDP = "--mesh.strategy ddp"
+HSDP = "--mesh.strategy hsdp --mesh.replicate 2 --mesh.shard 2"
+
+
+def step_of(sample: int, global_batch: int = 12) -> int:
+    """The first step, counted from 1, that takes this sample."""
+    cursor = Cursor(seed=0, samples=48, global_batch=global_batch)
+    return next(step + 1 for step in range(cursor.steps_per_epoch) if sample in cursor.indices(step))
+
+
+@pytest.mark.parametrize(("ranks", "mesh"), [(1, ""), (3, ""), (4, HSDP), (2, DDP)])
+def test_one_rank_s_bad_sample_stops_all_at_its_step(ranks: int, mesh: str, tmp_path: Path) -> None:
+    texts = failures(ranks, tmp_path, SPOILT, mesh)
+    assert len(set(texts)) == 1, texts
+    assert str(texts[0]).startswith(
+        f"NotFiniteError: step {step_of(7)}: loss nan, gradient norm nan, first in stem.weight on rank"
+    )
+    assert "HINT: " in str(texts[0])
+
+
+def parts_of(gradients: Gradients) -> list[Tensor]:
+    """This rank's part of every parameter."""
+    both = [*gradients._sharded, *gradients._plain]
+    return [(p.to_local() if isinstance(p, DTensor) else p).detach().clone() for p in both]
+
+
+def weights_after_failure(env: DistEnv, words: list[str]) -> tuple[list[Tensor], list[Tensor]]:
+    """Each rank's shards as the last good update left them, and as they are after the run has stopped."""
+    seen: list[list[Tensor]] = []
+    held: list[Gradients] = []
+    norm = Gradients.norm
+
+    def spy(self: Gradients) -> Tensor:
+        held.append(self)
+        seen.append(parts_of(self))
+        return norm(self)
+
+    Gradients.norm = spy  # type: ignore[method-assign]
+    try:
+        with pytest.raises(TrainingError, match="not finite"):
+            train(configuration.load(words), env)
+    finally:
+        Gradients.norm = norm  # type: ignore[method-assign]
+    return seen[-1], parts_of(held[-1])
+
+
+def test_the_parameters_are_those_before_the_bad_step(tmp_path: Path) -> None:
+    for before, after in run_world(2, weights_after_failure, ["--run.dir", str(tmp_path), *flags(SPOILT)]):
+        assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize(("ranks", "mesh"), [(2, ""), (2, DDP)])
+def test_skipping_leaves_that_update_out_and_goes_on(ranks: int, mesh: str, tmp_path: Path) -> None:
+    finished = run(ranks, tmp_path, SPOILT, mesh, "--train.nonfinite skip --train.steps 8")
+    losses = {record["step"]: record["loss"] for record in finished.records if "loss" in record}
+    assert sorted(losses) == list(range(1, 9))
+    bad = {step for step, loss in losses.items() if loss != loss}
+    assert step_of(7) in bad
+    assert len(bad) == 2  # once an epoch of four steps
+    assert all(value.isfinite().all() for value in finished.parameters.values())
+
+
+def test_skipping_has_a_bound(tmp_path: Path) -> None:
+    all_bad = f"{SPOILT} --data.args.count 1 --data.args.spoil 0 --train.global_batch 1"
+    for text in failures(2, tmp_path, all_bad, "--train.nonfinite skip --train.max_skipped 3"):
+        assert "step 4: loss nan" in str(text)
+        assert "not finite 4 times in a row" in str(text)
+
+
+def test_good_steps_between_bad_ones_start_the_count_anew(tmp_path: Path) -> None:
+    """A bad step in each of three epochs: never two in a row, so a bound of one is not reached."""
+    finished = run(1, tmp_path, SPOILT, "--train.nonfinite skip --train.max_skipped 1 --train.steps 12")
+    assert sum(record["loss"] != record["loss"] for record in finished.records if "loss" in record) == 3
+
+
+@pytest.mark.parametrize(("ranks", "mesh"), quick_are([(1, "")], [(1, ""), (2, ""), (2, DDP)]))
+def test_an_fp16_overflow_halves_the_scale_and_training_goes_on(ranks: int, mesh: str, tmp_path: Path) -> None:
+    finished = run(ranks, tmp_path, mesh, "--precision.param fp16 --precision.loss_scale 4e6 --train.max_skipped 20")
+    losses = [record["loss"] for record in finished.records if "loss" in record]
+    norms = [record["grad_norm"] for record in finished.records if "loss" in record]
+    assert all(loss == loss for loss in losses)
+    assert not math.isfinite(norms[0])
+    assert all(math.isfinite(norm) for norm in norms[-5:])
+    assert all(value.isfinite().all() for value in finished.parameters.values())
+
+
+def test_numbers_that_no_scale_mends_stop_an_fp16_run(tmp_path: Path) -> None:
+    for text in failures(
+        2, tmp_path, SPOILT, "--precision.param fp16 --train.epochs 0 --train.global_batch 48 --train.steps 40"
+    ):
+        assert "not finite" in str(text)

@@ -1,0 +1,239 @@
+"""--optim.state: moments in bf16 or 8 bits train nearly as fp32's do, resume to the bit, and know no number of ranks."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from fsdp import config as configuration
+from fsdp.base.errors import ConfigError
+from fsdp.config import OptimSection
+from fsdp.dist.env import DistEnv
+from fsdp.optim.optimizer import build_optimizer, state_bytes
+from fsdp.optim.small_states import SmallStateAdam, adam, bits, dynamic_map
+from fsdp.optim.small_states.bits import decode, encode, noise_at, round_at_random
+from tests.support.marks import quick_are
+from tests.support.plain_loop import relative_difference
+from tests.support.runs import Finished, flags, on_a_rank, run
+from tests.support.world import run_world
+
+WIDE = "--model.args.width 80 --optim.warmup_steps 0"
+BITS = "--optim.state 8bit"
+HALF = "--optim.state bf16"
+
+
+# ---------------------------------------------------------------- rounding and codes
+
+
+def test_rounding_at_random_is_right_on_average() -> None:
+    value = torch.full((1 << 16,), 1.0 + 1 / 1024)  # an eighth of the way from 1 to the next bf16
+    rounded = round_at_random(value, noise_at(0, value, 7)).float()
+    assert set(rounded.tolist()) == {1.0, 1.0 + 2**-7}
+    assert float(rounded.mean()) == pytest.approx(1.0 + 1 / 1024, abs=1e-4)
+
+
+def test_a_number_follows_from_the_place_alone() -> None:
+    whole = noise_at(0, torch.empty(100), 3)
+    assert torch.equal(noise_at(40, torch.empty(30), 3), whole[40:70])
+    assert not torch.equal(noise_at(0, torch.empty(100), 4), whole)
+    assert len(set(noise_at(2**31 - 5, torch.empty(10), 3).tolist())) == 10
+
+
+def test_what_bf16_has_goes_through_unchanged() -> None:
+    value = torch.randn(1000).bfloat16()
+    assert torch.equal(round_at_random(value.float(), noise_at(0, value, 1)), value)
+
+
+@pytest.mark.needs("torchao")
+def test_the_table_is_the_one_that_torchao_has() -> None:
+    theirs: Any = importlib.import_module("torchao.optim.quant_utils")
+    for signed in (True, False):
+        table = torch.tensor(dynamic_map(signed))
+        assert torch.equal(table, torch.tensor(theirs.create_dynamic_map(signed)))
+        moment = torch.randn(3, 512) if signed else torch.rand(3, 512)
+        scaled, scale = theirs.scale_tensor(moment, bits.BLOCK)
+        found, ours = encode(moment, table)
+        assert torch.equal(ours.flatten(), scale)
+        assert (found != theirs.quantize_8bit_with_qmap(scaled, table)).float().mean() < 0.01  # ties and last bits
+
+
+@pytest.mark.parametrize("row", [80, 256, 300])
+def test_a_code_is_the_nearest_value_of_its_block(row: int) -> None:
+    table = torch.tensor(dynamic_map(True))
+    moment = torch.randn(5, row) * torch.logspace(-6, 2, 5).unsqueeze(1)
+    found, scale = encode(moment, table)
+    assert scale.shape == (5, -(-row // 256))
+    apart = (decode(found, scale, table) - moment).abs()
+    largest_gap = float(table.diff().max())
+    assert bool((apart <= largest_gap / 2 * 1.01 * moment.abs().amax(1, keepdim=True)).all())
+    zeros = torch.zeros(2, row)
+    assert torch.equal(decode(*encode(zeros, table), table), zeros)
+
+
+# ---------------------------------------------------------------- the optimizer
+
+
+def stepped(model: nn.Module, section: OptimSection, steps: int) -> torch.optim.Optimizer:
+    optimizer = build_optimizer(section, model)
+    for step in range(steps):
+        for at, parameter in enumerate(model.parameters()):
+            generator = torch.Generator().manual_seed(100 * step + at)
+            whole = torch.randn(parameter.shape, generator=generator) / (at + 1)
+            parameter.grad = whole if not isinstance(parameter, DTensor) else _sharded(whole, parameter)
+        optimizer.step()
+    return optimizer
+
+
+def _sharded(whole: Tensor, parameter: DTensor) -> Tensor:
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+
+
+def layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(300, 7), nn.Tanh(), nn.Linear(7, 100, bias=False), nn.Linear(100, 101))
+
+
+def sharded_update(env: DistEnv, state: Any) -> list[Tensor]:
+    model = layers()
+    fully_shard(model, mesh=init_device_mesh("cpu", (env.world_size,), mesh_dim_names=("dp_shard",)))
+    with mock.patch.object(adam, "SLICE", 500):  # several slices a shard
+        stepped(model, OptimSection(state=state), 5)
+    return [p.full_tensor().detach() for p in model.parameters() if isinstance(p, DTensor)]
+
+
+@pytest.mark.parametrize("state", ["bf16", "8bit"])
+def test_shards_are_updated_as_the_whole_is_to_the_bit(state: Any) -> None:
+    model = layers()
+    stepped(model, OptimSection(state=state), 5)
+    for found in run_world(3, sharded_update, state):
+        assert all(torch.equal(a, b) for a, b in zip(found, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(("state", "bound"), [("bf16", 0.02), ("8bit", 0.1)])
+def test_it_moves_nearly_as_torchs_does_and_not_quite(state: Any, bound: float) -> None:
+    start = [p.detach().clone() for p in layers().parameters()]
+    ours, theirs = layers(), layers()
+    stepped(ours, OptimSection(state=state), 20)
+    stepped(theirs, OptimSection(), 20)
+    moved = [
+        {str(at): p.detach() - b for at, (p, b) in enumerate(zip(m.parameters(), start, strict=True))} for m in (ours, theirs)
+    ]
+    assert 0 < relative_difference(*moved) < bound
+
+
+def test_with_fp32_moments_it_is_torchs() -> None:
+    """Vectors keep them under 8 bits: the arithmetic is the same."""
+    ours, theirs = (nn.ParameterList([torch.linspace(-1, 1, 33)]) for _ in range(2))
+    stepped(ours, OptimSection(state="8bit"), 10)
+    stepped(theirs, OptimSection(fused="false"), 10)
+    assert torch.allclose(ours[0], theirs[0], rtol=1e-6, atol=1e-7)
+
+
+def test_a_second_moment_that_decays_slowly_does_not_stick() -> None:
+    """With beta2 0.999 a step is a thousandth, a quarter of what bf16 shows: rounded to the nearest it would never move."""
+    model = nn.Linear(64, 64, bias=False)
+    optimizer = build_optimizer(OptimSection(state="bf16", beta2=0.999), model)
+    model.weight.grad = torch.ones(64, 64)
+    optimizer.step()
+    before = float(optimizer.state[model.weight]["exp_avg_sq"].float().mean())
+    model.weight.grad = torch.zeros(64, 64)
+    for _ in range(300):
+        optimizer.step()
+    after = optimizer.state[model.weight]["exp_avg_sq"].float()
+    assert float(after.mean()) == pytest.approx(before * 0.999**300, rel=0.02)
+    nearest = torch.tensor(before).bfloat16()
+    assert (nearest.float() * 0.999).bfloat16() == nearest
+
+
+@pytest.mark.parametrize(("state", "share"), [("bf16", 0.5), ("8bit", 0.27)])
+def test_what_it_takes(state: Any, share: float) -> None:
+    model = nn.Linear(512, 512, bias=False)
+    optimizer = stepped(model, OptimSection(state=state), 1)
+    held = sum(v.nbytes for v in optimizer.state[model.weight].values() if v.dim())
+    assert held == state_bytes(OptimSection(state=state), model.parameters(), 4)
+    assert held <= share * state_bytes(OptimSection(), model.parameters(), 4)
+    assert isinstance(optimizer, SmallStateAdam)
+
+
+# ---------------------------------------------------------------- runs
+
+
+def digests(one: Path) -> dict[str, Any]:
+    newest = max((one / "checkpoints").glob("step-*/manifest.json"))
+    found: dict[str, Any] = json.loads(newest.read_text())["manifest"]["digests"]
+    return found
+
+
+def losses(one: Finished) -> list[float]:
+    return [record["loss"] for record in one.records if "loss" in record]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "state", "mesh"),
+    quick_are([(2, BITS, "--mesh.strategy ddp")], [(2, BITS, ""), (3, HALF, ""), (2, BITS, "--mesh.strategy ddp")], []),
+)
+def test_a_run_that_goes_on_is_the_run_that_never_stopped(ranks: int, state: str, mesh: str, tmp_path: Path) -> None:
+    # Batches of one row a rank are left out: a CPU's product of one row is not the same to the bit in every process.
+    words = f"{WIDE} {state} {mesh} --data.args.count 48"
+    straight = run(ranks, tmp_path / "straight", words)
+    cut = ["--run.dir", str(tmp_path / "cut"), *flags(words, "--train.stop_after 9")]
+    assert run_world(ranks, on_a_rank, cut) == [None] * ranks
+    resumed = run(ranks, tmp_path / "cut", words)
+    assert losses(resumed) == losses(straight)
+    assert digests(tmp_path / "cut") == digests(tmp_path / "straight")
+
+
+@pytest.mark.parametrize("state", quick_are([], [HALF, BITS], [HALF]))
+def test_a_run_trains_nearly_as_with_fp32_moments(state: str, tmp_path: Path) -> None:
+    full, small = run(2, tmp_path / "full", WIDE), run(2, tmp_path / "small", WIDE, state)
+    assert 0 < relative_difference(small.parameters, full.parameters) < 0.02
+    assert losses(small)[0] == losses(full)[0]
+    assert losses(small)[-1] == pytest.approx(losses(full)[-1], rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_checkpoint_goes_on_with_moments_of_another_kind_and_on_other_ranks(tmp_path: Path) -> None:
+    """fp32, 8 bits, bf16, fp32: each start five steps, on two, three and one ranks."""
+    for ranks, state, until in ((2, "", 5), (3, BITS, 10), (1, HALF, 15)):
+        words = ["--run.dir", str(tmp_path / "run"), *flags(WIDE, state, f"--train.stop_after {until}")]
+        assert run_world(ranks, on_a_rank, words) == [None] * ranks
+    mixed, straight = run(2, tmp_path / "run", WIDE), run(2, tmp_path / "straight", WIDE)
+    assert relative_difference(mixed.parameters, straight.parameters) < 0.02
+    assert losses(mixed)[-1] == pytest.approx(losses(straight)[-1], rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_bf16_moments_rest_in_files_too(tmp_path: Path) -> None:
+    inside = run(2, tmp_path / "inside", HALF)
+    outside = run(2, tmp_path / "outside", HALF, f"--memory.nvme optimizer --memory.nvme_dir {tmp_path / 'disk'}")
+    assert losses(inside) == losses(outside)
+    assert all(torch.equal(outside.parameters[name], value) for name, value in inside.parameters.items())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (f"{HALF} --optim.name sgd", r"--optim.state bf16 and --optim.name sgd do not go together. HINT: --optim.state master"),
+        (f"{BITS} --optim.fused true", "--optim.state 8bit and --optim.fused true do not go together"),
+        (f"{HALF} --precision.master fp64", "--optim.state bf16 and --precision.master fp64 do not go together"),
+        (f"{BITS} --memory.nvme optimizer --memory.nvme_dir /tmp", "8bit and --memory.nvme optimizer do not go together"),
+    ],
+)
+def test_what_cannot_be_is_refused(words: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        configuration.load(words.split())

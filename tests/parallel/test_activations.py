@@ -1,0 +1,154 @@
+"""What is kept for backward is what the knob says, gradients are what they were, and a budget is a budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp.base.errors import ConfigError
+from fsdp.config import MemorySection, load
+from fsdp.models.blocks import find_units
+from fsdp.parallel.activations import Budgeted, Measured, Produced, apply_activation_checkpointing, choose
+from tests.memory.held import Trunk, gradients, held
+from tests.support.marks import quick_are
+from tests.support.runs import run
+
+INPUT = torch.linspace(-1, 1, 2 * 64 * 32).view(2, 64, 32)
+
+
+def after(memory: MemorySection, dropout: float = 0.0) -> tuple[int, list[Tensor], list[nn.Module]]:
+    """Bytes held between forward and backward, the gradients, and the blocks."""
+    model = Trunk(dropout)
+    apply_activation_checkpointing(find_units(model), memory)
+    torch.manual_seed(5)
+    model(INPUT)  # a budget measures at first
+    torch.manual_seed(5)
+    nbytes, output = held(model, lambda: model(INPUT))
+    return nbytes, gradients(model, output), list(model.blocks)
+
+
+def test_each_kind_keeps_less_and_computes_the_same() -> None:
+    none, expected, _ = after(MemorySection())
+    full, one, _ = after(MemorySection(activation_checkpointing="full"))
+    second, two, _ = after(MemorySection(activation_checkpointing="full", activation_checkpointing_every=2))
+    ops, three, _ = after(MemorySection(activation_checkpointing="ops"))
+    assert full < ops < none
+    assert full < second < none
+    for found in (one, two, three):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("budget", quick_are([0.5], [0.0, 0.1, 0.25, 0.5, 0.75, 0.9]))
+def test_a_budget_is_kept(budget: float) -> None:
+    """Over all blocks: at most its share of what they keep by themselves, and not much less where there is a choice."""
+    none, expected, _ = after(MemorySection(), dropout=0.1)
+    nothing, _, _ = after(MemorySection(activation_checkpointing="full"), dropout=0.1)
+    some, found, blocks = after(MemorySection(activation_budget=budget), dropout=0.1)
+    assert some <= max(nothing, budget * none)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(isinstance(block.forward, Budgeted) and block.forward.plan for block in blocks)
+    if budget >= 0.25:
+        assert some >= 0.7 * budget * none
+
+
+def test_products_are_kept_first() -> None:
+    _, _, blocks = after(MemorySection(activation_budget=0.5))
+    forward = blocks[0].forward
+    assert isinstance(forward, Budgeted)
+    assert forward.plan is not None
+    assert forward.plan.keep is not None
+    kept = {str(op) for op, _ in forward.plan.keep}
+    assert any("attention" in name for name in kept)
+    assert any("mm" in name for name in kept)
+
+
+def test_what_is_worth_most_a_byte_is_kept_within_the_budget() -> None:
+    produced = [Produced(("a", 0), 40, 400.0), Produced(("b", 0), 50, 50.0), Produced(("a", 1), 10, 500.0)]
+    measured = Measured(kept=100, inputs=20, produced=produced)
+    assert choose(measured, 0.7) == choose(measured, 0.75)
+    assert choose(measured, 0.7).keep == {("a", 0), ("a", 1)}
+    assert choose(measured, 0.35).keep == {("a", 1)}
+    assert choose(measured, 0.0).keep == frozenset()
+
+
+class Counting(nn.Module):
+    """A block with statistics and chance, in which something is written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.dropout(self.norm(self.inner(x)), 0.3)
+        x = self.inner(x)
+        x.mul_(2)
+        return torch.relu_(x)
+
+
+@pytest.mark.parametrize("budget", [0.0, 0.3, 0.6, 0.95])
+def test_measuring_leaves_no_trace(budget: float) -> None:
+    """Random streams go on as without it, statistics are counted once more by recomputing alone."""
+
+    def train(wrap: bool) -> tuple[list[Tensor], Tensor]:
+        torch.manual_seed(1)
+        block = Counting()
+        if wrap:
+            block.forward = Budgeted(block, budget)  # type: ignore[method-assign]
+        out = block(torch.ones(4, 8, requires_grad=True))
+        chance = torch.rand(1)
+        return gradients(block, out), chance
+
+    (plain, a), (wrapped, b) = train(False), train(True)
+    assert torch.equal(a, b)
+    assert all(torch.equal(x, y) for x, y in zip(plain, wrapped, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "words"), [(2, ""), (4, "--mesh.strategy hsdp"), (2, "--mesh.strategy ddp --train.micro_batch 3")]
+)
+def test_a_run_within_a_budget_is_the_same_run(ranks: int, words: str, tmp_path: Path) -> None:
+    plain, within = (
+        run(ranks, tmp_path / name, words, more) for name, more in (("a", ""), ("b", "--memory.activation_budget 0.4"))
+    )
+    assert [r.get("loss") for r in plain.records] == [r.get("loss") for r in within.records]
+    assert all(torch.equal(within.parameters[name], value) for name, value in plain.parameters.items())
+
+
+def test_under_a_compiler_the_budget_is_its_own() -> None:
+    functorch: Any = torch._functorch.config
+    before = functorch.activation_memory_budget
+    try:
+        model = Trunk()
+        apply_activation_checkpointing(find_units(model), MemorySection(activation_budget=0.3), compiled=True)
+        assert functorch.activation_memory_budget == 0.3
+        assert "forward" not in vars(next(iter(model.blocks)))
+    finally:
+        functorch.activation_memory_budget = before
+
+
+def test_recomputing_without_units_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"--memory.activation_checkpointing full works on units.*HINT: --mesh.wrap class:NAME"
+    ):
+        apply_activation_checkpointing([], MemorySection(activation_checkpointing="full"))
+    with pytest.raises(ConfigError, match=r"--memory.activation_budget 0.5 works on units"):
+        apply_activation_checkpointing([], MemorySection(activation_budget=0.5))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--memory.activation_budget 0.5 --memory.activation_checkpointing full", "both say what is kept"),
+        ("--memory.activation_checkpointing_every 2", "says nothing"),
+        ("--memory.activation_budget 1.5", "out of range"),
+    ],
+)
+def test_what_cannot_be_is_refused(words: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load(words.split())

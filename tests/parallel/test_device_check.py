@@ -1,0 +1,34 @@
+"""What a device cannot do is refused by name; what would do nothing there is said."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from fsdp.base.errors import ConfigError
+from fsdp.config import MemorySection
+from fsdp.parallel.device_check import check_device
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def test_files_on_cuda_need_the_update_on_the_host() -> None:
+    memory = MemorySection(nvme="optimizer", nvme_dir="/tmp")
+    with pytest.raises(
+        ConfigError, match=r"--memory.nvme optimizer keeps the optimizer on the host.*HINT: --memory.cpu_offload"
+    ):
+        check_device(memory, CUDA)
+    check_device(memory, CPU)
+    check_device(MemorySection(nvme="all", nvme_dir="/tmp", cpu_offload=True), CUDA)
+
+
+def test_offload_to_where_it_is_already_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        check_device(MemorySection(cpu_offload=True), CUDA)
+        assert not caplog.messages
+        check_device(MemorySection(cpu_offload=True), CPU)
+        check_device(MemorySection(activation_offload=True), CPU)
+    assert "--memory.activation_offload true gains nothing on a CPU" in caplog.text
+    assert "--memory.cpu_offload true changes nothing on a CPU" in caplog.text

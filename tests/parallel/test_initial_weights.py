@@ -1,0 +1,102 @@
+"""Initial weights are a function of the seed alone: the same bits at any number of ranks, under any strategy, drawn or sent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsdp import config as configuration
+from fsdp.config import ModelSection
+from fsdp.dist.env import DistEnv
+from fsdp.dist.mesh import build_mesh
+from fsdp.models import build_real
+from fsdp.parallel.init_check import state_digest
+from fsdp.parallel.materialize import materialize
+from fsdp.parallel.shard import shard_model
+from fsdp.run.job import meta_model, prepare
+from tests.support.marks import quick_are
+from tests.support.user_code import Uneven
+from tests.support.world import run_world
+
+WORLDS = {
+    1: ("fsdp",),
+    2: ("fsdp", "ddp"),
+    3: ("fsdp", "ddp"),
+    4: ("fsdp", "hsdp", "ddp"),
+}
+MODELS = {
+    "vit": "--data.name digits --model.name vit --model.args.layers 2 --model.args.width 34",
+    "transformer": "--data.name text --model.name transformer --model.args.width 24 --model.args.heads 2",
+    "transformer, tied": "--data.name text --model.name transformer --model.args.width 24 --model.args.heads 2 "
+    "--model.args.tied true",
+    "mlp": "--data.name digits --model.name mlp --model.args.hidden 37",
+    "a person's own": "--data.name tests.support.user_code:vectors --model.name tests.support.user_code:Uneven",
+    "a person's own, tied": "--data.name tests.support.user_code:sentences --model.name tests.support.user_code:TiedWords",
+}
+LLAMA = "--data.name tests.support.user_code:sentences --model.name tests.support.llama:llama"
+
+
+def digests(env: DistEnv, words: str) -> dict[str, dict[str, int]]:
+    """Of each way to make the model: one number a tensor."""
+    found = {}
+    for strategy in WORLDS[env.world_size]:
+        for init in ("shard", "broadcast"):
+            config = configuration.load([*words.split(), "--mesh.strategy", strategy, "--model.init", init])
+            job = prepare(config, world_size=env.world_size, num_nodes=1, device=env.device)
+            sharded = shard_model(
+                meta_model(job.spec), sizes=job.sizes, mesh=build_mesh(job.sizes, env.device), device=env.device,
+                section=config.mesh, precision=config.precision, memory=config.memory, speed=config.speed,
+            )  # fmt: skip
+            materialize(sharded, spec=job.spec, seed=3, init=init, rank=env.rank)
+            found[f"{strategy} {init}"] = state_digest(sharded.root)
+    return found
+
+
+def check(words: str) -> None:
+    expected = run_world(1, digests, words)[0]["fsdp shard"]
+    assert expected
+    for ranks in WORLDS:
+        for rank, ways in enumerate(run_world(ranks, digests, words)):
+            for way, found in ways.items():
+                assert found == expected, f"{way} on rank {rank} of {ranks}"
+
+
+@pytest.mark.parametrize("model", quick_are(["a person's own, tied"], MODELS, ["vit", "transformer"]))
+def test_the_same_bits_however_many_ranks(model: str) -> None:
+    check(MODELS[model])
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.needs("transformers")
+def test_the_same_bits_of_a_hugging_face_model() -> None:
+    check(LLAMA)
+
+
+def test_they_are_what_one_process_builds_and_another_seed_gives_others() -> None:
+    from fsdp.models import resolve
+
+    spec = resolve(ModelSection(name="tests.support.user_code:Uneven"), {})
+
+    def weights(seed: int) -> dict[str, Tensor]:
+        return dict(build_real(spec, seed).named_parameters())
+
+    torch.manual_seed(3)
+    by_hand = dict(Uneven().named_parameters())
+    assert all(torch.equal(by_hand[name], value) for name, value in weights(3).items())
+    assert not torch.equal(by_hand["head.weight"], weights(4)["head.weight"])
+
+
+def test_a_run_draws_from_its_seed(tmp_path: Path) -> None:
+    """Through the whole entry point: the first loss of two seeds differs, of one seed does not."""
+    from tests.support.runs import run
+
+    def first(ranks: int, seed: int) -> float:
+        words = f"--train.steps 1 --run.seed {seed} --train.global_batch 50 --precision.master fp64"
+        return float(run(ranks, tmp_path / f"{ranks}-{seed}", words).records[0]["loss"])
+
+    assert first(1, 1) == pytest.approx(first(2, 1), rel=1e-12)
+    assert abs(first(1, 1) - first(1, 2)) > 1e-3

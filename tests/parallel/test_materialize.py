@@ -1,0 +1,217 @@
+"""From meta to real: what nobody filled is named on every rank, pretrained weights fit whole or are refused, buffers arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from fsdp.checkpoint.full_state import open_full_state
+from fsdp.config import MemorySection, MeshSection, PrecisionSection, SpeedSection
+from fsdp.dist.env import DistEnv
+from fsdp.dist.mesh import Strategy, build_mesh, resolve
+from fsdp.models import ModelSpec
+from fsdp.models.init import Init, Normal
+from fsdp.parallel.init_check import local, prove
+from fsdp.parallel.materialize import materialize
+from fsdp.parallel.shard import Sharded, shard_model
+from fsdp.run.job import meta_model
+from tests.support import user_code
+from tests.support.runs import failures
+from tests.support.world import run_world
+
+
+def made(
+    env: DistEnv, build: Callable[[], nn.Module], *, strategy: Strategy = "fsdp", init: str = "shard", weights: str = "",
+    precision: PrecisionSection | None = None,
+) -> Sharded:  # fmt: skip
+    sizes = resolve(MeshSection(strategy=strategy), env.world_size)
+    spec = ModelSpec(name="own", build=build, sizes={}, knows_inits=False)
+    sharded = shard_model(
+        meta_model(spec), sizes=sizes, mesh=build_mesh(sizes, env.device), device=env.device, section=MeshSection(),
+        precision=precision or PrecisionSection(), memory=MemorySection(), speed=SpeedSection(),
+    )  # fmt: skip
+    source = (lambda: open_full_state(weights)) if weights else None
+    materialize(sharded, spec=spec, seed=0, init=init, rank=env.rank, weights=source)
+    return sharded
+
+
+def said(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+# ---------------------------------------------------------------- what nobody filled
+
+
+def building(env: DistEnv, name: str, init: str, arguments: tuple[str, ...] = ()) -> str:
+    return said(lambda: made(env, lambda: getattr(user_code, name)(*arguments), init=init))
+
+
+@pytest.mark.parametrize("init", ["shard", "broadcast"])
+def test_a_parameter_that_its_constructor_left_empty(init: str) -> None:
+    for text in run_world(3, building, "Unfilled", init):
+        assert "parameter scale was never initialised" in text
+        assert "HINT:" in text
+
+
+def test_it_is_said_once_to_a_person_through_the_whole_run(tmp_path: Path) -> None:
+    for text in failures(2, tmp_path, "--model.name tests.support.user_code:Unfilled"):
+        assert text is not None
+        assert text.startswith("TrainingError: rank 0: parameter scale was never initialised")
+
+
+@pytest.mark.parametrize("init", ["shard", "broadcast"])
+def test_a_parameter_that_param_inits_misses(init: str) -> None:
+    for text in run_world(2, building, "ForgetsInit", init):
+        assert "parameter head.bias was never initialised" in text
+
+
+@pytest.mark.parametrize("kind", ["float", "int", "bool", "complex"])
+def test_a_buffer_that_init_buffers_forgets(kind: str) -> None:
+    for text in run_world(2, building, "ForgetsBuffer", "shard", (kind,)):
+        assert "buffer forgotten was never initialised" in text
+
+
+# ---------------------------------------------------------------- shards that are wrong
+
+
+def spoilt(env: DistEnv, strategy: Strategy, spoil: str) -> str:
+    sharded = made(env, user_code.Uneven, strategy=strategy)
+    parameters = dict(sharded.root.named_parameters())
+    with torch.no_grad():
+        if spoil == "one replica" and env.rank == 3:
+            local(parameters["head.weight"])[0, 0] += 1e-3
+    return said(lambda: prove(sharded.root, drawn={}))
+
+
+def test_replicas_that_differ_in_one_number() -> None:
+    for text in run_world(4, spoilt, "hsdp", "one replica"):
+        assert "head.weight differs between ranks 1 and 3, which hold the same shard" in text
+    for text in run_world(4, spoilt, "ddp", "one replica"):
+        assert "head.weight differs between ranks 0 and 3" in text
+
+
+def repeated(env: DistEnv, how_many: str) -> str:
+    """The mistake of dist.broadcast(param.data): every rank gets rank 0's rows, of one parameter or of all."""
+    sharded = made(env, lambda: nn.Sequential(nn.Linear(12, 8), nn.Linear(8, 4)))
+    for name, parameter in sharded.root.named_parameters():
+        if how_many == "all" or name == "1.weight":
+            dist.broadcast(local(parameter.data), src=0)
+    drawn: dict[str, Init] = {} if how_many == "all" else {"0.weight": Normal(1.0), "1.weight": Normal(1.0)}
+    return said(lambda: prove(sharded.root, drawn=drawn))
+
+
+@pytest.mark.parametrize(("how_many", "name"), [("one", "1.weight"), ("all", "0.weight")])
+def test_ranks_that_hold_the_same_rows(how_many: str, name: str) -> None:
+    for text in run_world(2, repeated, how_many):
+        assert f"{name} is the same on ranks 0 and 1, which hold different shards" in text
+
+
+def test_what_is_right_is_left_alone() -> None:
+    assert run_world(4, spoilt, "hsdp", "nothing") == [""] * 4
+
+
+# ---------------------------------------------------------------- buffers, dtypes
+
+
+def buffers_of(env: DistEnv, master: str) -> dict[str, Tensor]:
+    sharded = made(env, user_code.Buffers, precision=PrecisionSection(master=master))  # type: ignore[arg-type]
+    return {name: buffer.clone() for name, buffer in sharded.root.named_buffers()}
+
+
+@pytest.mark.parametrize("master", ["fp32", "fp64"])
+def test_every_kind_of_buffer_arrives(master: str) -> None:
+    expected = dict(user_code.Buffers().named_buffers())
+    for found in run_world(3, buffers_of, master):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(found[name].to(value.dtype), value), name
+            wanted = torch.float64 if master == "fp64" and value.is_floating_point() else value.dtype
+            assert found[name].dtype == wanted, name
+
+
+# ---------------------------------------------------------------- pretrained weights
+
+
+def whole_of(env: DistEnv, name: str, weights: str, strategy: Strategy = "fsdp") -> dict[str, Tensor] | str:
+    found: dict[str, Tensor] = {}
+
+    def act() -> None:
+        sharded = made(env, getattr(user_code, name), weights=weights, strategy=strategy)
+        for key, tensor in sharded.root.state_dict().items():
+            found[key] = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+
+    return said(act) or found
+
+
+def save(state: dict[str, Tensor], path: Path) -> str:
+    if path.suffix == ".pt":
+        torch.save(state, path)
+    else:
+        save_file({name: tensor.clone().contiguous() for name, tensor in state.items()}, path)
+    return str(path)
+
+
+def trained_state(model: nn.Module) -> dict[str, Tensor]:
+    """Nothing as a constructor makes it."""
+    return {n: t + 1 if t.is_floating_point() or t.is_complex() else t.clone() for n, t in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+@pytest.mark.parametrize("name", ["Uneven", "Buffers", "PersistentTable"])
+def test_a_state_dict_is_where_a_run_starts_from(name: str, suffix: str, tmp_path: Path) -> None:
+    if (name, suffix) == ("Buffers", ".safetensors"):
+        state = trained_state(getattr(user_code, name)())
+        state = {n: t for n, t in state.items() if not t.is_complex()}  # the format knows none
+        texts = run_world(2, whole_of, name, save(state, tmp_path / f"weights{suffix}"))
+        assert all("--model.weights has no waves_kept" in text for text in texts)
+        return
+    state = trained_state(getattr(user_code, name)())
+    for found in run_world(3, whole_of, name, save(state, tmp_path / f"weights{suffix}")):
+        assert found.keys() == state.keys()
+        assert all(torch.equal(found[key], value) for key, value in state.items())
+
+
+def test_tied_weights_are_found_under_either_name(tmp_path: Path) -> None:
+    state = trained_state(user_code.TiedWords())
+    for left_out in ("words.weight", "head.weight"):
+        kept = {n: t for n, t in state.items() if n != left_out}
+        for found in run_world(2, whole_of, "TiedWords", save(kept, tmp_path / f"{left_out}.safetensors")):
+            assert torch.equal(found["words.weight"], state["words.weight"])
+            assert torch.equal(found["head.weight"], state["words.weight"])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        ("missing", "--model.weights has no blocks.1.up.bias (1 of 22 are missing). HINT: "),
+        ("shape", "--model.weights has head.weight as (7, 13), the model as (5, 13). HINT: give --model.preset"),
+        ("over", "--model.weights has blocks.3.up.bias, which the model has not (1 of 23 are left over). HINT: "),
+    ],
+)
+def test_a_state_dict_that_does_not_fit_is_refused_on_every_rank(spoil: str, message: str, tmp_path: Path) -> None:
+    state = trained_state(user_code.Uneven())
+    if spoil == "missing":
+        del state["blocks.1.up.bias"]
+    elif spoil == "shape":
+        state["head.weight"] = torch.zeros(7, 13)
+    else:
+        state["blocks.3.up.bias"] = torch.zeros(15)
+    texts = run_world(3, whole_of, "Uneven", save(state, tmp_path / "weights.pt"))
+    assert all(message in text for text in texts), texts
+    assert [text.partition(":")[0] for text in texts] == ["ConfigError", "Elsewhere", "Elsewhere"]
+
+
+def test_a_file_that_is_no_state_dict(tmp_path: Path) -> None:
+    (tmp_path / "weights.pt").write_text("not weights")
+    texts = run_world(2, whole_of, "Uneven", str(tmp_path / "weights.pt"))
+    assert all("weights.pt" in text and "HINT:" in text for text in texts), texts

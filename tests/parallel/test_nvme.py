@@ -1,0 +1,146 @@
+"""What rests in files: the same numbers to the bit, in files while it trains, nothing left in the folder after."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsdp.base.errors import ConfigError
+from fsdp.config import load
+from fsdp.dist.env import DistEnv
+from fsdp.parallel import mapped_files
+from tests.memory import small
+from tests.support.marks import quick_are, sample_are
+from tests.support.runs import failures, run
+from tests.support.world import run_world
+
+HSDP = "--mesh.strategy hsdp --mesh.replicate 2 --mesh.shard 2"
+OWN = "--model.name tests.support.user_code:"
+CASES = {
+    "optimizer, one process": (1, "optimizer", ""),
+    "optimizer, fsdp": (2, "optimizer", ""),
+    "optimizer, hsdp": (4, "optimizer", HSDP),
+    "optimizer, ddp": (2, "optimizer", "--mesh.strategy ddp"),
+    "optimizer, sgd": (2, "optimizer", "--optim.name sgd"),
+    "optimizer, scalars and frozen parts": (3, "optimizer", f"{OWN}Scalar"),
+    "all, one process": (1, "all", ""),
+    "all, fsdp": (3, "all", ""),
+    "all, hsdp, micro-batches": (4, "all", f"{HSDP} --train.micro_batch 1 --mesh.accumulate shard"),
+    "all, recomputed, gathered once a step": (
+        2, "all", "--memory.activation_checkpointing full --mesh.reshard_after_forward step --train.micro_batch 2"
+    ),
+    "all, tied": (2, "all", f"{OWN}TiedWords --data.name tests.support.user_code:sentences"),
+    "all, smaller than the mesh": (4, "all", f"{OWN}Tiny"),
+    "all, offloaded": (2, "all", "--memory.cpu_offload true"),
+}  # fmt: skip
+
+SAMPLE = (
+    "all, tied",
+    "optimizer, hsdp",
+    "optimizer, scalars and frozen parts",
+    "all, fsdp",
+    "all, recomputed, gathered once a step",
+)
+
+
+@pytest.mark.parametrize("case", quick_are(["optimizer, ddp"], CASES, SAMPLE))
+def test_the_numbers_are_those_of_a_run_in_memory(case: str, tmp_path: Path) -> None:
+    ranks, what, words = CASES[case]
+    inside = run(ranks, tmp_path / "inside", words)
+    outside = run(ranks, tmp_path / "outside", words, f"--memory.nvme {what} --memory.nvme_dir {tmp_path / 'disk'}")
+    assert [r.get("loss") for r in outside.records] == [r.get("loss") for r in inside.records]
+    assert [r.get("grad_norm") for r in outside.records] == [r.get("grad_norm") for r in inside.records]
+    assert all(torch.equal(outside.parameters[name], value) for name, value in inside.parameters.items())
+    assert not any((tmp_path / "disk").iterdir())
+
+
+GOES_ON = [((2, "all"), (4, "optimizer")), ((3, "off"), (2, "all")), ((2, "optimizer"), (3, "off"))]
+
+
+@pytest.mark.parametrize(("first", "then"), sample_are(GOES_ON[:1], GOES_ON))
+def test_a_checkpoint_goes_on_elsewhere(first: tuple[int, str], then: tuple[int, str], tmp_path: Path) -> None:
+    """Saved by one way and size, resumed by another: as the same two starts in memory."""
+
+    def start(folder: str, ranks: int, what: str, more: str) -> Any:
+        where = f"--memory.nvme {what}" + (f" --memory.nvme_dir {tmp_path / 'disk'}" if what != "off" else "")
+        return run(ranks, tmp_path / folder, where, more)
+
+    cut = "--train.stop_after 9 --checkpoint.every_steps 5"
+    for folder, ways in (("plain", ("off", "off")), ("files", (first[1], then[1]))):
+        small.begin(first[0], tmp_path / folder, cut, ways[0], tmp_path / "disk")
+        start(folder, then[0], ways[1], "--checkpoint.every_steps 5")
+    plain, mapped = (torch.load(tmp_path / f / "full_model/full-model.pt", weights_only=True) for f in ("plain", "files"))
+    assert all(torch.equal(mapped[name], value) for name, value in plain.items())
+    assert small.digests(tmp_path / "plain") == small.digests(tmp_path / "files")
+
+
+def lies_where(env: DistEnv, folder: str, everything: bool) -> dict[str, set[str]]:
+    """For each kind of tensor the files in which it lies after a step; "memory" for none."""
+    found = small.trained(env, Path(folder), everything=everything)
+    shelf, optimizer = found.shelf, found.optimizer
+
+    def of(tensors: list[Any]) -> set[str]:
+        local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+        return {next((n for n, f in shelf._files.items() if f.holds(t)), "memory") for t in local if t.numel()}
+
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    states = [value for p in trained for name, value in optimizer.state[p].items() if name != "step"]
+    return {"parameters": of(trained), "gradients": of([p.grad for p in trained]), "states": of(states)}
+
+
+def test_what_lies_in_files(tmp_path: Path) -> None:
+    for found in run_world(3, lies_where, str(tmp_path), False):
+        assert found == {"parameters": {"memory"}, "gradients": {"memory"}, "states": {"states"}}
+    for found in run_world(3, lies_where, str(tmp_path), True):
+        assert found == {"parameters": {"parameters"}, "gradients": {"gradients"}, "states": {"states"}}
+
+
+def test_a_part_leaves_before_the_next_one_comes(tmp_path: Path) -> None:
+    """128 MiB of states in parts of 8: what is resident of the file never reaches two parts and a page of each tensor."""
+    [most] = run_world(1, small.most_resident, str(tmp_path))
+    assert most["whole"] > 120 << 20
+    assert most["update"] < 2 * most["part"] + (1 << 20), most
+    assert most["rests"] < 64 << 10, most
+
+
+def test_a_disk_that_is_too_small_is_said_before_training(tmp_path: Path) -> None:
+    words = f"--memory.nvme optimizer --memory.nvme_dir {tmp_path / 'disk'} --model.args.width 2000000"
+    said = failures(2, tmp_path / "run", words)
+    assert len(set(said)) == 1
+    assert said[0] is not None
+    assert "ConfigError: What --memory.nvme puts there" in said[0]
+    assert "of 2 ranks take" in said[0]
+    assert "GiB free. HINT: --memory.nvme_dir" in said[0]
+    assert not any((tmp_path / "disk").iterdir())
+
+
+def test_a_folder_that_cannot_be_is_said_with_the_rank(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    said = failures(2, tmp_path / "run", f"--memory.nvme optimizer --memory.nvme_dir {tmp_path / 'file' / 'in'}")
+    assert said[0] is not None
+    assert "cannot be used on rank 0 (Not a directory)" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--memory.nvme optimizer", "has no folder to put files in. HINT: --memory.nvme_dir"),
+        ("--memory.nvme_dir /tmp", "alone says nothing"),
+        ("--memory.nvme all --memory.nvme_dir /tmp --mesh.strategy ddp", "moves shards, and --mesh.strategy ddp has none"),
+        (
+            "--memory.nvme optimizer --memory.nvme_dir /tmp --optim.name sgd --optim.momentum 0",
+            "has no states without momentum",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(words: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load(words.split())
+
+
+def test_memory_that_is_called_a_disk_is_named() -> None:
+    assert mapped_files.file_system(Path("/proc")) == "proc"

@@ -1,0 +1,162 @@
+"""--memory.activation_offload: the same numbers to the bit, and what units keep is not where it was."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp.base.errors import ConfigError
+from fsdp.config import MemorySection, SpeedSection, load
+from fsdp.parallel.activations import apply_activation_checkpointing
+from fsdp.parallel.offload import OffloadStreams, apply_activation_offload, offloads
+from fsdp.parallel.shard import apply_compile
+from tests.support.marks import quick_are
+from tests.support.runs import failures, run
+from tests.support.user_code import Uneven
+
+OFFLOAD = "--memory.activation_offload true"
+FULL = "--memory.activation_checkpointing full"
+CPU = torch.device("cpu")
+CASES = {
+    "alone": (1, ""),
+    "fsdp": (2, ""),
+    "zero-2, micro-batches": (2, "--mesh.reshard_after_forward false --train.micro_batch 2"),
+    "hsdp": (4, "--mesh.strategy hsdp --mesh.replicate 2 --mesh.shard 2 --train.micro_batch 1"),
+    "ddp": (2, "--mesh.strategy ddp"),
+    "recomputed": (2, FULL),
+    "every second recomputed": (2, f"{FULL} --memory.activation_checkpointing_every 2"),
+    "bf16": (2, "--precision.param bf16"),
+    "tied, a block used twice": (
+        2,
+        "--model.name tests.support.user_code:TiedWords --data.name tests.support.user_code:sentences",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", quick_are(["ddp"], CASES, ["zero-2, micro-batches", "tied, a block used twice"]))
+def test_the_numbers_are_those_of_a_run_without(case: str, tmp_path: Path) -> None:
+    ranks, words = CASES[case]
+    here, there = (run(ranks, tmp_path / name, words, more) for name, more in (("here", ""), ("there", OFFLOAD)))
+    assert [r.get("loss") for r in there.records] == [r.get("loss") for r in here.records]
+    assert all(torch.equal(there.parameters[name], value) for name, value in here.parameters.items())
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_compiled_units_too(tmp_path: Path) -> None:
+    words = "--speed.compile true --train.steps 4"
+    here, there = (run(1, tmp_path / name, words, more) for name, more in (("here", ""), ("there", OFFLOAD)))
+    assert [r.get("loss") for r in there.records] == [r.get("loss") for r in here.records]
+    model, carrier = made(MemorySection(activation_offload=True), compiled=True)
+    model(torch.randn(6, 12)).square().sum().backward()
+    assert carrier.copied >= 2 * 6 * 4 * 13
+
+
+def made(memory: MemorySection, compiled: bool = False) -> tuple[Uneven, OffloadStreams]:
+    torch.manual_seed(0)
+    model = Uneven()
+    units: list[list[nn.Module]] = [[block] for block in model.blocks]
+    apply_activation_checkpointing(units, memory)
+    apply_compile(units, model, SpeedSection(compile="true" if compiled else "false"), CPU)
+    apply_activation_offload(units, memory, CPU, compiled=compiled)
+    carrier = offloads(model.blocks[0])
+    assert carrier is not None
+    assert offloads(model.blocks[-1]) is None
+    return model, carrier
+
+
+def test_inputs_alone_go_where_units_are_recomputed() -> None:
+    """Of three units the last one's stay; a row of 13 fp32 numbers is what a unit is given."""
+    model, carrier = made(MemorySection(activation_offload=True, activation_checkpointing="full"))
+    model(torch.randn(6, 12)).square().sum().backward()
+    assert carrier.copied == 2 * 6 * 13 * 4
+
+
+def test_each_tensor_goes_once_and_no_parameter() -> None:
+    """A unit keeps its input (13 wide, and two numbers of its norm), the norm's output (13) and tanh's (15)."""
+    model, carrier = made(MemorySection(activation_offload=True))
+    model(torch.randn(6, 12)).square().sum().backward()
+    assert carrier.copied == 2 * 6 * 4 * (13 + 2 + 13 + 15)
+
+
+def test_a_forward_without_gradients_carries_nothing() -> None:
+    model, carrier = made(MemorySection(activation_offload=True))
+    with torch.no_grad():
+        model(torch.randn(6, 12))
+    assert carrier.copied == 0
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_what_went_is_freed_before_backward(offload: bool) -> None:
+    model, _ = made(MemorySection(activation_offload=True)) if offload else (Uneven(), None)
+    seen: list[weakref.ref[Tensor]] = []
+    norm = model.blocks[0].get_submodule("norm")
+    norm.register_forward_hook(lambda module, args, output: seen.append(weakref.ref(output)))
+    out = model(torch.randn(6, 12))
+    assert (seen[0]() is None) is offload
+    out.square().sum().backward()
+
+
+class Stream:
+    """Writes down what is asked of it."""
+
+    def __init__(self, name: str, said: list[str]) -> None:
+        self.name, self._said, self._count = name, said, 0
+
+    def record_event(self) -> str:
+        self._count += 1
+        self._said.append(f"{self.name} records {self.name}{self._count}")
+        return f"{self.name}{self._count}"
+
+    def wait_event(self, event: str) -> None:
+        assert event
+        self._said.append(f"{self.name} waits for {event}")
+
+    def wait_stream(self, other: Stream) -> None:
+        self._said.append(f"{self.name} waits for all of {other.name}")
+
+
+def test_what_waits_for_what_where_there_are_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each copy is waited for by itself: not the copies of the next unit, which lie behind it."""
+    model, carrier = made(MemorySection(activation_offload=True, activation_checkpointing="full"))
+    said: list[str] = []
+    main, out, back = (Stream(name, said) for name in ("main", "out", "back"))
+    empty_like = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda t, pin_memory=False, **more: empty_like(t, **more))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(carrier, "streams", lambda: (out, back))
+    loss = model(torch.randn(6, 12)).square().sum()
+    copied = ["out waits for all of main", "out records out1", "out waits for all of main", "out records out2"]
+    assert said == [*copied, "main waits for out1"]
+    said.clear()
+    loss.backward()
+    second, first = ["back records back1", "main waits for back1"], ["back waits for out1", "back records back2"]
+    assert said == [*second, *first, "main waits for back2"]
+
+
+def test_a_second_backward_over_the_same_graph() -> None:
+    model, _ = made(MemorySection(activation_offload=True))
+    loss = model(torch.randn(6, 12)).square().sum()
+    loss.backward(retain_graph=True)
+    first = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    loss.backward()
+    assert all(torch.allclose(p.grad, 2 * g) for p, g in zip(model.parameters(), first, strict=True) if p.grad is not None)
+
+
+def test_a_model_without_units_is_refused_by_name(tmp_path: Path) -> None:
+    said = failures(1, tmp_path / "run", OFFLOAD, "--mesh.wrap root")
+    assert said[0] is not None
+    assert "--memory.activation_offload true works on units, and this model has none" in said[0]
+
+
+@pytest.mark.parametrize("words", ["--memory.activation_checkpointing ops", "--memory.activation_budget 0.5"])
+def test_what_no_hook_sees_is_refused(words: str) -> None:
+    flag, value = words.split()
+    with pytest.raises(ConfigError, match=f"--memory.activation_offload true and {flag} {value} do not go together"):
+        load([*OFFLOAD.split(), *words.split()])

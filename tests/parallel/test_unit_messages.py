@@ -1,0 +1,69 @@
+"""--dry-run lists the units with each rank's shard, the start names their number, and a wrap that finds none says so."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from fsdp.config import load
+from fsdp.dist.env import DistEnv
+from fsdp.models import ModelSpec
+from fsdp.run.job import dry_run, model_of, unit_table
+from tests.parallel.test_shard import look
+from tests.support import user_code
+from tests.support.runs import flags
+from tests.support.world import run_world
+
+ALONE = DistEnv(
+    rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, num_nodes=1, device=torch.device("cpu"),
+    launcher="tests",
+)  # fmt: skip
+
+
+def said(*more: str) -> list[str]:
+    return dry_run(load(flags(*more)), ALONE).splitlines()
+
+
+def fact(lines: list[str], name: str) -> str:
+    return next(line.removeprefix(name).strip() for line in lines if line.startswith(name))
+
+
+def test_a_dry_run_lists_units_with_each_rank_s_shard() -> None:
+    lines = said("--mesh.shard 4")
+    assert fact(lines, "units") == "3 of 444 parameters, 239 in the root's"
+    assert lines[-5:] == [
+        "unit      parameters  a rank's shard",
+        "blocks.0         444  128 on ranks 0 to 2; 60 on rank 3",
+        "blocks.1         444  128 on ranks 0 to 2; 60 on rank 3",
+        "blocks.2         444  128 on ranks 0 to 2; 60 on rank 3",
+        "the root         239  80 on ranks 0 to 1; 66 on rank 2; 13 on rank 3",
+    ]
+
+
+def test_the_shards_are_those_of_a_run() -> None:
+    """Over all units, what FSDP gives each of three ranks."""
+    spec = ModelSpec(name="Scalar", build=user_code.Scalar, sizes={}, knows_inits=False)
+    rows = unit_table(model_of(load(flags()), spec), "auto", 3)[1:]
+    for rank, found in enumerate(run_world(3, look, "Scalar")):
+        kept = sum(torch.Size(shape).numel() for shape in found["rows"].values()) + len(found["whole"])
+        assert kept == sum(_of_rank(row, rank) for row in rows)
+
+
+def _of_rank(row: str, rank: int) -> int:
+    for numel, first, last in re.findall(r"([\d,]+) on ranks? (\d+)(?: to (\d+))?", row):
+        if int(first) <= rank <= int(last or first):
+            return int(numel.replace(",", ""))
+    return int(row.split()[-1].replace(",", ""))
+
+
+@pytest.mark.parametrize(
+    ("wrap", "hint"), [("size:3000000", "HINT: --mesh.wrap size:444"), ("root", "the root's group holds 1,571 parameters")]
+)
+def test_a_wrap_that_wraps_nothing_says_so(wrap: str, hint: str) -> None:
+    line = fact(said(f"--mesh.wrap {wrap}"), "units")
+    assert line.startswith(f"none: --mesh.wrap {wrap}")
+    assert line.endswith(hint)
+    if "HINT" in line:
+        assert fact(said(hint.removeprefix("HINT: ")), "units").startswith("3 of 444 parameters")

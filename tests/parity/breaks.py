@@ -1,0 +1,201 @@
+"""Ways to break the product's reductions in a rank: each is a context manager that patches this process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+import fsdp.models.loss
+import fsdp.optim.optimizer
+import fsdp.run.loop
+from fsdp.dist.env import DistEnv
+from fsdp.models.loss import LossFunction, LossParts
+from fsdp.optim.gradients import Gradients
+from fsdp.parallel.shard import Sharded
+from fsdp.parity.options import ParityOptions, Row
+from fsdp.parity.ranks import train_rows
+from fsdp.run.loop import _Loop
+
+Break = Callable[[DistEnv], contextlib.AbstractContextManager[Any]]
+
+
+def instead(owner: Any, name: str, make: Callable[[Any], Any]) -> contextlib.AbstractContextManager[Any]:
+    """`owner.name` is replaced by what `make` makes of it."""
+    found = owner.__dict__[name]
+    return mock.patch.object(owner, name, make(found.fget if isinstance(found, property) else found))
+
+
+def times(factor: float) -> Break:
+    """Every gradient, before its norm is taken."""
+
+    def make(norm: Any) -> Any:
+        def broken(self: Gradients) -> Tensor:
+            self.scale(factor)
+            return norm(self)
+
+        return broken
+
+    return lambda env: instead(Gradients, "norm", make)
+
+
+def with_gradient(parts: LossParts, factor: float) -> LossParts:
+    """The same loss, with its gradient multiplied."""
+    return replace(parts, loss_sum=parts.loss_sum.detach() * (1 - factor) + parts.loss_sum * factor)
+
+
+def rank_left_out(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
+    def make(call: Any) -> Any:
+        return lambda self, *args: with_gradient(call(self, *args), 0.0 if env.rank == 1 else 1.0)
+
+    return instead(LossFunction, "__call__", make)
+
+
+def divided_by_micro_batches(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
+    def make(accumulate: Any) -> Any:
+        def broken(self: _Loop, batch: Any) -> Any:
+            self.sharded.divides_by = self.sharded.ranks / len(batch.micro)
+            return accumulate(self, batch)
+
+        return broken
+
+    return instead(_Loop, "_accumulate", make)
+
+
+def mean_over_tokens(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
+    """Of each micro-batch, weighed by its rows."""
+
+    def make(parts_of: Any) -> Any:
+        def broken(logits: Tensor, targets: Tensor, valid: Tensor) -> LossParts:
+            parts = parts_of(logits, targets, valid)
+            counted = (targets[valid] != -100).sum().clamp(min=1)
+            return replace(parts, loss_sum=parts.loss_sum / counted * valid.sum() * targets.shape[-1])
+
+        return broken
+
+    return instead(fsdp.models.loss, "cross_entropy_parts", make)
+
+
+def own_part(output: Tensor, given: Tensor, group: Any, op: Any, async_op: bool = False) -> None:
+    """A reduce-scatter that scatters and sums nothing."""
+    output.copy_(given.view(group.size(), -1)[group.rank()])
+
+
+class Scatter:
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> None:
+        own_part(output_tensor, input_tensor, group, op)
+
+
+def unit_not_reduced(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
+    def make(shard_model: Any) -> Any:
+        def broken(*args: Any, **kwargs: Any) -> Sharded:
+            sharded: Sharded = shard_model(*args, **kwargs)
+            unit = sharded.units[1][0]
+            if isinstance(unit, FSDPModule):
+                unit.set_custom_reduce_scatter(Scatter())  # type: ignore[arg-type]
+            return sharded
+
+        return broken
+
+    return instead(fsdp.run.loop, "shard_model", make)
+
+
+def divisor_of_one_axis(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
+    return instead(Sharded, "divisor", lambda _: property(lambda self: float(self.sizes.shard)))
+
+
+def first_micro_batch_dropped(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
+    left: list[int] = []
+
+    def counted(accumulate: Any) -> Any:
+        def broken(self: _Loop, batch: Any) -> Any:
+            left[:] = [0 if at == 0 and len(batch.micro) > 1 else 1 for at in range(len(batch.micro))]
+            return accumulate(self, batch)
+
+        return broken
+
+    def dropped(call: Any) -> Any:
+        return lambda self, *args: with_gradient(call(self, *args), float(left.pop(0)) if left else 1.0)
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(instead(_Loop, "_accumulate", counted))
+    stack.enter_context(instead(LossFunction, "__call__", dropped))
+    return stack
+
+
+def local_norm(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
+    def make(init: Any) -> Any:
+        return lambda self, parameters, group, in_turn=None: init(self, parameters, None, in_turn)
+
+    return instead(Gradients, "__init__", make)
+
+
+def clipped_by_local_norm(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
+    def make(clip: Any) -> Any:
+        def broken(self: Gradients, max_norm: float, norm: Tensor) -> None:
+            group, self._group = self._group, None
+            own = self.norm()
+            self._group = group
+            clip(self, max_norm, own)
+
+        return broken
+
+    return instead(Gradients, "clip", make)
+
+
+def gradients_kept(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
+    return mock.patch.object(torch.optim.Optimizer, "zero_grad")
+
+
+def vectors_decayed(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
+    def make(groups: Any) -> Any:
+        return lambda *args: [{**group, "weight_decay": 0.1} for group in groups(*args)]
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(instead(fsdp.optim.optimizer, "parameter_groups", make))
+    stack.enter_context(mock.patch.object(fsdp.run.loop, "apply_hyperparameters"))
+    return stack
+
+
+def nothing(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext()
+
+
+BREAKS: dict[str, Break] = {
+    "nothing": nothing,
+    "twice": times(2.0),
+    "a hundred times": times(100.0),
+    "a rank left out": rank_left_out,
+    "divided by micro-batches": divided_by_micro_batches,
+    "mean over tokens": mean_over_tokens,
+    "a unit not reduced": unit_not_reduced,
+    "divisor of one axis": divisor_of_one_axis,
+    "first micro-batch dropped": first_micro_batch_dropped,
+    "local norm": local_norm,
+    "clipped by local norm": clipped_by_local_norm,
+    "gradients kept": gradients_kept,
+    "vectors decayed": vectors_decayed,
+}
+
+
+@contextlib.contextmanager
+def broken(name: str, env: DistEnv) -> Iterator[None]:
+    with BREAKS[name](env):
+        yield
+
+
+def train_broken(env: DistEnv, name: str, asked: ParityOptions, tried: list[Row], folder: str) -> None:
+    """What a rank of the command does, in one of these ways."""
+    with broken(name, env):
+        train_rows(env, asked, tried, folder, lambda _: None)
+    assert dist.is_initialized()

@@ -1,0 +1,134 @@
+"""Parameters after 20 steps on every mesh, against a plain loop in one process that knows nothing of fsdp/'s training.
+
+float64 shows a wrong reduction that rounding would hide; the lower precisions have bounds of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+
+from tests.support.marks import quick_are
+from tests.support.plain_loop import Trained, relative_difference, train_plainly, worst_parameter
+from tests.support.runs import run, settings
+
+BOUNDS = {"fp64": 1e-10, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
+PRECISION = {
+    "fp64": "--precision.master fp64",
+    "fp32": "--precision.param fp32",
+    "bf16": "--precision.param bf16",
+    "fp16": "--precision.param fp16 --precision.loss_scale 256",
+}
+HSDP = "--mesh.strategy hsdp --mesh.replicate 2 --mesh.shard 2"
+DDP = "--mesh.strategy ddp"
+WORDS = "--data.name tests.support.user_code:sentences"
+TRANSFORMER = (
+    f"{WORDS} --model.name transformer --model.args.vocab_size 31 --model.args.width 24 --model.args.heads 2 "
+    "--model.args.layers 2 --model.args.ffn 22 --model.args.max_seq_len 9"
+)
+OWN = "--model.name tests.support.user_code:"
+
+MESHES = {
+    "one process": (1, ""),
+    "fsdp of 2": (2, ""),
+    "fsdp of 3": (3, ""),
+    "fsdp of 4": (4, ""),
+    "hsdp 2×2": (4, HSDP),
+    "ddp of 2": (2, DDP),
+    "ddp of 3": (3, DDP),
+}
+
+CASES = {
+    "zero-2": (2, "--mesh.reshard_after_forward false"),
+    "gathered once a step": (2, "--mesh.reshard_after_forward step --train.micro_batch 2"),
+    "reshard to 2 of 4": (4, "--mesh.reshard_after_forward 2"),
+    "reshard to 1": (2, "--mesh.reshard_after_forward 1"),
+    "4 micro-batches": (2, "--train.global_batch 16 --train.micro_batch 2"),
+    "uneven micro-batches": (3, "--train.global_batch 13 --train.micro_batch 2"),
+    "scattered each time": (2, "--train.micro_batch 2 --mesh.accumulate shard"),
+    "reduced each time": (2, "--train.micro_batch 2 --mesh.accumulate every"),
+    "hsdp, reduced at the last": (4, f"{HSDP} --train.micro_batch 1"),
+    "hsdp, scattered each time": (4, f"{HSDP} --train.micro_batch 1 --mesh.accumulate shard"),
+    "hsdp, reduced each time": (4, f"{HSDP} --train.micro_batch 1 --mesh.accumulate every"),
+    "hsdp, gathered once a step": (4, f"{HSDP} --mesh.reshard_after_forward step --train.micro_batch 1"),
+    "ddp, 3 micro-batches": (2, f"{DDP} --train.micro_batch 2"),
+    "a batch that ranks do not divide": (4, "--train.global_batch 11"),
+    "ddp, a batch that ranks do not divide": (3, f"{DDP} --train.global_batch 11"),
+    "no clipping": (2, "--train.clip_grad_norm 0"),
+    "clipped hard, hsdp": (4, f"{HSDP} --train.clip_grad_norm 0.05"),
+    "clipped hard, ddp": (2, f"{DDP} --train.clip_grad_norm 0.05"),
+    "root only": (2, "--mesh.wrap root"),
+    "by class": (3, "--mesh.wrap class:Linear"),
+    "by size": (2, "--mesh.wrap size:100"),
+    "units in a list": (3, f"{OWN}Grouped"),
+    "looking further ahead": (2, "--speed.prefetch_forward 2 --speed.prefetch_backward 2"),
+    "offloaded": (2, "--memory.cpu_offload true"),
+    "sent and not drawn": (2, f"{TRANSFORMER} --model.init broadcast"),
+    "recomputed": (2, "--memory.activation_checkpointing full"),
+    "recomputed but for products": (2, "--memory.activation_checkpointing ops"),
+    "tied": (3, f"{TRANSFORMER} --model.args.tied true"),
+    "tied, hsdp": (4, f"{TRANSFORMER} --model.args.tied true {HSDP} --train.micro_batch 1"),
+    "tied, ddp": (2, f"{TRANSFORMER} --model.args.tied true {DDP} --train.micro_batch 2"),
+    "tied by hand, a block used twice": (2, f"{WORDS} {OWN}TiedWords"),
+    "masked tokens, micro-batches": (3, f"{TRANSFORMER} --train.micro_batch 1"),
+    "frozen, hsdp": (4, f"{OWN}Frozen {HSDP}"),
+    "frozen, ddp": (2, f"{OWN}Frozen {DDP}"),
+    "scalars": (3, f"{OWN}Scalar --train.micro_batch 2"),
+    "scalars, hsdp": (4, f"{OWN}Scalar {HSDP} --train.micro_batch 1 --mesh.accumulate every"),
+    "scalars, ddp": (2, f"{OWN}Scalar {DDP}"),
+    "smaller than the mesh": (4, f"{OWN}Tiny"),
+    "smaller than the mesh, hsdp": (4, f"{OWN}Tiny {HSDP}"),
+    "own loss": (3, f"{OWN}OwnLoss --train.global_batch 11 --train.micro_batch 2"),
+}  # fmt: skip
+
+
+def _worth_it(mesh: str, dtype: str) -> bool:
+    """Where values are rounded the number of ranks says little more."""
+    return dtype in ("fp64", "fp32") or mesh in ("fsdp of 2", "hsdp 2×2", "ddp of 2")
+
+
+ON_MESHES = [(mesh, dtype) for dtype in BOUNDS for mesh in MESHES if _worth_it(mesh, dtype)]
+QUICK_MESHES = [("hsdp 2×2", "fp32"), ("fsdp of 2", "bf16")]
+QUICK = ("gathered once a step", "ddp, 3 micro-batches")
+SAMPLE_MESHES = [("fsdp of 3", "fp64"), ("ddp of 2", "fp16"), ("fsdp of 4", "fp64"), ("hsdp 2×2", "fp64"), ("ddp of 3", "fp64")]
+SAMPLE = (
+    "tied", "hsdp, scattered each time", "scalars", "own loss", "zero-2", "reshard to 2 of 4", "uneven micro-batches",
+    "clipped hard, hsdp", "sent and not drawn", "frozen, hsdp", "smaller than the mesh",
+)  # fmt: skip
+"""With those of the quick part: what can go wrong, each in one way. The others are in the full form."""
+
+
+@functools.cache
+def reference(words: str, dtype: str) -> Trained:
+    return train_plainly(settings(words), dtype=dtype)
+
+
+def _what_is_trained(words: str) -> str:
+    """The flags that a plain loop must know of: the others may not change a number."""
+    kept = ("model.name", "model.args", "data.name", "train.global_batch", "train.clip_grad_norm", "optim.")
+    pairs = words.split()
+    return " ".join(f"{name} {value}" for name, value in zip(pairs[::2], pairs[1::2], strict=True) if name[2:].startswith(kept))
+
+
+def check(ranks: int, words: str, dtype: str, folder: Path) -> None:
+    plain = reference(_what_is_trained(words), dtype)
+    finished = run(ranks, folder, words, PRECISION[dtype])
+    steps = [record for record in finished.records if "loss" in record]
+    assert [record["step"] for record in steps] == list(range(1, 21))
+    assert relative_difference(finished.parameters, plain.parameters) <= BOUNDS[dtype]
+    if dtype == "fp64":
+        assert worst_parameter(finished.parameters, plain.parameters) <= BOUNDS[dtype]
+    assert [record["loss"] for record in steps] == pytest.approx(plain.losses, rel=BOUNDS[dtype])
+    assert [record["grad_norm"] for record in steps] == pytest.approx(plain.norms, rel=3 * BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("case", quick_are(QUICK, CASES, SAMPLE))
+def test_float64(case: str, tmp_path: Path) -> None:
+    check(*CASES[case], "fp64", tmp_path)
+
+
+@pytest.mark.parametrize(("mesh", "dtype"), quick_are(QUICK_MESHES, ON_MESHES, SAMPLE_MESHES))
+def test_each_precision_on_each_mesh(mesh: str, dtype: str, tmp_path: Path) -> None:
+    check(*MESHES[mesh], dtype, tmp_path)

@@ -1,0 +1,85 @@
+"""What python -m fsdp.parity finds with its default flags: each way to break a reduction, and nothing where none is broken."""
+
+from __future__ import annotations
+
+import functools
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdp.parity.compare import Reference, jobs_of
+from fsdp.parity.measure import ParityDifference
+from fsdp.parity.options import Comparison, ParityOptions, Row, rows
+from tests.parity.breaks import BREAKS, train_broken
+from tests.support import needs
+from tests.support.marks import sample_are
+from tests.support.world import run_world
+
+pytestmark = pytest.mark.slow
+
+VECTORS = "--model.name tests.support.user_code:Uneven --data.name tests.support.user_code:vectors --train.global_batch 12"
+WORDS = "--model.name tests.support.user_code:TiedWords --data.name tests.support.user_code:sentences --train.global_batch 12"
+TEXTS = "--train.global_batch 7 --data.name tests.models.small_hf:texts"
+QUIET = " --watch.enabled false"
+RIGHT = {
+    "bert": f"{TEXTS} --model.name tests.models.small_hf:bert --data.args.kind masked",
+    "gemma 3": f"{TEXTS} --model.name tests.models.small_hf:gemma3 --data.args.kind causal",
+    "vit": "--train.global_batch 7 --data.name tests.models.small_hf:pictures --model.name tests.models.small_hf:vit",
+    "mixtral": f"{TEXTS} --model.name tests.models.small_hf:mixtral --data.args.kind causal",
+    "t5": f"{TEXTS} --model.name tests.models.small_hf:t5 --data.args.kind seq2seq",
+    "own loss": "--train.global_batch 12 --model.name tests.support.user_code:OwnLoss --data.name tests.support.user_code:vectors",
+}
+WRONG = [name for name in BREAKS if name != "nothing"]
+FACTORS = {"twice": 2.0, "a hundred times": 100.0}
+
+
+def reference(words: str) -> tuple[Reference, ParityOptions, list[Row]]:
+    asked = ParityOptions((words + QUIET).split(), ranks=2, dtype="fp64", steps=20)
+    tried, device = rows(2), torch.device("cpu")
+    return Reference(asked, jobs_of(asked, tried, device), device, lambda _: None), asked, tried
+
+
+cached = functools.cache(reference)
+
+
+def differences(words: str, name: str, folder: Path) -> dict[Row, list[ParityDifference]]:
+    """What the command prints under each mesh."""
+    known, asked, tried = cached(words)
+    run_world(2, train_broken, name, asked, tried, str(folder))
+    return {row: [d for d in known.judge(at, str(folder)) if not d.same] for at, row in enumerate(tried)}
+
+
+@pytest.mark.parametrize("name", sample_are(["twice"], WRONG))
+def test_a_broken_reduction_is_found(name: str, tmp_path: Path) -> None:
+    found = differences(WORDS if "tokens" in name else VECTORS, name, tmp_path)
+    assert any(found.values())
+    if name in FACTORS:
+        for row, apart in found.items():
+            first = [d for d in apart if d.training is Comparison.GRADIENT]
+            assert [d.factor for d in first] == pytest.approx([FACTORS[name]] * 2), row  # the norm, and the worst parameter
+            assert f"it is {FACTORS[name]:g} times the plain loop's" in str(first[-1])
+    if name == "divisor of one axis":
+        assert all(math.isclose(d.factor, 0.5, rel_tol=1e-6) for d in found[Row("hsdp", 2, 1, "true", 1)][:2])
+
+
+@pytest.mark.parametrize("name", sample_are(["own loss"], RIGHT))
+def test_a_run_that_is_right_raises_no_alarm(name: str, tmp_path: Path) -> None:
+    if "small_hf" in RIGHT[name]:
+        needs.check("transformers")
+    assert not any(differences(RIGHT[name], "nothing", tmp_path).values())
+
+
+@pytest.mark.needs("transformers")
+def test_it_says_why_a_model_cannot_be_exact() -> None:
+    notes = list(cached(RIGHT["gemma 3"])[0].notes())
+    assert notes == [
+        "Gemma3RMSNorm computes in float32 although float64 is asked for: the bounds are 1e-05, and 1e-02 as asked, of the "
+        "whole model"
+    ]
+    notes = list(cached(RIGHT["vit"])[0].notes())
+    assert notes == [
+        "the gradient of vit.layers.0.attention.k_proj.bias and 1 other parameters is 0 but for rounding, which Adam enlarges: "
+        "left out as asked"
+    ]

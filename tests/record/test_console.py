@@ -1,0 +1,290 @@
+"""What a person sees while it runs: on terminals (a pty) of several widths, in pipes and logs, with NO_COLOR."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import logging
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fsdp.record.console import BOLD, GREEN, LOG_COLUMNS, PLAIN, Console, _LiveHandler, fit
+from fsdp.record.metrics import StepMetrics
+from tests.support.marks import sample_are
+
+ROOT = Path(__file__).parents[2]
+ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+def metrics(step: int = 1200, **changes: object) -> StepMetrics:
+    known: dict[str, object] = {
+        "step": step, "loss": 2.34567, "grad_norm": 1.234, "lr": 1e-3, "samples": 64, "tokens": 16384, "step_time_s": 0.105,
+        "max_mem_gib": 61.2, "extra": {"mfu": 0.41},
+    }  # fmt: skip
+    return StepMetrics(**(known | changes))  # type: ignore[arg-type]
+
+
+class Terminal:
+    """A pty of so many columns, and what was drawn on it."""
+
+    def __init__(self, columns: int) -> None:
+        self.ours, self.theirs = pty.openpty()
+        fcntl.ioctl(self.theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+
+    @contextlib.contextmanager
+    def stream(self) -> Iterator[io.TextIOBase]:
+        with os.fdopen(os.dup(self.theirs), "w") as stream:
+            yield stream
+
+    def read(self) -> str:
+        """Until its last writer is gone."""
+        os.close(self.theirs)
+        said = b""
+        with contextlib.suppress(OSError):  # a pty without a writer ends so on Linux
+            while chunk := os.read(self.ours, 1 << 16):
+                said += chunk
+        os.close(self.ours)
+        return said.decode()
+
+
+def drawn(columns: int, monkeypatch: pytest.MonkeyPatch, no_color: str = "", **changes: object) -> tuple[str, str]:
+    """The last live line as it was sent, and as it is seen."""
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal(columns)
+    with terminal.stream() as stream:
+        console = Console(total_steps=5000, every=1, unit="tok", stream=stream)  # type: ignore[arg-type]
+        console.step(metrics(**changes), "saved 1000")  # type: ignore[arg-type]
+        Console.clear_live()
+    line = terminal.read().split("\r\x1b[2K")[-1].rstrip("\r\n")
+    return line, ESCAPE.sub("", line)
+
+
+@pytest.mark.parametrize("columns", [20, 40, 80, 200])
+def test_the_live_line_fits_its_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, seen = drawn(columns, monkeypatch)
+    assert len(seen) < columns, "a full line wraps"
+    assert seen.startswith("step 1200/5000")
+    assert "\n" not in sent
+
+
+def test_eighty_columns_show_all_that_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, seen = drawn(80, monkeypatch)
+    for expected in ("1200/5000", "loss 2.3457", "156k tok/s", "41% MFU", "61.2 GiB", "left", "saved 1000"):
+        assert expected in seen, seen
+
+
+def test_forty_columns_show_what_matters_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, seen = drawn(40, monkeypatch)
+    assert "loss 2.3457" in seen
+    assert "tok/s" in seen
+
+
+def test_two_hundred_show_the_rate_of_learning_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, seen = drawn(200, monkeypatch)
+    assert "lr 1.0e-03" in seen
+    assert "grad 1.23" in seen
+
+
+def test_colour_is_there_and_no_color_takes_it_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    coloured, plain = drawn(80, monkeypatch)[0], drawn(80, monkeypatch, no_color="1")[0]
+    assert "\x1b[1m" in coloured
+    assert not ESCAPE.search(plain)
+
+
+def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    terminal = Terminal(80)
+    with terminal.stream() as stream:
+        Console(total_steps=5000, every=1, unit="tok", stream=stream).step(metrics(), "")  # type: ignore[arg-type]
+    assert not ESCAPE.search(terminal.read())
+
+
+def test_a_log_line_never_lands_in_the_live_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal(80)
+    with terminal.stream() as stream:
+        console = Console(total_steps=5000, every=1, unit="tok", stream=stream)  # type: ignore[arg-type]
+        console.step(metrics(), "")
+        console.say("eval_loss 1.2  at step 1200")
+    lines = terminal.read().splitlines()
+    assert lines[-1] == "eval_loss 1.2  at step 1200"
+
+
+# ---------------------------------------------------------------- logs
+
+
+def logged(steps: list[StepMetrics], total: int = 100_000) -> list[str]:
+    out = io.StringIO()
+    console = Console(total_steps=total, every=1, unit="tok", stream=out)
+    for one in steps:
+        console.step(one, "saved 1")
+    return out.getvalue().splitlines()
+
+
+def test_a_log_has_one_plain_line_a_record_in_columns_that_stand_still() -> None:
+    times = [(1, 9.5), (10, 0.1), (100_000, 12.0)]
+    lines = logged([metrics(step, loss=loss, grad_norm=grad) for step, loss in times for grad in (0.01, 123.4)])
+    assert len(lines) == 6
+    assert all(len(line) <= LOG_COLUMNS and not ESCAPE.search(line) for line in lines)
+    assert len({line.index("tok/s") for line in lines[:4]}) == 1
+    assert all("left" in line and "GiB" in line for line in lines)
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf"), 1e30, -3.0])
+def test_odd_numbers_stay_within_a_line(loss: float) -> None:
+    (line,) = logged([metrics(loss=loss)])
+    assert len(line) <= LOG_COLUMNS
+
+
+def test_time_left_is_said_as_people_say_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    said = []
+    for total in (10, 1000, 10_000, 1_000_000):
+        console = Console(total_steps=total, every=1, unit="tok", stream=io.StringIO())
+        console._started = (0, now[0] - 10.0)
+        said.append(console._left(1).strip())
+    assert said == ["1:30", "2:46:30", "27:46:30", "115d 17h"]
+
+
+@pytest.mark.parametrize("columns", range(0, 130, 7))
+def test_no_width_is_too_small(columns: int) -> None:
+    fields = {"step": "step 1/2", "loss": "loss 1.0000", "rate": "1 tok/s", "lr": "lr 1"}
+    assert len(fit(fields, ("step", "loss", "rate", "lr"), columns)) <= columns
+
+
+# ---------------------------------------------------------------- streams that fail
+
+
+class Fails(io.StringIO):
+    """As a log on a disk that is full while `full` is set."""
+
+    full = False
+
+    def write(self, text: str) -> int:
+        if self.full:
+            raise OSError(28, "No space left on device")
+        return super().write(text)
+
+
+def test_lines_that_cannot_be_printed_are_told_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    out = Fails()
+    console = Console(total_steps=9, every=1, unit="tok", stream=out)
+    for step in range(1, 6):
+        out.full = 2 <= step <= 4
+        console.step(metrics(step), "")
+    assert [line.split()[1] for line in out.getvalue().splitlines()] == ["1/9", "5/9"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "the steps' lines cannot be printed (No space left on device): the run continues",
+        "the steps' lines are printed again: 3 came late or are lost",
+    ]
+
+
+def test_a_log_that_cannot_be_written_has_no_tracebacks(capsys: pytest.CaptureFixture[str]) -> None:
+    out = Fails()
+    handler = _LiveHandler(out)
+    logger = logging.Logger("test")
+    logger.addHandler(handler)
+    fsdp = logging.getLogger("fsdp")
+    fsdp.addHandler(handler)
+    try:
+        for step in range(1, 6):
+            out.full = 2 <= step <= 4
+            logger.warning("line %d", step)
+    finally:
+        fsdp.removeHandler(handler)
+    assert out.getvalue().splitlines() == ["line 1", "line 5", "this log can be written again: 3 lines came late or are lost"]
+    assert capsys.readouterr().err == ""
+
+
+def buffered() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("code", [0, 4])
+def test_an_output_that_is_full_does_not_change_the_exit_code(code: int) -> None:
+    """Python's own flush at exit makes it 120."""
+    say = "import sys; from fsdp.record.console import flush_output, print_last; print_last('the end'); flush_output(); "
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-c", f"{say} sys.exit({code})"]
+        done = subprocess.run(command, cwd=ROOT, env=buffered(), stdout=full, stderr=full)
+    assert done.returncode == code
+
+
+# ---------------------------------------------------------------- real runs
+
+
+def command(run: Path, *flags: str) -> list[str]:
+    small = ["--model.name", "mlp", "--train.steps", "6", "--checkpoint.every_steps", "3", "--run.dir", str(run), *flags]
+    return ["train.py", *small]
+
+
+@pytest.mark.parametrize("no_color", sample_are([""], ["", "1"]))
+def test_a_real_run_on_a_terminal_of_eighty_columns(tmp_path: Path, no_color: str) -> None:
+    terminal = Terminal(80)
+    environ = {**os.environ, "TERM": "xterm", "NO_COLOR": no_color}
+    with subprocess.Popen(
+        [sys.executable, *command(tmp_path / "run")], cwd=ROOT, env=environ, stdout=terminal.theirs, stderr=subprocess.PIPE
+    ) as process:
+        text = terminal.read()
+    assert process.returncode == 0, text
+    live = [ESCAPE.sub("", part.partition("\n")[0]).rstrip("\r") for part in text.split("\r\x1b[2K")[1:]]
+    assert live
+    assert live[-1].startswith("step 6/6  loss")
+    assert all(len(line) < 80 for line in live)
+    assert set(ESCAPE.findall(text)) == ({"\x1b[2K"} if no_color else {"\x1b[2K", BOLD, GREEN, PLAIN})
+
+
+@pytest.mark.slow
+def test_a_real_run_into_a_pipe_is_plain_lines(tmp_path: Path) -> None:
+    said = subprocess.run(
+        [sys.executable, *command(tmp_path / "run", "--run.log_every_steps", "2")],
+        cwd=ROOT, env={**os.environ, "TERM": "xterm"}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    for text in (said.stdout, said.stderr):
+        assert not ESCAPE.search(text)
+        assert "\r" not in text
+    steps = [line for line in said.stdout.splitlines() if line.startswith("step ")]
+    assert [line.split()[1] for line in steps] == ["2/6", "4/6", "6/6"]
+    assert all(len(line) <= LOG_COLUMNS for line in steps)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_real_log_of_two_ranks_reads_down(tmp_path: Path) -> None:
+    """As a job of two nodes writes it: every rank's output in one file, with its number in front."""
+    environ = {**os.environ, "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "${rank}: "}
+    ranks = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--tee=3", f"--log-dir={tmp_path / 'logs'}"]
+    said = subprocess.run(
+        [sys.executable, *ranks, *command(tmp_path / "run", "--run.log_every_steps", "1")],
+        cwd=ROOT, env=environ, capture_output=True, text=True, timeout=110,
+    )  # fmt: skip
+    assert said.returncode == 0, said.stderr
+    lines = [line.removeprefix("0: ") for line in said.stdout.splitlines()]
+    assert not ESCAPE.search(said.stdout)
+    assert not [line for line in lines if re.match(r"1: step", line)], "only one rank tells the steps"
+    steps = [line for line in lines if line.startswith("step ")]
+    assert [line.split()[1] for line in steps] == [f"{n}/6" for n in range(1, 7)]
+    assert all(len(line) <= LOG_COLUMNS for line in steps)
+    assert any(line.startswith("checkpoint of step 3") for line in lines)
+
+
+def test_a_step_that_waits_for_its_data_says_so_in_the_line() -> None:
+    console = Console(total_steps=5000, every=1, unit="tok", stream=io.StringIO())
+    console.step(metrics(data_wait_s=0.005), "")
+    assert "data" not in console.line(metrics(data_wait_s=0.005))
+    assert "data 24%" in console.line(metrics(data_wait_s=0.025))
+    assert len(console.line(metrics(data_wait_s=0.105))) <= LOG_COLUMNS

@@ -1,0 +1,128 @@
+"""Where a run's numbers go: files, everyone who asked, MFU where the device's peak is known, what saves took."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdp.dist.env import DistEnv
+from fsdp.record.console import Console
+from fsdp.record.metrics import NoReporter, StepMetrics
+from fsdp.record.recorder import Pending, Recorder, step_record
+from fsdp.rundir.paths import RunDir
+
+
+class Hears:
+    def __init__(self) -> None:
+        self.heard: list[tuple[int, Mapping[str, float]]] = []
+        self.closed = False
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self.heard.append((step, values))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def recorder(folder: Path, out: io.StringIO, hears: Hears, mfu_of: float = 0.0, rank: int = 0) -> Recorder:
+    env = DistEnv(
+        rank=rank, world_size=2, local_rank=rank, local_world_size=2, node_rank=0, num_nodes=1,
+        device=torch.device("cpu"), launcher="tests",
+    )  # fmt: skip
+    console = Console(total_steps=9, every=1, unit="img", stream=out)
+    return Recorder(RunDir(folder), env, NoReporter(), console, from_step=0, sinks=[hears], mfu_of=mfu_of)
+
+
+def one_step() -> Pending:
+    one = torch.tensor(1.5)
+    return Pending(step=1, loss=one, grad_norm=one, lr=0.1, samples=8, tokens=0, step_time_s=0.5, data_wait_s=0.0)
+
+
+def test_each_number_goes_to_the_file_and_to_everyone_who_asked(tmp_path: Path) -> None:
+    hears, out = Hears(), io.StringIO()
+    told = recorder(tmp_path, out, hears)
+    told.step(one_step())
+    told.flush()
+    told.evaluation(1, {"eval_loss": 2.0})
+    told.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 1]
+    assert "mfu" not in lines[0]
+    assert hears.heard[0][1]["train/loss"] == 1.5
+    assert hears.heard[1] == (1, {"eval/eval_loss": 2.0})
+    assert hears.closed
+    assert list((tmp_path / "tensorboard").iterdir())
+
+
+def test_mfu_is_the_samples_a_second_times_what_one_is_worth(tmp_path: Path) -> None:
+    out = io.StringIO()
+    told = recorder(tmp_path, out, Hears(), mfu_of=0.025)
+    told.step(one_step())
+    (metrics,) = told.flush()
+    assert metrics.extra["mfu"] == 8 / 0.5 * 0.025
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["mfu"] == metrics.extra["mfu"]
+    assert "40% MFU" in out.getvalue()
+
+
+@pytest.mark.parametrize(("tokens", "rate"), [(4096, 8192.0), (0, 16.0)])
+def test_the_rate_is_of_tokens_where_there_are_any_else_of_samples(tokens: int, rate: float) -> None:
+    metrics = StepMetrics(step=1, loss=1.0, grad_norm=1.0, lr=0.1, samples=8, tokens=tokens, step_time_s=0.5)
+    assert step_record(metrics)["per_s"] == rate
+    console = Console(total_steps=9, every=1, unit="tok", stream=io.StringIO())
+    console.step(metrics, "")
+    assert f"{rate:.0f} tok/s" in console.line(metrics)
+
+
+class Breaks(Hears):
+    """A sink whose own disk is full for the steps 2 to 4."""
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        if 2 <= step <= 4:
+            raise OSError(28, "No space left on device")
+        super().scalars(step, values)
+
+    def close(self) -> None:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_sink_that_cannot_write_is_told_once_and_holds_nobody_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    breaks = Breaks()
+    told = recorder(tmp_path, io.StringIO(), breaks)
+    for step in range(1, 7):
+        told.step(replace(one_step(), step=step))
+        told.flush()
+    told.close()
+    assert [step for step, _ in breaks.heard] == [1, 5, 6]
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4, 5, 6]
+    assert [record.getMessage() for record in caplog.records] == [
+        "step 2: Breaks cannot write: [Errno 28] No space left on device. The run continues",
+        "step 5: Breaks writes again, 3 records are lost",
+        "Breaks cannot be closed: [Errno 28] No space left on device. 0 records are lost",
+    ]
+
+
+def test_a_save_is_told_and_kept_with_what_it_took(tmp_path: Path) -> None:
+    out = io.StringIO()
+    told = recorder(tmp_path, out, Hears())
+    told.saving(3)
+    assert told.checkpoint_note == "saving 3"
+    told.saved(3, "somewhere", stall_s=0.25, write_s=1.5, size=1 << 21)
+    assert told.checkpoint_note == "saved 3"
+    assert out.getvalue() == "checkpoint of step 3 sealed: 2.0 MiB in 1.50 s\n"
+    assert json.loads((tmp_path / "saves.jsonl").read_text()) == {"step": 3, "stall_s": 0.25, "write_s": 1.5, "bytes": 1 << 21}
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    out = io.StringIO()
+    told = recorder(tmp_path, out, Hears(), rank=1)
+    told.step(one_step())
+    told.flush()
+    told.saved(1, "somewhere")
+    assert not out.getvalue()
+    assert not list(tmp_path.iterdir())

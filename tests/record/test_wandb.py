@@ -1,0 +1,77 @@
+"""--run.wandb, with a mock in wandb's place: what it is told. Nothing here leaves the machine."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp.base.errors import ConfigError
+from fsdp.config import config_hash, load
+from fsdp.record import wandb_sink
+from fsdp.record.wandb_sink import WandbSink, check_wandb
+
+
+class MockRun:
+    def __init__(self, given: dict[str, Any]) -> None:
+        self.given, self.logged, self.finished = given, list[dict[str, Any]](), False
+
+    def define_metric(self, name: str, step_metric: str = "") -> None:
+        self.given[f"axis of {name}"] = step_metric
+
+    def log(self, values: dict[str, Any]) -> None:
+        self.logged.append(values)
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+@pytest.fixture
+def mock_wandb(monkeypatch: pytest.MonkeyPatch) -> list[MockRun]:
+    """A mock of the package: each init makes a MockRun."""
+    runs: list[MockRun] = []
+    module = types.ModuleType("wandb")
+
+    def init(**given: Any) -> MockRun:
+        runs.append(MockRun(given))
+        return runs[-1]
+
+    module.init = init  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return runs
+
+
+def test_it_hears_each_number_with_its_step(mock_wandb: list[MockRun], tmp_path: Path) -> None:
+    config = load(["--run.wandb", "my-project", "--optim.lr", "0.5"])
+    sink = WandbSink(config, tmp_path)
+    sink.scalars(7, {"train/loss": 1.5})
+    sink.close()
+    (run,) = mock_wandb
+    assert run.logged == [{"step": 7, "train/loss": 1.5}]
+    assert run.finished
+    assert (run.given["project"], run.given["name"]) == ("my-project", tmp_path.name)
+    assert run.given["config"]["optim.lr"] == 0.5
+    assert run.given["axis of *"] == "step"
+
+
+def test_a_later_start_of_the_same_directory_goes_on_in_the_same_run(mock_wandb: list[MockRun], tmp_path: Path) -> None:
+    config = load(["--run.wandb", "p"])
+    for folder in (tmp_path, tmp_path, tmp_path / "other"):
+        WandbSink(config, folder)
+    ids = [run.given["id"] for run in mock_wandb]
+    assert ids[0] == ids[1] != ids[2]
+    assert mock_wandb[0].given["resume"] == "allow"
+
+
+def test_asked_for_and_not_installed_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wandb_sink.importlib.util, "find_spec", lambda _: None)
+    check_wandb("")
+    with pytest.raises(ConfigError, match=r"--run.wandb p: wandb is not installed. HINT: pip install wandb"):
+        check_wandb("p")
+
+
+def test_it_changes_nothing_that_is_trained() -> None:
+    assert config_hash(load(["--run.wandb", "p"])) == config_hash(load([]))

@@ -1,0 +1,180 @@
+"""What the watch left becomes part of the page: times by rank, verdicts with their stacks, late ranks, spikes; and the plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp.report.__main__ import main
+from fsdp.report.file_notes import Notes
+from fsdp.report.run_data import read_run
+from fsdp.report.watch_records import WAITING, read_watched
+from tests.report.test_report import made, write
+
+TIMES = {"data": 0.001, "forward": 0.02, "backward": 0.04, "reduce": 0.002, "optimizer": 0.01, "record": 0.0, "waiting": 0.008}
+NOON = 1767268800.0
+"""2026-01-01 12:00 UTC"""
+
+
+def times(step: int, before: int, **changes: float) -> dict[str, Any]:
+    return {"time": NOON, "from_step": before, "step": step, "seconds": 1.0, "ranks": {"0": TIMES, "1": {**TIMES, **changes}}}
+
+
+def verdict(**changes: Any) -> dict[str, Any]:
+    known = {
+        "time": NOON + 60, "kind": "stopped", "ranks": [2], "nodes": ["n1"], "step": 412, "what": "rank 2 is stopped (SIGSTOP)",
+        "others": "ranks 0, 1, 3 wait in all_gather_single", "hint": "kill -CONT 4242 on n1", "folder": "stopped-000412",
+    }  # fmt: skip
+    return known | changes
+
+
+def watched(run: Path) -> Path:
+    """With all that the watch can leave."""
+    folder = run / "watch"
+    (folder / "stopped-000412").mkdir(parents=True)
+    (folder / "stopped-000412" / "rank-2.txt").write_text('  File "model.py", line 7 in <forward>\n')
+    write(folder / "timing.jsonl", [times(10, 0), times(30, 10, forward=0.05, waiting=0.0)])
+    write(folder / "verdicts.jsonl", [verdict(), {"time": NOON + 61, "kind": "ended", "ranks": [0, 1], "what": "by the watch"}])
+    late = {"time": NOON, "rank": 3, "node": "n2", "percent": 18.2, "since_step": 410, "step": 434}
+    write(folder / "late.jsonl", [late, {"time": NOON, "over": "rank 3 is not late any more, at step 500"}, late | {"rank": 1}])
+    write(folder / "spikes.jsonl", [{"step": 99, "grad_norm": 57.5, "usual": 1.25, "samples": list(range(40))}])
+    return run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return watched(made(tmp_path / "night"))
+
+
+def text_of(run: Path) -> str:
+    assert main([str(run)]) == 0
+    return (run / "report.html").read_text()
+
+
+def test_times_are_weighed_by_their_steps(run: Path) -> None:
+    found = read_watched(run, Notes()).timing
+    assert found.ranks[1]["forward"] == pytest.approx((10 * 0.02 + 20 * 0.05) / 30)
+    assert found.mean("forward") == pytest.approx((0.02 + 0.04) / 2)
+    assert found.course["forward"].steps.tolist() == [10, 30]
+    assert found.course["forward"].values.tolist() == pytest.approx([0.02, 0.035])
+
+
+def test_each_rank_has_its_times(run: Path) -> None:
+    text = text_of(run)
+    assert "Where the time goes" in text
+    assert "communication exposed" in text
+    assert 'title="forward 40 ms"' in text
+    assert "Over the steps, mean of the ranks" in text
+    assert "evaluation" not in text.partition("Where the time goes")[2].partition("<section>")[0], "it took no time"
+
+
+def test_what_waits_least_is_among_the_shown_of_many(tmp_path: Path) -> None:
+    run = made(tmp_path / "wide")
+    (run / "watch").mkdir()
+    ranks = {str(rank): {**TIMES, WAITING: 0.0 if rank == 77 else 0.01} for rank in range(96)}
+    write(run / "watch" / "timing.jsonl", [{"from_step": 0, "step": 5, "ranks": ranks}])
+    text = text_of(run)
+    assert "<span>rank 77</span>" in text
+    assert "<span>rank 50</span>" not in text
+
+
+def test_a_verdict_is_told_with_what_to_do_and_where_its_stacks_are(run: Path) -> None:
+    text = text_of(run)
+    for expected in (
+        "What stopped it", "rank 2 is stopped (SIGSTOP)", "ranks 0, 1, 3 wait in all_gather_single", "kill -CONT 4242 on n1",
+        "watch/stopped-000412/", "2026-01-01 12:01:00 UTC", "Stacks of rank 2", "&lt;forward&gt;",
+    ):  # fmt: skip
+        assert expected in text, expected
+    (one,) = read_watched(run, Notes()).verdicts
+    assert one.ended
+
+
+def test_a_rank_that_did_not_answer_is_shown_by_who_waits_for_it(run: Path) -> None:
+    folder = run / "watch" / "stopped-000412"
+    (folder / "rank-2.txt").write_text("did not answer\n")
+    (folder / "rank-0.txt").write_text("training:\n  torch/distributed.py:4394 all_gather_single\n")
+    (one,) = read_watched(run, Notes()).verdicts
+    assert one.stacks.startswith("did not answer\n\nrank 0:\ntraining:")
+
+
+def test_a_start_without_a_written_end_has_the_watchs_words(tmp_path: Path) -> None:
+    (tmp_path / "watch").mkdir()
+    first = {"event": "start", "time": "2026-01-01T12:00:00+00:00", "from_step": 0, "ranks": 4}
+    write(tmp_path / "history.jsonl", [first, first | {"time": "2026-01-01T12:02:00+00:00", "from_step": 9}])
+    ended = {"time": NOON + 61, "kind": "ended", "ranks": [0]}
+    second = verdict(time=NOON + 300, what="of the second")
+    write(tmp_path / "watch" / "verdicts.jsonl", [verdict(), ended, second])
+    one, other = read_run(tmp_path).starts
+    assert (one.why, one.outcome, one.to_step) == ("ended by the watch: rank 2 is stopped (SIGSTOP)", "failed", 411)
+    assert other.why == "of the second; no end was written: killed, or its node lost"
+
+
+def test_a_start_that_crashed_has_both_words(tmp_path: Path) -> None:
+    (tmp_path / "watch").mkdir()
+    start = {"event": "start", "time": "2026-01-01T12:00:00+00:00", "from_step": 0, "ranks": 4}
+    write(tmp_path / "history.jsonl", [start, {"event": "crash", "code": 7, "step": 400}])
+    write(tmp_path / "watch" / "verdicts.jsonl", [verdict()])
+    (one,) = read_run(tmp_path).starts
+    assert one.why == "its ranks ended with code 7; rank 2 is stopped (SIGSTOP)"
+
+
+def test_late_ranks_and_spikes_are_told(run: Path) -> None:
+    text = text_of(run)
+    assert "rank 3 is not late any more, at step 500" in text
+    assert "18%" in text
+    assert "to the end" in text
+    assert "0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 28 more" in text
+    assert [one.rank for one in read_watched(run, Notes()).late] == [3, 1]
+
+
+@pytest.mark.parametrize("name", ["timing", "verdicts", "late", "spikes"])
+def test_what_is_garbled_is_left_out(run: Path, name: str) -> None:
+    file = run / "watch" / f"{name}.jsonl"
+    odd = [
+        {"ranks": {"a": 1}, "from_step": 0, "step": 1},
+        {"kind": "x", "ranks": ["a"]},
+        {"rank": "a"},
+        {"step": "a", "grad_norm": []},
+    ]
+    file.write_text("garbage\n" + "".join(json.dumps(one) + "\n" for one in odd) + file.read_text() + '{"kin')
+    found = read_watched(run, Notes())
+    assert len(found.timing.ranks) == 2
+    assert [one.ranks for one in found.verdicts] == [(2,)]
+    assert [one.rank for one in found.late] == [3, 1]
+    assert [one.step for one in found.spikes] == [99]
+
+
+def test_a_run_without_a_watch_has_none_of_it(tmp_path: Path) -> None:
+    text = text_of(made(tmp_path / "plain"))
+    for absent in ("Where the time goes", "What stopped it", "Late ranks", "Spikes", "Planned and measured"):
+        assert absent not in text
+
+
+def test_two_runs_are_held_against_each_other_in_their_times(run: Path, tmp_path: Path) -> None:
+    other = watched(made(tmp_path / "other"))
+    write(other / "watch" / "timing.jsonl", [times(10, 0, forward=0.04)])
+    out = tmp_path / "both.html"
+    assert main([str(run), str(other), "--out", str(out)]) == 0
+    assert "a step&#x27;s forward" in out.read_text()
+    assert "Where the time goes: other" in out.read_text()
+
+
+# ---------------------------------------------------------------- planned
+
+
+def test_a_planned_run_shows_what_came(tmp_path: Path) -> None:
+    run = made(tmp_path / "planned", plan__predicted_peak_gib=2.0, plan__predicted_step_s=0.08)
+    with (run / "history.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "planned", "step": 199, "peak_gib": 2.5, "step_s": 0.1}) + "\n")
+    text = text_of(run)
+    assert "Planned and measured" in text
+    assert "2.5 GiB" in text
+    assert text.count("+25.0%") == 2
+
+
+def test_a_planned_run_that_is_not_over_shows_its_steps_only(tmp_path: Path) -> None:
+    text = text_of(made(tmp_path / "planned", plan__predicted_peak_gib=2.0, plan__predicted_step_s=0.08))
+    assert text.count("+25.0%") == 1

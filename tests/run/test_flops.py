@@ -1,0 +1,81 @@
+"""What a sample costs, counted; and the table of devices that it is divided by."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp.base import devices
+from fsdp.config import load
+from fsdp.run.flops import flops_per_sample, peak_flops
+from fsdp.run.job import meta_model, prepare
+
+
+def counted(*flags: str) -> tuple[float, nn.Module, int]:
+    job = prepare(load(list(flags)), world_size=1, num_nodes=1, device=torch.device("cpu"))
+    model = meta_model(job.spec)
+    return flops_per_sample(model, job.data), model, job.data.info.tokens_per_sample
+
+
+def test_an_mlp_costs_six_a_weight() -> None:
+    flops, model, _ = counted("--model.name", "mlp")
+    assert flops == 6 * sum(p.numel() for p in model.parameters() if p.dim() == 2)
+
+
+def test_a_transformer_costs_six_a_weight_and_token_and_its_attention() -> None:
+    flops, model, tokens = counted("--model.name", "transformer", "--data.name", "text", "--data.seq_len", "128")
+    embedding = max((p for name, p in model.named_parameters() if "emb" in name), key=lambda p: p.numel())
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2)
+    dense = 6 * tokens * matrices
+    looked_up = 6 * tokens * embedding.numel()
+    assert dense - looked_up < flops < dense * 1.5
+
+
+def test_a_picture_model_is_counted_too() -> None:
+    flops, model, _ = counted("--model.name", "vit")
+    assert flops > 6 * sum(p.numel() for p in model.parameters())
+
+
+class LooksAtItsNumbers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 10)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.linear(inputs.flatten(1)) * (1.0 if float(inputs.sum()) > 0 else 2.0)
+
+
+def test_a_model_that_cannot_run_without_numbers_counts_its_parameters() -> None:
+    flops, model, tokens = counted("--model.name", f"{__name__}:LooksAtItsNumbers")
+    assert flops == 6.0 * sum(p.numel() for p in model.parameters()) * max(1, tokens)
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "A100 40GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
+        ("NVIDIA H100 80GB HBM3", "H100 SXM"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H100 NVL", "H100 NVL"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40S", "L40S"),
+        ("h100", "H100 SXM"),
+    ],
+)
+def test_a_driver_s_name_finds_its_device(name: str, known: str) -> None:
+    found = devices.find(name)
+    assert found is not None
+    assert found.name == known
+
+
+@pytest.mark.parametrize("name", ["Tesla V100-SXM2-16GB", "AMD Instinct MI300X", "NVIDIA L400", ""])
+def test_what_the_table_does_not_know_is_none(name: str) -> None:
+    assert devices.find(name) is None
+
+
+def test_a_cpu_has_no_peak() -> None:
+    assert peak_flops(torch.device("cpu"), 4) == 0.0

@@ -1,0 +1,272 @@
+"""Knobs compose: each pair of them, and a sample of triples, against one process that trains plainly; or refused by name.
+
+A pair trains a few steps on two ranks, on four where a knob needs them; triples on four. In float64 the worst parameter may be
+apart by rounding alone; where a knob rounds by itself, losses and parameters stay near. What cannot go together stands in
+REFUSED, and the refusal must name both.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from fsdp import config as configuration
+from fsdp.base.errors import ConfigError
+from fsdp.dist.env import DistEnv
+from fsdp.run.loop import train
+from tests.support import needs
+from tests.support.marks import quick_are, sample_are
+from tests.support.plain_loop import Trained, relative_difference, train_plainly, worst_parameter
+from tests.support.runs import Finished, finished
+from tests.support.world import run_world
+
+STEPS = 4
+SHARES = 12
+"""Every second knob's first share of twelve stands for all pairs; the others are in the full form, as .ci/run has it."""
+BASE = (
+    f"--train.steps {STEPS} --train.global_batch 8 --optim.lr 1e-2 --optim.warmup_steps 0 --checkpoint.every_steps 1000 "
+    "--data.name tests.support.user_code:vectors --data.args.count 48 --model.name tests.support.user_code:Sixteens --watch.enabled false"
+)
+EXACT, ROUNDED, FLOAT8 = 1e-10, 2e-2, 8e-2
+FP64 = "--precision.master fp64"
+
+
+@dataclass(frozen=True)
+class Knob:
+    flags: str
+    ranks: int = 2
+    computes: str = "fp64"
+    """What the plain loop computes in beside it; anything but fp64 rounds."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(word for word in self.flags.split() if word.startswith("--"))
+
+
+KNOBS = {
+    "recompute": Knob("--memory.activation_checkpointing full"),
+    "recompute every second": Knob("--memory.activation_checkpointing full --memory.activation_checkpointing_every 2"),
+    "recompute ops": Knob("--memory.activation_checkpointing ops"),
+    "budget": Knob("--memory.activation_budget 0.5"),
+    "activations to the host": Knob("--memory.activation_offload true"),
+    "zero-2": Knob("--mesh.reshard_after_forward false"),
+    "gathered once a step": Knob("--mesh.reshard_after_forward step"),
+    "reshard to 2": Knob("--mesh.reshard_after_forward 2", ranks=4),
+    "hsdp": Knob("--mesh.strategy hsdp --mesh.replicate 2 --mesh.shard 2", ranks=4),
+    "ddp": Knob("--mesh.strategy ddp"),
+    "scattered each time": Knob("--mesh.accumulate shard"),
+    "micro-batches": Knob("--train.micro_batch 1"),
+    "prefetch": Knob("--speed.prefetch_forward 2 --speed.prefetch_backward 2"),
+    "cpu offload": Knob("--memory.cpu_offload true"),
+    "states in files": Knob("--memory.nvme optimizer --memory.nvme_dir DISK"),
+    "all in files": Knob("--memory.nvme all --memory.nvme_dir DISK"),
+    "states in bf16": Knob("--optim.state bf16", computes="fp32"),
+    "states in 8 bits": Knob("--optim.state 8bit", computes="fp32"),
+    "bf16": Knob("--precision.param bf16", computes="bf16"),
+    "fp16": Knob("--precision.param fp16 --precision.loss_scale 256", computes="fp16"),
+    "float8": Knob("--speed.float8 tensorwise --speed.float8_emulate true", computes="bf16"),
+    "frozen": Knob("--model.frozen stem.*,blocks.1.*"),
+    "adapters": Knob("--lora.rank 4 --lora.targets up,down"),
+    "own gather": Knob("--comm.all_gather tests.support.comm_hooks:gather"),
+    "sum, not mean": Knob("--comm.divide_by 1"),
+    "root only": Knob("--mesh.wrap root"),
+}  # fmt: skip
+
+FILES = ("states in files", "all in files")
+REFUSED = {
+    *itertools.product(("recompute", "recompute every second", "recompute ops"), ("budget",)),
+    *itertools.product(("recompute ops", "budget"), ("activations to the host",)),
+    *itertools.product(("recompute", "recompute every second", "recompute ops", "budget", "activations to the host"),
+                       ("root only",)),
+    *itertools.product(("zero-2", "gathered once a step", "reshard to 2"), ("ddp",)),
+    *itertools.product(("ddp",), ("scattered each time", "prefetch", "cpu offload", "all in files", "own gather",
+                                  "sum, not mean")),
+    *itertools.product(FILES, ("states in 8 bits",)),
+    *itertools.product(("reshard to 2", "cpu offload", "all in files", "fp16"), ("float8",)),
+    ("float8", "adapters"), ("float8", "root only"), ("frozen", "adapters"),
+}  # fmt: skip
+"""In the order of KNOBS."""
+
+PAIRS = [
+    pair for pair in itertools.combinations(KNOBS, 2) if not set(KNOBS[pair[0]].names) & set(KNOBS[pair[1]].names)
+]  # one flag cannot be turned twice
+
+
+def words_of(names: Iterable[str], disk: Path | str = "/tmp") -> list[str]:
+    knobs = [KNOBS[name] for name in names]
+    precision = [knob.computes for knob in knobs if knob.computes != "fp64"]
+    more = "" if precision else FP64
+    if "float8" in names and "bf16" not in names:
+        more = "--precision.param bf16"
+    return f"{BASE} {more} {' '.join(knob.flags for knob in knobs)}".replace("DISK", str(disk)).split()
+
+
+def computes(names: Iterable[str]) -> str:
+    """The coarsest of them."""
+    found = {KNOBS[name].computes for name in names}
+    return next((dtype for dtype in ("fp16", "bf16", "fp32") if dtype in found), "fp64")
+
+
+def ranks_of(names: Iterable[str]) -> int:
+    return max(KNOBS[name].ranks for name in names)
+
+
+@functools.cache
+def reference(frozen: str, adapters: str, dtype: str) -> Trained:
+    return train_plainly(configuration.load(f"{BASE} {frozen} {adapters}".split()), dtype=dtype, steps=STEPS)
+
+
+def plainly(names: Sequence[str]) -> Trained:
+    parts = [KNOBS[name].flags if name in names else "" for name in ("frozen", "adapters")]
+    return reference(parts[0], parts[1], computes(names))
+
+
+def train_each(env: DistEnv, cases: list[list[str]]) -> None:
+    for words in cases:
+        train(configuration.load(words), env)
+
+
+def check(several: Sequence[Sequence[str]], ranks: int, folder: Path) -> None:
+    """All of them one after the other in one world."""
+    if any("float8" in names for names in several):
+        needs.check("torchao")  # a sample of triples has it or not
+    places = [folder / f"{ranks}-{at}" for at in range(len(several))]
+    run_world(
+        ranks, train_each,
+        [["--run.dir", str(place), *words_of(names, folder / "disk")] for names, place in zip(several, places, strict=True)],
+        timeout_s=240,
+    )  # fmt: skip
+    wrong = {" + ".join(n): found for n, place in zip(several, places, strict=True) if (found := apart(n, finished(place)))}
+    assert not wrong, wrong
+
+
+def apart(names: Sequence[str], ours: Finished) -> str:
+    """Empty where it trained as one process does."""
+    plain = plainly(names)
+    exact = computes(names) == "fp64"
+    found = (worst_parameter if exact else relative_difference)(ours.parameters, plain.parameters)
+    losses = [record["loss"] for record in ours.records if "loss" in record]
+    furthest = max(abs(a - b) / abs(b) for a, b in zip(losses, plain.losses, strict=True))
+    bound = EXACT if exact else FLOAT8 if "float8" in names else ROUNDED
+    return "" if max(found, furthest) <= bound else f"parameters {found:.1e}, losses {furthest:.1e}, bound {bound:.0e}"
+
+
+EAGER = [name for name in KNOBS if name != "float8"]
+TORCHAO = pytest.mark.needs("torchao")
+
+
+@pytest.mark.parametrize("knob", [*quick_are(["recompute", "ddp", "fp16"], EAGER), pytest.param("float8", marks=TORCHAO)])
+def test_alone(knob: str, tmp_path: Path) -> None:
+    check([(knob,)], ranks_of([knob]), tmp_path)
+
+
+def shares() -> list[tuple[str, int]]:
+    """Those in which there is a pair."""
+    return [(first, share) for first in KNOBS for share in range(SHARES) if pairs_of(first, share)]
+
+
+def pairs_of(first: str, share: int) -> list[tuple[str, str]]:
+    """Without float8, whose pairs need torchao."""
+    return [pair for pair in PAIRS if pair[0] == first and pair not in REFUSED and "float8" not in pair][share::SHARES]
+
+
+FLOAT8_PAIRS = [pair for pair in PAIRS if "float8" in pair and pair not in REFUSED]
+
+
+@pytest.mark.parametrize(("first", "share"), sample_are([one for one in shares() if one[1] == 0][::2], shares()))
+def test_with_each_knob_after_it(first: str, share: int, tmp_path: Path) -> None:
+    for ranks in (2, 4):
+        if some := [pair for pair in pairs_of(first, share) if ranks_of(pair) == ranks]:
+            check(some, ranks, tmp_path)
+
+
+@TORCHAO
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("share", sample_are([0], range(4)))
+def test_float8_with_each_other_knob(share: int, ranks: int, tmp_path: Path) -> None:
+    check([pair for pair in FLOAT8_PAIRS[share::4] if ranks_of(pair) == ranks], ranks, tmp_path)
+
+
+def test_the_shares_are_all_the_pairs() -> None:
+    shared = [pair for one in shares() for pair in pairs_of(*one)]
+    assert sorted([*shared, *FLOAT8_PAIRS]) == sorted(set(PAIRS) - REFUSED)
+
+
+def triples(count: int, seed: int) -> list[tuple[str, ...]]:
+    """A sample of those whose pairs all go together."""
+    allowed = {frozenset(pair) for pair in PAIRS if pair not in REFUSED}
+    found = [
+        names for names in itertools.combinations(KNOBS, 3)
+        if all(frozenset(pair) in allowed for pair in itertools.combinations(names, 2))
+    ]  # fmt: skip
+    return random.Random(seed).sample(found, count)
+
+
+@pytest.mark.parametrize("share", sample_are([0], range(4)))
+def test_a_sample_of_triples_on_four_ranks(share: int, tmp_path: Path) -> None:
+    check(triples(24, seed=6)[share::4], 4, tmp_path)
+
+
+@pytest.mark.parametrize("other", sample_are(["recompute"], ["recompute", "activations to the host"]))
+def test_compiled(other: str, tmp_path: Path) -> None:
+    """Compiling takes seconds a run: two pairs stand for all."""
+    words = [*words_of([other]), "--speed.compile", "true", "--run.dir", str(tmp_path / "run")]
+    run_world(2, train_each, [words], timeout_s=240)
+    found = finished(tmp_path / "run")
+    assert worst_parameter(found.parameters, plainly([other]).parameters) <= EXACT
+
+
+# ---------------------------------------------------------------- what cannot go together
+
+
+def refusal(names: Sequence[str]) -> str:
+    """What is said before anything starts; empty where nothing is."""
+    try:
+        configuration.load(words_of(names))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_the_pairs_that_are_refused_are_these() -> None:
+    started = {pair for pair in REFUSED if "root only" in pair}  # a model's units are known when it is built
+    assert {pair for pair in PAIRS if refusal(pair)} == REFUSED - started
+
+
+@pytest.mark.parametrize("pair", [pytest.param(pair, marks=TORCHAO if "float8" in pair else ()) for pair in sorted(REFUSED)])
+def test_a_refusal_names_both(pair: tuple[str, str], tmp_path: Path) -> None:
+    said = refusal(pair)
+    if "root only" in pair:
+        said = str(run_world(1, refused_at_start, ["--run.dir", str(tmp_path / "run"), *words_of(pair, tmp_path)])[0])
+        assert "units" in said or "within the model's blocks" in said
+        assert any(name in said for name in KNOBS[next(n for n in pair if n != "root only")].names), said
+    else:
+        for name in pair:
+            assert any(flag in said for flag in KNOBS[name].names), said
+    assert "HINT: " in said
+
+
+def refused_at_start(env: DistEnv, words: list[str]) -> str:
+    try:
+        train(configuration.load(words), env)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_there_is_a_row_for_every_knob_of_memory_and_speed() -> None:
+    """A new field cannot be forgotten here: it stands in a knob, or below with why not."""
+    elsewhere = {
+        "speed.compile": "two pairs, above", "speed.compile_cache": "changes no number",
+        "memory.nvme_dir": "with memory.nvme", "speed.float8_emulate": "with speed.float8",
+    }  # fmt: skip
+    turned = {name[2:] for knob in KNOBS.values() for name in knob.names}
+    fields = {name for name in configuration.FIELDS if name.startswith(("memory.", "speed."))}
+    assert fields - turned - set(elsewhere) == set()

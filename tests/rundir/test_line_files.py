@@ -1,0 +1,209 @@
+"""Line files after a kill or a full disk: what is torn is left out and named once, and no later record is lost with it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from fsdp.base.errors import CheckpointError, ConfigError
+from fsdp.rundir import paths
+from fsdp.rundir.paths import Appender, RunDir
+from launch import slurm_job
+from tests.support.runs import flags, on_a_rank
+from tests.support.world import run_world
+
+TORN = {
+    "cut off": b'{"step": 2, "event": "st',
+    "NULs": b"\0" * 512,
+    "not UTF-8": b'{"step": 2, "\xff": 1}x',
+    "a number": b"12",
+    "a list": b"[1, 2]",
+    "nested without end": b"[" * 100_000,
+    "a step that is no number": b'{"event": "end", "step": "2"}',
+    "infinite": b'{"event": "end", "step": 1e999}',
+    "without what it needs": b'{"event": "start"}',
+    "a crash without a job": b'{"event": "crash", "step": 2}',
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return paths.create(tmp_path / "run")
+
+
+@pytest.mark.parametrize("torn", TORN.values(), ids=TORN)
+def test_a_torn_line_is_left_out_and_named_once(torn: bytes, run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+    start, end = {"event": "start", "from_step": 0}, {"event": "end", "step": 3, "why": "SIGTERM"}
+    run.history.write_bytes(json.dumps(start).encode() + b"\n" + torn + b"\n" + json.dumps(end).encode() + b"\n")
+    with caplog.at_level(logging.WARNING):
+        assert [list(paths.read_records(run.history)) for _ in range(3)] == [[start, end]] * 3
+    assert [record.getMessage() for record in caplog.records] == [f"{run.history}: line 2 is torn and left out"]
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 3, "lo', b"\0" * 100, b"[" * 100_000])
+def test_metrics_with_a_torn_line_are_read_cut_and_go_on(torn: bytes, run: RunDir) -> None:
+    for step in (1, 2, 3, 4, 5):
+        if step == 3:
+            with run.metrics.open("ab") as file:
+                file.write(torn)
+        paths.append(run.metrics, {"step": step, "loss": 1.0})
+    assert paths.last_step(run) == 5
+    paths.truncate_metrics(run, 4)
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4], "the resumed run draws step 5 itself"
+
+
+def test_a_record_behind_nuls_in_its_line_is_read(run: RunDir) -> None:
+    run.metrics.write_bytes(b"\0" * 64 + b'{"step": 7}\n')
+    assert paths.last_step(run) == 7
+
+
+def test_many_torn_lines_are_one_warning(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+    run.metrics.write_bytes(b"torn\n" * 7 + b'{"step": 7}\n')
+    assert paths.last_step(run) == 7
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{run.metrics}: lines 1, 2, 3, 4 and 3 more are torn and left out"
+    ]
+
+
+@pytest.mark.parametrize("torn", [b'{"event": "en', b"\0\0\0"])
+def test_a_torn_end_is_ended_before_the_next_record(torn: bytes, run: RunDir) -> None:
+    run.history.write_bytes(torn)
+    paths.append(run.history, {"event": "start", "from_step": 3})
+    assert list(paths.read_records(run.history)) == [{"event": "start", "from_step": 3}]
+
+
+@pytest.mark.parametrize("torn", [b'{"event": "en', b"\0" * 64])
+def test_a_job_script_s_verdict_stands_on_what_can_be_read(torn: bytes, run: RunDir) -> None:
+    paths.append(run.history, {"event": "start", "from_step": 0})
+    for file in (run.history, run.metrics):
+        with file.open("ab") as stream:
+            stream.write(torn)
+    assert slurm_job.main(["judge", str(run.path), "--job", "7", "--code", "1"]) == slurm_job.AGAIN
+    assert [event["event"] for event in paths.read_records(run.history)] == ["start", "crash"]
+
+
+def test_a_torn_run_resumes(tmp_path: Path) -> None:
+    """As a full disk leaves it: in every line file and in config.toml."""
+    run, words = RunDir(tmp_path / "run"), ["--run.dir", str(tmp_path / "run"), *flags("--checkpoint.every_steps 5")]
+    assert run_world(1, on_a_rank, [*words, "--train.stop_after", "10"]) == [None]
+    for file in (run.history, run.metrics, run.path / "saves.jsonl"):
+        with file.open("ab") as stream:
+            stream.write(b'{"step": 11, "lo\0\0\0')
+    run.config.write_bytes(b"\0" * 100)
+    assert run_world(1, on_a_rank, words) == [None]
+    assert [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()] == list(range(1, 21))
+    assert [event["event"] for event in paths.read_records(run.history)] == ["start", "end", "start", "end"]
+    [changed] = list(paths.read_records(run.history))[2]["changed"]
+    assert changed.startswith("config.toml of the last start cannot be compared: ")
+
+
+# ---------------------------------------------------------------- writing
+
+
+@contextmanager
+def room_for(size: int) -> Iterator[None]:
+    """No file of this process grows beyond: a write that crosses it is cut off, the next one fails, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def steps(path: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_an_append_without_room_leaves_no_torn_line(tmp_path: Path) -> None:
+    file = tmp_path / "lines.jsonl"
+    paths.append(file, {"step": 1})
+    with room_for(20), pytest.raises(OSError, match="File too large"):
+        paths.append(file, {"step": 2})
+    assert steps(file) == [1]
+
+
+def test_records_wait_for_room_and_are_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(paths, "RETRY_S", 0.0)
+    file = Appender(tmp_path / "lines.jsonl")
+    file.append({"step": 1})
+    with room_for(20):
+        for step in (2, 3, 4):
+            file.append({"step": step})
+        assert steps(file.path) == [1]
+    file.append({"step": 5})
+    assert steps(file.path) == [1, 2, 3, 4, 5]
+    file.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{file.path} cannot be written (File too large): the run continues, and its records are kept",
+        f"{file.path} is written again: 4 records kept until now, 0 records lost",
+    ]
+
+
+def test_what_is_kept_has_a_bound_and_what_is_lost_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(paths, "KEPT_BYTES", 40)
+    file = Appender(tmp_path / "lines.jsonl")
+    with room_for(0):
+        for step in range(10):
+            file.append({"step": step})
+        file.close()
+    assert caplog.records[-1].getMessage() == f"{file.path} could not be written to the end: 10 records lost"
+    file = Appender(tmp_path / "lines.jsonl")
+    with room_for(0):
+        for step in range(10):
+            file.append({"step": step})
+    file.close()
+    assert steps(file.path) == [0, 1, 2]
+    assert caplog.records[-1].getMessage().endswith("3 records kept until now, 7 records lost")
+
+
+def test_a_full_disk_is_asked_again_only_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+    real = paths._write_whole
+
+    def counted(descriptor: int, data: bytes) -> None:
+        tried.append(len(data))
+        real(descriptor, data)
+
+    monkeypatch.setattr(paths, "_write_whole", counted)
+    file = Appender(tmp_path / "lines.jsonl")
+    with room_for(0):
+        for step in range(100):
+            file.append({"step": step})
+    assert len(tried) == 1
+
+
+def test_a_file_that_cannot_be_replaced_stays_as_it_was(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    paths.write_atomically(file, "old")
+    with room_for(20), pytest.raises(OSError, match="File too large"):
+        paths.write_atomically(file, "x" * 100)
+    assert file.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [(errno.ENOSPC, CheckpointError), (errno.EDQUOT, CheckpointError), (errno.EROFS, ConfigError)]
+)
+def test_what_a_start_cannot_write_is_one_line_that_names_the_file(number: int, kind: type[Exception], tmp_path: Path) -> None:
+    with (
+        pytest.raises(kind, match=f"{tmp_path}/config.toml cannot be written .*HINT: "),
+        paths.writing(tmp_path / "config.toml"),
+    ):
+        raise OSError(number, os.strerror(number))

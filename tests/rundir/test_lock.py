@@ -1,0 +1,176 @@
+"""One run directory, one writer: the second is refused by name, a dead one is replaced, an ousted one knows it."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fsdp.base.errors import RefusedError
+from fsdp.rundir import lock
+from fsdp.rundir.lock import FILE, Claim
+from tests.support.processes import eventually
+
+ROOT = Path(__file__).parents[2]
+
+HOLD = """
+import sys
+from pathlib import Path
+from fsdp.rundir.lock import Claim
+held = Claim.acquire(Path(sys.argv[1]), "torchrun", "job 7")
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def holder(run_dir: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(run_dir)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def rewrite(run_dir: Path, **changes: object) -> None:
+    """As another machine's holder would have written it."""
+    file = run_dir / FILE
+    head, _, beat = file.read_text().partition("\n")
+    file.write_text(json.dumps({**json.loads(head), **changes}) + "\n" + beat)
+
+
+def test_a_second_job_is_refused_and_told_who_writes_there(tmp_path: Path) -> None:
+    with holder(tmp_path) as first:
+        with pytest.raises(RefusedError) as refused:
+            Claim.acquire(tmp_path, "srun")
+        assert f"process {first.pid} on {os.uname().nodename}, started by torchrun (job 7), since 20" in str(refused.value)
+        assert "HINT: another --run.dir" in str(refused.value)
+        first.kill()
+
+
+def test_a_killed_holder_is_replaced_at_once_with_one_line(tmp_path: Path) -> None:
+    with holder(tmp_path) as first:
+        first.kill()
+        first.wait()
+        second = Claim.acquire(tmp_path, "srun", stale_s=1e9)
+    assert f"took over from process {first.pid} on" in second.took_over
+    assert second.took_over.endswith("it is dead")
+    second.release()
+    assert not (tmp_path / FILE).exists()
+
+
+def test_a_zombie_is_dead(tmp_path: Path) -> None:
+    """Killed, and not yet waited for: its number and its birth are still there."""
+    with holder(tmp_path) as first:
+        first.kill()
+        eventually("the holder is a zombie", lambda: stat_of(first.pid)[0] == "Z", 10)
+        second = Claim.acquire(tmp_path, "srun", stale_s=1e9)
+        assert stat_of(first.pid)[0] == "Z"
+    assert second.took_over.endswith("it is dead")
+    second.release()
+
+
+def stat_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def test_a_process_number_that_was_given_again_is_not_the_holder(tmp_path: Path) -> None:
+    held = Claim.acquire(tmp_path, "torchrun")
+    rewrite(tmp_path, token="another", born="1")
+    second = Claim.acquire(tmp_path, "torchrun", stale_s=1e9)
+    assert second.took_over
+    assert held.ousted() is not None
+    second.release()
+    held.release()
+
+
+def test_a_live_holder_elsewhere_is_known_by_its_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "BEAT_S", 0.05)
+    held = Claim.acquire(tmp_path, "srun")
+    monkeypatch.setattr(lock, "this_place", lambda: "another machine")
+    with pytest.raises(RefusedError, match="is being written by process"):
+        Claim.acquire(tmp_path, "srun", stale_s=30.0)
+    assert held.ousted() is None
+    held.release()
+
+
+def test_a_silent_holder_elsewhere_is_replaced_and_finds_out(tmp_path: Path) -> None:
+    held = Claim.acquire(tmp_path, "srun")
+    rewrite(tmp_path, place="another machine", host="n2")  # the rewrite cuts the old holder's beat off, as a dead node does
+    second = Claim.acquire(tmp_path, "srun", stale_s=0.3)
+    assert "on n2" in second.took_over
+    assert "gave no sign for 0.3 s" in second.took_over
+    assert f"was taken over by process {os.getpid()}" in (held.ousted() or "")
+    held.release()
+    assert second.ousted() is None, "an ousted holder's release must not remove another's claim"
+    second.release()
+
+
+def test_a_claim_removed_by_hand_stops_its_holder(tmp_path: Path) -> None:
+    held = Claim.acquire(tmp_path, "srun")
+    (tmp_path / FILE).unlink()
+    assert "is gone" in (held.ousted() or "")
+    held.release()
+
+
+def test_a_claim_that_says_nothing_is_watched_and_replaced(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text("")
+    second = Claim.acquire(tmp_path, "srun", stale_s=0.2)
+    assert "a holder without a name" in second.took_over
+    second.release()
+
+
+def try_once(run_dir: str, start: object, results: object) -> None:
+    start.wait()  # type: ignore[attr-defined]
+    try:
+        held = Claim.acquire(Path(run_dir), "race")
+        results.put(("held", held.ousted()))  # type: ignore[attr-defined]
+    except RefusedError as error:
+        results.put(("refused", str(error)))  # type: ignore[attr-defined]
+    start.wait()  # type: ignore[attr-defined]
+
+
+def test_of_many_who_see_a_dead_holder_one_takes_over(tmp_path: Path) -> None:
+    with holder(tmp_path) as first:
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+    context = multiprocessing.get_context("fork")
+    start, results = context.Barrier(6), context.Queue()
+    racers = [context.Process(target=try_once, args=(str(tmp_path), start, results)) for _ in range(6)]
+    for racer in racers:
+        racer.start()
+    outcomes = [results.get(timeout=60) for _ in racers]
+    for racer in racers:
+        racer.join()
+    assert sorted(what for what, _ in outcomes) == ["held"] + ["refused"] * 5
+    assert [why for what, why in outcomes if what == "held"] == [None]
+    assert not [path for path in tmp_path.iterdir() if path.name != FILE]
+
+
+def test_a_folder_without_hard_links_works_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_links(self: Path, target: Path) -> None:
+        raise PermissionError("no hard links here")
+
+    monkeypatch.setattr(Path, "hardlink_to", no_links)
+    held = Claim.acquire(tmp_path, "srun")
+    with pytest.raises(RefusedError):
+        Claim.acquire(tmp_path, "srun")
+    held.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_holder_hears_within_a_beat_that_it_was_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "BEAT_S", 0.01)
+    held = Claim.acquire(tmp_path, "native srun", "Slurm job 7, start 1")
+    later = Claim.acquire(tmp_path, "native srun", "Slurm job 7, start 2", stale_s=1e9)
+    assert "Slurm job 7, start 1 is over" in later.took_over
+    eventually("the first start hears of the second", lambda: held.lost, 10)
+    assert "Slurm job 7, start 2" in (held.lost or "")
+    held.release()
+    later.release()

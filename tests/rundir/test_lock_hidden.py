@@ -1,0 +1,115 @@
+"""Where a process cannot be seen it is not dead: hidden by /proc, of another process space, or on a system without /proc."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fsdp.base.errors import ShardrunError
+from fsdp.rundir import lock
+from fsdp.rundir.lock import Claim
+
+ROOT = Path(__file__).parents[2]
+NOBODY = 65534
+OWN_SPACE = ["unshare", "--mount", "--pid", "--fork", "--kill-child"]
+
+
+def in_namespaces(space: list[str], prepare: str, *command: str, cwd: Path = ROOT) -> str:
+    """Standard output of a command in namespaces of its own, after `prepare`. Skips where these are not allowed."""
+    tried = subprocess.run([*space, "sh", "-c", prepare], capture_output=True, text=True)
+    if tried.returncode != 0:
+        pytest.skip(f"{shlex.join(space)}, then {prepare}: {tried.stderr.strip()}")
+    shell = [*space, "sh", "-c", f"{prepare} && exec {shlex.join(command)}"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(shell, cwd=cwd, env=environ, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def arena(run_dir: Path, space: list[str], prepare: str, user: int, stale_s: float) -> tuple[str, str]:
+    run_dir.mkdir()
+    said = in_namespaces(
+        space, prepare, sys.executable, "-m", "tests.support.arena", str(user), str(stale_s), cwd=run_dir
+    )  # fmt: skip
+    second, third = json.loads(said)
+    return second, third
+
+
+def test_a_holder_that_hidepid_hides_is_refused_while_it_lives(tmp_path: Path) -> None:
+    """/proc is the new space's own: hidepid belongs to all mounts of one /proc."""
+    hide = "mount -t proc proc /proc && mount -o remount,hidepid=2 /proc"
+    second, third = arena(tmp_path / "run", OWN_SPACE, hide, NOBODY, stale_s=1e9)
+    assert second.startswith("refused: . is being written by process ")
+    assert third.endswith("it is dead"), "a number that nobody has is dead without a watch"
+
+
+def test_without_a_proc_of_ones_own_the_count_decides(tmp_path: Path) -> None:
+    """As on macOS, or in a container that masks /proc."""
+    second, third = arena(tmp_path / "run", ["unshare", "--mount"], "mount -t tmpfs none /proc", 0, stale_s=0.3)
+    assert second.startswith("refused: . is being written by process ")
+    assert third.endswith("it gave no sign for 0.3 s")
+
+
+def test_a_proc_of_another_process_space_proves_nothing(tmp_path: Path) -> None:
+    """A new process space that still shows the old one's /proc: its numbers are other processes."""
+    second, third = arena(tmp_path / "run", OWN_SPACE, "true", 0, stale_s=0.3)
+    assert second.startswith("refused: . is being written by process ")
+    assert third.endswith("it gave no sign for 0.3 s")
+
+
+def test_a_holder_in_another_process_space_is_known_by_its_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number may be anybody's here."""
+    monkeypatch.setattr(lock, "BEAT_S", 0.05)
+    held = Claim.acquire(tmp_path, "torchrun")
+    contend = "import sys; from pathlib import Path; from fsdp.rundir.lock import Claim\n"
+    contend += "try: Claim.acquire(Path(sys.argv[1]), 'srun', stale_s=60.0)\nexcept Exception as error: print(error)"
+    said = in_namespaces(OWN_SPACE, "mount -t proc proc /proc", sys.executable, "-c", contend, str(tmp_path))
+    assert f"is being written by process {os.getpid()} on " in said
+    assert held.ousted() is None
+    held.release()
+
+
+def test_machines_of_one_name_are_told_apart_by_their_ids(tmp_path: Path) -> None:
+    if not Path("/etc/machine-id").exists():
+        pytest.skip("this system has no /etc/machine-id")
+    (tmp_path / "id").write_text("0" * 32 + "\n")
+    (tmp_path / "none").touch()
+    show = [sys.executable, "-c", "from fsdp import claim; print(claim.this_place(), end='')"]
+    here, other, without = (
+        in_namespaces(["unshare", "--mount"], f"mount --bind {file} /etc/machine-id", *show)
+        for file in ("/etc/machine-id", tmp_path / "id", tmp_path / "none")
+    )
+    assert here == lock.this_place() != ""
+    assert "0" * 32 in other
+    assert without not in ("", here, other), "the boot id stands alone"
+
+
+def test_a_place_that_is_not_known_equals_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "BEAT_S", 0.05)
+    monkeypatch.setattr(lock, "this_place", lambda: "")
+    held = Claim.acquire(tmp_path, "torchrun")
+    with pytest.raises(ShardrunError, match="is being written by process"):
+        Claim.acquire(tmp_path, "srun", stale_s=30.0)
+    held.release()
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [{"pid": 0}, {"pid": -1}, {"pid": 2**40}, {"pid": "1"}, {"pid": True}, {"since": 1e300}, {"since": "x"}, {"host": ["a"]}],
+    ids=str,
+)
+def test_a_claim_with_values_of_another_kind_is_watched_and_replaced(foreign: dict[str, object], tmp_path: Path) -> None:
+    held = Claim.acquire(tmp_path, "torchrun")
+    file = tmp_path / lock.FILE
+    head, _, beat = file.read_text().partition("\n")
+    file.write_text(json.dumps({**json.loads(head), **foreign}) + "\n" + beat)
+    second = Claim.acquire(tmp_path, "srun", stale_s=0.1)
+    assert "a holder without a name" in second.took_over
+    held.release()
+    second.release()

@@ -1,0 +1,99 @@
+"""Training without shardrun: one process, the whole model, torch's own AdamW. What a sharded run is compared with.
+
+From fsdp/ come only the initial weights and which samples a step takes; what is done with them is all here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fsdp.config import Config
+from fsdp.data import Cursor, build_dataset
+from fsdp.models import build_real, resolve
+from fsdp.models.lora import apply_lora, draw_adapters, merge
+from fsdp.models.trainable import freeze
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Trained:
+    parameters: dict[str, Tensor]
+    losses: list[float]
+    norms: list[float]
+
+
+def train_plainly(config: Config, *, dtype: str, steps: int = 20) -> Trained:
+    """`dtype` is computed in; parameters are kept in fp32, or fp64 for fp64."""
+    data = build_dataset(config.data)
+    master = torch.float64 if dtype == "fp64" else torch.float32
+    model = build_real(resolve(config.model, data.info.facts), config.run.seed).to(master)
+    if config.model.frozen:
+        freeze(model, config.model.frozen)
+    if config.lora.rank:
+        apply_lora(model, config.lora)
+        draw_adapters(model, config.run.seed)
+    optimizer = _adamw(model)
+    cursor = Cursor(seed=config.run.seed, samples=len(data.train), global_batch=config.train.global_batch)
+    losses, norms = [], []
+    for step in range(steps):
+        batch = data.train.batch(cursor.indices(step))
+        loss = _loss(model, batch["inputs"], batch["targets"], DTYPES[dtype])
+        optimizer.zero_grad()
+        loss.backward()
+        largest = config.train.clip_grad_norm or float("inf")
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), largest)))
+        for group in optimizer.param_groups:
+            group["lr"] = _rate(config.optim.lr, step + 1, steps)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    if config.lora.rank:
+        merge(model)
+    return Trained({n: p.detach().clone() for n, p in model.named_parameters()}, losses, norms)
+
+
+def _loss(model: nn.Module, inputs: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+    inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
+    lower = {name: p.to(dtype) if p.dim() else p for name, p in model.named_parameters()}
+    keywords = {"targets": targets} if "targets" in model.forward.__code__.co_varnames else {}
+    output = torch.func.functional_call(model, lower, (inputs,), keywords)
+    if output.dim() == 0:
+        return output
+    output = output if output.dtype == torch.float64 else output.float()
+    return F.cross_entropy(output.flatten(0, -2), targets.flatten(), ignore_index=-100)
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), eps=1e-8)
+
+
+def _rate(peak: float, step: int, steps: int) -> float:
+    """A twentieth of warm-up, then half a cosine down to a tenth."""
+    warm = steps // 20
+    if step <= warm:
+        return peak * step / warm
+    return peak * (0.1 + 0.9 * (1 + math.cos(math.pi * (step - warm) / (steps - warm))) / 2)
+
+
+def relative_difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
+    """‖a − b‖ / ‖b‖ of the whole model."""
+    assert ours.keys() >= theirs.keys()
+    pairs = [(ours[name].double(), expected.double()) for name, expected in theirs.items()]
+    apart = sum(float((a - b).square().sum()) for a, b in pairs)
+    return math.sqrt(apart / max(sum(float(b.square().sum()) for _, b in pairs), 1e-60))
+
+
+def worst_parameter(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
+    """The same of each parameter alone, the largest of them."""
+    return max(relative_difference({name: ours[name]}, {name: expected}) for name, expected in theirs.items())

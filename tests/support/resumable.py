@@ -1,0 +1,22 @@
+"""When a run may be killed by a test that says how much is lost: a checkpoint is sealed behind the steps, in its own time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fsdp.checkpoint import file_names
+from fsdp.rundir import paths
+from fsdp.rundir.paths import RunDir
+
+
+def resumable_at(run: Path, step: int, every: int) -> int:
+    """The step that the run has come to, if that is `step` or later and no more than an interval lies behind what is sealed;
+    else 0."""
+    reached = max((int(record["step"]) for record in paths.read_records(RunDir(run).metrics) if "loss" in record), default=0)
+    return reached if reached >= step and reached - newest_sealed(run) <= every else 0
+
+
+def newest_sealed(run: Path) -> int:
+    """The step from which the next start goes on; 0 where there is no checkpoint."""
+    found = (file_names.parse(folder.name) for folder in (run / "checkpoints").glob("step-*"))
+    return max((name.step for name in found if name is not None and name.kind == "final"), default=0)

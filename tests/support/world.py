@@ -1,0 +1,137 @@
+"""Real rank processes for tests: one pool, started once, lent to each test that asks for n ranks.
+
+    results = run_world(2, my_function, argument)      # my_function(env, argument) on each rank; results by rank
+
+The function lives at a module's top level and returns what pickles. A rank that raises fails the test with its own traceback;
+a world that hangs is ended and the pool made anew, so that no test meets another's remains.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from fsdp.dist.env import DistEnv
+from tests.support.forked import FORKED
+
+DEFAULT_TIMEOUT_S = 120.0
+
+
+class WorldError(AssertionError):
+    """What the ranks raised, first failure first."""
+
+
+class _Rank:
+    def __init__(self) -> None:
+        self.pipe, theirs = FORKED.Pipe()
+        self.process = FORKED.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def end(self) -> None:
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+_pool: list[_Rank] = []
+
+
+def run_world(ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Any]:
+    """Call function(env, *args) on `ranks` processes that form one gloo world; its results in rank order."""
+    while len(_pool) < ranks:
+        _pool.append(_Rank())
+    with tempfile.TemporaryDirectory(prefix="world-") as folder:
+        for rank in range(ranks):
+            _pool[rank].pipe.send((function, args, rank, ranks, str(Path(folder, "store"))))
+        return _collect(_pool[:ranks], function.__name__, timeout_s)
+
+
+def _collect(members: list[_Rank], name: str, timeout_s: float) -> list[Any]:
+    waiting = {member.pipe: rank for rank, member in enumerate(members)}
+    results: list[Any] = [None] * len(members)
+    failures: list[str] = []
+    deadline = time.monotonic() + timeout_s
+    while waiting:
+        # After a first failure the others are stuck in collectives: they get a moment to speak, not the whole time.
+        ready = wait(list(waiting), timeout=5.0 if failures else max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = waiting.pop(pipe)
+            ok, value = _receive(pipe)
+            if ok:
+                results[rank] = value
+            else:
+                failures.append(f"rank {rank}: {value}")
+    if waiting and not failures:
+        failures.append(f"ranks {sorted(waiting.values())} did not answer within {timeout_s:.0f} s")
+    if failures:
+        end_pool()
+        raise WorldError(f"{name} on {len(members)} ranks:\n" + "\n".join(failures))
+    return results
+
+
+def _receive(pipe: Connection) -> tuple[bool, Any]:
+    try:
+        ok, value = pipe.recv()
+        return bool(ok), value
+    except EOFError:
+        return False, "the process ended"
+
+
+def end_pool() -> None:
+    while _pool:
+        _pool.pop().end()
+
+
+atexit.register(end_pool)
+
+
+def _serve(pipe: Connection) -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, args, rank, ranks, store = pipe.recv()
+        except EOFError:
+            return
+        try:
+            from datetime import timedelta
+
+            meeting = dist.FileStore(store, ranks)
+            dist.init_process_group("cpu:gloo", store=meeting, rank=rank, world_size=ranks, timeout=timedelta(seconds=90))
+            # A function that ends at once would close connections that another rank still waits to have.
+            meeting.set(f"connected {rank}", "")
+            meeting.wait([f"connected {other}" for other in range(ranks)])
+            value = function(_env(rank, ranks), *args)
+            pipe.send((True, value))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+                # Two meshes of one shape are equal to DTensor's cache: the next world would be given this one's dead groups.
+                _clear_sharding_prop_cache()
+
+
+def _env(rank: int, ranks: int) -> DistEnv:
+    import torch
+
+    return DistEnv(
+        rank=rank, world_size=ranks, local_rank=rank, local_world_size=ranks, node_rank=0, num_nodes=1,
+        device=torch.device("cpu"), launcher="tests",
+    )  # fmt: skip

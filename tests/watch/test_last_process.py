@@ -1,0 +1,232 @@
+"""How a rank that has failed leaves: told of, with its own exit code, after its atexit handlers, and soon."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.ports import free_port
+from fsdp.config import WatchSection
+from fsdp.dist.env import DistEnv
+from fsdp.watch import status_page
+from fsdp.watch.last_process import wait_until_told
+from fsdp.watch.monitor_options import Orders
+from fsdp.watch.node_ranks import Crew
+from fsdp.watch.rank import Watch, _spawn, sweep, tell_torchrun
+from fsdp.watch.records import Files
+from fsdp.watch.status_page import FAILED, MONITOR, PID, SAID, STATE, Cells
+from tests.support.processes import eventually
+from tests.support.world import run_world
+
+ROOT = Path(__file__).parents[2]
+SOON_S = 8.0
+"""From a rank's exception until all ranks are gone, on a machine with other work."""
+
+
+@pytest.fixture
+def page() -> Iterator[Cells]:
+    own = status_page.create(f"shardrun-test-{os.getpid()}-{threading.get_ident()}.cells")
+    yield own
+    own.path.unlink(missing_ok=True)
+    own.close()
+
+
+def state(pid: int) -> str:
+    """As in /proc; X if the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "X"
+
+
+# ---------------------------------------------------------------- waiting to be told
+
+
+def test_a_failure_that_was_printed_is_not_waited_for(page: Cells) -> None:
+    page.numbers[SAID] = 1
+    assert wait_until_told(page)
+
+
+def test_a_monitor_that_has_ended_is_not_waited_for(page: Cells) -> None:
+    over = subprocess.Popen(["true"])
+    page.numbers[MONITOR] = over.pid  # a zombie of ours
+    assert not wait_until_told(page)
+    over.wait()
+
+
+def test_of_two_failures_in_one_second_torchrun_takes_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+    for secondary in (True, False):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{secondary}"))
+        tell_torchrun({"time": 5.5, "secondary": secondary, "message": "it broke"})
+        told.append(json.loads((tmp_path / f"{secondary}").read_text())["message"])
+    first = min(told, key=lambda one: int(one["extraInfo"]["timestamp"]))  # as ChildFailedError does
+    assert first["message"] == "it broke"
+
+
+# ---------------------------------------------------------------- the end of the process
+
+ENDS = """
+import atexit, os, sys, threading, time
+from fsdp.watch import farewell
+
+class Teardown:
+    def __del__(self, wait=time.sleep):
+        wait(3600)
+
+farewell.LEAVE_S = 1.0
+end, kept = farewell.Farewell(), Teardown()
+atexit.register(print, "handler of a user", flush=True)
+if "handler" in sys.argv:
+    atexit.register(time.sleep, 3600)
+if "thread" in sys.argv:
+    threading.Thread(target=time.sleep, args=(3600,)).start()
+sys.exit(end.leave(4))
+"""
+
+
+@pytest.mark.parametrize(("stuck", "printed"), [("", True), ("handler", False), ("thread", False)])
+def test_a_failed_process_ends_with_its_code_whatever_holds_it(stuck: str, printed: bool) -> None:
+    command = [sys.executable, "-c", ENDS, stuck]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stderr) == (4, "")
+    assert (done.stdout == "handler of a user\n") is printed
+
+
+STAND_IN_FOR_NCCL = """
+import sys, threading, torch, torch.distributed as dist
+from fsdp import env
+
+env.ABORT_S = 1.0
+for name in sys.argv[1:]:  # as NCCL's, which wait for kernels that never end
+    setattr(dist.ProcessGroup, name, lambda *_: threading.Event().wait())
+here = env.DistEnv(
+    rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, num_nodes=1, device=torch.device("cpu"), launcher=""
+)
+with env.process_group(here, 600):
+    raise ValueError("this rank has failed")
+"""
+
+
+@pytest.mark.parametrize("stuck", ["shutdown", "shutdown abort"])
+def test_after_an_exception_no_group_is_destroyed(stuck: str) -> None:
+    """A stand-in for NCCL: destroy_process_group calls `shutdown`."""
+    command = [sys.executable, "-c", STAND_IN_FOR_NCCL, *stuck.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 1
+    assert "ValueError: this rank has failed" in done.stderr
+    assert ("are not aborted after 1 s" in done.stderr) is ("abort" in stuck)
+
+
+def start(rank: int, port: int, folder: Path, *flags: str) -> subprocess.Popen[str]:
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    environ = os.environ | {name: str(value) for name, value in variables.items()}
+    words = (
+        "--model.name tests.watch.leaving:Fails --data.name tests.support.user_code:vectors --train.steps 9 --train.global_batch 12 "
+        f"--checkpoint.every_steps 0 --checkpoint.export false --run.dir {folder / 'run'}"
+    )
+    return subprocess.Popen(
+        [sys.executable, "train.py", *words.split(), *flags], cwd=ROOT, stderr=subprocess.PIPE, text=True,
+        env=environ | {"MASTER_ADDR": "127.0.0.1", "LEAVING": str(folder), "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("watched", ["true", "false"])
+def test_both_ranks_leave_soon_and_call_their_atexit_handlers(watched: str, tmp_path: Path) -> None:
+    port = free_port()
+    ranks = [start(rank, port, tmp_path, "--watch.enabled", watched) for rank in range(2)]
+    try:
+        eventually("rank 1 fails", (tmp_path / "failed").exists, 90)
+        began = time.monotonic()
+        ranks[1].wait(30)
+        ranks[0].send_signal(signal.SIGTERM)  # as torchrun does when a rank has left
+        said = [rank.communicate(timeout=30)[1] for rank in ranks]
+        took = time.monotonic() - began
+    finally:
+        for one in ranks:
+            one.kill()
+            one.wait()
+    assert [one.returncode for one in ranks] == [1, 1], said
+    assert sorted(path.name for path in tmp_path.glob("left-*")) == ["left-0", "left-1"]
+    assert took < SOON_S
+    text = "".join(said)
+    assert text.count("ValueError: a sample of a length that nobody expected") == 1
+    assert "[rank 1] failed on cpu" in text
+
+
+# ---------------------------------------------------------------- the monitor
+
+
+@pytest.mark.parametrize(("ended", "failed"), [(False, False), (True, True)])
+def test_a_rank_that_has_failed_and_does_not_leave_is_ended(page: Cells, ended: bool, failed: bool, tmp_path: Path) -> None:
+    rank = subprocess.Popen(["sleep", "3600"])
+    try:
+        page.numbers[PID], page.numbers[STATE] = rank.pid, FAILED
+        crew = Crew({0: str(page.path)}, "n1", Files(tmp_path))
+        crew.look(time.monotonic(), 0.0)
+        assert crew.end(failed) is ended
+        if ended:
+            assert rank.wait(10) == -signal.SIGKILL
+        assert rank.poll() == (-signal.SIGKILL if ended else None)
+    finally:
+        rank.kill()
+        rank.wait()
+
+
+def stopped_while_it_watches(env: DistEnv, folder: str) -> tuple[float, int | None]:
+    """Seconds that the run's end took, and the monitor's exit code."""
+    with Watch(WatchSection(), env, Path(folder)) as watch:
+        monitor = watch._monitor
+        assert monitor is not None
+        eventually("the monitor looks", lambda: watch._cells and watch._cells.numbers[MONITOR], 30)
+        monitor.send_signal(signal.SIGSTOP)
+        eventually("it is stopped", lambda: state(monitor.pid) == "T", 10)
+        began = time.monotonic()
+    took = time.monotonic() - began
+    return took, monitor.poll()
+
+
+def test_a_stopped_monitor_ends_with_its_run_which_does_not_wait_for_it(tmp_path: Path) -> None:
+    [(took, code)] = run_world(1, stopped_while_it_watches, str(tmp_path))
+    assert code == 0
+    assert took < 1.9
+
+
+def test_a_stopped_monitor_ends_though_its_rank_was_killed(page: Cells, tmp_path: Path) -> None:
+    rank = os.fork()
+    if not rank:
+        page.numbers[PID] = os.getpid()
+        orders = Orders("n1", str(tmp_path), {0: str(page.path)}, {"n1": [0]}, 0.0, 0.0, "", True)
+        _spawn(orders)
+        time.sleep(3600)
+    try:
+        monitor = int(eventually("the monitor looks", lambda: page.numbers[MONITOR], 30))
+        os.kill(monitor, signal.SIGSTOP)
+        eventually("it is stopped", lambda: state(monitor) == "T", 10)
+    finally:
+        os.kill(rank, signal.SIGKILL)
+        os.waitpid(rank, 0)
+    eventually("the monitor ends", lambda: state(monitor) in "ZX", 15)
+
+
+def test_names_that_killed_ranks_have_left_are_swept_away() -> None:
+    over = subprocess.Popen(["true"])
+    over.wait()
+    space = Path("/proc/self/ns/pid").stat().st_ino
+    dead, ours = (status_page.folder() / f"shardrun-{space}-{pid}-test.sock" for pid in (over.pid, os.getpid()))
+    for one in (dead, ours):
+        one.touch()
+    sweep()
+    assert not dead.exists()
+    assert ours.exists()
+    ours.unlink()

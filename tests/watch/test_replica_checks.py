@@ -1,0 +1,92 @@
+"""What is kept of numbers that look wrong: whose replica differs, which unit's gradients, which samples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fsdp import config as configuration
+from fsdp.base.errors import ConfigError
+from fsdp.dist.env import DistEnv
+from fsdp.run.loop import _Loop
+from fsdp.watch.replica_checks import Spikes, odd_ones
+from tests.support.runs import failures, flags, on_a_rank, run
+from tests.support.world import run_world
+
+
+def lines(run_dir: Path, name: str) -> list[dict]:  # type: ignore[type-arg]
+    return [json.loads(line) for line in (run_dir / "watch" / name).read_text().splitlines()]
+
+
+def test_a_spike_is_written_with_the_samples_of_its_batch(tmp_path: Path) -> None:
+    spikes = Spikes(5.0, tmp_path, lambda step: np.arange(3) + 10 * step)
+    for step in range(1, 30):
+        spikes.scalars(step, {"train/grad_norm": 9.0 if step == 25 else 1.0, "train/loss": 2.0})
+    assert lines(tmp_path, "spikes.jsonl") == [{"step": 25, "grad_norm": 9.0, "usual": 1.0, "samples": [240, 241, 242]}]
+
+
+def test_no_factor_no_spike(tmp_path: Path) -> None:
+    spikes = Spikes(0.0, tmp_path, lambda step: np.arange(3))
+    for step in range(1, 30):
+        spikes.scalars(step, {"train/grad_norm": 10.0**step})
+    assert not (tmp_path / "watch").exists()
+
+
+def test_the_majority_is_right_and_two_may_both_be_wrong() -> None:
+    assert odd_ones([7, 7, 8], [0, 2, 4]) == [4]
+    assert odd_ones([7, 8], [1, 3]) == [1, 3]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "hsdp --mesh.replicate 2 --mesh.shard 1", "ddp"])
+def test_unit_norms_make_up_the_whole_norm(tmp_path: Path, strategy: str) -> None:
+    finished = run(2, tmp_path, f"--watch.unit_norms 2 --train.steps 4 --mesh.strategy {strategy}")
+    told = lines(tmp_path, "gradients.jsonl")
+    assert [one["step"] for one in told] == [2, 4]
+    whole = {record["step"]: record["grad_norm"] for record in finished.records if "grad_norm" in record}
+    for one in told:
+        assert len(one["units"]) > 1
+        assert sum(norm**2 for norm in one["units"].values()) ** 0.5 == pytest.approx(whole[one["step"]], rel=1e-5)
+
+
+def diverging(env: DistEnv, words: list[str]) -> str | None:
+    """A bit of one rank's weights is flipped behind step 3."""
+    compare_at = _Loop.train_step
+
+    def stepped(self: _Loop, *args: object) -> object:
+        if env.rank == 1 and self.state.step == 3:
+            with torch.no_grad():
+                parameter = next(self.sharded.root.parameters())
+                (parameter.to_local() if hasattr(parameter, "to_local") else parameter).view(-1)[0] += 1e-3
+        return compare_at(self, *args)  # type: ignore[arg-type]
+
+    _Loop.train_step = stepped  # type: ignore[method-assign, assignment]
+    try:
+        return on_a_rank(env, words)
+    finally:
+        _Loop.train_step = compare_at  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "hsdp --mesh.replicate 2 --mesh.shard 1"])
+def test_replicas_that_differ_stop_the_run_within_n_steps(tmp_path: Path, strategy: str) -> None:
+    words = ["--run.dir", str(tmp_path), *flags(f"--watch.divergence 2 --mesh.strategy {strategy}")]
+    said = run_world(2, diverging, words)
+    assert all(one is not None and "step 4: replicas differ in" in one and "ranks 0, 1" in one for one in said)
+
+
+def test_replicas_that_agree_are_left_alone(tmp_path: Path) -> None:
+    finished = run(2, tmp_path, "--watch.divergence 2 --train.steps 4 --mesh.strategy ddp")
+    assert [record["step"] for record in finished.records if "loss" in record] == [1, 2, 3, 4]
+
+
+def test_without_replicas_there_is_nothing_to_compare(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"--watch.divergence 2: --mesh.strategy fsdp has one replica.*HINT: --watch.divergence 0"
+    ):
+        configuration.load(["--watch.divergence", "2", "--mesh.strategy", "fsdp"])
+    alone = failures(1, tmp_path, "--watch.divergence 2 --mesh.strategy ddp")
+    assert alone[0] is not None
+    assert "--watch.divergence 2: there is one replica" in alone[0]

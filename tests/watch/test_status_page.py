@@ -1,0 +1,138 @@
+"""What a rank tells of itself, read as a monitor reads it; and the device's clock, with a device made up here."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from fsdp.base.phases import ACTIVITIES, Activity, announces
+from fsdp.checkpoint.store import LocalStore
+from fsdp.watch import collective_calls, status_page
+from fsdp.watch.cuda_timing import DeviceClock
+from fsdp.watch.status_page import CUDA, SPENT, Cells, Writer
+
+
+@pytest.fixture
+def page() -> Iterator[Cells]:
+    own = status_page.create(f"shardrun-test-{os.getpid()}.cells")
+    yield own
+    own.path.unlink()
+    own.close()
+
+
+def test_a_step_is_read_as_it_was_told(page: Cells) -> None:
+    writer = Writer(page.numbers)
+    other = status_page.attach(page.path)
+    for step in (1, 2, 3):
+        for name in ("data", "forward", "backward", "reduce", "optimizer", "record"):
+            writer.phase(name, step)
+    beat = status_page.read(other.numbers)
+    assert (beat.step, beat.phase, beat.steps) == (3, "record", 2)
+    assert set(status_page.ring(other.numbers)) == {1, 2}
+    other.close()
+
+
+def test_waiting_is_no_work(page: Cells) -> None:
+    writer = Writer(page.numbers)
+    writer.phase("data", 1)
+    writer.phase("forward", 1)
+    time.sleep(0.02)
+    writer.waited += 0.015
+    writer.phase("data", 2)
+    work, whole = status_page.ring(page.numbers)[1]
+    assert work + 0.015 == pytest.approx(whole, abs=1e-3)
+    assert status_page.spent(page.numbers)["waiting"] == 0.015
+
+
+def test_last_words_are_read_whole_and_long_ones_cut(page: Cells) -> None:
+    assert page.told() is None
+    page.tell({"message": "it broke", "trace": "x" * 100_000, "time": 1.5})
+    told = page.told()
+    assert told is not None
+    assert (told["message"], told["time"]) == ("it broke", 1.5)
+    assert 100 < len(told["trace"]) < 8192
+
+
+def test_what_a_rank_is_inside_of_is_read_while_it_stands_there(
+    page: Cells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[Activity, Activity]] = []
+
+    def look(*_: object) -> None:
+        beat = status_page.read(page.numbers)
+        seen.append((beat.does, beat.behind))
+
+    monkeypatch.setattr(ACTIVITIES, "listener", Writer(page.numbers).activity)
+    monkeypatch.setattr(os, "fsync", look)
+    place = LocalStore(tmp_path)
+    announces(Activity.SAVE)(announces(Activity.RANKS)(look))()
+    announces(Activity.SAVE)(place.write)("", "a", [b"1"])
+    behind = threading.Thread(target=place.write, args=("", "b", [b"1"]))
+    behind.start()
+    behind.join()
+    look()
+    assert seen == [
+        (Activity.SAVE | Activity.RANKS, Activity.NONE),
+        (Activity.SAVE | Activity.STORAGE, Activity.NONE),
+        (Activity.NONE, Activity.STORAGE),
+        (Activity.NONE, Activity.NONE),
+    ]
+
+
+def test_collectives_are_wrapped_only_while_a_run_lasts(page: Cells) -> None:
+    before = dist.all_reduce
+    wrapped = collective_calls.Calls(Writer(page.numbers))
+    assert dist.all_reduce is not before
+    wrapped.close()
+    assert dist.all_reduce is before
+
+
+class Tick:
+    """A device on which an event is the time of its recording, in ms."""
+
+    now = 0.0
+    passed = 1e9
+
+    def record(self) -> None:
+        Tick.now += 10.0
+        self.at = Tick.now
+
+    def query(self) -> bool:
+        return self.at <= Tick.passed
+
+    def elapsed_time(self, end: Tick) -> float:
+        return end.at - self.at
+
+
+class Group:
+    def wait_for_unshard(self) -> str:
+        return "gathered"
+
+
+def test_the_device_s_times_come_when_its_events_have_passed(page: Cells) -> None:
+    page.numbers[CUDA] = 1
+    writer = Writer(page.numbers)
+    clock = DeviceClock(writer, Tick)
+    clock.wrap(Group)
+    Tick.passed = 0.0
+    for step in (1, 2):
+        for name in ("data", "forward", "backward"):
+            writer.phase(name, step)
+            clock.phase(name, step)
+            assert Group().wait_for_unshard() == "gathered"
+    assert status_page.ring(page.numbers) == {}
+    Tick.passed = 1e9
+    clock.phase("data", 3)
+    clock.close()
+    spent = status_page.spent(page.numbers)
+    assert spent["forward"] == pytest.approx(2 * 0.03)  # each phase is an event, and two around its wait
+    assert spent["waiting"] == pytest.approx(6 * 0.01)
+    assert status_page.ring(page.numbers)[2] == (pytest.approx(0.06 - 0.03), pytest.approx(0.09))
+    assert page.numbers[SPENT + 1] == pytest.approx(0.0, abs=0.05)  # data is the host's
+    assert not hasattr(Group.wait_for_unshard, "__wrapped__")
