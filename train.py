@@ -4,8 +4,9 @@
     sbatch slurm/fsdp.sbatch
     python train.py --backend ray
 
-`python train.py` alone is one process on the same code path. --config FILE.toml gives a recipe, flags go over it; --dry-run
-prints what follows from them and stops. A run that is stopped goes on from the same command with --run.dir RUN.
+`python train.py` alone is one process on the same code path. --config FILE.toml gives a recipe, flags go over
+it; --dry-run prints what follows from them and stops. A run that is stopped goes on from the same command
+with --run.dir RUN.
 """
 
 from __future__ import annotations

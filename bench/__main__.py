@@ -1,8 +1,10 @@
-"""make bench: the short form of each bench, one table after another, meant for ten minutes on two cores that are theirs alone.
+"""make bench: the short form of each bench, one table after another, meant for ten minutes on two cores that
+are theirs alone.
 
 python -m bench [--short]        bench.NAME alone takes the full form: python -m bench.save --help
 
-On a machine so slow or busy that nine minutes are over, those that did not begin are named with their commands and left out.
+On a machine so slow or busy that nine minutes are over, those that did not begin are named with their
+commands and left out.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
     python -m bench.claims                 all of them, a line each
     python -m bench.claims half_storage    one, with what was done
 
-A claim that is about time or memory at a size is shown by bench.knobs instead. Nothing here needs a GPU or the network.
+A claim that is about time or memory at a size is shown by bench.knobs instead. Nothing here needs a GPU or
+the network.
 """
 
 from __future__ import annotations
@@ -86,7 +87,10 @@ def writer_save() -> Seen:
     from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
     there = [hasattr(FileSystemWriter, "save"), hasattr(FileSystemReader, "load")]
-    return Seen(all(there), f"has save: {there[0]}, has load: {there[1]}; dcp.save and dcp.load take them as arguments")
+    return Seen(
+        all(there),
+        f"has save: {there[0]}, has load: {there[1]}; dcp.save and dcp.load take them as arguments",
+    )
 
 
 @claim("model.to_empty(device=...); model.reset_parameters() fills a model that was built on meta")
@@ -98,7 +102,12 @@ def reset_parameters() -> Seen:
     import_torchvision()
     from torchvision.models import VisionTransformer
 
-    kinds: list[type[nn.Module]] = [VisionTransformer, nn.Transformer, nn.MultiheadAttention, nn.TransformerEncoderLayer]
+    kinds: list[type[nn.Module]] = [
+        VisionTransformer,
+        nn.Transformer,
+        nn.MultiheadAttention,
+        nn.TransformerEncoderLayer,
+    ]
     without = [kind.__name__ for kind in kinds if not hasattr(kind, "reset_parameters")]
     return Seen(not without, f"no reset_parameters: {', '.join(without)}")
 
@@ -110,8 +119,12 @@ def offload_on_cpu() -> Seen:
 
     with alone():
         said = error_of(lambda: fully_shard(torch.nn.Linear(4, 4), offload_policy=CPUOffloadPolicy()))
-        unpinned = error_of(lambda: fully_shard(torch.nn.Linear(4, 4), offload_policy=CPUOffloadPolicy(pin_memory=False)))
-    return Seen(not said, f"{said or 'it worked'}; with pin_memory=False: {unpinned or 'taken, and moves nothing'}")
+        unpinned = error_of(
+            lambda: fully_shard(torch.nn.Linear(4, 4), offload_policy=CPUOffloadPolicy(pin_memory=False))
+        )
+    return Seen(
+        not said, f"{said or 'it worked'}; with pin_memory=False: {unpinned or 'taken, and moves nothing'}"
+    )
 
 
 @claim("torch.profiler's export_memory_timeline(….html) is the way to see memory")
@@ -123,9 +136,13 @@ def memory_timeline() -> Seen:
         kinds = {"record_shapes": True, "profile_memory": True, "with_stack": True}
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], **kinds) as profile:  # type: ignore[arg-type]
             torch.ones(8, 8) @ torch.ones(8, 8)
-        said = error_of(lambda: profile.export_memory_timeline(str(Path(folder, "memory.html")), device="cpu"))
+        said = error_of(
+            lambda: profile.export_memory_timeline(str(Path(folder, "memory.html")), device="cpu")
+        )
     old = [str(one.message) for one in heard if "memory_timeline" in str(one.message)]
-    return Seen(not (old or said), "; ".join([*(line.split(". ")[0] for line in old[:1]), *([said] if said else [])]))
+    return Seen(
+        not (old or said), "; ".join([*(line.split(". ")[0] for line in old[:1]), *([said] if said else [])])
+    )
 
 
 # ---------------------------------------------------------------- mixed precision
@@ -138,12 +155,17 @@ def half_storage() -> Seen:
 
     with alone():
         model = torch.nn.Linear(64, 64)
-        sharded: Any = fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16))
+        sharded: Any = fully_shard(
+            model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16)
+        )
         model(torch.ones(1, 64)).float().sum().backward()
         sharded.reshard()
         weight: Any = model.weight
         kept, grad = weight.to_local().dtype, weight.grad.to_local().dtype
-    return Seen(kept == torch.float16, f"between steps the shard is {kept}, its gradient {grad}: only what is gathered is half")
+    return Seen(
+        kept == torch.float16,
+        f"between steps the shard is {kept}, its gradient {grad}: only what is gathered is half",
+    )
 
 
 @claim("fp16 needs no more than the policy: stability is maintained")
@@ -163,7 +185,8 @@ def half_gradients() -> Seen:
         bare, scaled = gradient(torch.float16, 1.0), gradient(torch.float16, 1024.0)
         other = gradient(torch.bfloat16, 1.0)
     return Seen(
-        bare > 0, f"a gradient of 1e-8 arrives as {bare:.1g} in fp16, {scaled:.1e} with a loss scale, {other:.1e} in bf16"
+        bare > 0,
+        f"a gradient of 1e-8 arrives as {bare:.1g} in fp16, {scaled:.1e} with a loss scale, {other:.1e} in bf16",
     )
 
 
@@ -172,7 +195,10 @@ def half_activations() -> Seen:
     full, half = (_account("--precision.param", kind) for kind in ("fp32", "bf16"))
     ratio = _at_end_of_forward(half)["activations"] / _at_end_of_forward(full)["activations"]
     whole = half["peak"]["bytes"] / full["peak"]["bytes"]
-    return Seen(0.48 <= ratio <= 0.55, f"activations after forward are {ratio:.0%}, the peak of everything is {whole:.0%}")
+    return Seen(
+        0.48 <= ratio <= 0.55,
+        f"activations after forward are {ratio:.0%}, the peak of everything is {whole:.0%}",
+    )
 
 
 # ---------------------------------------------------------------- sharding
@@ -203,7 +229,9 @@ def quiet_state_dict() -> Seen:
     return Seen(counted.get_total_counts() == 0, f"{counted.get_total_counts()} collectives in state_dict()")
 
 
-@claim("for p in model.parameters(): dist.broadcast(p.data, src=0) gives all ranks rank 0's weights", ranks=RANKS)
+@claim(
+    "for p in model.parameters(): dist.broadcast(p.data, src=0) gives all ranks rank 0's weights", ranks=RANKS
+)
 def broadcast_on_shards() -> Seen:
     import torch
     import torch.distributed as dist
@@ -244,7 +272,9 @@ def seeded_shards() -> Seen:
     weight: Any = model.weight
     whole = weight.full_tensor()
     same = bool(torch.equal(whole[:4], whole[4:]))
-    return Seen(bool(torch.equal(whole, wanted)), f"on CPU every rank draws the same rows: {'yes' if same else 'no'}")
+    return Seen(
+        bool(torch.equal(whole, wanted)), f"on CPU every rank draws the same rows: {'yes' if same else 'no'}"
+    )
 
 
 # ---------------------------------------------------------------- the vision example
@@ -260,17 +290,20 @@ def vit_parameters() -> Seen:
 
     model = VisionTransformer(
         image_size=28, patch_size=7, num_layers=10, num_heads=2, hidden_dim=128, mlp_dim=128, num_classes=10
-    )  # fmt: skip
+    )
     model.conv_proj = torch.nn.Conv2d(1, 128, 7, 7)
     total = sum(p.numel() for p in model.parameters())
     blocks = sum(p.numel() for p in model.encoder.layers.parameters())
     megabytes = total * 4 / 2**20
     return Seen(
-        blocks / total > 0.5, f"{total:,} parameters, {megabytes:.1f} MiB in fp32, {blocks / total:.1%} of them in blocks"
+        blocks / total > 0.5,
+        f"{total:,} parameters, {megabytes:.1f} MiB in fp32, {blocks / total:.1%} of them in blocks",
     )
 
 
-@claim("a trained classifier may be given test_data.data[0].float(), though it was trained on Normalize((0.5,), (0.5,))")
+@claim(
+    "a trained classifier may be given test_data.data[0].float(), though it was trained on Normalize((0.5,), (0.5,))"
+)
 def unnormalised() -> Seen:
     """The same weights on the same held-out digits, prepared as in training and as bytes that were only cast."""
     import torch
@@ -296,7 +329,10 @@ def unnormalised() -> Seen:
     model.eval()
     with torch.no_grad():
         good, bad = (float((model(x).argmax(-1) == wanted).float().mean()) for x in (held, as_bytes))
-    return Seen(bad > good - 0.05, f"held-out accuracy {good:.0%} on normalised images, {bad:.0%} on the same images only cast")
+    return Seen(
+        bad > good - 0.05,
+        f"held-out accuracy {good:.0%} on normalised images, {bad:.0%} on the same images only cast",
+    )
 
 
 def _everything(samples: Any) -> tuple[Any, Any]:
@@ -338,10 +374,14 @@ def _account(*flags: str, ranks: int = 1) -> dict[str, Any]:
 
     from fsdp.memory.profile import read
 
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    )
     with tempfile.TemporaryDirectory(prefix="claims-") as folder:
         words = [sys.executable, *launcher, "train.py", *ACCOUNTED, *flags, "--run.dir", folder]
-        done = subprocess.run(words, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            words, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False
+        )
         if done.returncode:
             raise SystemExit(done.stderr[-2000:])
         return read(Path(folder))[0]
@@ -358,7 +398,9 @@ def _on_a_rank(name: str, rank: int, store: str, answers: Any) -> None:
 
     torch.set_num_threads(1)
     wait = timedelta(seconds=60)
-    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS, timeout=wait)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS, timeout=wait
+    )
     seen = CLAIMS[name].try_it()
     if rank == 0:
         answers.put(seen)
@@ -392,7 +434,10 @@ def main(argv: list[str]) -> int:
         return 2
     for name in argv or list(claims.CLAIMS):
         seen = claims.check(name)
-        print(f"{name}: {claims.CLAIMS[name].says}\n  {'holds' if seen.holds else 'does not hold'}: {seen.what}", flush=True)
+        print(
+            f"{name}: {claims.CLAIMS[name].says}\n  {'holds' if seen.holds else 'does not hold'}: {seen.what}",
+            flush=True,
+        )
     return 0
 
 

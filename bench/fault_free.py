@@ -1,7 +1,8 @@
-"""Runs of bench.faults in which nothing breaks: a rank that is only a tenth slower, and hours in which nothing may be said.
+"""Runs of bench.faults in which nothing breaks: a rank that is only a tenth slower, and hours in which
+nothing may be said.
 
-`--late N` and `--ordinary MINUTES` of python -m bench.faults; with --keep what they find is added to bench/results/watch_late
-and watch_ordinary, so that an hour can be put together from several sittings.
+`--late N` and `--ordinary MINUTES` of python -m bench.faults; with --keep what they find is added to
+bench/results/watch_late and watch_ordinary, so that an hour can be put together from several sittings.
 """
 
 from __future__ import annotations
@@ -39,11 +40,15 @@ Row = dict[str, Any]
 
 def kept(name: str, options: argparse.Namespace) -> list[Row]:
     file = RESULTS / f"{name}.json"
-    rows: list[Row] = json.loads(file.read_text())["rows"] if options.keep and not options.anew and file.exists() else []
+    rows: list[Row] = (
+        json.loads(file.read_text())["rows"] if options.keep and not options.anew and file.exists() else []
+    )
     return rows
 
 
-def keep(name: str, rows: Sequence[Row], options: argparse.Namespace, title: str, command: str, text: str) -> None:
+def keep(
+    name: str, rows: Sequence[Row], options: argparse.Namespace, title: str, command: str, text: str
+) -> None:
     print(text)
     if options.keep:
         about = f"gloo, one machine with other work on it. {machine()}."
@@ -61,14 +66,26 @@ def named_late(rank: int, ranks: int, folder: Path) -> Row:
     pids = [fork_rank(r, address, flags, folder / "log", SLOWED, where, ranks=ranks) for r in range(ranks)]
     file = run / "watch" / "late.jsonl"
     try:
-        wait_for(lambda: steps_of(run) >= SLOW_FROM + 120 or (file.exists() and steps_of(run) > SLOW_FROM), "a late rank")
-        said, at = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else [], steps_of(run)
+        wait_for(
+            lambda: steps_of(run) >= SLOW_FROM + 120 or (file.exists() and steps_of(run) > SLOW_FROM),
+            "a late rank",
+        )
+        said, at = (
+            [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else [],
+            steps_of(run),
+        )
     finally:
         end_all(pids)
     named = [one for one in said if "rank" in one]
     after = at - SLOW_FROM if named and named[0]["step"] >= SLOW_FROM else -1
     percent = named[0]["percent"] if named else 0.0
-    return {"ranks": ranks, "rank": rank, "named": [one["rank"] for one in named], "percent": percent, "after_steps": after}
+    return {
+        "ranks": ranks,
+        "rank": rank,
+        "named": [one["rank"] for one in named],
+        "percent": percent,
+        "after_steps": after,
+    }
 
 
 def late(options: argparse.Namespace) -> int:
@@ -80,7 +97,14 @@ def late(options: argparse.Namespace) -> int:
         shutil.rmtree(folder, ignore_errors=True)
         rows.append({**row, "load": round(os.getloadavg()[0], 1)})
         title = f"One rank computes a tenth longer from step {SLOW_FROM} on"
-        keep("watch_late", rows, options, title, "python -m bench.faults --late N --ranks R --keep", named_soon(rows))
+        keep(
+            "watch_late",
+            rows,
+            options,
+            title,
+            "python -m bench.faults --late N --ranks R --keep",
+            named_soon(rows),
+        )
     return 0 if all(soon(row) for row in rows) else 1
 
 
@@ -91,8 +115,13 @@ def soon(row: Row) -> bool:
 def named_soon(rows: Sequence[Row]) -> str:
     lines = ["| ranks | slowed | named | by | after steps | load |", "|---|---|---|---|---|---|"]
     for row in rows:
-        named, after = ", ".join(map(str, row["named"])) or "nobody", row["after_steps"] if row["named"] else "none in 120"
-        lines.append(f"| {row['ranks']} | rank {row['rank']} | {named} | {row['percent']:.0f}% | {after} | {row['load']} |")
+        named, after = (
+            ", ".join(map(str, row["named"])) or "nobody",
+            row["after_steps"] if row["named"] else "none in 120",
+        )
+        lines.append(
+            f"| {row['ranks']} | rank {row['rank']} | {named} | {row['percent']:.0f}% | {after} | {row['load']} |"
+        )
     good = [row["after_steps"] for row in rows if soon(row)]
     lines.append(
         f"\n{len(good)} of {len(rows)} named alone and within {WITHIN} steps, median {median(good or [-1]):.0f} steps."
@@ -109,7 +138,10 @@ def ordinary(options: argparse.Namespace) -> int:
     address, run = ("127.0.0.1", free_port()), folder / "run"
     flags = ["--run.dir", str(run), *ORDINARY, "--stop.deadline_s", str(60 * options.ordinary)]
     began = time.monotonic()
-    pids = [fork_rank(rank, address, flags, folder / "log", None, None, ranks=options.ranks) for rank in range(options.ranks)]
+    pids = [
+        fork_rank(rank, address, flags, folder / "log", None, None, ranks=options.ranks)
+        for rank in range(options.ranks)
+    ]
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     minutes = (time.monotonic() - began) / 60  # one that is ended early counts for what it was
     log, said = (folder / "log").read_text(errors="replace"), verdict_of(run)
@@ -124,19 +156,30 @@ def ordinary(options: argparse.Namespace) -> int:
     shutil.rmtree(folder, ignore_errors=True)
     rows = [*kept("watch_ordinary", options), row]
     keep(
-        "watch_ordinary", rows, options, "Ordinary training, compiled, with evaluation and saves: nothing may be said",
-        "python -m bench.faults --ordinary MINUTES --ranks R --keep", sittings(rows),
-    )  # fmt: skip
+        "watch_ordinary",
+        rows,
+        options,
+        "Ordinary training, compiled, with evaluation and saves: nothing may be said",
+        "python -m bench.faults --ordinary MINUTES --ranks R --keep",
+        sittings(rows),
+    )
     return 1 if said or any(codes) or row["late"] else 0
 
 
 def last_step(run: Path) -> int:
     file = run / "metrics.jsonl"
-    return max((json.loads(line)["step"] for line in file.read_text().splitlines()), default=0) if file.exists() else 0
+    return (
+        max((json.loads(line)["step"] for line in file.read_text().splitlines()), default=0)
+        if file.exists()
+        else 0
+    )
 
 
 def sittings(rows: Sequence[Row]) -> str:
-    lines = ["| minutes | ranks | steps | evaluations | saves | verdicts | late | load |", "|---|---|---|---|---|---|---|---|"]
+    lines = [
+        "| minutes | ranks | steps | evaluations | saves | verdicts | late | load |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     lines += [
         f"| {row['minutes']:g} | {row['ranks']} | {row['steps']} | {row['evaluations']} | {row['saves']} | "
         f"{row['verdict'] or 'none'} | {len(row['late']) or 'nobody'} | {row['load']} |"
@@ -145,4 +188,6 @@ def sittings(rows: Sequence[Row]) -> str:
     wrong = sum(bool(row["verdict"]) for row in rows)
     late = sum('"over"' not in line for row in rows for line in row["late"])
     whole = sum(row["minutes"] for row in rows)
-    return "\n".join([*lines, f"\n{whole:.1f} minutes: {wrong} false verdicts, a rank named late {late} times."])
+    return "\n".join(
+        [*lines, f"\n{whole:.1f} minutes: {wrong} false verdicts, a rank named late {late} times."]
+    )

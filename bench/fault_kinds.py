@@ -1,7 +1,8 @@
-"""What can be done to a rank on purpose: each kind as a function that is called in the rank that shall have it.
+"""What can be done to a rank on purpose: each kind as a function that is called in the rank that shall have
+it.
 
-A fault is put into a running step: where the loop enters a phase, where the data are read, where a file is written. The rank
-says when by writing the time into a file; then it is as broken as it would be by itself.
+A fault is put into a running step: where the loop enters a phase, where the data are read, where a file is
+written. The rank says when by writing the time into a file; then it is as broken as it would be by itself.
 """
 
 from __future__ import annotations
@@ -153,7 +154,10 @@ def not_a_number(where: Where, mine: bool) -> None:
         counted[0] += 1
         if mine and counted[0] == where.step:
             where.now()
-            return LossParts(parts.loss_sum * float("nan"), *(getattr(parts, f) for f in list(parts.__dataclass_fields__)[1:]))
+            return LossParts(
+                parts.loss_sum * float("nan"),
+                *(getattr(parts, f) for f in list(parts.__dataclass_fields__)[1:]),
+            )
         return parts
 
     LossFunction.__call__ = called  # type: ignore[method-assign, assignment]

@@ -1,13 +1,14 @@
-"""Faults put in on purpose, on four ranks: does the watch name the right rank and the right kind, and how soon?
+"""Faults put in on purpose, on four ranks: does the watch name the right rank and the right kind, and how
+soon?
 
     python -m bench.faults [--times N] [--kinds SIGKILL,"slow storage"]     each kind N times at a random step and rank
     python -m bench.faults --times N --keep [--minutes M]     the same, added to what bench/results/faults.{json,md} hold
     python -m bench.faults --late N [--ranks R]      a rank slowed by a tenth, N times: whom, and after how many steps
     python -m bench.faults --ordinary MINUTES [--ranks R]     training with evaluation, saves and compile: nothing may be said
 
-Each case is a real run of four rank processes, forked from this one so that nobody waits for imports; the partitioned node is a
-network namespace (root) whose cable is pulled, the killed node one whose processes are all killed. Seconds count from fault to
-verdict.
+Each case is a real run of four rank processes, forked from this one so that nobody waits for imports; the
+partitioned node is a network namespace (root) whose cable is pulled, the killed node one whose processes are
+all killed. Seconds count from fault to verdict.
 """
 
 from __future__ import annotations
@@ -73,8 +74,16 @@ def import_once() -> None:
     importlib.import_module("train")
 
 
-def fork_rank(rank: int, address: tuple[str, int], flags: Sequence[str], log: Path, kind: Kind | None, where: Where | None,
-              enter: Sequence[int] = (), ranks: int = RANKS) -> int:  # fmt: skip
+def fork_rank(
+    rank: int,
+    address: tuple[str, int],
+    flags: Sequence[str],
+    log: Path,
+    kind: Kind | None,
+    where: Where | None,
+    enter: Sequence[int] = (),
+    ranks: int = RANKS,
+) -> int:
     """One rank as a child. `enter` are namespaces of a host of its own."""
     pid = os.fork()
     if pid:
@@ -82,7 +91,8 @@ def fork_rank(rank: int, address: tuple[str, int], flags: Sequence[str], log: Pa
     code = 1
     try:
         os.setsid()
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a bench that is ended leaves no ranks behind
+        # PR_SET_PDEATHSIG: a bench that is ended leaves no ranks behind
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
         with log.open("ab", buffering=0) as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
@@ -94,7 +104,9 @@ def fork_rank(rank: int, address: tuple[str, int], flags: Sequence[str], log: Pa
         os._exit(code)
 
 
-def _be(rank: int, ranks: int, address: tuple[str, int], flags: list[str], kind: Kind | None, where: Where | None) -> int:
+def _be(
+    rank: int, ranks: int, address: tuple[str, int], flags: list[str], kind: Kind | None, where: Where | None
+) -> int:
     import train
     from fsdp import config as configuration
 
@@ -137,7 +149,9 @@ def two_hosts(folder: Path) -> Iterator[Any]:
             subprocess.run([*inside, "link", "set", "eth0", "up"], check=True)
         spaces = []
         for host in hosts[1:]:
-            opened = [os.open(f"/proc/{host.shell}/ns/{space}", os.O_RDONLY) for space in ("net", "uts", "mnt")]
+            opened = [
+                os.open(f"/proc/{host.shell}/ns/{space}", os.O_RDONLY) for space in ("net", "uts", "mnt")
+            ]
             spaces.append(opened)
             for one in opened:
                 stack.callback(os.close, one)
@@ -156,7 +170,9 @@ def once(kind: Kind, rank: int, step: int, folder: Path, more: Sequence[str] = (
         spaces, pull = stack.enter_context(two_hosts(folder)) if kind.two_nodes else ([(), ()], None)
         address = ("10.78.0.1" if kind.two_nodes else "127.0.0.1", free_port())
         pids = [
-            fork_rank(r, address, flags, folder / "log", kind, where, spaces[r // 2] if kind.two_nodes else ())
+            fork_rank(
+                r, address, flags, folder / "log", kind, where, spaces[r // 2] if kind.two_nodes else ()
+            )
             for r in range(RANKS)
         ]
         try:
@@ -244,7 +260,10 @@ def tried(kind: Kind, rank: int, step: int) -> Case:
 
 
 def table(cases: Sequence[Case]) -> str:
-    lines = ["| fault | called | times | right rank and kind | median s | worst s | e.g. |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| fault | called | times | right rank and kind | median s | worst s | e.g. |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for kind in KINDS:
         own = [case for case in cases if case.kind == kind.name]
         if own:
@@ -257,7 +276,9 @@ def table(cases: Sequence[Case]) -> str:
     by_name = {kind.name: kind for kind in KINDS}
     right = sum(case.right(by_name[case.kind]) for case in cases)
     times = [case.seconds for case in cases if case.seconds >= 0] or [float("nan")]
-    lines.append(f"\n{right} of {len(cases)} right ({100 * right / len(cases):.1f}%); median {statistics.median(times):.1f} s.")
+    lines.append(
+        f"\n{right} of {len(cases)} right ({100 * right / len(cases):.1f}%); median {statistics.median(times):.1f} s."
+    )
     return "\n".join(lines)
 
 
@@ -279,7 +300,8 @@ def faults(options: argparse.Namespace) -> int:
             if options.keep:
                 keep(cases, options)
             print(
-                f"{number + 1}. {kind.name}, rank {case.rank}, step {case.step}: {case.seconds:.1f} s  {case.what}", flush=True
+                f"{number + 1}. {kind.name}, rank {case.rank}, step {case.step}: {case.seconds:.1f} s  {case.what}",
+                flush=True,
             )
     return summed_up(cases, options)
 
@@ -293,11 +315,13 @@ def kept() -> list[Case]:
 def keep(cases: Sequence[Case], options: argparse.Namespace) -> None:
     """After each case: a call that is cut off loses one."""
     write(
-        "faults", title="Faults put in on purpose: who is named, as what, how soon",
+        "faults",
+        title="Faults put in on purpose: who is named, as what, how soon",
         command=f"python -m bench.faults --times {options.times} --keep",
         about=f"{RANKS} ranks, gloo, one machine with other work on it. {machine()}. Seconds from the fault to the verdict.",
-        text=table(cases), numbers={"cases": [asdict(case) for case in cases]},
-    )  # fmt: skip
+        text=table(cases),
+        numbers={"cases": [asdict(case) for case in cases]},
+    )
 
 
 def summed_up(cases: Sequence[Case], options: argparse.Namespace) -> int:
@@ -315,7 +339,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--keep", action="store_true", help="add to what bench/results/faults.json holds")
     parser.add_argument("--anew", action="store_true", help="with --keep: begin with nothing")
-    parser.add_argument("--steps", type=int, default=40, help="the fault comes between the 10th step and this one")
+    parser.add_argument(
+        "--steps", type=int, default=40, help="the fault comes between the 10th step and this one"
+    )
     parser.add_argument("--json", type=Path, help="write the cases there")
     parser.add_argument("--minutes", type=float, default=1e6, help="begin no case after so many minutes")
     parser.add_argument("--ordinary", type=float, default=0.0, metavar="MINUTES")

@@ -1,11 +1,12 @@
-"""An hour of faults in minutes: ranks are killed at random on 4 ranks, and what counts is how many new steps come of the time.
+"""An hour of faults in minutes: ranks are killed at random on 4 ranks, and what counts is how many new steps
+come of the time.
 
     python -m bench.goodput                      90 s of faults for each contender that can resume, a kill each 15 s on average
     python -m bench.goodput --only local,bare --add        these anew, beside those that stand in bench/results
 
-The same kills, by the seed, for all: the moments are drawn once, the rank each time. First an undisturbed stretch says how fast
-the contender is left alone. Useful over all: steps that were new over all that were done. Goodput: new steps over those that
-the undisturbed rate would have made in the same time.
+The same kills, by the seed, for all: the moments are drawn once, the rank each time. First an undisturbed
+stretch says how fast the contender is left alone. Useful over all: steps that were new over all that were
+done. Goodput: new steps over those that the undisturbed rate would have made in the same time.
 """
 
 from __future__ import annotations
@@ -77,11 +78,16 @@ def storm(name: str, options: argparse.Namespace) -> Ran:
 def shown(seen: dict[str, Ran]) -> str:
     rows = [
         [
-            LABELS[name], ran.kills, f"{ran.new} of {ran.done}", f"{ran.useful:.2f}", f"{ran.quiet_per_s:.1f}",
-            f"{ran.new / ran.seconds:.1f}", f"{ran.goodput:.2f}",
+            LABELS[name],
+            ran.kills,
+            f"{ran.new} of {ran.done}",
+            f"{ran.useful:.2f}",
+            f"{ran.quiet_per_s:.1f}",
+            f"{ran.new / ran.seconds:.1f}",
+            f"{ran.goodput:.2f}",
         ]
         for name, ran in seen.items()
-    ]  # fmt: skip
+    ]
     columns = [
         "",
         "kills",
@@ -95,19 +101,29 @@ def shown(seen: dict[str, Ran]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=0, help="of faults, each contender; 0 is 90, or 12 with --short")
-    parser.add_argument("--mean", type=float, default=0, help="seconds from kill to kill, on average; 0 is 15, or 6")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=0, help="of faults, each contender; 0 is 90, or 12 with --short"
+    )
+    parser.add_argument(
+        "--mean", type=float, default=0, help="seconds from kill to kill, on average; 0 is 15, or 6"
+    )
     parser.add_argument("--every", type=int, default=10, help="steps from one checkpoint to the next")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seed", type=int, default=9)
     parser.add_argument("--only", default="", help="these contenders: local,ours,bare")
-    parser.add_argument("--add", action="store_true", help="keep the others that were run before with the same flags")
+    parser.add_argument(
+        "--add", action="store_true", help="keep the others that were run before with the same flags"
+    )
     parser.add_argument("--short", action="store_true")
     options = parser.parse_args(argv)
     options.mean = options.mean or (6.0 if options.short else 15.0)
     options.seconds = options.seconds or (12.0 if options.short else 90.0)
-    wanted = tables.chosen(parser, options.only, list(LABELS), SHORT if options.short else list(LABELS), needs=())
+    wanted = tables.chosen(
+        parser, options.only, list(LABELS), SHORT if options.short else list(LABELS), needs=()
+    )
     flags = (
         f"--ranks {options.ranks} --seconds {options.seconds:.0f} --mean {options.mean:.0f} --every {options.every} "
         f"--seed {options.seed}"
@@ -125,12 +141,18 @@ def main(argv: Sequence[str]) -> int:
         except Ended as ended:
             left_out.append(f"- {LABELS[name]}: left out, {ended}")
     seen = {name: seen[name] for name in LABELS if name in seen}
-    print(tables.write(
-        "goodput", title="Goodput under random kills", short=options.short, command=f"python -m bench.goodput {flags}",
-        about=f"{machine}; {options.ranks} ranks, {options.seconds:.0f} s of faults each, a kill each {options.mean:.0f} s on "
-        f"average (seed {options.seed}), a checkpoint each {options.every} steps",
-        text="\n\n".join([shown(seen), *left_out]), numbers={"machine": machine, "flags": flags, "ran": seen},
-    ))  # fmt: skip
+    print(
+        tables.write(
+            "goodput",
+            title="Goodput under random kills",
+            short=options.short,
+            command=f"python -m bench.goodput {flags}",
+            about=f"{machine}; {options.ranks} ranks, {options.seconds:.0f} s of faults each, a kill each {options.mean:.0f} s on "
+            f"average (seed {options.seed}), a checkpoint each {options.every} steps",
+            text="\n\n".join([shown(seen), *left_out]),
+            numbers={"machine": machine, "flags": flags, "ran": seen},
+        )
+    )
     return 0
 
 

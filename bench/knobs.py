@@ -1,15 +1,17 @@
-"""One model trained with each knob of memory and speed alone, and with combinations that go well together, beside the defaults.
+"""One model trained with each knob of memory and speed alone, and with combinations that go well together,
+beside the defaults.
 
     python -m bench.knobs                       every group: a quarter of an hour on four cores
     python -m bench.knobs --group recompute     one group: its rows in bench/results/knobs.* are replaced, the others stay
     python -m bench.knobs --short               one group, few rounds
 
-Within a group all runs are alive at once and take turns of some steps, the defaults among them; a ratio is taken round by
-round. The loss difference is the largest over the first steps, relative to the defaults' on the same samples. Peak memory is
-the account of --profile.memory on a step before the clock runs: bytes of tensors, those in files too, and on CUDA of the
-allocator's blocks. Where compiled code allocates by itself the CPU's account does not see it: left blank. "Anonymous" is what
-was resident of the process, Python and torch with it, and no file, at the end of a phase of that step. On a CUDA device one
-rank trains 124M and 1B parameters, with MFU against the device's dense bf16 peak; a figure that was not measured is left blank.
+Within a group all runs are alive at once and take turns of some steps, the defaults among them; a ratio is
+taken round by round. The loss difference is the largest over the first steps, relative to the defaults' on
+the same samples. Peak memory is the account of --profile.memory on a step before the clock runs: bytes of
+tensors, those in files too, and on CUDA of the allocator's blocks. Where compiled code allocates by itself
+the CPU's account does not see it: left blank. "Anonymous" is what was resident of the process, Python and
+torch with it, and no file, at the end of a phase of that step. On a CUDA device one rank trains 124M and 1B
+parameters, with MFU against the device's dense bf16 peak; a figure that was not measured is left blank.
 """
 
 from __future__ import annotations
@@ -93,14 +95,22 @@ class Ranks(Team):
         flags = self._flags.replace("DIR", self._folder.name).split()
         with log.open("w") as out:
             process = subprocess.Popen(
-                [sys.executable, "-m", "bench.knobs", "--as-a-rank", work, *PROFILED, *flags], cwd=self._folder.name,
-                env=environment, stdin=subprocess.PIPE, stdout=out, stderr=out, text=True, pass_fds=(mouth,),
-            )  # fmt: skip
+                [sys.executable, "-m", "bench.knobs", "--as-a-rank", work, *PROFILED, *flags],
+                cwd=self._folder.name,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=out,
+                text=True,
+                pass_fds=(mouth,),
+            )
         os.close(mouth)
         return _Rank(process, os.fdopen(ear), log)
 
     def peak_bytes(self) -> tuple[int, int]:
-        """Of the fullest rank: what its account says, and what was resident and anonymous at the end of a phase."""
+        """Of the fullest rank: what its account says, and what was resident and anonymous at the end of a
+        phase.
+        """
         files = Path(self._folder.name, "run", "profile").glob("rank*_memory.json")
         accounts = [json.loads(file.read_text()) for file in files]
         resident = [end["process"].get("rss_anon", 0) for account in accounts for end in account["ends"]]
@@ -162,7 +172,9 @@ def begin(knob: str, one: Seen, work: str, ranks: int, threads: int, teams: dict
         team = Ranks(knob, work, ranks, threads)
         one.losses = team.steps(WARM)["losses"]
     except (ConfigError, TeamError) as error:
-        lines = [line for line in str(error).splitlines() if "HINT" in line or "Error" in line] or str(error).splitlines()
+        lines = [line for line in str(error).splitlines() if "HINT" in line or "Error" in line] or str(
+            error
+        ).splitlines()
         one.refused = lines[-1][:160]
         return
     teams[knob] = team
@@ -201,7 +213,12 @@ def mfu(place: Any, step_s: float) -> float | None:
     peak = peak_flops(torch.device("cuda", 0), 1) if torch.cuda.is_available() else 0.0
     if not peak:
         return None
-    return flops_per_sample(meta_model(place.job.spec), place.job.data) * place.config.train.global_batch / step_s / peak
+    return (
+        flops_per_sample(meta_model(place.job.spec), place.job.data)
+        * place.config.train.global_batch
+        / step_s
+        / peak
+    )
 
 
 def shown(found: Sequence[Mapping[str, Any]]) -> str:
@@ -216,12 +233,17 @@ def shown(found: Sequence[Mapping[str, Any]]) -> str:
         time = row["time"]
         lines.append(
             [
-                name, tables.spread(row["step_ms"]), "" if not row["knob"] else str(time), f"{row['per_s']:,.0f}",
-                f"{peak / 2**20:.0f}" if peak else "", f"{peak / full:.2f}" if peak and full and row["knob"] else "",
+                name,
+                tables.spread(row["step_ms"]),
+                "" if not row["knob"] else str(time),
+                f"{row['per_s']:,.0f}",
+                f"{peak / 2**20:.0f}" if peak else "",
+                f"{peak / full:.2f}" if peak and full and row["knob"] else "",
                 f"{row['resident_bytes'] / 2**20:.0f}",
-                "" if not row["knob"] else f"{row['loss_difference']:.1e}", "" if row["mfu"] is None else f"{row['mfu']:.1%}",
+                "" if not row["knob"] else f"{row['loss_difference']:.1e}",
+                "" if row["mfu"] is None else f"{row['mfu']:.1%}",
             ]
-        )  # fmt: skip
+        )
     heads = [
         "",
         "step ms",
@@ -245,17 +267,25 @@ def piece(group: str, work: str, ranks: int, rounds: int, short: bool) -> None:
     text = shown(found)
     print(text, flush=True)
     tables.write_piece(
-        "knobs", f"{work}/{list(GROUPS).index(group)} {group}", short=short, title="Each knob beside the defaults",
+        "knobs",
+        f"{work}/{list(GROUPS).index(group)} {group}",
+        short=short,
+        title="Each knob beside the defaults",
         piece_title=f"{group}: {WORKS[work].what}; {ranks} rank{'s' * (ranks > 1)}",
-        command=f"python -m bench.knobs --group {group}", about=about, text=text, numbers={"rows": found},
+        command=f"python -m bench.knobs --group {group}",
+        about=about,
+        text=text,
+        numbers={"rows": found},
         notes="Medians of rounds with the smallest and largest; ratios round by round with their 95% interval.",
-    )  # fmt: skip
+    )
 
 
 def main(argv: Sequence[str]) -> int:
     if argv[:1] == ["--as-a-rank"]:
         as_a_rank(argv[1], argv[2:])
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--group", choices=list(GROUPS))
     parser.add_argument("--rounds", type=int, default=0)
     parser.add_argument("--short", action="store_true")

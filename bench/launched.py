@@ -1,7 +1,8 @@
-"""A command that trains, watched from outside: when each step was said, which processes are its ranks, how much they held.
+"""A command that trains, watched from outside: when each step was said, which processes are its ranks, how
+much they held.
 
-Every contender says `step N/M` when a step is done. Ranks are the direct children of what was started (torchrun's workers, the
-launcher's forks), or the processes themselves.
+Every contender says `step N/M` when a step is done. Ranks are the direct children of what was started
+(torchrun's workers, the launcher's forks), or the processes themselves.
 """
 
 from __future__ import annotations
@@ -33,15 +34,27 @@ class Ended(RuntimeError):
 class Launched:
     """`steps` grows as lines come in: (seconds since the start, step)."""
 
-    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
-        common = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(setup.ROOT)}
+    def __init__(
+        self, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
+        common = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONPATH": str(setup.ROOT),
+        }
         self.log, self.steps = log, list[tuple[float, int]]()
         self._changed = threading.Condition()
         self.began = time.monotonic()
         self.process = subprocess.Popen(
-            command, cwd=setup.ROOT, env={**common, **(environment or {})}, text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+            command,
+            cwd=setup.ROOT,
+            env={**common, **(environment or {})},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -115,17 +128,27 @@ def torchrun(ranks: int, words: Sequence[str], *, restarts: int = 0, python: str
     """A rendezvous on a free port of its own: nothing to collide with."""
     import sys
 
-    head = [python or sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--max-restarts={restarts}"]
+    head = [
+        python or sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={ranks}",
+        f"--max-restarts={restarts}",
+    ]
     return [*head, "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", *words]
 
 
 def with_restarts() -> dict[str, str]:
-    """On torch 2.13 with gloo a restarted group reads the addresses of the dead one from the shared store without this."""
+    """On torch 2.13 with gloo a restarted group reads the addresses of the dead one from the shared store
+    without this.
+    """
     return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def that_run(names: Sequence[str]) -> list[str]:
-    """Those of `names` that can be started here: ours under its own launcher always, peers once they are set up."""
+    """Those of `names` that can be started here: ours under its own launcher always, peers once they are set
+    up.
+    """
     return [name for name in names if name.startswith("local") or ready([name])]
 
 

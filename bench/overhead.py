@@ -1,11 +1,13 @@
-"""What the step loop costs: the product's own loop beside a hand-written fully_shard loop, in the same processes.
+"""What the step loop costs: the product's own loop beside a hand-written fully_shard loop, in the same
+processes.
 
     python -m bench.overhead [--rounds 60] [--short] [--profile]      about two minutes with four quiet cores
 
-Both have the same model, units, weights, samples and optimizer in one process group, and take turns: some steps of ours, as
-many of the other, and again. A difference is taken within a round. The hand-written loop (bench/peers/bare.py) clips too, is
-given batches made beforehand, and writes nothing; ours reads its data, weighs the loss by tokens, agrees on stopping, looks
-for what is not finite, and writes metrics.jsonl and TensorBoard events at every step. --profile prints where ours spends it.
+Both have the same model, units, weights, samples and optimizer in one process group, and take turns: some
+steps of ours, as many of the other, and again. A difference is taken within a round. The hand-written loop
+(bench/peers/bare.py) clips too, is given batches made beforehand, and writes nothing; ours reads its data,
+weighs the loss by tokens, agrees on stopping, looks for what is not finite, and writes metrics.jsonl and
+TensorBoard events at every step. --profile prints where ours spends it.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ class Clock:
 
 
 class Turns:
-    """The Reporter of our run: after each turn of ours it takes one of the other's, in the same place of every step."""
+    """The Reporter of our run: after each turn of ours it takes one of the other's, in the same place of
+    every step.
+    """
 
     def __init__(self, other: Any, batches: Any, clock: Clock, profile: cProfile.Profile | None) -> None:
         self._other, self._batches, self._clock, self._profile = other, batches, clock, profile
@@ -108,11 +112,19 @@ def one_rank(rank: int, work: str, rounds: int, profiled: bool, folder: str) -> 
     profile = cProfile.Profile() if profiled and rank == 0 else None
     turns = Turns(Bare(place.given()), place.batches(), clock, profile)
     env = DistEnv(
-        rank=rank, world_size=RANKS, local_rank=rank, local_world_size=RANKS, node_rank=0, num_nodes=1,
-        device=torch.device("cpu"), launcher="a bench",
-    )  # fmt: skip
+        rank=rank,
+        world_size=RANKS,
+        local_rank=rank,
+        local_world_size=RANKS,
+        node_rank=0,
+        num_nodes=1,
+        device=torch.device("cpu"),
+        launcher="a bench",
+    )
     sys.stdout = open(os.devnull, "w")  # noqa: PTH123, SIM115  lines of the run are not the bench's
-    train(config.load([*WORKS[work].all_flags, *SAME_UNITS, "--run.dir", str(Path(folder, "run"))]), env, turns)
+    train(
+        config.load([*WORKS[work].all_flags, *SAME_UNITS, "--run.dir", str(Path(folder, "run"))]), env, turns
+    )
     sys.stdout = sys.__stdout__
     if profile is not None:
         profile.disable()
@@ -127,7 +139,10 @@ def one_rank(rank: int, work: str, rounds: int, profiled: bool, folder: str) -> 
 def measure(work: str, rounds: int, profiled: bool = False) -> list[dict[str, Any]]:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
-        ranks = [context.Process(target=one_rank, args=(rank, work, rounds, profiled, folder)) for rank in range(RANKS)]
+        ranks = [
+            context.Process(target=one_rank, args=(rank, work, rounds, profiled, folder))
+            for rank in range(RANKS)
+        ]
         for process in ranks:
             process.start()
         for process in ranks:
@@ -138,7 +153,9 @@ def measure(work: str, rounds: int, profiled: bool = False) -> list[dict[str, An
 
 
 def check_same(found: Sequence[Mapping[str, Any]]) -> None:
-    """Both must have trained the same, or no figure means anything. The bare loop's loss is a rank's own: averaged here."""
+    """Both must have trained the same, or no figure means anything. The bare loop's loss is a rank's own:
+    averaged here.
+    """
     ours = found[0]["losses"]["ours"][:3]
     bare = [statistics.fmean(rank["losses"]["bare"][step] for rank in found) for step in range(3)]
     for step, (a, b) in enumerate(zip(ours, bare, strict=True), start=1):
@@ -147,10 +164,14 @@ def check_same(found: Sequence[Mapping[str, Any]]) -> None:
 
 
 def figures(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Rank 0's rounds: ranks wait for each other at every step, so one clock is all clocks. Processor time is all ranks'."""
+    """Rank 0's rounds: ranks wait for each other at every step, so one clock is all clocks. Processor time is
+    all ranks'.
+    """
     wall = found[0]["wall_s"]
     cpu = {
-        whose: [statistics.fmean(rank["cpu_s"][whose][nth] for rank in found) for nth in range(len(wall[whose]))]
+        whose: [
+            statistics.fmean(rank["cpu_s"][whose][nth] for rank in found) for nth in range(len(wall[whose]))
+        ]
         for whose in ("ours", "bare")
     }
     return {
@@ -173,15 +194,24 @@ def row(work: str, one: Mapping[str, Any]) -> list[str]:
         bar = f"at least {THROUGHPUT_BAR}: {'yes' if ratio.value >= THROUGHPUT_BAR else 'no'}"
     cpu = one["extra_cpu_us"]
     return [
-        WORKS[work].what, str(one["rounds"]), f"{one['step_ms']['bare']:.2f}", f"{one['step_ms']['ours']:.2f}",
-        f"{extra.value:.0f} [{extra.low:.0f}, {extra.high:.0f}]", f"{cpu.value:.0f} [{cpu.low:.0f}, {cpu.high:.0f}]",
-        str(ratio), bar,
-    ]  # fmt: skip
+        WORKS[work].what,
+        str(one["rounds"]),
+        f"{one['step_ms']['bare']:.2f}",
+        f"{one['step_ms']['ours']:.2f}",
+        f"{extra.value:.0f} [{extra.low:.0f}, {extra.high:.0f}]",
+        f"{cpu.value:.0f} [{cpu.low:.0f}, {cpu.high:.0f}]",
+        str(ratio),
+        bar,
+    ]
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=0, help="of the tiny model; the large one takes a fifth")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=0, help="of the tiny model; the large one takes a fifth"
+    )
     parser.add_argument("--work", choices=list(TURN), help="one model alone; nothing is written")
     parser.add_argument("--short", action="store_true")
     parser.add_argument("--profile", action="store_true", help="print what rank 0's loop spends its time on")
@@ -197,14 +227,27 @@ def main(argv: Sequence[str]) -> int:
         numbers[work] = figures(found)
         rows.append(row(work, numbers[work]))
         print("  ".join(rows[-1]), flush=True)
-    heads = ["", "rounds", "hand-written, ms a step", "ours", "ours − it, µs", "processor µs a rank", "throughput ratio", "bar"]
+    heads = [
+        "",
+        "rounds",
+        "hand-written, ms a step",
+        "ours",
+        "ours − it, µs",
+        "processor µs a rank",
+        "throughput ratio",
+        "bar",
+    ]
     text = tables.table(heads, rows)
     if not (options.profile or options.work):
         tables.write(
-            "overhead", title="What the step loop costs", command="python -m bench.overhead", short=options.short,
+            "overhead",
+            title="What the step loop costs",
+            command="python -m bench.overhead",
+            short=options.short,
             about=f"{about}. {RANKS} ranks, gloo, one thread each; medians over rounds, with the 95% interval of the median.",
-            text=text, numbers=numbers,
-        )  # fmt: skip
+            text=text,
+            numbers=numbers,
+        )
     print(text)
     return 0
 

@@ -1,14 +1,15 @@
-"""The planner's predictions beside real runs: bytes of tensors, the process's true peak, torch's own tracker, published speeds.
+"""The planner's predictions beside real runs: bytes of tensors, the process's true peak, torch's own tracker,
+published speeds.
 
     python -m bench.plan               56 runs on CPU drawn at random (gloo, 1, 2 and 4 ranks), and 8 large ones
     python -m bench.plan --minutes 4   as many of them as that takes; typed again it goes on, with --again from the first
     python -m bench.plan --short       6 of them, kept nowhere
     python -m bench.plan --published   the published rows alone; nothing is run
 
-A prediction is made before its run and from the flags alone. Measured tensor bytes are those of every storage that a real step
-makes, of four steps the least, of all ranks the most; the true peak is what the kernel counts above the idle process, with
-malloc told to give memory back.
-Results: bench/results/plan.json and plan.md, plan_published.md.
+A prediction is made before its run and from the flags alone. Measured tensor bytes are those of every storage
+that a real step makes, of four steps the least, of all ranks the most; the true peak is what the kernel
+counts above the idle process, with malloc told to give memory back. Results: bench/results/plan.json and
+plan.md, plan_published.md.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class Row:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--short", action="store_true")
     parser.add_argument("--published", action="store_true")
     parser.add_argument("--again", action="store_true", help="forget the runs that are kept")
@@ -91,7 +94,10 @@ def main(argv: list[str]) -> int:
             break
     left = sum(case not in kept for case in cases)
     small, big = ([kept[case] for case in some if case in kept] for some in (drawn, large()))
-    lines = [*_memory_text(small, big), *([f"{left} runs are left: the same command goes on.", ""] if left else [])]
+    lines = [
+        *_memory_text(small, big),
+        *([f"{left} runs are left: the same command goes on.", ""] if left else []),
+    ]
     print("\n".join(lines))
     (RESULTS / "plan.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return int(any(row.says_fits_and_does_not for row in kept.values()))
@@ -129,11 +135,14 @@ def _kept() -> dict[Case, Row]:
         return {}
     rows = [
         Row(
-            Case(run["case"]["ranks"], tuple(run["case"]["flags"])), run["predicted"], run["predicted_process"],
-            Measured(**run["measured"]), run["torchs"],
+            Case(run["case"]["ranks"], tuple(run["case"]["flags"])),
+            run["predicted"],
+            run["predicted_process"],
+            Measured(**run["measured"]),
+            run["torchs"],
         )
         for run in runs
-    ]  # fmt: skip
+    ]
     return {row.case: row for row in rows}
 
 
@@ -142,16 +151,25 @@ def _kept() -> dict[Case, Row]:
 
 def _memory_text(rows: list[Row], big: list[Row]) -> list[str]:
     return [
-        f"# Memory: predicted beside measured ({_machine()})", "", *_table(rows), "",
-        "## 100M parameters and more: the process's true peak above idle", "", *_big_table(big), "",
-    ]  # fmt: skip
+        f"# Memory: predicted beside measured ({_machine()})",
+        "",
+        *_table(rows),
+        "",
+        "## 100M parameters and more: the process's true peak above idle",
+        "",
+        *_big_table(big),
+        "",
+    ]
 
 
 def _table(rows: list[Row]) -> list[str]:
     ours = [abs(row.error) for row in rows]
     theirs = [abs(row.torchs_error) for row in rows if row.torchs_error is not None]
     wrong = sum(row.says_fits_and_does_not for row in rows)
-    lines = ["| run | tensor bytes, MiB | planned | error | torch's FSDPMemTracker |", "|---|---|---|---|---|"]
+    lines = [
+        "| run | tensor bytes, MiB | planned | error | torch's FSDPMemTracker |",
+        "|---|---|---|---|---|",
+    ]
     for row in rows:
         other = "does not run" if row.torchs_error is None else f"{row.torchs_error:+.2%}"
         lines.append(
@@ -181,7 +199,11 @@ def _big_table(rows: list[Row]) -> list[str]:
             f"| {row.error:+.3%} |"
         )
     errors = [abs(row.process_error) for row in rows]
-    return [*lines, "", f"{len(rows)} runs: median error {statistics.median(errors):.2%}, worst {max(errors):.2%}."]
+    return [
+        *lines,
+        "",
+        f"{len(rows)} runs: median error {statistics.median(errors):.2%}, worst {max(errors):.2%}.",
+    ]
 
 
 def _machine() -> str:

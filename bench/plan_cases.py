@@ -21,7 +21,9 @@ class Case:
 
     def __str__(self) -> str:
         pairs = zip(self.flags[::2], self.flags[1::2], strict=True)
-        return f"{self.ranks} ranks: " + " ".join(f"{name.rpartition('.')[2]}={value}" for name, value in pairs)
+        return f"{self.ranks} ranks: " + " ".join(
+            f"{name.rpartition('.')[2]}={value}" for name, value in pairs
+        )
 
 
 def half_frozen(vocab_size: int = 256, width: int = 64, layers: int = 4) -> nn.Module:
@@ -71,12 +73,33 @@ def _model(dice: random.Random) -> list[str]:
     layers = str(dice.randint(2, 9))
     if kind == "vit":
         width = str(dice.choice([64, 96, 128]))
-        return ["--model.name", "vit", "--model.args.layers", layers, "--model.args.width", width, "--model.args.ffn", "256"]
+        return [
+            "--model.name",
+            "vit",
+            "--model.args.layers",
+            layers,
+            "--model.args.width",
+            width,
+            "--model.args.ffn",
+            "256",
+        ]
     if kind == "mlp":
         width = str(dice.choice([128, 200, 512]))
         return ["--model.name", "mlp", "--model.args.hidden", width, "--model.args.in_features", "784"]
-    words = ["--data.name", "synthetic", "--data.args.kind", "tokens", "--data.seq_len", str(dice.choice([32, 64, 96]))]
-    words += ["--data.args.vocab_size", str(dice.choice([250, 512, 1003, 4096])), "--model.args.layers", layers]
+    words = [
+        "--data.name",
+        "synthetic",
+        "--data.args.kind",
+        "tokens",
+        "--data.seq_len",
+        str(dice.choice([32, 64, 96])),
+    ]
+    words += [
+        "--data.args.vocab_size",
+        str(dice.choice([250, 512, 1003, 4096])),
+        "--model.args.layers",
+        layers,
+    ]
     words += ["--model.args.width", str(dice.choice([64, 128, 192, 256]))]
     if kind == "frozen":
         return ["--model.name", "bench.plan_cases:half_frozen", *words]
@@ -132,7 +155,18 @@ def large() -> list[Case]:
         Case(2, (*small, *batch, "--mesh.reshard_after_forward", "false")),
         Case(2, (*small, *batch, "--precision.param", "bf16", "--memory.activation_checkpointing", "full")),
         Case(2, (*small, *batch, "--mesh.strategy", "ddp")),
-        Case(4, (*small, "--train.global_batch", "8", "--train.micro_batch", "1", "--memory.activation_checkpointing", "ops")),
+        Case(
+            4,
+            (
+                *small,
+                "--train.global_batch",
+                "8",
+                "--train.micro_batch",
+                "1",
+                "--memory.activation_checkpointing",
+                "ops",
+            ),
+        ),
         Case(2, (*wide, *batch)),
         Case(4, (*small, "--train.global_batch", "4", "--mesh.strategy", "hsdp", "--mesh.replicate", "2")),
         Case(1, (*small, "--train.global_batch", "2")),

@@ -3,9 +3,9 @@
     python -m bench.plan_cuda              24 configurations drawn from a seed
     python -m bench.plan_cuda --cases 4    fewer
 
-max_memory_allocated beside what is planned for tensors, max_memory_reserved beside what is planned to be held. cuBLAS keeps its
-workspaces in the same memory and a plan does not count them: they stand in the numbers as they are. Results:
-bench/results/plan_cuda.json and plan_cuda.md.
+max_memory_allocated beside what is planned for tensors, max_memory_reserved beside what is planned to be
+held. cuBLAS keeps its workspaces in the same memory and a plan does not count them: they stand in the numbers
+as they are. Results: bench/results/plan_cuda.json and plan_cuda.md.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ class Row:
 
     @property
     def errors(self) -> tuple[float, float]:
-        return self.planned.allocated / self.measured.allocated - 1, self.planned.reserved / self.measured.reserved - 1
+        return (
+            self.planned.allocated / self.measured.allocated - 1,
+            self.planned.reserved / self.measured.reserved - 1,
+        )
 
 
 def draw(dice: random.Random, number: int) -> list[Case]:
@@ -62,15 +65,42 @@ def draw(dice: random.Random, number: int) -> list[Case]:
 def _one(dice: random.Random) -> Case:
     micro, times = dice.choice([1, 2, 4]), dice.choice([1, 1, 3])
     width = dice.choice([768, 1024, 2048])
-    flags = ["--model.name", "transformer", "--data.name", "synthetic", "--data.args.kind", "tokens", "--mesh.strategy", "fsdp"]
-    flags += ["--data.seq_len", str(dice.choice([512, 1024])), "--data.args.vocab_size", str(dice.choice([8192, 32000]))]
+    flags = [
+        "--model.name",
+        "transformer",
+        "--data.name",
+        "synthetic",
+        "--data.args.kind",
+        "tokens",
+        "--mesh.strategy",
+        "fsdp",
+    ]
+    flags += [
+        "--data.seq_len",
+        str(dice.choice([512, 1024])),
+        "--data.args.vocab_size",
+        str(dice.choice([8192, 32000])),
+    ]
     flags += ["--model.args.width", str(width), "--model.args.heads", str(width // 64)]
     flags += ["--model.args.layers", str(dice.choice([4, 8, 13])), "--model.args.max_seq_len", "1024"]
-    flags += ["--train.global_batch", str(micro * times), "--train.micro_batch", str(micro), "--speed.compile", "false"]
-    flags += dice.choice([[], [], ["--memory.activation_checkpointing", "full"], ["--memory.activation_checkpointing", "ops"]])
+    flags += [
+        "--train.global_batch",
+        str(micro * times),
+        "--train.micro_batch",
+        str(micro),
+        "--speed.compile",
+        "false",
+    ]
+    flags += dice.choice(
+        [[], [], ["--memory.activation_checkpointing", "full"], ["--memory.activation_checkpointing", "ops"]]
+    )
     flags += dice.choice([[], [], ["--precision.param", "fp32"]])
-    flags += dice.choice([[], ["--mesh.reshard_after_forward", "false"], ["--mesh.reshard_after_forward", "step"]])
-    flags += dice.choice([[], [], ["--optim.name", "sgd"], ["--lora.rank", "8"], ["--memory.cpu_offload", "true"]])
+    flags += dice.choice(
+        [[], ["--mesh.reshard_after_forward", "false"], ["--mesh.reshard_after_forward", "step"]]
+    )
+    flags += dice.choice(
+        [[], [], ["--optim.name", "sgd"], ["--lora.rank", "8"], ["--memory.cpu_offload", "true"]]
+    )
     return Case(1, tuple(flags))
 
 
@@ -86,7 +116,9 @@ def measured(case: Case) -> Peaks:
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     with tempfile.TemporaryDirectory(prefix="plan-") as folder:
-        dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.FileStore(str(Path(folder, "store")), 1), rank=0, world_size=1)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl", store=dist.FileStore(str(Path(folder, "store")), 1), rank=0, world_size=1
+        )
         built = build(case.flags, 1, 0, device)
         for _ in range(STEPS):
             plain_step(built.watched, built.batches("cuda"), built.micro_batches)
@@ -97,26 +129,39 @@ def measured(case: Case) -> Peaks:
 
 def table(rows: list[Row], where: str) -> list[str]:
     lines = [f"# Planned beside a CUDA device's own counters ({where})", ""]
-    lines += ["| run | allocated, MiB | planned | error | reserved, MiB | planned | error |", "|---|---|---|---|---|---|---|"]
+    lines += [
+        "| run | allocated, MiB | planned | error | reserved, MiB | planned | error |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for row in rows:
         cells = [
             f"{m / 2**20:.0f} | {p / 2**20:.0f} | {error:+.2%}"
-            for m, p, error in zip(asdict(row.measured).values(), asdict(row.planned).values(), row.errors, strict=True)
+            for m, p, error in zip(
+                asdict(row.measured).values(), asdict(row.planned).values(), row.errors, strict=True
+            )
         ]
         lines.append(f"| {row.case} | {' | '.join(cells)} |")
     for at, name in enumerate(("allocated", "reserved")):
         errors = [abs(row.errors[at]) for row in rows]
-        lines += ["", f"{name}: median error {statistics.median(errors):.2%}, worst {max(errors):.2%} of {len(rows)} runs."]
+        lines += [
+            "",
+            f"{name}: median error {statistics.median(errors):.2%}, worst {max(errors):.2%} of {len(rows)} runs.",
+        ]
     return lines
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", type=int, default=24)
     parser.add_argument("--seed", type=int, default=7)
     given = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        print("bench.plan_cuda: no CUDA device is here. HINT: python -m bench.plan measures on CPU", file=sys.stderr)
+        print(
+            "bench.plan_cuda: no CUDA device is here. HINT: python -m bench.plan measures on CPU",
+            file=sys.stderr,
+        )
         return 2
     os.environ["OMP_NUM_THREADS"] = "1"
     rows = []

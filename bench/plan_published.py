@@ -1,7 +1,8 @@
-"""Published training speeds beside what the planner says of the same jobs. Nothing in the planner was fitted to them.
+"""Published training speeds beside what the planner says of the same jobs. Nothing in the planner was fitted
+to them.
 
-Each row names its source. Where a source's job differs from what is planned (a model of other parts with the same sizes, FSDP1,
-another choice of what is recomputed), the row says so.
+Each row names its source. Where a source's job differs from what is planned (a model of other parts with the
+same sizes, FSDP1, another choice of what is recomputed), the row says so.
 """
 
 from __future__ import annotations
@@ -16,17 +17,35 @@ TRAINY = "github.com/pytorch/torchtitan benchmarks/llama3-8b_h200_202506_trainy-
 IBM = "pytorch.org/blog/maximizing-training"
 FOUNDRY = "github.com/mosaicml/llm-foundry scripts/train/benchmarking/README.md"
 
-# Their H100 has HBM2e at 2.4 TB/s and a limit of 500 W of 700. Dynamic power grows with the cube of the clock; 100 W are idle.
+# Their H100 has HBM2e at 2.4 TB/s and a limit of 500 W of 700. Dynamic power grows with the cube of the
+# clock; 100 W are idle.
 _H100_500W = ("--plan.gpu", "h100", "--plan.memory_gb_s", "2400", "--plan.tflops", str(round(794.5 * (400 / 600) ** (1 / 3))),
               "--plan.memory_gib", "94")  # fmt: skip
 _FSDP = ("--mesh.strategy", "fsdp")
 _LLAMA_8B = ("--model.name", "transformer", "--model.preset", "llama-8b", "--data.seq_len", "8192", *_FSDP)
 
 
-def _decoder(width: int, layers: int, heads: int, ffn: int, vocab: int, length: int, kv_heads: int = 0) -> tuple[str, ...]:
-    names = {"width": width, "layers": layers, "heads": heads, "ffn": ffn, "vocab_size": vocab, "kv_heads": kv_heads or heads}
+def _decoder(
+    width: int, layers: int, heads: int, ffn: int, vocab: int, length: int, kv_heads: int = 0
+) -> tuple[str, ...]:
+    names = {
+        "width": width,
+        "layers": layers,
+        "heads": heads,
+        "ffn": ffn,
+        "vocab_size": vocab,
+        "kv_heads": kv_heads or heads,
+    }
     args = [word for name, value in names.items() for word in (f"--model.args.{name}", str(value))]
-    return ("--model.name", "transformer", *args, "--model.args.max_seq_len", str(length), "--data.seq_len", str(length))
+    return (
+        "--model.name",
+        "transformer",
+        *args,
+        "--model.args.max_seq_len",
+        str(length),
+        "--data.seq_len",
+        str(length),
+    )
 
 
 _7B = _decoder(4096, 32, 32, 11008, 32000, 4096)
@@ -64,7 +83,9 @@ class Published:
 
 def _titan(name: str, gpus: int, tokens_s: float, gib: float, *how: str) -> Published:
     flags = (*_LLAMA_8B, *_H100_500W, *_OPS, *how)
-    return Published(f"Llama 3 8B, {gpus} H100 (500 W){name}", gpus, 2, tokens_s, TITAN, flags, gib=gib, recomputed=0.5)
+    return Published(
+        f"Llama 3 8B, {gpus} H100 (500 W){name}", gpus, 2, tokens_s, TITAN, flags, gib=gib, recomputed=0.5
+    )
 
 
 def _h200(gpus: int, tokens_s: float, gib: float) -> Published:
@@ -73,9 +94,17 @@ def _h200(gpus: int, tokens_s: float, gib: float) -> Published:
     return Published(name, gpus, 2, tokens_s, TRAINY, flags, gib=gib, recomputed=0.5)
 
 
-def _a100(name: str, micro_batch: int, tokens_s: float, model: tuple[str, ...], *how: str, again: float = 0.0) -> Published:
+def _a100(
+    name: str, micro_batch: int, tokens_s: float, model: tuple[str, ...], *how: str, again: float = 0.0
+) -> Published:
     return Published(
-        f"{name}, 64 A100", 64, micro_batch, tokens_s, TITAN_A100, (*model, *_A100, *_EAGER, *_FSDP, *how), recomputed=again
+        f"{name}, 64 A100",
+        64,
+        micro_batch,
+        tokens_s,
+        TITAN_A100,
+        (*model, *_A100, *_EAGER, *_FSDP, *how),
+        recomputed=again,
     )
 
 
@@ -101,7 +130,9 @@ FSDP2 = (
     _a100("Llama 2 70B, recomputed by operation", 1, 355, _70B, *_OPS, again=0.5),
     _a100("Llama 2 70B, all recomputed", 2, 353, _70B, *_FULL),
 )
-"""Where a job recomputes by operation it saves each other product of two; here all are saved, and the others' time is added."""
+"""Where a job recomputes by operation it saves each other product of two; here all are saved, and the others'
+time is added.
+"""
 
 FSDP1 = (
     Published("Llama 2 7B, 128 A100, HSDP", 128, 2, 3700, IBM,
@@ -158,7 +189,10 @@ def published_table() -> list[str]:
 
 
 def _rows(rows: Sequence[Published]) -> list[str]:
-    lines = ["| job | tokens/s/GPU | planned | error | GiB reserved | planned | source |", "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| job | tokens/s/GPU | planned | error | GiB reserved | planned | source |",
+        "|---|---|---|---|---|---|---|",
+    ]
     errors = []
     for row in rows:
         speed, gib = predict(row)
@@ -168,4 +202,8 @@ def _rows(rows: Sequence[Published]) -> list[str]:
         lines.append(
             f"| {name} | {row.tokens_s:,.0f} | {speed:,.0f} | {speed / row.tokens_s - 1:+.1%} | {shown} | {row.source} |"
         )
-    return [*lines, "", f"{len(rows)} rows: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}."]
+    return [
+        *lines,
+        "",
+        f"{len(rows)} rows: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}.",
+    ]

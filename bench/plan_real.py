@@ -1,4 +1,6 @@
-"""Real rank processes for bench.plan: a run's step watched by the planner's tracker, and the kernel's count of the process."""
+"""Real rank processes for bench.plan: a run's step watched by the planner's tracker, and the kernel's count
+of the process.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,10 @@ from fsdp.plan.tracker import Tracker
 from fsdp.run.job import model_of
 
 LOOKS = 4
-"""Steps that are looked at. A thread of gloo's holds a finished collective's tensors until it runs again: in about one step of
-a hundred, on a busy machine, that is after the next unit has made its own, and no two steps have it at the same place."""
+"""Steps that are looked at. A thread of gloo's holds a finished collective's tensors until it runs again: in
+about one step of a hundred, on a busy machine, that is after the next unit has made its own, and no two steps
+have it at the same place.
+"""
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,9 @@ class Ranks:
         self._members: list[tuple[Any, Any]] = []
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for process, pipe in self._members:
             pipe.close()
             process.join()
@@ -94,7 +100,11 @@ class Ranks:
 
 def _start() -> tuple[Any, Any]:
     # Without these glibc keeps what is freed, and the kernel's count says nothing of a step.
-    os.environ |= {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072", "OMP_NUM_THREADS": "1"}
+    os.environ |= {
+        "MALLOC_MMAP_THRESHOLD_": "131072",
+        "MALLOC_TRIM_THRESHOLD_": "131072",
+        "OMP_NUM_THREADS": "1",
+    }
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -124,7 +134,10 @@ def _serve(pipe: Any) -> None:
 def _asks(flags: tuple[str, ...], ranks: int) -> list[Ask]:
     config = load(list(flags))
     sizes, batch = resolve(config.mesh, ranks), plan_batch(config.train, ranks)
-    return [Ask(config, sizes, rank, batch.micro_batch, min(batch.accumulation, 3), 0, "cpu") for rank in range(ranks)]
+    return [
+        Ask(config, sizes, rank, batch.micro_batch, min(batch.accumulation, 3), 0, "cpu")
+        for rank in range(ranks)
+    ]
 
 
 def _predict(flags: tuple[str, ...], ranks: int) -> tuple[float, float]:
@@ -193,13 +206,24 @@ def build(flags: tuple[str, ...], ranks: int, rank: int, device: torch.device) -
     model = model_of(config, subject.spec)
     loss_function = LossFunction(model)
     sharded = shard_model(
-        model, sizes=sizes, mesh=mesh, device=device, section=config.mesh, precision=config.precision,
-        memory=config.memory, speed=config.speed, comm=config.comm,
-    )  # fmt: skip
+        model,
+        sizes=sizes,
+        mesh=mesh,
+        device=device,
+        section=config.mesh,
+        precision=config.precision,
+        memory=config.memory,
+        speed=config.speed,
+        comm=config.comm,
+    )
     materialize(
-        sharded, spec=subject.spec, seed=0, init="shard", rank=rank,
+        sharded,
+        spec=subject.spec,
+        seed=0,
+        init="shard",
+        rank=rank,
         rest_device=torch.device("cpu") if config.memory.cpu_offload else None,
-    )  # fmt: skip
+    )
     replicate(sharded)
     optimizer = build_optimizer(config.optim, sharded.root)
     clip = config.train.clip_grad_norm
@@ -254,7 +278,9 @@ def plain_step(step: Any, batches: Iterator[Any], count: int) -> None:
 def _real_batches(subject: Subject, rows: int, device: str) -> Iterator[Any]:
     while True:
         data = {
-            name: (torch.zeros if dtype == torch.int64 else torch.rand)((rows, *shape), dtype=dtype, device=device)
+            name: (torch.zeros if dtype == torch.int64 else torch.rand)(
+                (rows, *shape), dtype=dtype, device=device
+            )
             for name, (shape, dtype) in subject.sample.items()
         }
         yield data, torch.ones(rows, dtype=torch.bool, device=device)

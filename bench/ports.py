@@ -1,7 +1,8 @@
-"""A port where the ranks of one start meet, kept for them: no other process is given it between its choice and their listening.
+"""A port where the ranks of one start meet, kept for them: no other process is given it between its choice
+and their listening.
 
-The socket that keeps it is bound and does not listen, so the ranks' store may (both say SO_REUSEADDR), while a process that
-asks for any free port gets another. Kept until this process ends.
+The socket that keeps it is bound and does not listen, so the ranks' store may (both say SO_REUSEADDR), while
+a process that asks for any free port gets another. Kept until this process ends.
 """
 
 from __future__ import annotations

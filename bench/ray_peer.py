@@ -1,9 +1,11 @@
-"""Ray's FSDP2 tutorial's own way of training, on our data and our model: the other side of bench/ray_tutorial.py.
+"""Ray's FSDP2 tutorial's own way of training, on our data and our model: the other side of
+bench/ray_tutorial.py.
 
     python -m bench.ray_peer FOLDER --steps 60 --every 20
 
-Each worker builds the whole model and then shards it; a DataLoader that Ray prepares; DCP into a temporary folder that
-ray.train.report copies into the storage. Written from the API, with nothing of this project's training in it.
+Each worker builds the whole model and then shards it; a DataLoader that Ray prepares; DCP into a temporary
+folder that ray.train.report copies into the storage. Written from the API, with nothing of this project's
+training in it.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ class AppState(Stateful):
         return {"model": model, "optim": optim}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
+        )
 
 
 def data_and_model() -> tuple[TensorDataset, nn.Module]:
@@ -55,7 +59,9 @@ def data_and_model() -> tuple[TensorDataset, nn.Module]:
 
 
 def shard(model: nn.Module) -> None:
-    mesh = init_device_mesh("cpu", (ray.train.get_context().get_world_size(),), mesh_dim_names=("data_parallel",))
+    mesh = init_device_mesh(
+        "cpu", (ray.train.get_context().get_world_size(),), mesh_dim_names=("data_parallel",)
+    )
     for unit in model.units():  # type: ignore[operator]
         fully_shard(unit, mesh=mesh)
     fully_shard(model, mesh=mesh)

@@ -1,9 +1,11 @@
-"""Ray's own FSDP2 tutorial beside `train.py --backend ray`: the same ViT, data and number of workers, each on a Ray of its own.
+"""Ray's own FSDP2 tutorial beside `train.py --backend ray`: the same ViT, data and number of workers, each on
+a Ray of its own.
 
     python -m bench.ray_tutorial            three rounds, some minutes; --short is one
 
-Read from outside, the same way for both: a line of metrics a step, and the memory of every process that the command started.
-The two take turns, so that what else the machine does falls on both. Printed, and written to bench/results/ray_tutorial.*.
+Read from outside, the same way for both: a line of metrics a step, and the memory of every process that the
+command started. The two take turns, so that what else the machine does falls on both. Printed, and written to
+bench/results/ray_tutorial.*.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class Seen:
 
 
 class Watch:
-    """A command from its start to its end: when each line came, and the most memory that its processes held together."""
+    """A command from its start to its end: when each line came, and the most memory that its processes held
+    together.
+    """
 
     def __init__(self, command: Sequence[str], lines: Path) -> None:
         self._lines = lines
@@ -62,7 +66,9 @@ class Watch:
             looks += 1
             time.sleep(LOOK_S)
         if self._process.returncode:
-            raise SystemExit(f"{self._process.args!r} ended with {self._process.returncode}:\n{self._log.read_text()[-2500:]}")
+            raise SystemExit(
+                f"{self._process.args!r} ended with {self._process.returncode}:\n{self._log.read_text()[-2500:]}"
+            )
         return self._told()
 
     def _count_lines(self) -> None:
@@ -71,7 +77,9 @@ class Watch:
             self._came += [time.monotonic() - self._began] * (there - len(self._came))
 
     def _told(self) -> Seen:
-        gaps = [after - before for before, after in zip(self._came, self._came[1:], strict=False)][: STEPS - 1]
+        gaps = [after - before for before, after in zip(self._came, self._came[1:], strict=False)][
+            : STEPS - 1
+        ]
         # a save stands between its step's line and the next one's
         saving = [gaps[at - 1] for at in range(EVERY, STEPS, EVERY)]
         plain = [gap for at, gap in enumerate(gaps, start=1) if at % EVERY]
@@ -102,12 +110,28 @@ def _pss(pid: int) -> int:
 
 
 def tutorial(folder: Path) -> Seen:
-    command = [sys.executable, "-m", "bench.ray_peer", str(folder), "--steps", str(STEPS), "--every", str(EVERY)]
+    command = [
+        sys.executable,
+        "-m",
+        "bench.ray_peer",
+        str(folder),
+        "--steps",
+        str(STEPS),
+        "--every",
+        str(EVERY),
+    ]
     return Watch(command, folder / "rank-0.jsonl").to_the_end()
 
 
 def ours(folder: Path) -> Seen:
-    flags = ["--train.steps", str(STEPS), "--checkpoint.every_steps", str(EVERY), "--checkpoint.export", "false"]
+    flags = [
+        "--train.steps",
+        str(STEPS),
+        "--checkpoint.every_steps",
+        str(EVERY),
+        "--checkpoint.export",
+        "false",
+    ]
     command = [sys.executable, "train.py", "--backend", "ray", "--run.dir", str(folder), *flags]
     return Watch(command, folder / "metrics.jsonl").to_the_end()
 
@@ -132,15 +156,21 @@ COLUMNS = {
 
 
 def table(seen: dict[str, list[Seen]]) -> str:
-    rows = [[name, *(tables.spread([getattr(run, key) for run in runs]) for key in COLUMNS)] for name, runs in seen.items()]
+    rows = [
+        [name, *(tables.spread([getattr(run, key) for run in runs]) for key in COLUMNS)]
+        for name, runs in seen.items()
+    ]
     over = [
-        tables.ratio([getattr(b, key) for b in seen["ours"]], [getattr(a, key) for a in seen["tutorial"]]) for key in COLUMNS
+        tables.ratio([getattr(b, key) for b in seen["ours"]], [getattr(a, key) for a in seen["tutorial"]])
+        for key in COLUMNS
     ]
     return tables.table(["", *COLUMNS.values()], [*rows, ["ours/tutorial", *over]])
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=0, help="0 is 3, or 1 with --short")
     parser.add_argument("--add", action="store_true", help="to the rounds that were taken before")
     parser.add_argument("--short", action="store_true")
@@ -154,10 +184,17 @@ def main(argv: Sequence[str]) -> int:
     if before:
         seen = {name: [Seen(**one) for one in before["runs"][name]] + more for name, more in seen.items()}
         about = tables.joined(before["about"], about)
-    print(tables.write(
-        "ray_tutorial", title="Beside Ray's FSDP2 tutorial", about=about, text=table(seen), numbers={"runs": seen},
-        command=f"python -m bench.ray_tutorial --rounds {len(seen['ours'])}", short=options.short,
-    ))  # fmt: skip
+    print(
+        tables.write(
+            "ray_tutorial",
+            title="Beside Ray's FSDP2 tutorial",
+            about=about,
+            text=table(seen),
+            numbers={"runs": seen},
+            command=f"python -m bench.ray_tutorial --rounds {len(seen['ours'])}",
+            short=options.short,
+        )
+    )
     return 0
 
 

@@ -1,10 +1,11 @@
-"""A rank is killed: how long until a step is done that was not done before, and how many steps are done again.
+"""A rank is killed: how long until a step is done that was not done before, and how many steps are done
+again.
 
     python -m bench.restart [--rounds 5] [--ranks 4] [--every 10] [--add]
 
-The vision transformer on 4 ranks, a checkpoint each 10 steps, SIGKILL to a random rank at a random step. Ours under its own
-launcher and under torchrun; a bare script and the frameworks' under `torchrun --max-restarts`. Contenders take turns.
---add adds its rounds to those that stand in bench/results.
+The vision transformer on 4 ranks, a checkpoint each 10 steps, SIGKILL to a random rank at a random step. Ours
+under its own launcher and under torchrun; a bare script and the frameworks' under `torchrun --max-restarts`.
+Contenders take turns. --add adds its rounds to those that stand in bench/results.
 """
 
 from __future__ import annotations
@@ -48,7 +49,17 @@ class Back:
 def command(name: str, folder: Path, ranks: int, every: int, restarts: int) -> list[str]:
     if name.startswith("local"):
         flags = [*ours(folder, STEPS, every), *(DDP if name == "local-ddp" else ())]
-        return [sys.executable, "-m", "launch.local", "--ranks", str(ranks), "--restarts", str(restarts), "--", *flags]
+        return [
+            sys.executable,
+            "-m",
+            "launch.local",
+            "--ranks",
+            str(ranks),
+            "--restarts",
+            str(restarts),
+            "--",
+            *flags,
+        ]
     words = ["train.py", *ours(folder, STEPS, every)] if name == "ours" else alone(name, folder, STEPS, every)
     python = str(ROSTER[name].python)
     return torchrun(ranks, words, restarts=restarts, python=python)
@@ -56,21 +67,30 @@ def command(name: str, folder: Path, ranks: int, every: int, restarts: int) -> l
 
 def one_kill(name: str, ranks: int, every: int, at: int, draw: random.Random) -> Back:
     with tempfile.TemporaryDirectory(prefix="bench-restart-") as place:
-        run = Launched(command(name, Path(place, "run"), ranks, every, 3), Path(place, "log"), with_restarts())
+        run = Launched(
+            command(name, Path(place, "run"), ranks, every, 3), Path(place, "log"), with_restarts()
+        )
         try:
             run.wait_for(at, 120)
             killed, done, said = run.kill_one(draw), run.newest, len(run.steps)
             new = run.wait_for(run.newest + 1 if run.newest > done else done + 1, 120)
             again = [(when, step) for when, step in run.steps[said:] if when > killed]
             first = next(
-                (pair for pair, before in zip(again, [(0.0, done), *again], strict=False) if pair[1] <= before[1]), again[0]
+                (
+                    pair
+                    for pair, before in zip(again, [(0.0, done), *again], strict=False)
+                    if pair[1] <= before[1]
+                ),
+                again[0],
             )
             return Back(first[0] - killed, new - killed, max(0, done + 1 - first[1]))
         finally:
             run.end()
 
 
-def one_round(names: Sequence[str], nth: int, ranks: int, every: int, left_out: dict[str, str]) -> dict[str, Back]:
+def one_round(
+    names: Sequence[str], nth: int, ranks: int, every: int, left_out: dict[str, str]
+) -> dict[str, Back]:
     """One kill each, after the same step. One that does not come back takes no further part."""
     at, backs = random.Random(nth).randint(every + 2, 3 * every), {}
     for name in tables.turned(list(names), nth):
@@ -89,11 +109,16 @@ def shown(seen: dict[str, list[Back]]) -> str:
         over = tables.ratio([b.new_s for b in backs], [b.new_s for b in seen["bare"]])
         rows.append(
             [
-                LABELS[name], tables.spread([b.new_s for b in backs]), f"{statistics.median(b.first_s for b in backs):.2f}",
-                f"{statistics.median(b.lost for b in backs):.0f}, at most {max(b.lost for b in backs)}", str(over),
+                LABELS[name],
+                tables.spread([b.new_s for b in backs]),
+                f"{statistics.median(b.first_s for b in backs):.2f}",
+                f"{statistics.median(b.lost for b in backs):.0f}, at most {max(b.lost for b in backs)}",
+                str(over),
             ]
-        )  # fmt: skip
-    return tables.table(["", "kill to next new step, s", "to the first step again, s", "steps done again", "over bare"], rows)
+        )
+    return tables.table(
+        ["", "kill to next new step, s", "to the first step again, s", "steps done again", "over bare"], rows
+    )
 
 
 def verdict(seen: dict[str, list[Back]], every: int) -> str:
@@ -104,24 +129,32 @@ def verdict(seen: dict[str, list[Back]], every: int) -> str:
             over = tables.ratio([b.new_s for b in seen[name]], [b.new_s for b in seen["bare"]])
             lost = max(b.lost for b in seen[name])
             reached = "reached" if over.value <= BAR and lost <= every else "not reached"
-            said.append(f"{LABELS[name]}: {over.value:.2f} of the bare script's time, {lost} steps lost at most: {reached}.")
+            said.append(
+                f"{LABELS[name]}: {over.value:.2f} of the bare script's time, {lost} steps lost at most: {reached}."
+            )
     return f"The bar is {BAR:.2f} of the bare script's time and {every} steps. " + " ".join(said)
 
 
-def write(seen: dict[str, list[Back]], left_out: dict[str, str], about: str, options: argparse.Namespace) -> str:
+def write(
+    seen: dict[str, list[Back]], left_out: dict[str, str], about: str, options: argparse.Namespace
+) -> str:
     kills = len(seen["bare"])
     missing = [f"- {LABELS[name]}: left out, {why}" for name, why in left_out.items()]
     return tables.write(
-        "restart", title="A killed rank to its next new step", short=options.short,
+        "restart",
+        title="A killed rank to its next new step",
+        short=options.short,
         command=f"python -m bench.restart --ranks {options.ranks} --every {options.every} --rounds {kills}",
         about=f"{about}; {options.ranks} ranks, a checkpoint each {options.every} steps, {kills} kills each",
         text="\n\n".join([shown(seen), verdict(seen, options.every), *missing]),
         numbers={"machine": about, "kills": seen, "left_out": left_out},
-    )  # fmt: skip
+    )
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=0, help="0 is 5, or 1 with --short")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--every", type=int, default=10, help="steps from one checkpoint to the next")

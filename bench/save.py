@@ -1,13 +1,15 @@
-"""What a save costs the training step, and what a load costs: ours beside dcp.save and dcp.async_save, in one run.
+"""What a save costs the training step, and what a load costs: ours beside dcp.save and dcp.async_save, in one
+run.
 
     python -m bench.save            124M parameters, Adam, 2 ranks; about half an hour
     python -m bench.save --size 500m    457M parameters, four ways, three rounds; 16 GiB of memory
     python -m bench.save --short    6M parameters, some minutes: the same table, for a look
     python -m bench.save --ways none,ours --rounds 20 --saves 1     only what a save adds to the mean step, with its interval
 
-Each round runs every way of saving for ten steps with one save, in an order that turns from round to round, so that what else
-the machine does falls on all alike. A stall is the time that the training thread spends in a save or waiting for one. Results
-are printed, and written to bench/results/save.json and save.md (save-short.*).
+Each round runs every way of saving for ten steps with one save, in an order that turns from round to round,
+so that what else the machine does falls on all alike. A stall is the time that the training thread spends in
+a save or waiting for one. Results are printed, and written to bench/results/save.json and save.md
+(save-short.*).
 
 Here: the command, and its ranks' start. What a rank does is save_rank.py's, the table save_table.py's.
 """
@@ -32,12 +34,24 @@ RANKS = 2
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", default="124m", choices=list(SIZES), help="the model; how many rounds goes by it")
-    parser.add_argument("--short", dest="size", action="store_const", const="short", help="a small model, few rounds")
-    parser.add_argument("--rounds", type=int, default=0, help="rounds of every way; 0 is 10 of 124m, 3 of 500m, 2 of short")
-    parser.add_argument("--saves", type=int, default=0, help="saves under the eye of the memory meter; 0 is 50, 3, or 5")
-    parser.add_argument("--ways", default="", help="which ways, none among them; fewer than the size's own write save-part.*")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--size", default="124m", choices=list(SIZES), help="the model; how many rounds goes by it"
+    )
+    parser.add_argument(
+        "--short", dest="size", action="store_const", const="short", help="a small model, few rounds"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=0, help="rounds of every way; 0 is 10 of 124m, 3 of 500m, 2 of short"
+    )
+    parser.add_argument(
+        "--saves", type=int, default=0, help="saves under the eye of the memory meter; 0 is 50, 3, or 5"
+    )
+    parser.add_argument(
+        "--ways", default="", help="which ways, none among them; fewer than the size's own write save-part.*"
+    )
     parser.add_argument("--threads", type=int, default=0, help="threads a rank; 0 shares the cores out")
     parser.add_argument("--place", default="", help="folder for checkpoints; empty makes one and removes it")
     parser.add_argument("--out", default=str(ROOT / "bench" / "results"))
@@ -46,7 +60,9 @@ def main(argv: Sequence[str]) -> int:
     own_ways = [*(size.ways or WAYS)]
     options.ways = options.ways.split(",") if options.ways else own_ways
     if unknown := {"none", *options.ways} - {*WAYS} or {"none"} - {*options.ways}:
-        parser.error(f"--ways: {unknown.pop()} HINT: {','.join(WAYS)}; none is what the others are compared with")
+        parser.error(
+            f"--ways: {unknown.pop()} HINT: {','.join(WAYS)}; none is what the others are compared with"
+        )
     options.rounds = options.rounds or size.rounds
     options.saves = options.saves or size.saves
     options.threads = options.threads or max(1, len(os.sched_getaffinity(0)) // RANKS)
@@ -68,17 +84,37 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run_ranks(options: argparse.Namespace) -> list[dict[str, Any]]:
-    words = ["--place", options.place, "--rounds", options.rounds, "--saves", options.saves, "--threads", options.threads]
+    words = [
+        "--place",
+        options.place,
+        "--rounds",
+        options.rounds,
+        "--saves",
+        options.saves,
+        "--threads",
+        options.threads,
+    ]
     words += ["--ways", ",".join(options.ways), "--size", options.size]
     command = [sys.executable, "-m", "bench.save", *map(str, words)]
-    common = {**os.environ, "OMP_NUM_THREADS": str(options.threads), "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    common = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(options.threads),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "0",
+    }
     # glibc keeps freed blocks: without this a process's size says nothing.
     common |= {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
     ranks = [
         subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**common, "RANK": str(r), "LOCAL_RANK": str(r), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)},
+            env={
+                **common,
+                "RANK": str(r),
+                "LOCAL_RANK": str(r),
+                "WORLD_SIZE": str(RANKS),
+                "LOCAL_WORLD_SIZE": str(RANKS),
+            },
         )
         for r in range(RANKS)
     ]

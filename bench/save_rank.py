@@ -1,6 +1,8 @@
-"""One rank of `python -m bench.save`: a model, a round of steps with one save, and the meters of stalls, memory and reads.
+"""One rank of `python -m bench.save`: a model, a round of steps with one save, and the meters of stalls,
+memory and reads.
 
-Here is what is measured. Not here: who starts the ranks (save.py), and what their figures come to (save_table.py).
+Here is what is measured. Not here: who starts the ranks (save.py), and what their figures come to
+(save_table.py).
 """
 
 from __future__ import annotations
@@ -49,14 +51,21 @@ class Size:
 SIZES = {
     "124m": Size({}, preset="124m"),
     "500m": Size(
-        {"vocab_size": 32_000, "width": 1280, "layers": 21, "heads": 10, "max_seq_len": 256}, tokens=32, every=3, rounds=3,
-        saves=3, ways=("none", "ours", "dcp.save", "dcp.async_save thread"),
-    ),
-    "short": Size(
-        {"vocab_size": 4096, "width": 256, "layers": 4, "heads": 4, "tied": True}, tokens=128, rounds=2, saves=5,
+        {"vocab_size": 32_000, "width": 1280, "layers": 21, "heads": 10, "max_seq_len": 256},
+        tokens=32,
+        every=3,
+        rounds=3,
+        saves=3,
         ways=("none", "ours", "dcp.save", "dcp.async_save thread"),
     ),
-}  # fmt: skip
+    "short": Size(
+        {"vocab_size": 4096, "width": 256, "layers": 4, "heads": 4, "tied": True},
+        tokens=128,
+        rounds=2,
+        saves=5,
+        ways=("none", "ours", "dcp.save", "dcp.async_save thread"),
+    ),
+}
 WAYS = ("none", "ours", "ours-blocking", "dcp.save", "dcp.async_save thread", "dcp.async_save process")
 
 
@@ -69,7 +78,9 @@ class Tally:
     rounds_s: list[float] = field(default_factory=list)
     """The mean step of each round."""
     cpu_s: list[float] = field(default_factory=list)
-    """Processor time of each round, all threads of this process: what a save costs, whoever else uses the machine."""
+    """Processor time of each round, all threads of this process: what a save costs, whoever else uses the
+    machine.
+    """
 
 
 class Bench:
@@ -125,7 +136,10 @@ class Bench:
         elif way != "none":
             kind = AsyncCheckpointerType.THREAD if way.endswith("thread") else AsyncCheckpointerType.PROCESS
             self.future = dcp.async_save(
-                self.their_state(), checkpoint_id=self.their_folder(), process_group=self.gloo, async_checkpointer_type=kind
+                self.their_state(),
+                checkpoint_id=self.their_folder(),
+                process_group=self.gloo,
+                async_checkpointer_type=kind,
             )
 
     def their_state(self) -> dict[str, Any]:
@@ -169,7 +183,9 @@ class Bench:
     # ---- memory and loading
 
     def memory(self, saves: int) -> list[float]:
-        """Host memory after each save, MiB above what there was before the first; the process's own, not the page cache."""
+        """Host memory after each save, MiB above what there was before the first; the process's own, not the
+        page cache.
+        """
         gc.collect()
         fresh = Checkpointer(
             CheckpointSection(dir=str(self.place / "memory"), keep_last=1),
@@ -195,7 +211,8 @@ class Bench:
         dcp.save(self.their_state(), checkpoint_id=str(theirs), process_group=self.gloo)
         unique = sum(file.stat().st_size for file in folder.iterdir())
         own_mib = self.state_bytes() / 2**20
-        # what was saved makes room: at 500M parameters two states, buffers for saves and dcp's copies are more than 24 GiB
+        # what was saved makes room: at 500M parameters two states, buffers for saves and dcp's copies are
+        # more than 24 GiB
         self.close()
         del self.state, self.ours, self.blocking
         gc.collect()

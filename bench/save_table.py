@@ -1,4 +1,6 @@
-"""What the ranks of `python -m bench.save` measured, as one report and its table. Pure, but for what machine() looks up."""
+"""What the ranks of `python -m bench.save` measured, as one report and its table. Pure, but for what
+machine() looks up.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,14 @@ from bench.save_rank import SIZES
 def summarise(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
     """A step is as slow as its slowest rank, and so is a stall."""
     rows = {
-        way: _row([result["ways"][way] for result in results], [r["ways"]["none"] for r in results]) for way in options.ways
+        way: _row([result["ways"][way] for result in results], [r["ways"]["none"] for r in results])
+        for way in options.ways
     }
     memory = [max(values) for values in zip(*(result["memory_mib"] for result in results), strict=True)]
-    load = {key: max(result["load"][key] for result in results) for key in ("ours_s", "dcp_s", "unique_bytes", "state_mib")}
+    load = {
+        key: max(result["load"][key] for result in results)
+        for key in ("ours_s", "dcp_s", "unique_bytes", "state_mib")
+    }
     load |= {key: sum(result["load"][key] for result in results) for key in ("ours_bytes", "dcp_bytes")}
     return {
         "machine": machine(), "torch": torch.__version__, "ranks": len(results), "parameters": results[0]["parameters"],
@@ -52,7 +58,9 @@ def _row(ranks: Sequence[dict[str, Any]], none: Sequence[dict[str, Any]]) -> dic
 
 
 def _interval(ranks: Sequence[dict[str, Any]], none: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The mean step over that of the rounds that saved nothing, less one: 95% of resampled rounds lie between low and high."""
+    """The mean step over that of the rounds that saved nothing, less one: 95% of resampled rounds lie between
+    low and high.
+    """
 
     def slowest(of: Sequence[dict[str, Any]]) -> list[float]:
         return [max(times) for times in zip(*(rank["rounds_s"] for rank in of), strict=True)]
@@ -68,7 +76,12 @@ def _interval(ranks: Sequence[dict[str, Any]], none: Sequence[dict[str, Any]]) -
 
 def machine() -> dict[str, Any]:
     model = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line), ""
+        (
+            line.split(":")[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
+        "",
     )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
@@ -92,7 +105,9 @@ def markdown(report: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for way, row in rows.items():
-        share = f"1/{reference / row['stall_s']:.0f}" if way != "none" and 0 < row["stall_s"] < reference else "—"
+        share = (
+            f"1/{reference / row['stall_s']:.0f}" if way != "none" and 0 < row["stall_s"] < reference else "—"
+        )
         lines.append(
             f"| {way} | {row['stall_s']:.4f} | {share} | {row['p50_s']:.3f} | {row['p99_s']:.3f} | {row['mean_s']:.3f} | "
             f"{row['inflation']:+.1%} | {row['low']:+.1%} to {row['high']:+.1%} | {row['cpu_s']:+.2f} |"

@@ -1,12 +1,13 @@
-"""How cost grows: with the number of ranks, with the number of parameters, and at thousands of simulated ranks.
+"""How cost grows: with the number of ranks, with the number of parameters, and at thousands of simulated
+ranks.
 
     python -m bench.scale                        everything; a quarter of an hour
     python -m bench.scale --part simulated       ranks, parameters or simulated alone; the other parts stay as they were
     python -m bench.scale --short
 
-Ranks: a decoder so small that a step is the host's work, at 1, 2, 4 and 8 ranks of one thread each (more than there are cores,
-in the end: processor time counts, not the wall). Parameters: 1M to 100M on 2 ranks under launch.local, started, stepped, saved.
-Simulated: bench/simulated.py.
+Ranks: a decoder so small that a step is the host's work, at 1, 2, 4 and 8 ranks of one thread each (more than
+there are cores, in the end: processor time counts, not the wall). Parameters: 1M to 100M on 2 ranks under
+launch.local, started, stepped, saved. Simulated: bench/simulated.py.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ def by_parameters(names: Sequence[str], rounds: int) -> tuple[str, dict[str, Any
             numbers[name].append(one_run(SIZES[name]))
             print(f"{name}: {numbers[name][-1]}", flush=True)
     keys = ("first_s", "step_s", "save_s", "peak_mib")
-    rows = [[name, *(tables.spread([one[key] for one in runs]) for key in keys)] for name, runs in numbers.items()]
+    rows = [
+        [name, *(tables.spread([one[key] for one in runs]) for key in keys)] for name, runs in numbers.items()
+    ]
     columns = ["parameters", "command to first step, s", "step, s", "a save adds, s", "peak of a rank, MiB"]
     return tables.table(columns, rows), numbers
 
@@ -129,7 +132,9 @@ PARTS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--part", choices=list(PARTS))
     parser.add_argument("--rounds", type=int, default=0, help="0 is 5, or 2 with --short")
     parser.add_argument("--short", action="store_true")
@@ -145,9 +150,17 @@ def main(argv: Sequence[str]) -> int:
             text, numbers = simulated(SIMULATED[:1] if small else SIMULATED)  # type: ignore[assignment]
         print(f"\n{PARTS[part]}\n\n{text}\n", flush=True)
         tables.write_piece(
-            "scale", part, short=small, title="How cost grows", piece_title=PARTS[part], about=about, text=text, notes="",
-            command=f"python -m bench.scale --part {part} --rounds {rounds}", numbers={"numbers": numbers},
-        )  # fmt: skip
+            "scale",
+            part,
+            short=small,
+            title="How cost grows",
+            piece_title=PARTS[part],
+            about=about,
+            text=text,
+            notes="",
+            command=f"python -m bench.scale --part {part} --rounds {rounds}",
+            numbers={"numbers": numbers},
+        )
     return 0
 
 

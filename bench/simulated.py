@@ -1,5 +1,5 @@
-"""What rank 0 does for a checkpoint at thousands of ranks, without the ranks: the product's own planning, metadata, manifest
-and reading, given what each rank would have sent. Part of bench/scale.py.
+"""What rank 0 does for a checkpoint at thousands of ranks, without the ranks: the product's own planning,
+metadata, manifest and reading, given what each rank would have sent. Part of bench/scale.py.
 
     python -m bench.simulated 4096 [--preset 124m]        one size, in a process of its own: it takes gigabytes at the largest
 """
@@ -51,7 +51,9 @@ def shapes_of(preset: str) -> dict[str, tuple[int, ...]]:
 
 
 def pieces_of(rank: int, ranks: int, shapes: dict[str, tuple[int, ...]]) -> Iterator[Described]:
-    """What a rank of pure FSDP holds: rows of each parameter and of both moments, and Adam's steps, as every rank has them."""
+    """What a rank of pure FSDP holds: rows of each parameter and of both moments, and Adam's steps, as every
+    rank has them.
+    """
     for kind in ("model", "exp_avg", "exp_avg_sq", "step"):
         for name, shape in shapes.items():
             path = ("model", name) if kind == "model" else ("optim", "state", name, kind)
@@ -68,11 +70,17 @@ def pieces_of(rank: int, ranks: int, shapes: dict[str, tuple[int, ...]]) -> Iter
 
 def written(rank: int, pieces: list[Described], share: list[Part]) -> Written:
     keys = [(pieces[part.index].keys[0][0], math.prod(pieces[part.index].size)) for part in share]
-    return Written(file_names.data_file(rank), 1 << 20, rank, {key: (numel, 12345 + rank) for key, numel in keys})
+    return Written(
+        file_names.data_file(rank), 1 << 20, rank, {key: (numel, 12345 + rank) for key, numel in keys}
+    )
 
 
-def planned(ranks: int, shapes: dict[str, tuple[int, ...]], clock: Clock) -> tuple[WritePlan, list[bytes], int]:
-    """The plan as plan.agree makes it, what the ranks will tell of their files, and how many pieces there are."""
+def planned(
+    ranks: int, shapes: dict[str, tuple[int, ...]], clock: Clock
+) -> tuple[WritePlan, list[bytes], int]:
+    """The plan as plan.agree makes it, what the ranks will tell of their files, and how many pieces there
+    are.
+    """
     with garbage.held():
         sent = [pickle.dumps(list(pieces_of(rank, ranks, shapes))) for rank in range(ranks)]
         clock("a rank describes its pieces", lambda: list(pieces_of(0, ranks, shapes)))
@@ -92,9 +100,21 @@ def simulate(ranks: int, preset: str) -> dict[str, Any]:
     digests = clock("digests", lambda: saver._digests(heard))
     files = {one.file: (one.size, one.crc) for one in heard}
     about = Manifest(
-        step=1, attempt="a", created=0.0, torch="", strategy="fsdp", replicate=1, shard=ranks, ranks=ranks, config="",
-        reason="", counters={}, metrics={}, files=files, digests=digests,
-    )  # fmt: skip
+        step=1,
+        attempt="a",
+        created=0.0,
+        torch="",
+        strategy="fsdp",
+        replicate=1,
+        shard=ranks,
+        ranks=ranks,
+        config="",
+        reason="",
+        counters={},
+        metrics={},
+        files=files,
+        digests=digests,
+    )
     sealed = clock("manifest written", lambda: manifest.encode(about))
     clock("manifest read", lambda: manifest.decode(sealed))
     read = clock(".metadata read", lambda: metadata.read(data))
@@ -106,7 +126,10 @@ def simulate(ranks: int, preset: str) -> dict[str, Any]:
     once = ("rank 0 hears all", "who writes what", "where it lies", "first .metadata")
     each = ("next .metadata", "reports of a save", "digests", "manifest written")
     again = ("manifest read", ".metadata read", "a rank finds its rows")
-    sums = {name: sum(clock.took[one] for one in parts) for name, parts in (("plan", once), ("seal", each), ("resume", again))}
+    sums = {
+        name: sum(clock.took[one] for one in parts)
+        for name, parts in (("plan", once), ("seal", each), ("resume", again))
+    }
     return {
         "ranks": ranks, "preset": preset, "pieces": pieces, "metadata_mib": len(data) / 2**20,
         "manifest_mib": len(sealed) / 2**20, "peak_mib": memory_mib("VmHWM"), "sums": sums, "took": clock.took,
@@ -120,7 +143,9 @@ def _wants(ranks: int, shapes: dict[str, tuple[int, ...]]) -> Iterator[Want]:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("ranks", type=int)
     parser.add_argument("--preset", default="124m")
     options = parser.parse_args(argv)

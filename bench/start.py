@@ -1,11 +1,12 @@
-"""Start-up side by side: from the command to the first optimizer step, ours against a bare script and every framework's.
+"""Start-up side by side: from the command to the first optimizer step, ours against a bare script and every
+framework's.
 
     python -m bench.start [--rounds 5] [--ranks 2] [--cold] [--add]
 
-Each contender is a script that imports what it needs and no more, builds the same vision transformer, shards it and takes
-one step (bench/peers/alone.py); ours is train.py, and launch.local, with all that they write. Rounds are
-interleaved; what counts is the extra over the bare script. --cold puts the files of all packages out of the page cache before
-each start. --add adds its rounds to those that stand in bench/results.
+Each contender is a script that imports what it needs and no more, builds the same vision transformer, shards
+it and takes one step (bench/peers/alone.py); ours is train.py, and launch.local, with all that they write.
+Rounds are interleaved; what counts is the extra over the bare script. --cold puts the files of all packages
+out of the page cache before each start. --add adds its rounds to those that stand in bench/results.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ SHORT = ("bare", "ours", "local", "accelerate")
 
 @dataclass(frozen=True)
 class Started:
-    """One start: seconds to the first step, processor seconds of all ranks to their end, the largest rank's peak."""
+    """One start: seconds to the first step, processor seconds of all ranks to their end, the largest rank's
+    peak.
+    """
 
     wall_s: float
     cpu_s: float
@@ -66,7 +69,14 @@ def _watch(commands: Sequence[Sequence[str]], places: Sequence[dict[str, str]]) 
     began, first = time.monotonic(), 0.0
     with tempfile.TemporaryFile("w+") as errors:
         processes = [
-            subprocess.Popen(command, env={**common, **place}, cwd=setup.ROOT, text=True, stdout=subprocess.PIPE, stderr=errors)
+            subprocess.Popen(
+                command,
+                env={**common, **place},
+                cwd=setup.ROOT,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+            )
             for command, place in zip(commands, places, strict=True)
         ]
         assert processes[0].stdout is not None
@@ -77,7 +87,9 @@ def _watch(commands: Sequence[Sequence[str]], places: Sequence[dict[str, str]]) 
         if any(status for _, status, _ in ended) or not first:
             errors.seek(0)
             said = errors.read()[-2000:]
-            raise SystemExit(f"{' '.join(commands[0])} ended with {[status for _, status, _ in ended]}:\n{said}")
+            raise SystemExit(
+                f"{' '.join(commands[0])} ended with {[status for _, status, _ in ended]}:\n{said}"
+            )
     usage = [one for _, _, one in ended]
     return Started(first, sum(u.ru_utime + u.ru_stime for u in usage), max(u.ru_maxrss for u in usage) / 1024)
 
@@ -117,10 +129,22 @@ def shown(seen: dict[str, list[Started]]) -> tuple[str, list[str]]:
     for name, starts in seen.items():
         walls = [one.wall_s for one in starts]
         extras[name] = tables.difference(walls, bare)
-        over = "" if name == "bare" else f"{extras[name].value:+.2f} [{extras[name].low:+.2f}, {extras[name].high:+.2f}]"
-        cpu, peak = (statistics.median(getattr(one, what) for one in starts) for what in ("cpu_s", "peak_mib"))
+        over = (
+            ""
+            if name == "bare"
+            else f"{extras[name].value:+.2f} [{extras[name].low:+.2f}, {extras[name].high:+.2f}]"
+        )
+        cpu, peak = (
+            statistics.median(getattr(one, what) for one in starts) for what in ("cpu_s", "peak_mib")
+        )
         rows.append([LABELS[name], tables.spread(walls), over, f"{cpu:.1f}", f"{peak:.0f}"])
-    columns = ["", "command to first step, s", "extra over bare, s [95%]", "processor s", "peak of a rank, MiB"]
+    columns = [
+        "",
+        "command to first step, s",
+        "extra over bare, s [95%]",
+        "processor s",
+        "peak of a rank, MiB",
+    ]
     return tables.table(columns, rows), _verdict(extras)
 
 
@@ -140,7 +164,9 @@ def _verdict(extras: dict[str, tables.Interval]) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=0, help="0 is 5, or 2 with --short")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--cold", action="store_true")
@@ -157,16 +183,27 @@ def main(argv: Sequence[str]) -> int:
     tables.check_add(parser, before.get("rounds"), names)
     seen = measure(names, rounds, options.ranks, options.cold)
     if before:
-        seen = {name: [Started(**one) for one in before["rounds"][name]] + more for name, more in seen.items()}
+        seen = {
+            name: [Started(**one) for one in before["rounds"][name]] + more for name, more in seen.items()
+        }
         about, rounds = tables.joined(before["about"], about), len(seen["bare"])
     text, said = shown(seen)
-    command = f"python -m bench.start --ranks {options.ranks} --rounds {rounds}{' --cold' if options.cold else ''}"
+    command = (
+        f"python -m bench.start --ranks {options.ranks} --rounds {rounds}{' --cold' if options.cold else ''}"
+    )
     print(f"{about}\n\n{text}\n\n" + "\n".join(said))
     tables.write_piece(
-        "start", piece, short=options.short, title="Start to first step",
-        piece_title=f"{temperature}, {options.ranks} ranks, {rounds} rounds", command=command, about=about,
-        text="\n\n".join([text, *said]), notes="\n".join(f"- {one}" for one in absent(list(ROSTER))), numbers={"rounds": seen},
-    )  # fmt: skip
+        "start",
+        piece,
+        short=options.short,
+        title="Start to first step",
+        piece_title=f"{temperature}, {options.ranks} ranks, {rounds} rounds",
+        command=command,
+        about=about,
+        text="\n\n".join([text, *said]),
+        notes="\n".join(f"- {one}" for one in absent(list(ROSTER))),
+        numbers={"rounds": seen},
+    )
     return 0
 
 

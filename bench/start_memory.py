@@ -1,10 +1,12 @@
-"""Peak host memory of rank 0 while a 500M-parameter transformer is made on 4 ranks: ours drawn, ours sent, torch's usual way.
+"""Peak host memory of rank 0 while a 500M-parameter transformer is made on 4 ranks: ours drawn, ours sent,
+torch's usual way.
 
     python -m bench.start_memory            about a minute, 5 GB; writes bench/results/start_memory.json and .md
     python -m bench.start_memory --short    125M parameters
 
-Each way has processes of its own, with glibc told to give freed blocks back (else its cache hides everything). Idle is before
-the model is built, the peak VmHWM from there. Bound: the shard, one block and 150 MB above idle.
+Each way has processes of its own, with glibc told to give freed blocks back (else its cache hides
+everything). Idle is before the model is built, the peak VmHWM from there. Bound: the shard, one block and 150
+MB above idle.
 """
 
 from __future__ import annotations
@@ -93,9 +95,15 @@ def prepare_ours(rank: int, spec: Any, init: str) -> Any:
 
     def make() -> dict[str, float]:
         sharded = shard_model(
-            meta_model(spec), sizes=sizes, mesh=mesh, device=device, section=MeshSection(), precision=PrecisionSection(),
-            memory=MemorySection(), speed=SpeedSection(),
-        )  # fmt: skip
+            meta_model(spec),
+            sizes=sizes,
+            mesh=mesh,
+            device=device,
+            section=MeshSection(),
+            precision=PrecisionSection(),
+            memory=MemorySection(),
+            speed=SpeedSection(),
+        )
         materialize(sharded, spec=spec, seed=0, init=init, rank=rank)
         return sizes_of(sharded.root)
 
@@ -118,7 +126,9 @@ def prepare_torch(rank: int, spec: Any) -> Any:
             fully_shard(block, mesh=mesh)
         fully_shard(root, mesh=mesh)
         root.to_empty(device="cpu")
-        set_model_state_dict(root, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+        set_model_state_dict(
+            root, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        )
         return sizes_of(root)
 
     return make
@@ -156,7 +166,9 @@ def table(found: dict[str, list[dict[str, float]]]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--short", action="store_true", help="a model of a quarter of the size")
     options = parser.parse_args(argv)
     for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
@@ -165,10 +177,17 @@ def main(argv: Sequence[str]) -> int:
     about, model = tables.machine(), SMALL if options.short else SIZES
     found = {way: measure(way, model) for way in WAYS}
     text = table(found)
-    print(tables.write(
-        "start_memory", title="Memory at start", command="python -m bench.start_memory", about=about, text=text,
-        numbers={"sizes": model, "ways": found}, short=options.short,
-    ))  # fmt: skip
+    print(
+        tables.write(
+            "start_memory",
+            title="Memory at start",
+            command="python -m bench.start_memory",
+            about=about,
+            text=text,
+            numbers={"sizes": model, "ways": found},
+            short=options.short,
+        )
+    )
     return 0 if all("| no |" not in line for line in text.splitlines() if line.startswith("| ours")) else 1
 
 

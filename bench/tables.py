@@ -1,7 +1,9 @@
-"""What every bench does with its numbers: medians and spread, ratios with their interval, a table, files under bench/results.
+"""What every bench does with its numbers: medians and spread, ratios with their interval, a table, files
+under bench/results.
 
-Rounds are interleaved, so a ratio is taken round by round and then its median, with a 95% interval by bootstrap over rounds.
-Two contenders whose interval holds 1 are called equal. Not here: how anything is measured.
+Rounds are interleaved, so a ratio is taken round by round and then its median, with a 95% interval by
+bootstrap over rounds. Two contenders whose interval holds 1 are called equal. Not here: how anything is
+measured.
 """
 
 from __future__ import annotations
@@ -40,8 +42,12 @@ class Interval:
         return "better" if (self.low > 1) == more_is_better else "worse"
 
 
-def bootstrap(values: Sequence[float], estimate: Callable[[Sequence[float]], float] = statistics.median) -> Interval:
-    """The estimate over rounds, and where it lies in 95 of 100 resamplings of them. The same rounds give the same interval."""
+def bootstrap(
+    values: Sequence[float], estimate: Callable[[Sequence[float]], float] = statistics.median
+) -> Interval:
+    """The estimate over rounds, and where it lies in 95 of 100 resamplings of them. The same rounds give the
+    same interval.
+    """
     draw = random.Random(len(values))
     estimates = sorted(estimate(draw.choices(values, k=len(values))) for _ in range(RESAMPLES))
     cut = round(0.025 * RESAMPLES)
@@ -99,7 +105,14 @@ def _processor() -> str:
 
 
 def write(
-    stem: str, *, title: str, command: str, about: str, text: str, numbers: Mapping[str, Any], short: bool = False
+    stem: str,
+    *,
+    title: str,
+    command: str,
+    about: str,
+    text: str,
+    numbers: Mapping[str, Any],
+    short: bool = False,
 ) -> str:
     """Markdown and JSON of one bench; a short form stands beside the full one and never replaces it."""
     stem = f"{stem}-short" if short else stem
@@ -119,22 +132,34 @@ def standing(stem: str, *, piece: str = "", short: bool = False) -> dict[str, An
 
 
 def chosen(
-    parser: argparse.ArgumentParser, only: str, known: Sequence[str], otherwise: Sequence[str], needs: Sequence[str] = ("bare",)
+    parser: argparse.ArgumentParser,
+    only: str,
+    known: Sequence[str],
+    otherwise: Sequence[str],
+    needs: Sequence[str] = ("bare",),
 ) -> list[str]:
     """The contenders that --only names, or the usual ones; with those that the others are compared with."""
     names = only.split(",") if only else list(otherwise)
     for name in names:
         if name not in known:
-            parser.error(f"--only: {name!r} is no contender here. HINT: --only {','.join(known)}, or some of them")
+            parser.error(
+                f"--only: {name!r} is no contender here. HINT: --only {','.join(known)}, or some of them"
+            )
     if missing := [name for name in needs if name not in names]:
-        parser.error(f"--only: the others are compared with {missing[0]}. HINT: --only {','.join([*missing, *names])}")
+        parser.error(
+            f"--only: the others are compared with {missing[0]}. HINT: --only {','.join([*missing, *names])}"
+        )
     return names
 
 
-def check_add(parser: argparse.ArgumentParser, before: Mapping[str, Any] | None, names: Sequence[str]) -> None:
+def check_add(
+    parser: argparse.ArgumentParser, before: Mapping[str, Any] | None, names: Sequence[str]
+) -> None:
     """Rounds are added for all contenders alike, or a ratio would be of other rounds than its neighbour's."""
     if before and set(before) != set(names):
-        parser.error(f"--add: what stands has {','.join(before)}, these are {','.join(names)}. HINT: --only {','.join(before)}")
+        parser.error(
+            f"--add: what stands has {','.join(before)}, these are {','.join(names)}. HINT: --only {','.join(before)}"
+        )
 
 
 def joined(before: str, now: str) -> str:
@@ -143,15 +168,30 @@ def joined(before: str, now: str) -> str:
 
 
 def write_piece(
-    stem: str, key: str, *, title: str, piece_title: str, command: str, about: str, text: str, notes: str,
-    numbers: Mapping[str, Any], short: bool = False,
-) -> None:  # fmt: skip
-    """One part of a bench that is run in parts: its section is replaced, the others stay as they were measured."""
+    stem: str,
+    key: str,
+    *,
+    title: str,
+    piece_title: str,
+    command: str,
+    about: str,
+    text: str,
+    notes: str,
+    numbers: Mapping[str, Any],
+    short: bool = False,
+) -> None:
+    """One part of a bench that is run in parts: its section is replaced, the others stay as they were
+    measured.
+    """
     path = RESULTS / f"{stem}{'-short' if short else ''}.json"
     kept = json.loads(path.read_text())["pieces"] if path.exists() else {}
     kept[key] = {"title": piece_title, "command": command, "about": about, "text": text, **numbers}
     kept = dict(sorted(kept.items()))
-    sections = [f"## {one['title']}\n\n`{one['command']}`\n\n{one['about']}\n\n{one['text']}" for one in kept.values()]
+    sections = [
+        f"## {one['title']}\n\n`{one['command']}`\n\n{one['about']}\n\n{one['text']}" for one in kept.values()
+    ]
     RESULTS.mkdir(exist_ok=True)
-    path.with_suffix(".md").write_text(f"# {title}\n\n" + "\n\n".join([*sections, notes]) + "\n", encoding="utf-8")
+    path.with_suffix(".md").write_text(
+        f"# {title}\n\n" + "\n\n".join([*sections, notes]) + "\n", encoding="utf-8"
+    )
     path.write_text(json.dumps({"pieces": kept}, indent=1, default=vars) + "\n", encoding="utf-8")

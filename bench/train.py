@@ -1,13 +1,15 @@
-"""Training side by side: throughput, host time a step and peak memory, ours beside every contender that runs here.
+"""Training side by side: throughput, host time a step and peak memory, ours beside every contender that runs
+here.
 
     python -m bench.train                            all works at 2 and 4 ranks; about half an hour
     python -m bench.train --work decoder --ranks 2   one piece: its rows in bench/results/train.* are replaced, the others stay
     python -m bench.train --short                    two works, few rounds, few contenders
 
-All contenders of a piece are started once and take turns of some steps, in an order that moves on with each round: the same
-weights, samples, global batch, dtype, optimizer and threads. Ours is the product's own loop with all that it writes; the others
-are loops that write nothing, and their batches were made beforehand. A round's ratio is taken within the round. Memory is
-measured in processes of their own, told to give freed blocks back, above what each holds when its packages are imported.
+All contenders of a piece are started once and take turns of some steps, in an order that moves on with each
+round: the same weights, samples, global batch, dtype, optimizer and threads. Ours is the product's own loop
+with all that it writes; the others are loops that write nothing, and their batches were made beforehand. A
+round's ratio is taken within the round. Memory is measured in processes of their own, told to give freed
+blocks back, above what each holds when its packages are imported.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ TURN = {"tiny": 20, "vit": 4, "decoder": 2, "100m": 1, "124m-cuda": 20, "1b-cuda
 SHORT = {"tiny": ("bare", "ours", "accelerate", "fabric"), "decoder": ("bare", "ours")}
 WARM = 3
 WEIGHINGS = {"100m": 5}
-"""How often memory is weighed, where not once: a percent is asked for there, and one start differs from the next by as much."""
+"""How often memory is weighed, where not once: a percent is asked for there, and one start differs from the
+next by as much.
+"""
 
 
 @dataclass
@@ -85,7 +89,9 @@ def check_same(seen: dict[str, Seen]) -> None:
     for name, one in seen.items():
         for step, (theirs, losses) in enumerate(zip(wanted, one.losses, strict=True), start=1):
             if abs(theirs - losses) > 2e-4 * abs(theirs):
-                raise SystemExit(f"{name} has loss {losses} at step {step}, the bare loop {theirs}: not the same work")
+                raise SystemExit(
+                    f"{name} has loss {losses} at step {step}, the bare loop {theirs}: not the same work"
+                )
 
 
 def rows(seen: dict[str, Seen], samples: int) -> list[dict[str, Any]]:
@@ -111,12 +117,15 @@ def shown(found: list[dict[str, Any]], work: str) -> str:
         over, cpu = row.get("ours_over_it"), row.get("cpu_over_it")
         lines.append(
             [
-                ROSTER[row["name"]].label, tables.spread(row["per_s"]) + _share(work, row["per_s"]),
+                ROSTER[row["name"]].label,
+                tables.spread(row["per_s"]) + _share(work, row["per_s"]),
                 f"{statistics.median(row['step_ms']):.1f}",
-                f"{statistics.median(row['cpu_ms']):.1f}", f"{over} {over.verdict()}" if over else "",
-                f"{cpu} {cpu.verdict(False)}" if cpu else "", _peak(row),
+                f"{statistics.median(row['cpu_ms']):.1f}",
+                f"{over} {over.verdict()}" if over else "",
+                f"{cpu} {cpu.verdict(False)}" if cpu else "",
+                _peak(row),
             ]
-        )  # fmt: skip
+        )
     columns = [
         "",
         f"{unit}/s",
@@ -160,16 +169,27 @@ def _key(work: str, ranks: int, options: argparse.Namespace) -> str:
     return f"{work}@{ranks} {options.only}".strip()
 
 
-def write(work: str, ranks: int, threads: int, seen: dict[str, Seen], about: str, options: argparse.Namespace) -> None:
+def write(
+    work: str, ranks: int, threads: int, seen: dict[str, Seen], about: str, options: argparse.Namespace
+) -> None:
     found, rounds = rows(seen, Place(WORKS[work], 0, ranks).samples_a_step), len(seen["bare"].wall_s)
-    title = f"{WORKS[work].what}; {ranks} ranks, {threads} threads each, {rounds} rounds of {TURN[work]} steps"
+    title = (
+        f"{WORKS[work].what}; {ranks} ranks, {threads} threads each, {rounds} rounds of {TURN[work]} steps"
+    )
     command = f"python -m bench.train --work {work} --ranks {ranks} --rounds {rounds}"
     command += f" --only {options.only}" * bool(options.only) + " --no-memory" * options.no_memory
     tables.write_piece(
-        "train", _key(work, ranks, options), short=options.short, title="Training side by side", piece_title=title,
-        command=command, about=about, text=shown(found, work), numbers={"rows": found},
+        "train",
+        _key(work, ranks, options),
+        short=options.short,
+        title="Training side by side",
+        piece_title=title,
+        command=command,
+        about=about,
+        text=shown(found, work),
+        numbers={"rows": found},
         notes="\n".join(f"- {line}" for line in [*settings(list(ROSTER)), *absent(list(ROSTER))]),
-    )  # fmt: skip
+    )
 
 
 def _cuda() -> bool:
@@ -183,7 +203,9 @@ DENSE_BF16 = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
 
 def mfu(work: str, per_s: float) -> float | None:
-    """Of the device's dense bf16 rate: 6 operations a parameter and token, and attention's 12 · layers · width · length."""
+    """Of the device's dense bf16 rate: 6 operations a parameter and token, and attention's 12 · layers ·
+    width · length.
+    """
     import torch
 
     if not WORKS[work].cuda:
@@ -197,13 +219,19 @@ def mfu(work: str, per_s: float) -> float | None:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--work", choices=list(WORKS), help="one work alone, with --ranks")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=0, help="0 is 20, or 4 with --short")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no round after so many, of each piece")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="begin no round after so many, of each piece"
+    )
     parser.add_argument("--only", default="", help="these contenders: bare,ours,fabric")
-    parser.add_argument("--no-memory", action="store_true", help="leave out the second start of each, for memory")
+    parser.add_argument(
+        "--no-memory", action="store_true", help="leave out the second start of each, for memory"
+    )
     parser.add_argument("--short", action="store_true")
     options = parser.parse_args(argv)
     if options.work:

@@ -2,8 +2,9 @@
 
     python -m bench.watch_cost
 
-A phase told and a collective told are timed alone, a hundred thousand times, and multiplied by how many a real step of two
-ranks has; the bar is 0.2% of a step of 20 ms, 40 µs. The monitor's processor time is read while that run goes on.
+A phase told and a collective told are timed alone, a hundred thousand times, and multiplied by how many a
+real step of two ranks has; the bar is 0.2% of a step of 20 ms, 40 µs. The monitor's processor time is read
+while that run goes on.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ def told() -> dict[str, float]:
 
 
 def counted(folder: Path) -> dict[str, float]:
-    """A real run of two ranks: collectives and phases a step, its step time, and the monitor's share of a processor."""
+    """A real run of two ranks: collectives and phases a step, its step time, and the monitor's share of a
+    processor.
+    """
     address, pids = ("127.0.0.1", free_port()), []
     for rank in range(2):
         pid = os.fork()
@@ -100,7 +103,11 @@ def _rank(rank: int, address: tuple[str, int], folder: Path) -> int:
     def leaving(self: Watch, *error: object) -> None:
         if self._cells is not None and rank == 0:
             numbers, seconds = self._cells.numbers, time.perf_counter() - began[0]
-            ticks = Path(f"/proc/{self._monitor.pid}/stat").read_text().rpartition(")")[2].split() if self._monitor else []
+            ticks = (
+                Path(f"/proc/{self._monitor.pid}/stat").read_text().rpartition(")")[2].split()
+                if self._monitor
+                else []
+            )
             used = (int(ticks[11]) + int(ticks[12])) / os.sysconf("SC_CLK_TCK") if ticks else 0.0
             counts = {
                 "calls": numbers[status_page.BEGUN] / numbers[status_page.STEPS], "phases": entered[0] / numbers[status_page.STEPS],
@@ -134,8 +141,14 @@ def main() -> int:
     print(text)
     about = f"Two ranks. {machine()}."
     numbers = {name: round(value, 4) for name, value in row.items()}
-    write("watch_cost", title="What the watch costs a step", command="python -m bench.watch_cost", about=about, text=text,
-          numbers=numbers)  # fmt: skip
+    write(
+        "watch_cost",
+        title="What the watch costs a step",
+        command="python -m bench.watch_cost",
+        about=about,
+        text=text,
+        numbers=numbers,
+    )
     return 0 if cost <= 40 else 1
 
 

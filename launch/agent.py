@@ -1,8 +1,10 @@
-"""torchrun as slurm/node.sh starts it: it ends with the exit code of the rank that failed first, and says so in one line.
+"""torchrun as slurm/node.sh starts it: it ends with the exit code of the rank that failed first, and says so
+in one line.
 
     python -m launch.agent FLAGS OF TORCHRUN train.py FLAGS
 
-The rank itself has printed its error. torchrun would bury that under a traceback of its own for each node, and end with 1.
+The rank itself has printed its error. torchrun would bury that under a traceback of its own for each node,
+and end with 1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What one node of a Slurm job has: printed by `sbatch slurm/fsdp.sbatch --dry-run`, one line a node, nothing trained.
+"""What one node of a Slurm job has: printed by `sbatch slurm/fsdp.sbatch --dry-run`, one line a node, nothing
+trained.
 
 python -m launch.check_node --node n2 --run runs/NAME --ranks 8
 """
@@ -39,7 +40,9 @@ def report(node: str, run: Path, ranks: int) -> list[str]:
     except ShardrunError as error:
         found = "no device for a rank"
         problems.append(str(error))
-    print(f"{node}: {found}; Python {sys.version.split()[0]} at {sys.executable}; torch {torch.__version__}; {place} is here")
+    print(
+        f"{node}: {found}; Python {sys.version.split()[0]} at {sys.executable}; torch {torch.__version__}; {place} is here"
+    )
     return problems
 
 

@@ -1,4 +1,6 @@
-"""The command that continues a run under the launcher that it ran under: what the summary tells the user to type next."""
+"""The command that continues a run under the launcher that it ran under: what the summary tells the user to
+type next.
+"""
 
 from __future__ import annotations
 

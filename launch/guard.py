@@ -24,12 +24,16 @@ from launch.policy import Kind
 def run_rank(
     config: Config, env: DistEnv, *, program: str = "train.py", marker: Marker | None = None
 ) -> tuple[int, Outcome | None]:
-    """Train as one rank; print the summary or what went wrong. The exit code, and the outcome if there is one."""
+    """Train as one rank; print the summary or what went wrong. The exit code, and the outcome if there is
+    one.
+    """
     marker = marker or marker_of(config)
     before = failed_before_this_restart(marker) if marker is not None else None
     if before is not None:
         if env.local_rank == 0:
-            print(f"{program}: not tried again, it would fail the same way: {before.message}", file=sys.stderr)
+            print(
+                f"{program}: not tried again, it would fail the same way: {before.message}", file=sys.stderr
+            )
         else:
             let_rank_0_print()
         return before.code, None

@@ -3,10 +3,10 @@
     python -m launch.local --ranks 4 --config recipes/text.toml
     python -m launch.local --ranks 4 --restarts 10 --run.dir runs/mine        flags of train.py stand beside its own two
 
-torch is imported once, the flags checked and the data opened, and each rank is a fork of that: a start costs one import and not
-one a rank, a restart costs none. When a rank dies the others are ended and all are forked again; they go on from the newest
-checkpoint. launch/policy.py says which failures are tried again. Not here: several nodes (slurm/, torchrun), and what a rank
-does.
+torch is imported once, the flags checked and the data opened, and each rank is a fork of that: a start costs
+one import and not one a rank, a restart costs none. When a rank dies the others are ended and all are forked
+again; they go on from the newest checkpoint. launch/policy.py says which failures are tried again. Not here:
+several nodes (slurm/, torchrun), and what a rank does.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ from launch.marker import Marker
 from launch.policy import Act, Allocation, End, Kind, Past, decide
 
 GRACE_S = 0.5
-"""After a rank's death the others mostly end by themselves, on a broken connection; one that waits on a device does not."""
+"""After a rank's death the others mostly end by themselves, on a broken connection; one that waits on a
+device does not.
+"""
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _PR_SET_PDEATHSIG = 1
 
@@ -70,14 +72,17 @@ def _own_flags(argv: Sequence[str]) -> tuple[int, int, list[str]]:
             continue
         value = value if eq else next(words, "")
         if not value.isdigit() or (name == "--ranks" and value == "0"):
-            raise ConfigError(f"{name} {value or 'has no value'} is not a number of {name[2:]}.", f"{name} {own[name]}")
+            raise ConfigError(
+                f"{name} {value or 'has no value'} is not a number of {name[2:]}.", f"{name} {own[name]}"
+            )
         own[name] = int(value)
     return own["--ranks"], own["--restarts"], rest
 
 
 def warm_up(config: Config, ranks: int) -> None:
-    """What every rank would do alike: imports, the flags against the data and the number of ranks. No thread may be left, and
-    CUDA must not be touched: neither survives a fork."""
+    """What every rank would do alike: imports, the flags against the data and the number of ranks. No thread
+    may be left, and CUDA must not be touched: neither survives a fork.
+    """
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     import torch
 
@@ -110,7 +115,9 @@ class _RankProcesses:
                 code = self._one_try(marker)
                 if code == 0 or self._asked is not None:
                     return code if code >= 0 else 128 - code
-                end = slurm_job.end_of(self._run, marker, code, starting=slurm_job.starts(self._run) == starts)
+                end = slurm_job.end_of(
+                    self._run, marker, code, starting=slurm_job.starts(self._run) == starts
+                )
                 left = restarts - len(crashes)
                 decision = decide(end, Past(crashes=crashes), Allocation(tries_left=left))
                 how = f"a rank ended with {_named(code)} {end.where}"
@@ -182,9 +189,15 @@ def _be_rank(config: Config, rank: int, ranks: int, store: str, marker: Marker) 
         # A rank whose launcher was killed saves and ends, as when it is asked to.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         env = DistEnv(
-            rank=rank, world_size=ranks, local_rank=rank, local_world_size=ranks, node_rank=0, num_nodes=1,
-            device=pick_device(rank, config.run.device), launcher="launch.local",
-        )  # fmt: skip
+            rank=rank,
+            world_size=ranks,
+            local_rank=rank,
+            local_world_size=ranks,
+            node_rank=0,
+            num_nodes=1,
+            device=pick_device(rank, config.run.device),
+            launcher="launch.local",
+        )
         code = _train(config, env, store, marker)
     except BaseException:
         traceback.print_exc()

@@ -1,9 +1,9 @@
 """RUN/FAILED: what the error of one start means to its launcher.
 
-An exit code alone does not tell: torchrun ends with 1 whatever its ranks ended with, and code 5 is final for numbers that are
-not finite but not for a file that could not be read. The file names the start that wrote it, so a launcher ignores one that an
-earlier start left. The next start that holds the run directory removes it (fsdp/rundir/paths.py). No torch here: the batch shell of a
-Slurm job reads it.
+An exit code alone does not tell: torchrun ends with 1 whatever its ranks ended with, and code 5 is final for
+numbers that are not finite but not for a file that could not be read. The file names the start that wrote it,
+so a launcher ignores one that an earlier start left. The next start that holds the run directory removes it
+(fsdp/rundir/paths.py). No torch here: the batch shell of a Slurm job reads it.
 """
 
 from __future__ import annotations
@@ -43,15 +43,22 @@ class Marker:
     run: RunDir
     start: str
     asked: bool = True
-    """Whether the launcher has asked for the run directory's lock. Else a configuration error, which comes before the ranks ask
-    for it, is not written: the directory may be another job's."""
+    """Whether the launcher has asked for the run directory's lock. Else a configuration error, which comes
+    before the ranks ask for it, is not written: the directory may be another job's.
+    """
 
     def write(self, failure: Failure, rank: int) -> None:
         """Nothing is written where another job holds the run directory, or where there is none."""
         before_the_lock = not self.asked and failure.code == ConfigError.exit_code
         if failure.echo or failure.kind is Kind.REFUSED or before_the_lock or not self.run.path.is_dir():
             return
-        said = {**asdict(failure), "kind": failure.kind.name, "rank": rank, "start": self.start, "time": paths.now()}
+        said = {
+            **asdict(failure),
+            "kind": failure.kind.name,
+            "rank": rank,
+            "start": self.start,
+            "time": paths.now(),
+        }
         paths.write_atomically(self.run.failed, json.dumps(said) + "\n")
 
     def read(self) -> Failure | None:
@@ -60,7 +67,11 @@ class Marker:
             said = json.loads(self.run.failed.read_text(encoding="utf-8"))
         except (FileNotFoundError, json.JSONDecodeError):
             return None
-        return Failure(Kind[said["kind"]], said["code"], said["message"]) if said["start"] == self.start else None
+        return (
+            Failure(Kind[said["kind"]], said["code"], said["message"])
+            if said["start"] == self.start
+            else None
+        )
 
 
 def marker_of(config: Config, environ: Mapping[str, str] = os.environ) -> Marker | None:
@@ -72,7 +83,9 @@ def marker_of(config: Config, environ: Mapping[str, str] = os.environ) -> Marker
         return Marker(run, environ[TOKEN])
     if int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
         # all tries of one torchrun have the same agent as their parent
-        return Marker(run, f"{environ.get('TORCHELASTIC_RUN_ID')} {socket.gethostname()} {os.getppid()}", asked=False)
+        return Marker(
+            run, f"{environ.get('TORCHELASTIC_RUN_ID')} {socket.gethostname()} {os.getppid()}", asked=False
+        )
     return None
 
 

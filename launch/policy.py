@@ -1,8 +1,9 @@
 """The restart policy: what follows the end of a start, the same on every launcher.
 
-`decide` is a pure function of how the start ended, which failures came before it and what the launcher can do. It reads no
-file and starts nothing. launch/slurm_job.py applies it to Slurm and submitit jobs, launch/local.py to forked ranks,
-launch/ray_failure.py and launch/ray_trainer.py to Ray workers. docs/restarts.md has the table.
+`decide` is a pure function of how the start ended, which failures came before it and what the launcher can
+do. It reads no file and starts nothing. launch/slurm_job.py applies it to Slurm and submitit jobs,
+launch/local.py to forked ranks, launch/ray_failure.py and launch/ray_trainer.py to Ray workers.
+docs/restarts.md has the table.
 """
 
 from __future__ import annotations
@@ -21,14 +22,21 @@ MEETINGS_MISSED = 3
 _LINES, _FIRST = "the lines above name the nodes", "the first error above says why"
 
 EXIT_DIED, EXIT_REFUSED, EXIT_HUNG = 3, 4, 7
-"""A rank that ended without an error message (LaunchError's code); a run directory that another job writes; a rank that the
-watch ended."""
+"""A rank that ended without an error message (LaunchError's code); a run directory that another job writes; a
+rank that the watch ended.
+"""
 
 NODES_LEAVE = StopReason.LAUNCHER
 SCHEDULERS_REASONS = (
-    StopReason.SIGTERM, StopReason.SIGUSR1, StopReason.SIGUSR2, StopReason.DEADLINE, NODES_LEAVE,
-)  # fmt: skip
-"""Reasons of fsdp/dist/stop.py that mean: continue later. Ctrl-C, the stop file and --train.stop_after are a person's."""
+    StopReason.SIGTERM,
+    StopReason.SIGUSR1,
+    StopReason.SIGUSR2,
+    StopReason.DEADLINE,
+    NODES_LEAVE,
+)
+"""Reasons of fsdp/dist/stop.py that mean: continue later. Ctrl-C, the stop file and --train.stop_after are a
+person's.
+"""
 
 
 class Kind(enum.Enum):
@@ -46,8 +54,9 @@ class Kind(enum.Enum):
 
 
 CRASHES_AT_ONE_PLACE = {Kind.ERROR: 2, Kind.DIED: 3}
-"""That many end the run. A place is a step, or the time before a start's first step. A rank that died without a message may
-have died of its node, so it gets one more start."""
+"""That many end the run. A place is a step, or the time before a start's first step. A rank that died without
+a message may have died of its node, so it gets one more start.
+"""
 
 
 class Act(enum.Enum):
@@ -165,8 +174,9 @@ def _after_crash(end: End, past: Past, allocation: Allocation) -> Decision:
 def _repeats(end: End, crashes: Sequence[End]) -> bool:
     """Whether this end is one too many at one place.
 
-    An error compares with errors up to its step: a start resumes from its checkpoint, and data read ahead can meet the same
-    mistake some steps earlier. A rank killed from outside at an earlier step than the last one is chance.
+    An error compares with errors up to its step: a start resumes from its checkpoint, and data read ahead can
+    meet the same mistake some steps earlier. A rank killed from outside at an earlier step than the last one
+    is chance.
     """
     if end.starting:
         trailing = next((at for at, one in enumerate(reversed(crashes)) if not one.starting), len(crashes))
@@ -174,6 +184,7 @@ def _repeats(end: End, crashes: Sequence[End]) -> bool:
     same = [
         one
         for one in crashes
-        if not one.starting and (one.step == end.step or (end.kind is one.kind is Kind.ERROR and end.step < one.step))
+        if not one.starting
+        and (one.step == end.step or (end.kind is one.kind is Kind.ERROR and end.step < one.step))
     ]
     return len(same) + 1 >= CRASHES_AT_ONE_PLACE[end.kind]

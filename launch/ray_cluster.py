@@ -1,7 +1,7 @@
 """The Ray to train on: this machine's own (ray_own.py), or a cluster that is joined and left as it was.
 
-Not here: whether the workers find room on it (ray_room.py), and what code they find there (ray_code.py). Nothing here knows
-what is trained.
+Not here: whether the workers find room on it (ray_room.py), and what code they find there (ray_code.py).
+Nothing here knows what is trained.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ NODES, NODES_S, LOOK_S = "SHARDRUN_RAY_NODES", 120.0, 0.2
 
 @contextmanager
 def connected(own: OwnRay | None, section: RaySection, runtime_env: Mapping[str, Any]) -> Iterator[str]:
-    """Ray, until the end of the block: the one that was begun here, or the one at --ray.address. Yields what to call it."""
+    """Ray, until the end of the block: the one that was begun here, or the one at --ray.address. Yields what
+    to call it.
+    """
     if own is not None:
         yield own.wait()
         return
@@ -44,7 +46,9 @@ def _join(address: str, runtime_env: Mapping[str, Any]) -> None:
 
     try:
         _knock(address, time.monotonic() + (NODES_S if NODES in os.environ else 0))
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, runtime_env=dict(runtime_env))
+        ray.init(
+            address=address, log_to_driver=False, logging_level=logging.ERROR, runtime_env=dict(runtime_env)
+        )
     except (OSError, RuntimeError, ValueError) as error:
         raise LaunchError(
             f"--ray.address {address}: no Ray answers there ({str(error).splitlines()[0]}).",
@@ -72,6 +76,7 @@ def await_nodes() -> None:
     while (there := sum(node["Alive"] for node in ray.nodes())) < wanted:
         if time.monotonic() > until:
             raise LaunchError(
-                f"{there} of {wanted} Ray nodes are up after {NODES_S:.0f} s.", "see what `ray start` said on the others"
+                f"{there} of {wanted} Ray nodes are up after {NODES_S:.0f} s.",
+                "see what `ray start` said on the others",
             )
         time.sleep(LOOK_S)

@@ -11,7 +11,8 @@ from typing import Any
 
 
 def runtime_env(repository: Path, own: list[str], folder: Path) -> dict[str, Any]:
-    """A folder with this code and a person's own modules, which Ray carries to every node of a joined cluster.
+    """A folder with this code and a person's own modules, which Ray carries to every node of a joined
+    cluster.
 
     `own` are names as in --model.name package.module:factory; what pip installed is expected on the nodes.
     """
@@ -33,6 +34,8 @@ def _carry(module: str, folder: Path) -> None:
         if "site-packages" in source.parts:
             continue
         if source.is_dir():
-            shutil.copytree(source, folder / module, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+            shutil.copytree(
+                source, folder / module, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True
+            )
         elif source.suffix == ".py":
             shutil.copy(source, folder)

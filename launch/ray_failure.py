@@ -1,7 +1,7 @@
 """What became of a worker group: the line that tells it, and what follows.
 
-Ray restarts the group after any error, `--ray.max_failures` times. The Referee, who sits in Ray's controller, asks
-launch/policy.py and ends the run where another start would only cost those tries.
+Ray restarts the group after any error, `--ray.max_failures` times. The Referee, who sits in Ray's controller,
+asks launch/policy.py and ends the run where another start would only cost those tries.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from launch.policy import Act, Allocation, End, Kind, Past, decide  # noqa: E402
 class RankFailed(Exception):
     """A rank's last words. All in args, so that it pickles whatever it was made from."""
 
-    def __init__(self, rank: int, message: str, exit_code: int, kind: Kind, secondary: bool, trace: str) -> None:
+    def __init__(
+        self, rank: int, message: str, exit_code: int, kind: Kind, secondary: bool, trace: str
+    ) -> None:
         super().__init__(rank, message, exit_code, kind, secondary, trace)
         self.rank, self.message, self.exit_code = rank, message, exit_code
         self.kind, self.secondary, self.trace = kind, secondary, trace
@@ -51,7 +53,9 @@ class GivenUp(Exception):
 
 
 def tell(failures: Mapping[int, BaseException]) -> Story:
-    """Of all ranks' failures the one that came first in meaning: an error of ours, then a death, then what followed from it."""
+    """Of all ranks' failures the one that came first in meaning: an error of ours, then a death, then what
+    followed from it.
+    """
     words = [(rank, _unwrapped(error)) for rank, error in sorted(failures.items())]
     said = [word for _, word in words if isinstance(word, RankFailed)]
     first = next((word for word in said if not word.secondary), None)
@@ -72,7 +76,11 @@ def _unwrapped(error: BaseException) -> BaseException:
 
 def _brief(error: BaseException) -> str:
     """Ray explains a death at length: the first line that is not a heading."""
-    lines = [line.strip() for line in str(getattr(error, "health_check_failure", error)).splitlines() if line.strip()]
+    lines = [
+        line.strip()
+        for line in str(getattr(error, "health_check_failure", error)).splitlines()
+        if line.strip()
+    ]
     return lines[0][:160] if lines else type(error).__name__
 
 
@@ -97,7 +105,9 @@ class Referee(UserCallback):
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         story = tell(worker_exceptions)
         before, self._starts = self._starts, slurm_job.starts(self._run)
-        end = End(story.kind, slurm_job.last_step(self._run), self._starts == before, story.exit_code, story.message)
+        end = End(
+            story.kind, slurm_job.last_step(self._run), self._starts == before, story.exit_code, story.message
+        )
         # Ray itself counts max_failures
         decision = decide(end, Past(crashes=self._crashes), Allocation())
         if decision.act is Act.END:
@@ -107,7 +117,9 @@ class Referee(UserCallback):
         self._crashes.append(end)
         failed = len(self._crashes)
         if self._max < 0 or failed <= self._max:
-            self._say(f"{story.message}, {end.where}; the workers are started again ({failed} of {self._max})")
+            self._say(
+                f"{story.message}, {end.where}; the workers are started again ({failed} of {self._max})"
+            )
 
     def _say(self, line: str) -> None:
         with (self._logs / "controller.err").open("a", encoding="utf-8") as file:

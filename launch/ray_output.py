@@ -1,6 +1,8 @@
-"""What the ranks say, on the driver's terminal, once: a file a rank in RUN/logs, and a thread of the driver follows them.
+"""What the ranks say, on the driver's terminal, once: a file a rank in RUN/logs, and a thread of the driver
+follows them.
 
-Ray's own way (every worker's lines, prefixed, sometimes twice) is switched off. All nodes share the run directory anyway.
+Ray's own way (every worker's lines, prefixed, sometimes twice) is switched off. All nodes share the run
+directory anyway.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ def speak_into(folder: Path, rank: int, attempt: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     sys.stdout = _lines(folder / f"rank-{rank}.{attempt}.out")
     sys.stderr = _lines(folder / f"rank-{rank}.{attempt}.err")
-    logging.getLogger("ray").setLevel(logging.CRITICAL)  # what it has to say reaches the driver as an exception
+    # what it has to say reaches the driver as an exception
+    logging.getLogger("ray").setLevel(logging.CRITICAL)
     logging.lastResort = logging.StreamHandler(sys.stderr)
     logging.lastResort.setLevel(logging.WARNING)
 
@@ -60,7 +63,9 @@ class Follower:
                     self._show(text, stream)
 
     def _show(self, text: str, stream: TextIO) -> None:
-        """On a terminal the newest progress line stands in the place of the one before it, as under any launcher."""
+        """On a terminal the newest progress line stands in the place of the one before it, as under any
+        launcher.
+        """
         if not sys.stdout.isatty():
             stream.write(text)
             stream.flush()

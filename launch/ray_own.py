@@ -1,7 +1,9 @@
-"""A Ray of this machine's own, for one run: begun beside the driver's imports, ended with the driver, its folder removed.
+"""A Ray of this machine's own, for one run: begun beside the driver's imports, ended with the driver, its
+folder removed.
 
-A start that fails is tried once more, and says so: what it failed of is often gone by then, as where another process took a
-port first. Of a second failure the logs are kept and named. Not here: a cluster that is joined (ray_cluster.py).
+A start that fails is tried once more, and says so: what it failed of is often gone by then, as where another
+process took a port first. Of a second failure the logs are kept and named. Not here: a cluster that is joined
+(ray_cluster.py).
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from fsdp.base.errors import LaunchError
 from fsdp.config import RaySection
 from launch.ray_settings import hush, quiet
 
-LEAN = {"prestart_worker_first_driver": False}  # idle Python processes, one a core, that no worker of ours comes from
+# idle Python processes, one a core, that no worker of ours comes from
+LEAN = {"prestart_worker_first_driver": False}
 STORE_BYTES = 128 << 20
 """Nothing of ours goes through Ray's object store: far below its default of a third of the memory."""
 STARTS = 2
@@ -69,7 +72,9 @@ class OwnRay:
         except Exception as error:
             why = _said_of(error, self._folder)
             if count < STARTS:
-                print(f"Ray did not come up here: {why}. It is started once more.", file=sys.stderr, flush=True)
+                print(
+                    f"Ray did not come up here: {why}. It is started once more.", file=sys.stderr, flush=True
+                )
                 self._start(count + 1)
                 return  # and with this thread end the processes that it started
             self._error = LaunchError(
@@ -87,10 +92,15 @@ class OwnRay:
         hush()
         try:
             ray.init(
-                address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
-                _temp_dir=str(self._folder), _node_ip_address="127.0.0.1", object_store_memory=STORE_BYTES,
+                address="local",
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _temp_dir=str(self._folder),
+                _node_ip_address="127.0.0.1",
+                object_store_memory=STORE_BYTES,
                 _system_config=LEAN,
-            )  # fmt: skip
+            )
         except BaseException:
             ray.shutdown()  # it may have come half of the way
             raise
@@ -124,7 +134,8 @@ def own_ray(section: RaySection) -> Iterator[OwnRay | None]:
     if section.address:
         yield None
         return
-    os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # nobody takes this machine's nodes away
+    # nobody takes this machine's nodes away
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
     with _own_folder(Path(_short_tmp())) as folder:
         own = OwnRay(folder)
         try:
@@ -135,7 +146,9 @@ def own_ray(section: RaySection) -> Iterator[OwnRay | None]:
 
 @contextmanager
 def _own_folder(tmp: Path) -> Iterator[Path]:
-    """For Ray's sockets and logs. A lock says that its driver lives: the folders of those that were killed are removed."""
+    """For Ray's sockets and logs. A lock says that its driver lives: the folders of those that were killed
+    are removed.
+    """
     for other in tmp.glob(f"ray-*/{HELD}"):
         with contextlib.suppress(OSError), other.open() as lock:  # gone meanwhile, held, or somebody else's
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

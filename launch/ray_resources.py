@@ -1,4 +1,6 @@
-"""What the workers ask for, against what the Ray that is connected has: said at once, not after Ray's own time-out."""
+"""What the workers ask for, against what the Ray that is connected has: said at once, not after Ray's own
+time-out.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def workers_for(section: RaySection, device: str) -> Workers:
     low, high = worker_range(section.num_workers)
     gpus = 0.0 if device == "cpu" else _gpus(section.gpus_per_worker, nodes)
     if device == "cuda" and not gpus:
-        raise LaunchError("--run.device cuda, but the workers ask this Ray for no GPU.", "--ray.gpus_per_worker 1")
+        raise LaunchError(
+            "--run.device cuda, but the workers ask this Ray for no GPU.", "--ray.gpus_per_worker 1"
+        )
     places = sum(_places(node, section.cpus_per_worker, gpus) for node in nodes)
     if places < low:
         has = ", ".join(_amounts(node.get("CPU", 0), node.get("GPU", 0)) for node in nodes)
@@ -54,7 +58,9 @@ def _gpus(asked: str, nodes: list[dict[str, float]]) -> float:
     if asked == "auto":
         return 1.0 if any(node.get("GPU", 0) >= 1 for node in nodes) else 0.0
     if float(asked) > 0 and not any(node.get("GPU", 0) for node in nodes):
-        raise ConfigError(f"--ray.gpus_per_worker {asked}, but no node of this Ray has a GPU.", "--ray.gpus_per_worker 0")
+        raise ConfigError(
+            f"--ray.gpus_per_worker {asked}, but no node of this Ray has a GPU.", "--ray.gpus_per_worker 0"
+        )
     return float(asked)
 
 

@@ -11,7 +11,8 @@ QUIET = {
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # ranks write to files of their own: launch/ray_output.py
     "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",  # which would say each report there
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths in flags mean what they mean where they were typed
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.25",  # how soon a dead worker is seen; one report is taken at each look
+    # how soon a dead worker is seen; one report is taken at each look
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.25",
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "20",
     "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "1",
 }

@@ -1,9 +1,9 @@
 """Config → TorchTrainer: the driver of a run under Ray. `python train.py --backend ray` ends up here.
 
-It checks what can be checked, chooses the run directory, brings up or joins a Ray, lets it train, and says how that ended, as
-torchrun's run says it. Checkpoints are ours, sealed by the workers themselves; Ray is told where they are. What runs in a
-worker is in launch/ray_worker.py, Ray itself in ray_own.py and ray_cluster.py, room and code for the workers in ray_room.py and
-ray_code.py, the ranks' words in ray_output.py.
+It checks what can be checked, chooses the run directory, brings up or joins a Ray, lets it train, and says
+how that ended, as torchrun's run says it. Checkpoints are ours, sealed by the workers themselves; Ray is told
+where they are. What runs in a worker is in launch/ray_worker.py, Ray itself in ray_own.py and ray_cluster.py,
+room and code for the workers in ray_room.py and ray_code.py, the ranks' words in ray_output.py.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ from launch.ray_worker import WorkerTask, work
 REPOSITORY = Path(__file__).resolve().parent.parent
 SNAPSHOT = "checkpoint_manager_snapshot.json"
 RESIZE_S = 10.0
-"""How often an elastic run looks whether it may grow; growing costs it the steps since the last checkpoint."""
+"""How often an elastic run looks whether it may grow; growing costs it the steps since the last checkpoint.
+"""
 
 
 class WorkersFailed(ShardrunError):
@@ -124,13 +125,21 @@ def _train_to_the_end(order: WorkerTask, workers: Workers, stopping: Stopping) -
     idle, step = 0, -1
     while True:
         outcome = _fit(order, workers, stopping)
-        if outcome.stopped is None or StopReason.read(outcome.stopped) is not NODES_LEAVE or stopping.signal is not None:
+        if (
+            outcome.stopped is None
+            or StopReason.read(outcome.stopped) is not NODES_LEAVE
+            or stopping.signal is not None
+        ):
             return outcome
         idle, step = (0 if outcome.step > step else idle + 1), outcome.step
         end = End(Kind.NODES_LEAVE, outcome.step, why=outcome.stopped)
         if decide(end, Past(idle_stops=idle), Allocation()).act is Act.END:
             return outcome
-        print(f"saved step {outcome.step} before nodes are taken away; going on with the others", file=sys.stderr, flush=True)
+        print(
+            f"saved step {outcome.step} before nodes are taken away; going on with the others",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _fit(order: WorkerTask, workers: Workers, stopping: Stopping) -> Outcome:
@@ -173,9 +182,12 @@ def _trainer(order: WorkerTask, workers: Workers) -> Any:
     )
     return api.torch.TorchTrainer(
         work,
-        # by name: Ray's controller reads this too, and would import all of training to read a class of ray_worker's
+        # by name: Ray's controller reads this too, and would import all of training to read a class of
+        # ray_worker's
         train_loop_config=dict(vars(order)),
-        torch_config=api.torch.TorchConfig(backend=backend, timeout_s=int(order.config.run.process_group_timeout_s)),
+        torch_config=api.torch.TorchConfig(
+            backend=backend, timeout_s=int(order.config.run.process_group_timeout_s)
+        ),
         scaling_config=scaling,
         run_config=running,
     )
@@ -198,7 +210,9 @@ class _Fit:
 
 
 class Stopping:
-    """Ctrl-C and a scheduler's signals at the driver become the stop file of the ranks; Ctrl-C again leaves at once."""
+    """Ctrl-C and a scheduler's signals at the driver become the stop file of the ranks; Ctrl-C again leaves
+    at once.
+    """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
     AGAIN_S = 1.0
@@ -228,7 +242,9 @@ class Stopping:
             self._leave = True
 
     def wait_for(self, function: Callable[[], Any]) -> Any:
-        """Call it in a thread (Ray would take the main thread's Ctrl-C for itself); meanwhile pass on what is asked."""
+        """Call it in a thread (Ray would take the main thread's Ctrl-C for itself); meanwhile pass on what is
+        asked.
+        """
         done = _Fit()
         thread = threading.Thread(target=self._call, args=(function, done), name="fit", daemon=True)
         thread.start()
@@ -236,7 +252,8 @@ class Stopping:
             thread.join(self.LOOK_S)
             if self._leave:
                 raise WorkersFailed("interrupted again: left at once, nothing saved.", 130, Kind.FINAL)
-            # A start removes what the stop before it left there, so it is put down anew until the ranks are out.
+            # A start removes what the stop before it left there, so it is put down anew until the ranks are
+            # out.
             if self.signal is not None and thread.is_alive() and not self._file.exists():
                 self._file.touch()
         if done.error is not None:

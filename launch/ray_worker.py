@@ -1,6 +1,7 @@
 """One Ray worker as one rank: its DistEnv, its Reporter, and its errors in a form that crosses to the driver.
 
-Ray has made the process group, and runs the function beside the main thread: signals are the driver's to handle.
+Ray has made the process group, and runs the function beside the main thread: signals are the driver's to
+handle.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from launch.ray_failure import RankFailed
 from launch.ray_output import speak_into
 
 BEAT_S = 1.0
-"""Ray hears of a run this often. Its controller takes one report at each look: a report for each step would wait for that."""
+"""Ray hears of a run this often. Its controller takes one report at each look: a report for each step would
+wait for that.
+"""
 
 
 @dataclass(frozen=True)
@@ -84,26 +87,34 @@ def dist_env() -> DistEnv:
     # nodes with unequal shares of the workers are no axis of a mesh: they count as one
     even = len(set(shares.values())) == 1
     return DistEnv(
-        rank=context.get_world_rank(), world_size=context.get_world_size(), local_rank=context.get_local_rank(),
-        local_world_size=context.get_local_world_size(), node_rank=context.get_node_rank() if even else 0,
-        num_nodes=len(shares) if even else 1, device=ray.train.torch.get_device(), launcher="ray",
-    )  # fmt: skip
+        rank=context.get_world_rank(),
+        world_size=context.get_world_size(),
+        local_rank=context.get_local_rank(),
+        local_world_size=context.get_local_world_size(),
+        node_rank=context.get_node_rank() if even else 0,
+        num_nodes=len(shares) if even else 1,
+        device=ray.train.torch.get_device(),
+        launcher="ray",
+    )
 
 
 # ---------------------------------------------------------------- the reporter
 
 
 Word = tuple[dict[str, Any] | None, str | None, bool]
-"""What rank 0 tells the others to report next: metrics, a checkpoint, and whether that was the last. Plain types: the word goes
-through a process of Ray's own, which would import this module, and torch, to read a class of ours."""
+"""What rank 0 tells the others to report next: metrics, a checkpoint, and whether that was the last. Plain
+types: the word goes through a process of Ray's own, which would import this module, and torch, to read a
+class of ours.
+"""
 
 
 class RayReporter:
-    """Tells Ray on a thread of its own, at most once a beat, with the newest numbers: the steps wait for nothing.
+    """Tells Ray on a thread of its own, at most once a beat, with the newest numbers: the steps wait for
+    nothing.
 
-    ray.train.report is a collective that waits for Ray's controller. So rank 0 alone decides when and what; its word goes to
-    the others' threads, and every rank reports the same, as often. A sealed checkpoint is always told, and only told: it stays
-    where it is, under our own retention.
+    ray.train.report is a collective that waits for Ray's controller. So rank 0 alone decides when and what;
+    its word goes to the others' threads, and every rank reports the same, as often. A sealed checkpoint is
+    always told, and only told: it stays where it is, under our own retention.
     """
 
     def __init__(self, rank: int, run: Path) -> None:
@@ -150,7 +161,9 @@ class RayReporter:
 
         try:
             while True:
-                metrics, checkpoint, over = broadcast_from_rank_zero(self._next() if self._rank == 0 else None)
+                metrics, checkpoint, over = broadcast_from_rank_zero(
+                    self._next() if self._rank == 0 else None
+                )
                 if metrics is not None:
                     self._tell(metrics, checkpoint)
                 if over:
@@ -179,8 +192,11 @@ class RayReporter:
         from ray.train import Checkpoint, CheckpointUploadMode
 
         if checkpoint is None or not Path(checkpoint).is_relative_to(self._run):
-            # one in an object store, or elsewhere: Ray takes no checkpoint from outside its own folder, but a name of it
+            # one in an object store, or elsewhere: Ray takes no checkpoint from outside its own folder, but a
+            # name of it
             extra = {"checkpoint": checkpoint} if checkpoint else {}
             ray.train.report({**metrics, **extra})
             return
-        ray.train.report(metrics, checkpoint=Checkpoint(checkpoint), checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
+        ray.train.report(
+            metrics, checkpoint=Checkpoint(checkpoint), checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD
+        )

@@ -1,10 +1,12 @@
-"""Where the ranks of a Slurm job meet: tried by every node before training starts, and blamed by name where it fails.
+"""Where the ranks of a Slurm job meet: tried by every node before training starts, and blamed by name where
+it fails.
 
     python -m launch.rendezvous port --seed 4711            a free port of this host, outside the kernel's own range
     python -m launch.rendezvous meet --node n2 --head n1 …   on every node; the head prints the address that all reached
     python -m launch.rendezvous here --towards 10.0.0.1     this host's address and interface on the way there
 
-No torch and no Slurm in here: slurm/node.sh passes what it knows as flags, so the answer comes in a tenth of a second.
+No torch and no Slurm in here: slurm/node.sh passes what it knows as flags, so the answer comes in a tenth of
+a second.
 """
 
 from __future__ import annotations
@@ -57,7 +59,10 @@ def _interface(address: str) -> str:
 
 
 def _address4(name: str) -> str | None:
-    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe, contextlib.suppress(OSError):
+    with (
+        contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe,
+        contextlib.suppress(OSError),
+    ):
         # one without such an address is an error to the kernel
         reply = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
         return socket.inet_ntoa(reply[20:24])
@@ -103,7 +108,9 @@ class Roll:
             self.over.set()
 
     def address(self) -> str | None:
-        """The head's address, as a number, that every node reached; another node's view of it before the head's own."""
+        """The head's address, as a number, that every node reached; another node's view of it before the
+        head's own.
+        """
         for host in self.meeting.hosts:
             seen = self.came.get(host, {})
             if set(self.meeting.nodes) <= set(seen):
@@ -116,9 +123,7 @@ class Roll:
         here = {node for seen in self.came.values() for node in seen}
         head, missing = self.meeting.nodes[0], [node for node in self.meeting.nodes if node not in here]
         if missing:
-            return (
-                f"{', '.join(missing)} did not reach {head} at {self.meeting.places()} within {self.meeting.timeout_s:.0f} s."
-            )
+            return f"{', '.join(missing)} did not reach {head} at {self.meeting.places()} within {self.meeting.timeout_s:.0f} s."
         ways = "; ".join(f"{host} by {', '.join(sorted(seen))}" for host, seen in self.came.items())
         return f"no address of {head} is reached by all nodes: {ways}."
 
@@ -140,7 +145,8 @@ async def lead(meeting: Meeting) -> Roll:
                 await roll.over.wait()
                 if roll.address() is not None:
                     writer.write(b"go\n")
-                    await reader.read()  # the caller closes first: the port is left without a TIME_WAIT of ours
+                    # the caller closes first: the port is left without a TIME_WAIT of ours
+                    await reader.read()
         writer.close()
 
     server = await asyncio.start_server(serve, sock=_listen(meeting.port))
@@ -173,7 +179,8 @@ async def come(meeting: Meeting, node: str, gpus: int) -> dict[str, str] | None:
 async def _call(meeting: Meeting, host: str, node: str, gpus: int, answers: dict[str, str]) -> None:
     hello = json.dumps({"token": meeting.token, "node": node, "host": host, "gpus": gpus}).encode()
     while True:
-        with contextlib.suppress(asyncio.IncompleteReadError):  # it hung up: another job's, or its time is over
+        # it hung up: another job's, or its time is over
+        with contextlib.suppress(asyncio.IncompleteReadError):
             try:
                 reader, writer = await asyncio.open_connection(host, meeting.port)
                 answers[host] = "reached"
@@ -199,7 +206,10 @@ async def meet(meeting: Meeting, node: str, gpus: int, ranks: int) -> int:
     roll, _ = await asyncio.gather(lead(meeting), come(meeting, node, gpus))
     address = roll.address()
     if address is None:
-        return _fail(f"{roll.absent()}", "set RDZV_HOST in slurm/cluster.env to an address of the first node that all reach")
+        return _fail(
+            f"{roll.absent()}",
+            "set RDZV_HOST in slurm/cluster.env to an address of the first node that all reach",
+        )
     poor = [f"{name} has {count}" for name, count in sorted(roll.gpus.items()) if 0 <= count < ranks]
     if poor:
         most = min(count for count in roll.gpus.values() if count >= 0)
@@ -216,7 +226,10 @@ def _tell_other(meeting: Meeting, node: str, answers: dict[str, str] | None) -> 
         return 0
     if "reached" not in answers.values():
         said = ", ".join(f"{host}:{meeting.port} {answer}" for host, answer in answers.items())
-        print(f"{node} cannot reach {meeting.nodes[0]} within {meeting.timeout_s:.0f} s: {said}.", file=sys.stderr)
+        print(
+            f"{node} cannot reach {meeting.nodes[0]} within {meeting.timeout_s:.0f} s: {said}.",
+            file=sys.stderr,
+        )
     return 1
 
 
@@ -233,7 +246,9 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("meet")
     one.add_argument("--node", required=True, help="this node's name")
     one.add_argument("--nodes", required=True, help="all of them, a comma between, the head first")
-    one.add_argument("--hosts", required=True, help="names or addresses of the head, a comma between, the preferred first")
+    one.add_argument(
+        "--hosts", required=True, help="names or addresses of the head, a comma between, the preferred first"
+    )
     one.add_argument("--port", type=int, required=True)
     one.add_argument("--token", required=True, help="what only this start of this job knows")
     one.add_argument("--timeout-s", type=float, default=60.0)

@@ -1,10 +1,12 @@
-"""What a Slurm job does before its ranks start and after they end. launch/policy.py decides; the run directory has the facts.
+"""What a Slurm job does before its ranks start and after they end. launch/policy.py decides; the run
+directory has the facts.
 
     python -m launch.slurm_job begin --default-run-dir runs/NAME [flags of train.py]    checks them; prints the run directory
     python -m launch.slurm_job judge RUN --job 12 --code 1      after the ranks have ended; its exit status is the decision
 
-The decision is an exit status because that crosses a container's edge: the shell outside acts on it. Both commands hold the run
-directory's lock while they write, and write nothing where another job holds it. Requeueing itself is slurm/lib.sh's.
+The decision is an exit status because that crosses a container's edge: the shell outside acts on it. Both
+commands hold the run directory's lock while they write, and write nothing where another job holds it.
+Requeueing itself is slurm/lib.sh's.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ Event = dict[str, Any]
 
 @contextmanager
 def holding(run: RunDir, start: str) -> Iterator[None]:
-    """The run directory's lock, or RefusedError with its holder. A later start of a Slurm job takes over from an earlier."""
+    """The run directory's lock, or RefusedError with its holder. A later start of a Slurm job takes over from
+    an earlier.
+    """
     claim = Claim.acquire(run.path, "launch.slurm_job", start)
     try:
         yield
@@ -41,9 +45,13 @@ def holding(run: RunDir, start: str) -> Iterator[None]:
         claim.release()
 
 
-def judge(run: RunDir, *, job: str, restart: int, code: int, allocation: Allocation, unmet: bool = False) -> Decision:
+def judge(
+    run: RunDir, *, job: str, restart: int, code: int, allocation: Allocation, unmet: bool = False
+) -> Decision:
     """Decide what follows the last start; a crash or a missed meeting is written into the history."""
-    after_this_try = slurm_start({**os.environ, "SHARDRUN_TRY": str(int(os.environ.get("SHARDRUN_TRY", "0")) + 1)})
+    after_this_try = slurm_start(
+        {**os.environ, "SHARDRUN_TRY": str(int(os.environ.get("SHARDRUN_TRY", "0")) + 1)}
+    )
     try:
         with holding(run, after_this_try):
             return _judge(run, job, restart, code, allocation, unmet)
@@ -63,7 +71,14 @@ def _judge(run: RunDir, job: str, restart: int, code: int, allocation: Allocatio
         reason = run.stopped.read_text(encoding="utf-8").partition(" at step ")[0].strip()
         return decide(End(kind_of_stop(reason), why=reason), past, allocation)
     end = end_of(run, Marker(run, os.environ.get(TOKEN, "")), code, starting=_failed_while_starting(history))
-    crash = {"event": "crash", "time": paths.now(), "job": job, "restart": restart, "step": end.step, "code": end.code}
+    crash = {
+        "event": "crash",
+        "time": paths.now(),
+        "job": job,
+        "restart": restart,
+        "step": end.step,
+        "code": end.code,
+    }
     paths.append(run.history, {**crash, "kind": end.kind.name, "starting": end.starting})
     return decide(end, past, allocation)
 
@@ -83,7 +98,12 @@ def past_of(history: Sequence[Event], job: str, restart: int) -> Past:
     crashes = [event for event in history if event["event"] == "crash" and event["job"] == job]
     ends = [
         # a history written before these two fields existed has neither
-        End(Kind[event.get("kind", Kind.DIED.name)], event["step"], event.get("starting", False), event["code"])
+        End(
+            Kind[event.get("kind", Kind.DIED.name)],
+            event["step"],
+            event.get("starting", False),
+            event["code"],
+        )
         for event in crashes
     ]
     unmet = 1
@@ -138,7 +158,9 @@ def begin(flags: Sequence[str], default_run_dir: str, *, log: str = "", dry_run:
         events = list(paths.read_records(run.history))
         if events and events[-1]["event"] == "start":
             why = "without a word: its node lost, or killed before it could save"
-            paths.append(run.history, {"event": "lost", "time": paths.now(), "step": last_step(run), "why": why})
+            paths.append(
+                run.history, {"event": "lost", "time": paths.now(), "step": last_step(run), "why": why}
+            )
     return run
 
 
@@ -164,7 +186,9 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--code", type=int, required=True, help="what the step of the ranks ended with")
     one.add_argument("--unmet", action="store_true", help="there were no ranks: the nodes did not meet")
     one.add_argument("--no-requeue", action="store_true", help="Slurm does not requeue this job")
-    one.add_argument("--no-again", action="store_true", help="the ranks cannot be started again in this allocation")
+    one.add_argument(
+        "--no-again", action="store_true", help="the ranks cannot be started again in this allocation"
+    )
     return parser
 
 
@@ -177,7 +201,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = RunDir(options.run)
         allocation = Allocation(requeue=not options.no_requeue, again=not options.no_again)
         decision = judge(
-            run, job=options.job, restart=options.restart, code=options.code, allocation=allocation, unmet=options.unmet
+            run,
+            job=options.job,
+            restart=options.restart,
+            code=options.code,
+            allocation=allocation,
+            unmet=options.unmet,
         )
     except ShardrunError as error:
         print(error, file=sys.stderr)

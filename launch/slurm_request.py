@@ -1,4 +1,5 @@
-"""What is asked of the cluster: nodes, GPUs, time, memory; written as Slurm writes them, checked, named as submitit names them.
+"""What is asked of the cluster: nodes, GPUs, time, memory; written as Slurm writes them, checked, named as
+submitit names them.
 
 Not here: the run itself, whose flags are train.py's, and the submission (submit.py).
 """
@@ -21,7 +22,9 @@ def ask(default: int | str, help: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is asked of the cluster; nothing about the run. Zero and empty leave a thing to the cluster's own default."""
+    """What is asked of the cluster; nothing about the run. Zero and empty leave a thing to the cluster's own
+    default.
+    """
 
     nodes: int = ask(1, "nodes")
     gpus_per_node: int = ask(0, "GPUs that each node gives")
@@ -35,7 +38,9 @@ class Request:
     constraint: str = ask("", "features that the nodes must have")
     exclude: str = ask("", "nodes to leave out")
     name: str = ask("shardrun", "the job's name")
-    signal_s: int = ask(120, "seconds before the limit at which the ranks are told; more than a step and a save take")
+    signal_s: int = ask(
+        120, "seconds before the limit at which the ranks are told; more than a step and a save take"
+    )
     cluster: str = ask("slurm", "slurm, local (this machine, the same way), or debug (this process)")
 
     @property
@@ -61,9 +66,13 @@ class Request:
 
 
 def minutes(text: str) -> int:
-    """Slurm's ways to write a time: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]]."""
+    """Slurm's ways to write a time: minutes, minutes:seconds, hours:minutes:seconds,
+    days-hours[:minutes[:seconds]].
+    """
     if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", text):
-        raise ConfigError(f"--time {text} is not a time.", "--time 4:00:00, --time 90 (minutes), or --time 1-12")
+        raise ConfigError(
+            f"--time {text} is not a time.", "--time 4:00:00, --time 90 (minutes), or --time 1-12"
+        )
     days, dash, rest = text.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     leading = 0 if dash or len(parts) == 3 else 1  # without days, one or two numbers begin with the minutes
@@ -87,12 +96,15 @@ def check(request: Request) -> None:
     for name in ("nodes", "gpus_per_node", "tasks_per_node", "cpus_per_task", "signal_s"):
         if getattr(request, name) < (name == "nodes"):
             raise ConfigError(
-                f"--{name.replace('_', '-')} {getattr(request, name)} is too few.", f"--{name.replace('_', '-')} 1"
+                f"--{name.replace('_', '-')} {getattr(request, name)} is too few.",
+                f"--{name.replace('_', '-')} 1",
             )
     request.parameters()
     if request.cluster == "slurm" and shutil.which("sbatch") is None:
         raise LaunchError("there is no sbatch here.", "--cluster local runs it on this machine")
     if request.cluster != "slurm" and request.nodes > 1:
-        raise ConfigError(f"--cluster {request.cluster} is one node, not --nodes {request.nodes}.", "--nodes 1")
+        raise ConfigError(
+            f"--cluster {request.cluster} is one node, not --nodes {request.nodes}.", "--nodes 1"
+        )
     if request.cluster == "debug" and request.ranks_per_node > 1:
         raise ConfigError(f"--cluster debug is one rank, not {request.ranks_per_node}.", "--cluster local")

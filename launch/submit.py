@@ -5,8 +5,8 @@
     python -m launch.submit --cluster local --tasks-per-node 2 --follow -- --train.steps 50
     python -m launch.submit --nodes 2 --dry-run -- --config recipes/digits.toml      prints the sbatch file, submits nothing
 
-Behind `--` stand train.py's own flags. The code is copied into the run directory, so that a job that waits in the queue
-runs what was submitted. What may be asked is launch/slurm_request.py's, what runs in the job
+Behind `--` stand train.py's own flags. The code is copied into the run directory, so that a job that waits in
+the queue runs what was submitted. What may be asked is launch/slurm_request.py's, what runs in the job
 launch/submit_task.py's; its requeue is slurm/lib.sh's.
 """
 
@@ -63,11 +63,15 @@ def plan(flags: Sequence[str], recipes: Sequence[str] = ()) -> JobArray:
         return JobArray(folder, (configuration.replace(config, run__dir=str(folder)),))
     configs = [configuration.load(["--config", recipe, *flags]) for recipe in recipes]
     if configs[0].run.dir and len(configs) > 1 and len({config.run.dir for config in configs}) == 1:
-        raise ConfigError(f"--run.dir {configs[0].run.dir} cannot be {len(configs)} runs at once.", "leave --run.dir out")
+        raise ConfigError(
+            f"--run.dir {configs[0].run.dir} cannot be {len(configs)} runs at once.", "leave --run.dir out"
+        )
     folder = rundir.choose(configuration.replace(configs[0], run__dir=""))
     names = [f"{index}-{Path(recipe).stem}" for index, recipe in enumerate(recipes)]
     placed = [
-        configuration.replace(config, run__dir=str(Path(config.run.dir).absolute() if config.run.dir else folder / name))
+        configuration.replace(
+            config, run__dir=str(Path(config.run.dir).absolute() if config.run.dir else folder / name)
+        )
         for config, name in zip(configs, names, strict=True)
     ]
     return JobArray(folder, tuple(placed))
@@ -79,7 +83,9 @@ def snapshot(folder: Path) -> Path:
     for name in CODE:
         source = HOME / name
         if source.is_dir():
-            shutil.copytree(source, code / name, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+            shutil.copytree(
+                source, code / name, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", ".*")
+            )
         else:
             code.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, code / name)
@@ -89,7 +95,9 @@ def snapshot(folder: Path) -> Path:
 def executor(request: Request, batch: JobArray) -> submitit.AutoExecutor:
     """submitit's executor with our lines before and after its srun."""
     code = batch.folder / "code"
-    made = submitit.AutoExecutor(folder=batch.folder / "logs", cluster=request.cluster, **_for_cluster(request.cluster, code))
+    made = submitit.AutoExecutor(
+        folder=batch.folder / "logs", cluster=request.cluster, **_for_cluster(request.cluster, code)
+    )
     made.update_parameters(**request.parameters())
     if request.cluster == "slurm":
         made.update_parameters(
@@ -112,7 +120,9 @@ def _for_cluster(cluster: str, code: Path) -> dict[str, Any]:
 
 
 def _before(code: Path, runs: Sequence[RunDir]) -> list[str]:
-    """In the batch shell: the cluster's facts, the run directory of this element of the array, and the nodes' meeting."""
+    """In the batch shell: the cluster's facts, the run directory of this element of the array, and the nodes'
+    meeting.
+    """
     paths = " ".join(shlex.quote(str(run.path)) for run in runs)
     return [
         "set -euo pipefail",
@@ -127,8 +137,13 @@ def _before(code: Path, runs: Sequence[RunDir]) -> list[str]:
 
 @contextlib.contextmanager
 def job_variables(code: Path, cluster: str) -> Iterator[None]:
-    """What the job inherits: the snapshot's code before any other; on this machine the ranks' meeting place too."""
-    added = {"PYTHONPATH": os.pathsep.join([str(code), *filter(None, [os.environ.get("PYTHONPATH")])]), "PYTHONSAFEPATH": "1"}
+    """What the job inherits: the snapshot's code before any other; on this machine the ranks' meeting place
+    too.
+    """
+    added = {
+        "PYTHONPATH": os.pathsep.join([str(code), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONSAFEPATH": "1",
+    }
     if cluster == "local":
         added |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(rendezvous.free_port(os.getpid()))}
     with submitit.helpers.environment_variables(**added):
@@ -148,7 +163,9 @@ def submit(request: Request, batch: JobArray) -> list[submitit.Job[Any]]:
                 return [made.submit(job) for job in jobs]
         except FailedJobError as error:
             said = " ".join(str(error).split())
-            raise LaunchError(f"nothing was submitted: {said}.", "docs/slurm.md lists the usual errors") from None
+            raise LaunchError(
+                f"nothing was submitted: {said}.", "docs/slurm.md lists the usual errors"
+            ) from None
 
 
 def sbatch_file(request: Request, batch: JobArray) -> str:
@@ -168,7 +185,9 @@ def sbatch_file(request: Request, batch: JobArray) -> str:
 def describe(request: Request, batch: JobArray, jobs: Sequence[submitit.Job[Any]]) -> str:
     """The job, where it writes, and how to end it."""
     ids = ", ".join(job.job_id for job in jobs)
-    lines = [f"job     {ids} on {request.cluster}: {request.nodes} nodes × {request.ranks_per_node} ranks, {request.time}"]
+    lines = [
+        f"job     {ids} on {request.cluster}: {request.nodes} nodes × {request.ranks_per_node} ranks, {request.time}"
+    ]
     lines += [f"run     {run.path}" for run in batch.runs]
     lines += [f"log     {job.paths.stdout}" for job in jobs]
     # TERM is a request to stop, so that both ways of ending leave a checkpoint
@@ -177,7 +196,9 @@ def describe(request: Request, batch: JobArray, jobs: Sequence[submitit.Job[Any]
 
 
 def follow(job: submitit.Job[Any], cluster: str) -> None:
-    """Print the job's log as it grows, through every requeue, until the job has left the queue. Ctrl-C ends the watching."""
+    """Print the job's log as it grows, through every requeue, until the job has left the queue. Ctrl-C ends
+    the watching.
+    """
     place = 0
     while True:
         living = _is_alive(job, cluster)
@@ -215,8 +236,12 @@ def _parser() -> argparse.ArgumentParser:
     for field in dataclasses.fields(Request):
         kind = int if isinstance(field.default, int) else str
         shown = f"{field.metadata['help']} (default: {field.default or 'left to the cluster'})"
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default, metavar="VALUE", help=shown)
-    parser.add_argument("--array", nargs="+", default=[], metavar="RECIPE", help="one job of an array for each recipe")
+        parser.add_argument(
+            f"--{field.name.replace('_', '-')}", type=kind, default=field.default, metavar="VALUE", help=shown
+        )
+    parser.add_argument(
+        "--array", nargs="+", default=[], metavar="RECIPE", help="one job of an array for each recipe"
+    )
     parser.add_argument("--follow", action="store_true", help="print the log until the job has ended")
     parser.add_argument("--dry-run", action="store_true", help="print the sbatch file and submit nothing")
     return parser
@@ -237,7 +262,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if unknown:
             raise ConfigError(
-                f"{unknown[0]} is not a flag of launch.submit.", f"train.py's stand behind `--`: -- {unknown[0]} …"
+                f"{unknown[0]} is not a flag of launch.submit.",
+                f"train.py's stand behind `--`: -- {unknown[0]} …",
             )
         check(request)
         batch = plan(flags, recipes)

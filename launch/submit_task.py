@@ -1,8 +1,10 @@
-"""What submitit runs in each task of a job: one rank. Imported from the snapshot in the run directory, not from the workplace.
+"""What submitit runs in each task of a job: one rank. Imported from the snapshot in the run directory, not
+from the workplace.
 
-submitit's way of stopping is joined with ours: its handlers are replaced while the ranks train (fsdp/dist/stop.py only marks, all
-ranks save, once), and when they have stopped, its own requeue is called from here, in the open, where a handler is not. Under
-Slurm the batch script's last lines requeue (slurm/lib.sh), with the same bounds as every other job script's.
+submitit's way of stopping is joined with ours: its handlers are replaced while the ranks train
+(fsdp/dist/stop.py only marks, all ranks save, once), and when they have stopped, its own requeue is called
+from here, in the open, where a handler is not. Under Slurm the batch script's last lines requeue
+(slurm/lib.sh), with the same bounds as every other job script's.
 """
 
 from __future__ import annotations
@@ -28,12 +30,16 @@ from launch.policy import Kind, kind_of_stop
 
 @dataclass(frozen=True)
 class SubmittedRun:
-    """Pickled by submitit with the resolved configuration: a recipe edited while the job waits changes nothing."""
+    """Pickled by submitit with the resolved configuration: a recipe edited while the job waits changes
+    nothing.
+    """
 
     config: Config
 
     def __call__(self) -> str | None:
-        """Why the run stopped, if it was asked to by a person; a run that the scheduler stopped never returns."""
+        """Why the run stopped, if it was asked to by a person; a run that the scheduler stopped never
+        returns.
+        """
         job = submitit.JobEnvironment()
         if job.cluster == "slurm":
             # until the ranks listen themselves: submitit's handler would requeue from within itself
@@ -56,9 +62,15 @@ def rank_environment(job: submitit.JobEnvironment, device: environment.DeviceCho
         env = environment.from_environment(device=device)
     elif job.num_tasks > 1:
         env = DistEnv(
-            rank=job.global_rank, world_size=job.num_tasks, local_rank=job.local_rank, local_world_size=job.num_tasks,
-            node_rank=0, num_nodes=1, device=environment.pick_device(job.local_rank, device), launcher="submitit",
-        )  # fmt: skip
+            rank=job.global_rank,
+            world_size=job.num_tasks,
+            local_rank=job.local_rank,
+            local_world_size=job.num_tasks,
+            node_rank=0,
+            num_nodes=1,
+            device=environment.pick_device(job.local_rank, device),
+            launcher="submitit",
+        )
     else:
         env = environment.from_environment({}, device)
     if env.world_size > 1 and "GLOO_SOCKET_IFNAME" not in os.environ:
@@ -67,10 +79,13 @@ def rank_environment(job: submitit.JobEnvironment, device: environment.DeviceCho
 
 
 def leave_for_later(job: submitit.JobEnvironment) -> None:
-    """End without a result, or submitit would call the job done. Every rank has saved and met the others by now."""
+    """End without a result, or submitit would call the job done. Every rank has saved and met the others by
+    now.
+    """
     logging.shutdown()
     flush_output()
     requeue = signal.getsignal(submitit.JobEnvironment._usr_sig())
     if job.cluster == "local" and job.global_rank == 0 and callable(requeue):
-        requeue(submitit.JobEnvironment._usr_sig(), None)  # pickles the job again and exits with submitit's code for it
+        # pickles the job again and exits with submitit's code for it
+        requeue(submitit.JobEnvironment._usr_sig(), None)
     os._exit(0)

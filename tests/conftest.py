@@ -1,6 +1,6 @@
-"""The order of the tests, which of them wait for the full form or need what may be absent, and no GPU for those that test
-none. `make test` distributes their files over pytest's processes (pytest-xdist): a file stays in one, and the longest start
-first. `pytest tests` runs the same tests in one process.
+"""The order of the tests, which of them wait for the full form or need what may be absent, and no GPU for
+those that test none. `make test` distributes their files over pytest's processes (pytest-xdist): a file stays
+in one, and the longest start first. `pytest tests` runs the same tests in one process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ LONGEST = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The same tests on a machine with GPUs: only `pytest -m cuda` sees them, in this process and in all that it starts."""
+    """The same tests on a machine with GPUs: only `pytest -m cuda` sees them, in this process and in all that
+    it starts.
+    """
     if config.getoption("markexpr") != "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 

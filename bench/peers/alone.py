@@ -1,9 +1,10 @@
-"""A contender as a person's own script: torchvision's vision transformer, saved each so many steps, resumed where it stands.
+"""A contender as a person's own script: torchvision's vision transformer, saved each so many steps, resumed
+where it stands.
 
     torchrun --nproc_per_node 4 bench/peers/alone.py NAME --steps 20 [--every 5 --folder DIR]
 
-Says `step N/M` after each step, as train.py does. Imports what NAME needs and no more: its start is timed. Interleaved runs of
-several such scripts are bench/start.py's and bench/goodput.py's.
+Says `step N/M` after each step, as train.py does. Imports what NAME needs and no more: its start is timed.
+Interleaved runs of several such scripts are bench/start.py's and bench/goodput.py's.
 """
 
 from __future__ import annotations
@@ -39,7 +40,13 @@ def model(channels: int = 1, width: int = 128) -> torch.nn.Module:
 
     torch.manual_seed(0)
     made = VisionTransformer(
-        image_size=28, patch_size=7, num_layers=10, num_heads=2, hidden_dim=width, mlp_dim=width, num_classes=10
+        image_size=28,
+        patch_size=7,
+        num_layers=10,
+        num_heads=2,
+        hidden_dim=width,
+        mlp_dim=width,
+        num_classes=10,
     )
     made.conv_proj = torch.nn.Conv2d(channels, width, 7, 7)
     return made

@@ -1,4 +1,6 @@
-"""The floor: what a person writes who has read fully_shard's page: shard, clip, step. DCP, blocking, for checkpoints."""
+"""The floor: what a person writes who has read fully_shard's page: shard, clip, step. DCP, blocking, for
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,17 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from bench.peers.base import CLIP, Given, cross_entropy, kept, make_optimizer, mesh_of, prepare_units, prune, same_everywhere
+from bench.peers.base import (
+    CLIP,
+    Given,
+    cross_entropy,
+    kept,
+    make_optimizer,
+    mesh_of,
+    prepare_units,
+    prune,
+    same_everywhere,
+)
 
 
 class Bare:

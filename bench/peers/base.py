@@ -1,7 +1,8 @@
-"""What every contender is given and what it must do. Knows torch alone: a contender's process imports nothing of shardrun.
+"""What every contender is given and what it must do. Knows torch alone: a contender's process imports nothing
+of shardrun.
 
-A contender wraps one model and takes steps: forward, mean cross entropy, backward, gradients clipped at norm 1, AdamW (fused),
-gradients away. `save` and `load` are its own way to keep and find its state.
+A contender wraps one model and takes steps: forward, mean cross entropy, backward, gradients clipped at norm
+1, AdamW (fused), gradients away. `save` and `load` are its own way to keep and find its state.
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ def mesh_of(given: Given) -> Any:
 
 def kept(folder: Path, proof: str) -> list[tuple[int, Path]]:
     """Saves that are whole, the oldest first: `proof` is what the way of saving writes last."""
-    found = [(int(one.name.partition("-")[2]), one) for one in folder.glob("step-*") if one.name[5:].isdigit()]
+    found = [
+        (int(one.name.partition("-")[2]), one) for one in folder.glob("step-*") if one.name[5:].isdigit()
+    ]
     return sorted(pair for pair in found if not proof or (pair[1] / proof).exists())
 
 

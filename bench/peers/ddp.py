@@ -37,7 +37,10 @@ class Ddp:
         if dist.get_rank() == 0:
             place = folder / f"step-{step}"
             place.mkdir(parents=True, exist_ok=True)
-            torch.save({"model": self.model.module.state_dict(), "optim": self.optimizer.state_dict()}, place / "aside")
+            torch.save(
+                {"model": self.model.module.state_dict(), "optim": self.optimizer.state_dict()},
+                place / "aside",
+            )
             (place / "aside").rename(place / FILE)
             prune(folder, FILE)
         dist.barrier()

@@ -18,7 +18,16 @@ from lightning.fabric.strategies import ModelParallelStrategy  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 
-from bench.peers.base import CLIP, Given, cross_entropy, kept, make_optimizer, prepare_units, prune, same_everywhere  # noqa: E402
+from bench.peers.base import (  # noqa: E402
+    CLIP,
+    Given,
+    cross_entropy,
+    kept,
+    make_optimizer,
+    prepare_units,
+    prune,
+    same_everywhere,
+)
 
 
 class Fabric:
@@ -49,7 +58,9 @@ class Fabric:
         return loss.detach()
 
     def save(self, folder: Path, step: int) -> None:
-        self.fabric.save(str(folder / f"step-{step}"), {"model": self.model, "optimizer": self.optimizer, "step": step})
+        self.fabric.save(
+            str(folder / f"step-{step}"), {"model": self.model, "optimizer": self.optimizer, "step": step}
+        )
         prune(folder, ".metadata")
 
     def load(self, folder: Path) -> int:

@@ -1,7 +1,8 @@
-"""Hugging Face Accelerate with its FSDP2 plugin (fsdp_version=2), blocks wrapped by class, sharded state dicts.
+"""Hugging Face Accelerate with its FSDP2 plugin (fsdp_version=2), blocks wrapped by class, sharded state
+dicts.
 
-On a CPU Accelerate leaves the plugin out without a word and trains DDP. Here its distributed type is set to FSDP after it is
-made, and the rest is Accelerate's own; on CUDA nothing is set.
+On a CPU Accelerate leaves the plugin out without a word and trains DDP. Here its distributed type is set to
+FSDP after it is made, and the rest is Accelerate's own; on CUDA nothing is set.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class Accelerate:
             self.accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
             self.accelerator.state.fsdp_plugin = plugin
         self.model, self.optimizer = self.accelerator.prepare(given.model, make_optimizer(given.model))
-        assert any(isinstance(p, DTensor) for p in self.model.parameters()), "Accelerate has not sharded the model"
+        assert any(isinstance(p, DTensor) for p in self.model.parameters()), (
+            "Accelerate has not sharded the model"
+        )
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         loss = cross_entropy(self.model(inputs), targets)

@@ -1,4 +1,6 @@
-"""Who takes part: each contender by name, with its module and the environment that it runs in. Ours are fsdp.run.loop.train."""
+"""Who takes part: each contender by name, with its module and the environment that it runs in. Ours are
+fsdp.run.loop.train.
+"""
 
 from __future__ import annotations
 
@@ -57,21 +59,31 @@ def ready(names: list[str]) -> list[str]:
 
 def absent(names: list[str]) -> list[str]:
     """A line for each that cannot be run, with the reason."""
-    return [f"{ROSTER[name].label}: not run, {ROSTER[name].missing}" for name in names if ROSTER[name].missing]
+    return [
+        f"{ROSTER[name].label}: not run, {ROSTER[name].missing}" for name in names if ROSTER[name].missing
+    ]
 
 
 def settings(names: list[str]) -> list[str]:
-    """What each was set to, for under a table; read from the source, since a peer's own packages are not ours to import."""
+    """What each was set to, for under a table; read from the source, since a peer's own packages are not ours
+    to import.
+    """
     said = []
     for name in names:
         entry = ROSTER[name]
         if entry.missing:
             continue
-        source = Path(setup.ROOT, *entry.module.partition(":")[0].split(".")).with_suffix(".py") if entry.module else None
+        source = (
+            Path(setup.ROOT, *entry.module.partition(":")[0].split(".")).with_suffix(".py")
+            if entry.module
+            else None
+        )
         if source is None:
             said.append(f"{entry.label}: defaults" + (f", {' '.join(entry.flags)}" if entry.flags else ""))
         else:
-            line = next(line for line in source.read_text().splitlines() if line.strip().startswith("settings = "))
+            line = next(
+                line for line in source.read_text().splitlines() if line.strip().startswith("settings = ")
+            )
             packages = f" ({' '.join(setup.PEERS[entry.peer].packages)})" if entry.peer else ""
             said.append(f"{entry.label}{packages}: " + line.partition("=")[2].strip().lstrip("f").strip('"'))
     return said

@@ -1,9 +1,11 @@
-"""An environment for each peer: its own pinned packages first, then those of the interpreter that runs this (the same torch).
+"""An environment for each peer: its own pinned packages first, then those of the interpreter that runs this
+(the same torch).
 
     python -m bench.peers.setup [NAME …]        into .cache/peers/NAME; a second call finds them there
 
-What cannot be installed or cannot run on a machine is told with the reason, here and under every table. A bench sets its peers
-up on the way, within a bound; one that failed is not tried again until this command is typed.
+What cannot be installed or cannot run on a machine is told with the reason, here and under every table. A
+bench sets its peers up on the way, within a bound; one that failed is not tried again until this command is
+typed.
 """
 
 from __future__ import annotations
@@ -105,8 +107,13 @@ def set_up(name: str, bound_s: float | None = None) -> str:
 
 
 def _install(name: str, peer: Peer, deadline: float | None) -> str:
-    """Its environment, its packages, its import; what went wrong. Past the deadline: subprocess.TimeoutExpired."""
-    environment, python = {**os.environ, **environment_of(name), "PYTHONPATH": str(ROOT)}, str(python_of(name))
+    """Its environment, its packages, its import; what went wrong. Past the deadline:
+    subprocess.TimeoutExpired.
+    """
+    environment, python = (
+        {**os.environ, **environment_of(name), "PYTHONPATH": str(ROOT)},
+        str(python_of(name)),
+    )
     steps = (
         [sys.executable, "-m", "venv", str(HOME / name)],
         [
@@ -128,11 +135,17 @@ def _install(name: str, peer: Peer, deadline: float | None) -> str:
 
 def main(names: list[str]) -> int:
     if unknown := [name for name in names if name not in PEERS]:
-        print(f"unknown peer {unknown[0]!r}. HINT: python -m bench.peers.setup {' '.join(PEERS)}", file=sys.stderr)
+        print(
+            f"unknown peer {unknown[0]!r}. HINT: python -m bench.peers.setup {' '.join(PEERS)}",
+            file=sys.stderr,
+        )
         return 2
     for name in names or PEERS:
         why = set_up(name)
-        print(f"{name:<12} {' '.join(PEERS[name].packages):<24} {why or 'ready in ' + str(HOME / name)}", flush=True)
+        print(
+            f"{name:<12} {' '.join(PEERS[name].packages):<24} {why or 'ready in ' + str(HOME / name)}",
+            flush=True,
+        )
     return 0
 
 

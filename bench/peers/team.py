@@ -1,6 +1,7 @@
 """The ranks of one contender as seen from the bench: started once, they sleep between their turns.
 
-Several teams live side by side, so that rounds can be short and what else the machine does falls on all alike.
+Several teams live side by side, so that rounds can be short and what else the machine does falls on all
+alike.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from bench.peers.roster import ROSTER
 from bench.ports import free_port
 
 HONEST = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
-"""glibc keeps freed blocks; told so, it gives them back and a process's size says something. It costs page faults."""
+"""glibc keeps freed blocks; told so, it gives them back and a process's size says something. It costs page
+faults.
+"""
 WAIT_S = 240.0
 
 
@@ -37,7 +40,9 @@ class _Rank:
 
 
 class Team:
-    def __init__(self, name: str, work: str, ranks: int, *, threads: int = 1, honest_memory: bool = False) -> None:
+    def __init__(
+        self, name: str, work: str, ranks: int, *, threads: int = 1, honest_memory: bool = False
+    ) -> None:
         self.name, self.ranks = name, ranks
         self._folder = tempfile.TemporaryDirectory(prefix=f"bench-{name}-")
         common = {
@@ -55,19 +60,29 @@ class Team:
         environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "BENCH_ANSWERS": str(mouth)}
         with log.open("w") as out:
             process = subprocess.Popen(
-                [str(ROSTER[self.name].python), "-m", "bench.peers.worker", self.name, work], cwd=self._folder.name,
-                env=environment, stdin=subprocess.PIPE, stdout=out, stderr=out, text=True, pass_fds=(mouth,),
-            )  # fmt: skip
+                [str(ROSTER[self.name].python), "-m", "bench.peers.worker", self.name, work],
+                cwd=self._folder.name,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=out,
+                text=True,
+                pass_fds=(mouth,),
+            )
         os.close(mouth)
         return _Rank(process, os.fdopen(ear), log)
 
     def steps(self, count: int) -> dict[str, Any]:
-        """A turn: seconds a step, of the slowest rank; processor seconds a step, the mean over ranks; the mean losses."""
+        """A turn: seconds a step, of the slowest rank; processor seconds a step, the mean over ranks; the
+        mean losses.
+        """
         answers = self._ask({"do": "steps", "steps": count})
         return {
             "wall_s": max(one["wall_s"] for one in answers) / count,
             "cpu_s": sum(one["cpu_s"] for one in answers) / count / self.ranks,
-            "losses": [sum(losses) / self.ranks for losses in zip(*(one["losses"] for one in answers), strict=True)],
+            "losses": [
+                sum(losses) / self.ranks for losses in zip(*(one["losses"] for one in answers), strict=True)
+            ],
         }
 
     def memory(self, count: int) -> dict[str, float]:
@@ -90,7 +105,9 @@ class Team:
             line = member.answers.readline() if ready else ""
             if not line:
                 end = member.log.read_text()[-2000:]
-                raise TeamError(f"{self.name}, rank {rank}: {'ended' if ready else f'silent for {WAIT_S:.0f} s'}\n{end}")
+                raise TeamError(
+                    f"{self.name}, rank {rank}: {'ended' if ready else f'silent for {WAIT_S:.0f} s'}\n{end}"
+                )
             heard.append(json.loads(line))
         return heard
 
@@ -110,7 +127,9 @@ class Team:
     def __enter__(self) -> Team:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is not None:
             for member in self._members:
                 member.process.kill()

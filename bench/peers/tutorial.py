@@ -1,4 +1,5 @@
-"""PyTorch's FSDP2 tutorial in shape: a model on meta, sharded, filled from a full state dict; prefetch by hand; blocking DCP.
+"""PyTorch's FSDP2 tutorial in shape: a model on meta, sharded, filled from a full state dict; prefetch by
+hand; blocking DCP.
 
 Written after docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html, with `--explicit-prefetching`.
 """
@@ -19,7 +20,9 @@ PREFETCH = 2
 
 
 class Tutorial:
-    settings = "meta, full state dict on each rank, 2 layers prefetched by hand, unshard() ahead; dcp.save, blocking"
+    settings = (
+        "meta, full state dict on each rank, 2 layers prefetched by hand, unshard() ahead; dcp.save, blocking"
+    )
 
     def __init__(self, given: Given) -> None:
         mesh, model, policy = mesh_of(given), given.model, prepare_units(given)

@@ -1,6 +1,8 @@
-"""The same work for all: one configuration of ours gives the model with its weights, and the samples of each step.
+"""The same work for all: one configuration of ours gives the model with its weights, and the samples of each
+step.
 
-Contenders get the batches made beforehand, so their data cost them nothing; ours reads its own, behind the steps.
+Contenders get the batches made beforehand, so their data cost them nothing; ours reads its own, behind the
+steps.
 """
 
 from __future__ import annotations
@@ -51,7 +53,13 @@ class Work:
 
 
 def decoder(width: int, layers: int, vocab: int, tied: str = "false") -> tuple[str, ...]:
-    sizes = {"width": width, "layers": layers, "heads": max(1, width // 64), "vocab_size": vocab, "tied": tied}
+    sizes = {
+        "width": width,
+        "layers": layers,
+        "heads": max(1, width // 64),
+        "vocab_size": vocab,
+        "tied": tied,
+    }
     words = [word for name, value in sizes.items() for word in (f"--model.args.{name}", str(value))]
     return ("--model.name", "transformer", "--data.args.kind", "tokens", *words)
 
@@ -102,16 +110,26 @@ class Place:
 
     def given(self) -> base.Given:
         model = build_real(self.job.spec, self.config.run.seed)
-        return base.Given(model.to(self.device), units_of(model), self.device, bf16=self.cuda, compile=self.cuda)
+        return base.Given(
+            model.to(self.device), units_of(model), self.device, bf16=self.cuda, compile=self.cuda
+        )
 
     def batches(self, made: int = 32) -> Iterator[tuple[Tensor, Tensor]]:
         """Those of our own steps 1, 2, …; after `made` of them the first ones again."""
         loader = Loader(
-            self.job.data.train, self.job.cursor, micro_batch=self.job.batch.micro_batch, accumulation=1,
-            rank=DataRank(self.rank, self.ranks), workers=0, prefetch=1, pin=False,
-        )  # fmt: skip
+            self.job.data.train,
+            self.job.cursor,
+            micro_batch=self.job.batch.micro_batch,
+            accumulation=1,
+            rank=DataRank(self.rank, self.ranks),
+            workers=0,
+            prefetch=1,
+            pin=False,
+        )
         ready: list[Any] = [loader.step(step).micro[0].data for step in range(made)]
-        return itertools.cycle([(one["inputs"].to(self.device), one["targets"].to(self.device)) for one in ready])
+        return itertools.cycle(
+            [(one["inputs"].to(self.device), one["targets"].to(self.device)) for one in ready]
+        )
 
     @property
     def samples_a_step(self) -> int:

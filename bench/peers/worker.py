@@ -1,7 +1,9 @@
-"""One rank of one contender, doing what it is told: `steps N`, `memory N`, `end`. Started by bench/peers/team.py.
+"""One rank of one contender, doing what it is told: `steps N`, `memory N`, `end`. Started by
+bench/peers/team.py.
 
-A line of JSON comes in on stdin, a line of answer goes out through the pipe whose number is in BENCH_ANSWERS: frameworks print.
-Ours is the product's own train(); its reporter, which is called after each step on each rank, is where it waits for orders.
+A line of JSON comes in on stdin, a line of answer goes out through the pipe whose number is in BENCH_ANSWERS:
+frameworks print. Ours is the product's own train(); its reporter, which is called after each step on each
+rank, is where it waits for orders.
 """
 
 from __future__ import annotations
@@ -22,7 +24,12 @@ import torch.distributed as dist
 from bench.peers.roster import ROSTER
 from bench.peers.work import WORKS, Place
 
-HEAVY = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint.state_dict")
+HEAVY = (
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.distributed.checkpoint.state_dict",
+)
 """What one contender imports with its packages and another in its first step: idle memory for all of them."""
 
 
@@ -64,12 +71,20 @@ class Orders:
     def _tell(self) -> None:
         losses = [float(loss) for loss in self.losses]  # a device is waited for here
         facts: dict[str, Any] = {
-            "wall_s": time.perf_counter() - self._wall, "cpu_s": time.process_time() - self._cpu, "losses": losses,
-        }  # fmt: skip
+            "wall_s": time.perf_counter() - self._wall,
+            "cpu_s": time.process_time() - self._cpu,
+            "losses": losses,
+        }
         if self._memory and torch.cuda.is_initialized():
-            facts |= {"peak_mib": torch.cuda.max_memory_allocated() / 2**20, "rest_mib": torch.cuda.memory_allocated() / 2**20}
+            facts |= {
+                "peak_mib": torch.cuda.max_memory_allocated() / 2**20,
+                "rest_mib": torch.cuda.memory_allocated() / 2**20,
+            }
         elif self._memory:
-            facts |= {"peak_mib": memory_mib("VmHWM") - self.idle_mib, "rest_mib": memory_mib("VmRSS") - self.idle_mib}
+            facts |= {
+                "peak_mib": memory_mib("VmHWM") - self.idle_mib,
+                "rest_mib": memory_mib("VmRSS") - self.idle_mib,
+            }
         self.say(**facts)
 
 

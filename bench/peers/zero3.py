@@ -1,4 +1,6 @@
-"""DeepSpeed ZeRO-3: the engine does what fully_shard does. torch's AdamW, as the others have, and clipping by the engine."""
+"""DeepSpeed ZeRO-3: the engine does what fully_shard does. torch's AdamW, as the others have, and clipping by
+the engine.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,11 @@ class Zero3:
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_clipping": CLIP,
-            "zero_optimization": {"stage": 3, "overlap_comm": given.device.type == "cuda", "contiguous_gradients": True},
+            "zero_optimization": {
+                "stage": 3,
+                "overlap_comm": given.device.type == "cuda",
+                "contiguous_gradients": True,
+            },
             "zero_allow_untested_optimizer": True,
             "bf16": {"enabled": given.bf16},
             "zero_force_ds_cpu_optimizer": False,

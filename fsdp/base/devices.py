@@ -1,5 +1,5 @@
-"""What a device can do at best: its maker's figures for dense bf16 products, memory and memory rate, in one table.
-And which device a thread works on.
+"""What a device can do at best: its maker's figures for dense bf16 products, memory and memory rate, in one
+table. And which device a thread works on.
 
 Sources: NVIDIA's data sheets of the A100, H100, H200, B200, L4 and L40S, figures with sparsity halved.
 Not here: what was measured.
@@ -53,10 +53,15 @@ _BY_WORDS = (
 
 
 def find(name: str) -> Device | None:
-    """The device of a driver's name, or of a short one that a person types; None where the table does not know it."""
+    """The device of a driver's name, or of a short one that a person types; None where the table does not
+    know it.
+    """
     spoken = name.upper().replace("-", " ").replace("_", " ").split()
     for words, known in _BY_WORDS:
-        if all(any(word.upper() == part or (len(word) > 2 and word.upper() in part) for part in spoken) for word in words):
+        if all(
+            any(word.upper() == part or (len(word) > 2 and word.upper() in part) for part in spoken)
+            for word in words
+        ):
             return next(device for device in DEVICES if device.name == known)
     return None
 
@@ -64,8 +69,9 @@ def find(name: str) -> Device | None:
 def set_thread_device(device: torch.device | None) -> None:
     """Make a CUDA device the calling thread's current device; does nothing for a CPU or None.
 
-    The current device is a thread's own and starts at 0: a thread that pins, copies or records an event without this
-    opens a context of about half a gigabyte on GPU 0. Every thread of ours that touches tensors calls this first.
+    The current device is a thread's own and starts at 0: a thread that pins, copies or records an event
+    without this opens a context of about half a gigabyte on GPU 0. Every thread of ours that touches tensors
+    calls this first.
     """
     if device is not None and device.type == "cuda":
         import torch
@@ -74,7 +80,9 @@ def set_thread_device(device: torch.device | None) -> None:
 
 
 def thread_device() -> torch.device | None:
-    """The calling thread's current CUDA device, to hand to a thread that it starts; None where CUDA is not in use."""
+    """The calling thread's current CUDA device, to hand to a thread that it starts; None where CUDA is not in
+    use.
+    """
     import torch
 
     if not torch.cuda.is_initialized():

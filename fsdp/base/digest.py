@@ -1,8 +1,9 @@
 """A digest of numbers that does not depend on how they are cut into shards.
 
-Σ bitsᵢ·(2i+1) mod 2⁶⁴ over a tensor's elements in their global order. A shard keeps two sums, Σ bits and Σ bits·(2j+1) with
-its own j from 0; a shard that starts at element s adds 2s·Σ bits. So the sums of any sharding give the same whole,
-and two ranks that hold equal shards are seen at once. It finds accidents (a flip, a mix, a swap), not an adversary.
+Σ bitsᵢ·(2i+1) mod 2⁶⁴ over a tensor's elements in their global order. A shard keeps two sums, Σ bits and Σ
+bits·(2j+1) with its own j from 0; a shard that starts at element s adds 2s·Σ bits. So the sums of any
+sharding give the same whole, and two ranks that hold equal shards are seen at once. It finds accidents (a
+flip, a mix, a swap), not an adversary.
 """
 
 from __future__ import annotations

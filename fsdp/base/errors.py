@@ -1,7 +1,8 @@
 """Blame by type: who can mend it decides the class, and a HINT line says how.
 
-ConfigError is the person's, LaunchError the launcher's, CheckpointError the disk's, TrainingError the numbers'. Exit codes are
-theirs, and 6 where memory ran out (fsdp/memory/oom.py), 7 where the watch ended the rank (fsdp/watch/node_ranks.py).
+ConfigError is the person's, LaunchError the launcher's, CheckpointError the disk's, TrainingError the
+numbers'. Exit codes are theirs, and 6 where memory ran out (fsdp/memory/oom.py), 7 where the watch ended the
+rank (fsdp/watch/node_ranks.py).
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ class ShardrunError(Exception):
 
     exit_code = 1
     scope: Literal["all", "node", "rank"] = "all"
-    """Who meets it: all ranks alike (one speaks), the ranks of a node that lacks something, or one rank alone."""
+    """Who meets it: all ranks alike (one speaks), the ranks of a node that lacks something, or one rank
+    alone.
+    """
 
     ranks: tuple[int, ...] = ()
     """Whom it is about, where that is known and all ranks raise it."""

@@ -1,8 +1,10 @@
-"""What a rank says of itself: the phase of its step, the activity of its threads, why it stops, how its run ended.
+"""What a rank says of itself: the phase of its step, the activity of its threads, why it stops, how its run
+ended.
 
-Values, not phrases: a monitor, a launcher or a report decides by them. The loop announces phases and functions announce
-activities; whoever asked receives them (heartbeats, memory by phase, timings, traces). Nothing is measured here. A listener
-runs on the announcing thread, between two kernels: it must not wait for anything. No torch: launchers read this first.
+Values, not phrases: a monitor, a launcher or a report decides by them. The loop announces phases and
+functions announce activities; whoever asked receives them (heartbeats, memory by phase, timings, traces).
+Nothing is measured here. A listener runs on the announcing thread, between two kernels: it must not wait for
+anything. No torch: launchers read this first.
 """
 
 from __future__ import annotations
@@ -124,7 +126,9 @@ class StopReason(enum.StrEnum):
     @classmethod
     def read(cls, text: str | None) -> StopReason | None:
         """The reason that a run has written; None for text of an unknown one, and for no text."""
-        return next((one for one in cls if text is not None and (text == one or text.startswith(f"{one} "))), None)
+        return next(
+            (one for one in cls if text is not None and (text == one or text.startswith(f"{one} "))), None
+        )
 
 
 class Ending(enum.StrEnum):

@@ -1,8 +1,8 @@
 """torchvision where torch is a CPU build and torchvision is PyPI's, which is built for CUDA.
 
-There torchvision's extension cannot load and `import torchvision` fails on the two operators that it registers fakes for.
-Declaring their schemas first is enough: nothing here needs an operator of torchvision. Where the extension loads, nothing
-is declared. Not here: anything that uses torchvision.
+There torchvision's extension cannot load and `import torchvision` fails on the two operators that it
+registers fakes for. Declaring their schemas first is enough: nothing here needs an operator of torchvision.
+Where the extension loads, nothing is declared. Not here: anything that uses torchvision.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def import_torchvision() -> ModuleType:
 
 
 def prepare_torchvision() -> bool:
-    """Make a later `import torchvision`, anyone's, work; whether schemas had to be declared. Imports nothing itself."""
+    """Make a later `import torchvision`, anyone's, work; whether schemas had to be declared. Imports nothing
+    itself.
+    """
     global _library
     if _library is not None:
         return True

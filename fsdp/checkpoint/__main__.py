@@ -5,9 +5,9 @@
     python -m fsdp.checkpoint RUN prune --keep-last 2  delete older ones; refused while a job writes there
     python -m fsdp.checkpoint RUN export --format both --out FOLDER
 
-RUN is a run directory, a folder of checkpoints or s3://bucket/prefix; `verify RUN` is understood like `RUN verify`. --step N
-picks one. Exit code 0, 1 where a checkpoint is not whole, 2 for a wrong command, 4 where there is nothing to work on
-or another job writes there.
+RUN is a run directory, a folder of checkpoints or s3://bucket/prefix; `verify RUN` is understood like `RUN
+verify`. --step N picks one. Exit code 0, 1 where a checkpoint is not whole, 2 for a wrong command, 4 where
+there is nothing to work on or another job writes there.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         options = _parse(argv)
         store = open_store(_place(options.run, options.section))
-        return {"list": _list, "verify": _verify, "prune": _prune, "export": _export}[options.command](store, options)
+        return {"list": _list, "verify": _verify, "prune": _prune, "export": _export}[options.command](
+            store, options
+        )
     except ShardrunError as error:
         print(f"fsdp.checkpoint.__main__: {error}", file=sys.stderr)
         return error.exit_code
@@ -52,31 +54,43 @@ def main(argv: Sequence[str]) -> int:
         print(f"fsdp.checkpoint.__main__: {error}", file=sys.stderr)
         return CheckpointError.exit_code
     except Broken as broken:
-        print(f"CheckpointError: {broken.detail}. HINT: python -m fsdp.checkpoint {argv[0]} verify", file=sys.stderr)
+        print(
+            f"CheckpointError: {broken.detail}. HINT: python -m fsdp.checkpoint {argv[0]} verify",
+            file=sys.stderr,
+        )
         return CheckpointError.exit_code
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m fsdp.checkpoint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m fsdp.checkpoint",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("words", nargs="+", metavar="RUN [list|verify|prune|export]")
     parser.add_argument("--step", type=int, help="only this step's checkpoint")
     parser.add_argument("--quick", action="store_true", help="list: compare sizes only")
-    parser.add_argument("--keep-last", type=int, help="prune: newest kept; else what the run's config.toml says")
+    parser.add_argument(
+        "--keep-last", type=int, help="prune: newest kept; else what the run's config.toml says"
+    )
     parser.add_argument("--keep-every-steps", type=int, help="prune: also keep each n-th step's")
     parser.add_argument("--format", choices=("torch", "safetensors", "both"), help="export: what to write")
     parser.add_argument("--shard-gib", type=float, help="export: largest safetensors file")
     parser.add_argument("--out", help="export: folder; RUN/full_model if not given")
     parser.add_argument(
-        "--trust-code", action="append", default=[], metavar="NAME", help=f"export of adapters: {config.TRUST_HELP}"
+        "--trust-code",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help=f"export of adapters: {config.TRUST_HELP}",
     )
     options = parser.parse_intermixed_args(list(argv))
     commands = [word for word in options.words if word in COMMANDS]
     runs = [word for word in options.words if word not in COMMANDS]
     if len(runs) != 1 or len(commands) > 1:
         raise ConfigError(
-            f"{' '.join(options.words)}: one RUN and one command are wanted.", "python -m fsdp.checkpoint RUN verify"
+            f"{' '.join(options.words)}: one RUN and one command are wanted.",
+            "python -m fsdp.checkpoint RUN verify",
         )
     options.run, options.command = runs[0].rstrip("/"), (commands or ["list"])[0]
     options.section = _section(options)
@@ -90,7 +104,10 @@ def _section(options: argparse.Namespace) -> CheckpointSection:
     if "://" not in options.run and file.is_file():
         fields = {name: config.FIELDS[name] for name in config.FIELDS if name.startswith("checkpoint.")}
         said = {name: value for name, value in config.read_recipe(str(file)).items() if name in fields}
-        values = {name.removeprefix("checkpoint."): config.parse_value(fields[name], value) for name, value in said.items()}
+        values = {
+            name.removeprefix("checkpoint."): config.parse_value(fields[name], value)
+            for name, value in said.items()
+        }
         section = CheckpointSection(**values)
     given = {
         "keep_last": options.keep_last, "keep_every_steps": options.keep_every_steps,
@@ -108,7 +125,9 @@ def _place(run: str, section: CheckpointSection) -> str:
     if Path(run, "checkpoints").is_dir():
         return str(Path(run, "checkpoints"))
     if not Path(run).is_dir():
-        raise CheckpointError(f"{run} does not exist.", "python -m fsdp.checkpoint RUN, with the --run.dir of a run")
+        raise CheckpointError(
+            f"{run} does not exist.", "python -m fsdp.checkpoint RUN, with the --run.dir of a run"
+        )
     return run
 
 
@@ -138,7 +157,11 @@ def _table(store: Store, founds: Sequence[CheckpointListing], read: bool) -> int
     for found in founds:
         why = _why_not(store, found, read)
         wrong += why is not None
-        state = f"NOT whole: {why}" if why else ("verified" if read else "sealed, sizes right; verify reads every byte")
+        state = (
+            f"NOT whole: {why}"
+            if why
+            else ("verified" if read else "sealed, sizes right; verify reads every byte")
+        )
         about = found.manifest
         if about is None:
             print(f"{found.step:>10}  {'':>9}  {'':>10}  {'':<12}  {'':>5}  {state}")
@@ -212,7 +235,9 @@ def _hold(store: Store, options: argparse.Namespace) -> Locks:
 def _export(store: Store, options: argparse.Namespace) -> int:
     found = next((one for one in _chosen(store, options) if one.manifest is not None), None)
     if found is None:
-        raise CheckpointError(f"{store.where} holds no whole checkpoint.", f"python -m fsdp.checkpoint {options.run} verify")
+        raise CheckpointError(
+            f"{store.where} holds no whole checkpoint.", f"python -m fsdp.checkpoint {options.run} verify"
+        )
     if "://" in options.run and not options.out:
         raise ConfigError("an object store needs a local folder to export to.", "--out FOLDER")
     folder = Path(options.out) if options.out else _own_export(Path(options.run))
@@ -249,9 +274,12 @@ def _base(options: argparse.Namespace, found: CheckpointListing) -> Base | None:
     file = Path(options.run, "config.toml")
     if not file.is_file():
         raise ConfigError(
-            f"{found.folder} holds adapters over {said['origin']}, and {file} is not there.", "give the run directory"
+            f"{found.folder} holds adapters over {said['origin']}, and {file} is not there.",
+            "give the run directory",
         )
-    run = config.load_run_config(Path(options.run), trusted=options.trust_code, forgotten=("checkpoint.resume",))
+    run = config.load_run_config(
+        Path(options.run), trusted=options.trust_code, forgotten=("checkpoint.resume",)
+    )
     job = prepare(run, world_size=1, num_nodes=1, device=torch.device("cpu"))
     return dataclasses.replace(
         base_of(run, job.spec, job.dtypes.master, said["digest"]),

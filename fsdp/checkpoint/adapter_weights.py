@@ -1,7 +1,8 @@
-"""Checkpoints of adapters alone: what they lie over, the proof that it is the same at a resume, and both merged at an export.
+"""Checkpoints of adapters alone: what they lie over, the proof that it is the same at a resume, and both
+merged at an export.
 
-Such a checkpoint holds adapters, optimizer and buffers; the frozen weights are named by a digest that no sharding changes. Not
-here: the adapters themselves (fsdp/models/lora.py).
+Such a checkpoint holds adapters, optimizer and buffers; the frozen weights are named by a digest that no
+sharding changes. Not here: the adapters themselves (fsdp/models/lora.py).
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ PEFT = "adapter"
 
 @dataclass(frozen=True)
 class Base:
-    """The frozen weights of a run with adapters. `build` gives the model without them on meta, `open` its numbers."""
+    """The frozen weights of a run with adapters. `build` gives the model without them on meta, `open` its
+    numbers.
+    """
 
     digest: str
     origin: str
@@ -41,7 +44,12 @@ class Base:
 
     def said(self) -> dict[str, str | float]:
         """What a manifest keeps of it."""
-        return {"digest": self.digest, "origin": self.origin, "rank": self.lora.rank, "alpha": self.lora.alpha}
+        return {
+            "digest": self.digest,
+            "origin": self.origin,
+            "rank": self.lora.rank,
+            "alpha": self.lora.alpha,
+        }
 
 
 def digest_of(tensors: Mapping[str, int]) -> str:
@@ -61,13 +69,16 @@ def check(manifest: Manifest, base: Base | None, where: str) -> None:
         )
     if base is None:
         raise CheckpointError(
-            f"{where} holds adapters alone, over {said['origin']}.", f"--lora.rank {said['rank']}, with the flags of that run"
+            f"{where} holds adapters alone, over {said['origin']}.",
+            f"--lora.rank {said['rank']}, with the flags of that run",
         )
     if said["digest"] != base.digest:
         raise CheckpointError(
             f"{where} holds adapters over {said['origin']} ({said['digest']}), and this run's weights, from {base.origin}, "
             f"are others ({base.digest}).",
-            f"{said['origin']}" if str(said["origin"]).startswith("--") else "give the flags that the run had",
+            f"{said['origin']}"
+            if str(said["origin"]).startswith("--")
+            else "give the flags that the run had",
         )
 
 
@@ -76,7 +87,9 @@ def check(manifest: Manifest, base: Base | None, where: str) -> None:
 
 def whole_model(source: CheckpointSource, base: Base) -> tuple[list[Entry], full_state.Fetch]:
     """The plain model under its own names: base and adapters merged, tensor by tensor."""
-    stored = {key.removeprefix("model.") for key in source.metadata.state_dict_metadata if key.startswith("model.")}
+    stored = {
+        key.removeprefix("model.") for key in source.metadata.state_dict_metadata if key.startswith("model.")
+    }
     entries = _entries(base)
     weights = base.open()
     _prove(base, weights, [entry for entry in entries if entry.name not in stored])
@@ -134,7 +147,11 @@ def peft_files(source: CheckpointSource, folder: Path, base: Base) -> dict[Path,
     }  # fmt: skip
     text = json.dumps(config, indent=1).encode()
     write = partial(
-        full_state.write_safetensors, entries=[entry for _, entry in keys.values()],
+        full_state.write_safetensors,
+        entries=[entry for _, entry in keys.values()],
         fetch=lambda entry: load.whole(source, keys[entry.name][0]),
-    )  # fmt: skip
-    return {place / "adapter_config.json": lambda stream: stream.write(text), place / "adapter_model.safetensors": write}
+    )
+    return {
+        place / "adapter_config.json": lambda stream: stream.write(text),
+        place / "adapter_model.safetensors": write,
+    }

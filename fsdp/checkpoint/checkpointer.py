@@ -1,7 +1,8 @@
-"""The Checkpointer: what the loop calls. Save behind the steps, restore the newest that is whole, say how it went.
+"""The Checkpointer: what the loop calls. Save behind the steps, restore the newest that is whole, say how it
+went.
 
-Here live the order of saves, who may write, and the words to people. How a save is written is saver.py's, how a restore goes
-restore.py's, which stay is keep.py's.
+Here live the order of saves, who may write, and the words to people. How a save is written is saver.py's, how
+a restore goes restore.py's, which stay is keep.py's.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ GUESSED_BYTES_PER_S = 200e6  # until a first save has been measured
 
 @dataclass(frozen=True)
 class Sealed:
-    """A save that is finished: `stall_s` is what it held this rank's steps up, `write_s` what it took behind them."""
+    """A save that is finished: `stall_s` is what it held this rank's steps up, `write_s` what it took behind
+    them.
+    """
 
     step: int
     path: str
@@ -68,12 +71,20 @@ class Checkpointer:
     ) -> None:
         self.base: Base | None = None
         """What a run of adapters lies over, set before anything is restored or saved."""
-        self._section, self._run_dir, self._env, self._sizes, self._config = section, run_dir, env, sizes, config_hash
+        self._section, self._run_dir, self._env, self._sizes, self._config = (
+            section,
+            run_dir,
+            env,
+            sizes,
+            config_hash,
+        )
         self._talk = Talk()
         self._attempt: str = self._talk.tell(secrets.token_hex(4))
         self._store: Store = open_store(section.dir or str(run_dir / "checkpoints"))
         self._claim = claim
-        self._saver = Saver(self._store, self._talk, env.device, self._attempt, self._ousted, self._prune, room)
+        self._saver = Saver(
+            self._store, self._talk, env.device, self._attempt, self._ousted, self._prune, room
+        )
         self._flight: SaveJob | None = None
         self._ended: list[Sealed] = []
         self._failed_before = False
@@ -84,7 +95,9 @@ class Checkpointer:
 
     # ------------------------------------------------------------ saving
 
-    def save(self, state: TrainState, *, metrics: Mapping[str, float], reason: str, wait: bool = False) -> None:
+    def save(
+        self, state: TrainState, *, metrics: Mapping[str, float], reason: str, wait: bool = False
+    ) -> None:
         """Begin a save of this step; it is sealed behind the coming steps, or before this returns."""
         started = time.perf_counter()
         self._land()
@@ -93,7 +106,9 @@ class Checkpointer:
         if self._env.device.type == "cuda":
             job.ready = torch.cuda.current_stream(self._env.device).record_event()
         if not self._save_seconds:
-            self._save_seconds = 1.0 + sum(piece.nbytes for piece in job.snapshot.pieces) / GUESSED_BYTES_PER_S
+            self._save_seconds = (
+                1.0 + sum(piece.nbytes for piece in job.snapshot.pieces) / GUESSED_BYTES_PER_S
+            )
         self._flight = job
         self._saver.put(job)
         waits = wait or self._section.mode == "blocking"
@@ -104,7 +119,9 @@ class Checkpointer:
             self._land(must=wait)
 
     def before_update(self) -> None:
-        """Hold the optimizer until the last save's copy is taken. On CUDA its stream waits and the host does not."""
+        """Hold the optimizer until the last save's copy is taken. On CUDA its stream waits and the host does
+        not.
+        """
         job = self._flight
         if job is None or job.settled:
             return
@@ -127,8 +144,9 @@ class Checkpointer:
         return self._save_seconds or 5.0
 
     def close(self) -> None:
-        """Wait for what is in flight; `sealed` tells of it afterwards. If that was not sealed, the run's last state is lost:
-        CheckpointError, on every rank."""
+        """Wait for what is in flight; `sealed` tells of it afterwards. If that was not sealed, the run's last
+        state is lost: CheckpointError, on every rank.
+        """
         if self._closed:
             return
         self._closed = True
@@ -138,8 +156,9 @@ class Checkpointer:
             self._saver.stop()
 
     def abandon(self) -> None:
-        """Leave without raising, after close or instead of it on an exception's way out: a save in flight may still end,
-        if the other ranks are there to end it with; it is not waited for long."""
+        """Leave without raising, after close or instead of it on an exception's way out: a save in flight may
+        still end, if the other ranks are there to end it with; it is not waited for long.
+        """
         if self._closed:
             return
         self._closed = True
@@ -156,7 +175,9 @@ class Checkpointer:
         outcome = job.outcome
         assert outcome is not None
         if outcome.fatal or (must and outcome.failure):
-            raise CheckpointError(f"step {outcome.step} {outcome.verdict.lower()}: {outcome.failure}.", LOST_HINT)
+            raise CheckpointError(
+                f"step {outcome.step} {outcome.verdict.lower()}: {outcome.failure}.", LOST_HINT
+            )
         if outcome.failure and self._failed_before:
             raise repeated(outcome)
         self._failed_before = bool(outcome.failure)
@@ -174,20 +195,38 @@ class Checkpointer:
             if outcome.doubt and self._env.is_main:
                 log.warning(
                     "checkpoint of step %d is whole in %s, but %s: a power cut may still lose it. Older ones are kept until "
-                    "a later save succeeds.", outcome.step, outcome.path, outcome.doubt,
-                )  # fmt: skip
+                    "a later save succeeds.",
+                    outcome.step,
+                    outcome.path,
+                    outcome.doubt,
+                )
         elif self._env.is_main:
-            log.error("CHECKPOINT of step %d %s: %s. The run goes on.", outcome.step, outcome.verdict, outcome.failure)
+            log.error(
+                "CHECKPOINT of step %d %s: %s. The run goes on.",
+                outcome.step,
+                outcome.verdict,
+                outcome.failure,
+            )
 
     def _about(self, state: TrainState, metrics: Mapping[str, float], reason: str) -> Manifest:
         """What the manifest says of this save, but for the files."""
         return Manifest(
-            step=state.step, attempt=self._attempt, created=0.0, torch=torch.__version__, strategy=self._sizes.strategy,
-            replicate=self._sizes.replicate, shard=self._sizes.shard, ranks=self._env.world_size, config=self._config,
-            reason=reason, counters=state.counters(), files={}, digests={},
+            step=state.step,
+            attempt=self._attempt,
+            created=0.0,
+            torch=torch.__version__,
+            strategy=self._sizes.strategy,
+            replicate=self._sizes.replicate,
+            shard=self._sizes.shard,
+            ranks=self._env.world_size,
+            config=self._config,
+            reason=reason,
+            counters=state.counters(),
+            files={},
+            digests={},
             metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
             base={} if self.base is None else self.base.said(),
-        )  # fmt: skip
+        )
 
     def _ousted(self) -> str | None:
         return self._claim.ousted() if self._claim is not None else None
@@ -205,10 +244,14 @@ class Checkpointer:
     # ------------------------------------------------------------ restoring
 
     def finds(self) -> bool:
-        """Whether this run has a checkpoint of its own: `restore` then fills the whole model, or raises. Collective."""
+        """Whether this run has a checkpoint of its own: `restore` then fills the whole model, or raises.
+        Collective.
+        """
         if self._founds is None:
             self._prove_shared()
-            self._founds = self._talk.on_main(lambda: discovery.survey(self._store, self._section, self._attempt))
+            self._founds = self._talk.on_main(
+                lambda: discovery.survey(self._store, self._section, self._attempt)
+            )
         return bool(self._founds)
 
     def restore(self, state: TrainState) -> Restored | None:
@@ -231,7 +274,9 @@ class Checkpointer:
     # ------------------------------------------------------------ out
 
     def export(self, folder: Path) -> list[Path]:
-        """The newest sealed checkpoint's model as a state dict, made by rank 0 while the others wait. Returns the files."""
+        """The newest sealed checkpoint's model as a state dict, made by rank 0 while the others wait. Returns
+        the files.
+        """
         return self._talk.on_main(lambda: self._export(folder))
 
     def _export(self, folder: Path) -> list[Path]:
@@ -239,10 +284,14 @@ class Checkpointer:
 
         found = next((one for one in inspect.scan(self._store) if one.manifest is not None), None)
         if found is None:
-            raise CheckpointError(f"{self._store.where} holds no whole checkpoint to export.", "--checkpoint.export false")
+            raise CheckpointError(
+                f"{self._store.where} holds no whole checkpoint to export.", "--checkpoint.export false"
+            )
         try:
             source = load.open_one(self._store, found.folder, found.manifest)
-            return export(source, folder, self._section.export_format, self._section.export_shard_gib, base=self.base)
+            return export(
+                source, folder, self._section.export_format, self._section.export_shard_gib, base=self.base
+            )
         except (Broken, OSError) as error:
             hint = f"python -m fsdp.checkpoint {self._run_dir} verify"
             raise CheckpointError(f"{found.folder} was not exported to {folder}: {error}.", hint) from None

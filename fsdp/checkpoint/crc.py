@@ -1,6 +1,8 @@
-"""CRC-32 of a whole from the CRC-32s of its parts, as zlib's crc32_combine does it (Python's zlib does not offer it).
+"""CRC-32 of a whole from the CRC-32s of its parts, as zlib's crc32_combine does it (Python's zlib does not
+offer it).
 
-It lets one pass over the bytes serve the zip record, the file, and a file whose parts were read by several ranks.
+It lets one pass over the bytes serve the zip record, the file, and a file whose parts were read by several
+ranks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""What rank 0 finds before a run begins: which checkpoints there are, where a PATH leads, whether all ranks see one place.
+"""What rank 0 finds before a run begins: which checkpoints there are, where a PATH leads, whether all ranks
+see one place.
 
-Every function here but `prove_shared` looks at the disk and speaks to nobody; Talk.on_main makes its answer everyone's.
+Every function here but `prove_shared` looks at the disk and speaks to nobody; Talk.on_main makes its answer
+everyone's.
 """
 
 from __future__ import annotations
@@ -27,7 +29,11 @@ def survey(store: Store, section: CheckpointSection, attempt: str) -> list[Check
     try:
         swept = retention.sweep(store, attempt)
         founds = inspect.scan(store)
-        broken = [folder for folder in store.folders() if (name := file_names.parse(folder)) and name.kind == "broken"]
+        broken = [
+            folder
+            for folder in store.folders()
+            if (name := file_names.parse(folder)) and name.kind == "broken"
+        ]
     except OSError as error:
         raise CheckpointError(f"{store.where} cannot be read: {error}.", "--checkpoint.dir FOLDER") from None
     if swept:

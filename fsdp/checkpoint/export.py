@@ -1,7 +1,9 @@
-"""A sealed checkpoint's model as one state dict: full_model/full-model.pt, or safetensors with an index. In one process.
+"""A sealed checkpoint's model as one state dict: full_model/full-model.pt, or safetensors with an index. In
+one process.
 
-Read from the checkpoint and not from the ranks: what is exported is what was sealed, each tensor compared with its digest on
-the way, at any number of ranks, with no more than one tensor in memory. A file has its name only when it is whole.
+Read from the checkpoint and not from the ranks: what is exported is what was sealed, each tensor compared
+with its digest on the way, at any number of ranks, with no more than one tensor in memory. A file has its
+name only when it is whole.
 """
 
 from __future__ import annotations
@@ -26,18 +28,32 @@ Format = Literal["torch", "safetensors", "both"]
 
 
 def export(
-    source: CheckpointSource, folder: Path, format: Format, shard_gib: float, prefix: str = "model.", base: Base | None = None
+    source: CheckpointSource,
+    folder: Path,
+    format: Format,
+    shard_gib: float,
+    prefix: str = "model.",
+    base: Base | None = None,
 ) -> list[Path]:
-    """The model of a checkpoint into a folder; returns the files. Adapters are merged into `base`, and written alone too."""
+    """The model of a checkpoint into a folder; returns the files. Adapters are merged into `base`, and
+    written alone too.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     files = []
     if base is None:
         entries, fetch = _entries(source, prefix), _fetch(source, prefix)
     else:
         entries, fetch = adapter_weights.whole_model(source, base)
-        files += [_whole_file(file, write) for file, write in adapter_weights.peft_files(source, folder, base).items()]
+        files += [
+            _whole_file(file, write)
+            for file, write in adapter_weights.peft_files(source, folder, base).items()
+        ]
     if format in ("torch", "both"):
-        files.append(_whole_file(folder / full_state.TORCH_FILE, partial(full_state.write_torch, entries=entries, fetch=fetch)))
+        files.append(
+            _whole_file(
+                folder / full_state.TORCH_FILE, partial(full_state.write_torch, entries=entries, fetch=fetch)
+            )
+        )
     if format in ("safetensors", "both"):
         files += _safetensors(folder, entries, fetch, int(shard_gib * 2**30))
     sync_folder(folder)
@@ -56,7 +72,11 @@ def _entries(source: CheckpointSource, prefix: str) -> list[Entry]:
         if not key.startswith(prefix) or not isinstance(about, TensorStorageMetadata):
             continue
         name = key.removeprefix(prefix)
-        info = source.metadata.storage_data[MetadataIndex(key, about.chunks[0].offsets)] if about.chunks else None
+        info = (
+            source.metadata.storage_data[MetadataIndex(key, about.chunks[0].offsets)]
+            if about.chunks
+            else None
+        )
         spot = (info.relative_path, info.offset) if info is not None else key
         owner = owners.setdefault(spot, name)
         entries.append(Entry(name, about.properties.dtype, tuple(about.size), owner if owner != name else ""))

@@ -1,7 +1,7 @@
 """Checkpoints that `dcp.save` wrote elsewhere: which of their keys are the model's and which the optimizer's.
 
-Programs nest them as they like ({"model": …}, {"app": {"model": …, "optim": …}}, {"state_dict": {"module": …}}). The names of
-the parameters tell: the beginning that turns all of them into keys is the model's.
+Programs nest them as they like ({"model": …}, {"app": {"model": …, "optim": …}}, {"state_dict": {"module":
+…}}). The names of the parameters tell: the beginning that turns all of them into keys is the model's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def prefixes(metadata: Metadata, parameters: Iterable[str], where: str) -> Prefi
 
 
 def _optimizer(keys: set[str], wanted: list[str]) -> str | None:
-    """The beginning before `state.<parameter>.<moment>`, where there is one for every parameter that has state at all."""
+    """The beginning before `state.<parameter>.<moment>`, where there is one for every parameter that has
+    state at all.
+    """
     for name in wanted:
         for key in keys:
             head, middle, _ = key.rpartition(f"state.{name}.")

@@ -1,7 +1,7 @@
 """A whole model's state dict in files: written tensor by tensor, read lazily. torch's format and safetensors.
 
-Writing never holds more than one tensor; reading maps files, so a rank that asks for its rows touches those alone. Which
-tensors there are and where they come from is export.py's and the caller's.
+Writing never holds more than one tensor; reading maps files, so a rank that asks for its rows touches those
+alone. Which tensors there are and where they come from is export.py's and the caller's.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ Fetch = Callable[[Entry], torch.Tensor]
 def write_torch(stream: BinaryIO, entries: Sequence[Entry], fetch: Fetch) -> None:
     """What `torch.save(state_dict)` would write; tied weights share one storage, as there."""
     archive = torch_file.Archive(stream)
-    archive.add("data.pkl", torch_file.state_dict_pickle([(e.name, e.dtype, e.size, e.same_as or e.name) for e in entries]))
+    archive.add(
+        "data.pkl",
+        torch_file.state_dict_pickle([(e.name, e.dtype, e.size, e.same_as or e.name) for e in entries]),
+    )
     archive.add("byteorder", b"little")
     own = [entry for entry in entries if not entry.same_as]
     for nth, entry in enumerate(own):
@@ -62,13 +65,16 @@ def write_torch(stream: BinaryIO, entries: Sequence[Entry], fetch: Fetch) -> Non
 
 
 def write_safetensors(stream: BinaryIO, entries: Sequence[Entry], fetch: Fetch) -> None:
-    """The header with every place, then the tensors in its order. Tied weights stand there twice: the format shares nothing."""
+    """The header with every place, then the tensors in its order. Tied weights stand there twice: the format
+    shares nothing.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for entry in entries:
         if entry.dtype not in _NAMES:
             raise ConfigError(
-                f"{entry.name} is {entry.dtype}, which safetensors does not know.", "--checkpoint.export_format torch"
+                f"{entry.name} is {entry.dtype}, which safetensors does not know.",
+                "--checkpoint.export_format torch",
             )
         place = [at, at + entry.nbytes]
         header[entry.name] = {"dtype": _NAMES[entry.dtype], "shape": list(entry.size), "data_offsets": place}
@@ -81,7 +87,9 @@ def write_safetensors(stream: BinaryIO, entries: Sequence[Entry], fetch: Fetch) 
 
 
 def into_files(entries: Sequence[Entry], largest: int) -> list[list[Entry]]:
-    """Entries in order, cut so that no file is larger than asked; a single larger tensor has a file of its own."""
+    """Entries in order, cut so that no file is larger than asked; a single larger tensor has a file of its
+    own.
+    """
     files: list[list[Entry]] = [[]]
     held = 0
     for entry in entries:
@@ -114,7 +122,9 @@ class FullState(Mapping[str, torch.Tensor]):
 
 
 def open_full_state(path: str | Path) -> FullState:
-    """A file or folder with a whole model's state dict: safetensors with or without an index, or torch.save's own."""
+    """A file or folder with a whole model's state dict: safetensors with or without an index, or torch.save's
+    own.
+    """
     place = Path(path)
     files = _files(place) if place.is_dir() else [place]
     tensors: dict[str, Callable[[], torch.Tensor]] = {}
@@ -131,7 +141,9 @@ def _files(folder: Path) -> list[Path]:
             names = _named_files(place / INDEX_FILE)
             strangers = [name for name in names if Path(name).name != name]
             if strangers:
-                raise ConfigError(f"{place / INDEX_FILE} leads out of its folder, to {strangers[0]}.", "give a whole export")
+                raise ConfigError(
+                    f"{place / INDEX_FILE} leads out of its folder, to {strangers[0]}.", "give a whole export"
+                )
             return [place / name for name in sorted(names)]
         for name in (TORCH_FILE, "model.safetensors", "pytorch_model.bin"):
             if (place / name).exists():
@@ -166,7 +178,9 @@ def _open_safetensors(file: Path) -> dict[str, Callable[[], torch.Tensor]]:
         return {name: _Mapped(file, 8 + length, about, size) for name, about in header.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         said = error if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
-        raise ConfigError(f"--model.weights {file} cannot be read: {said}.", "give a whole .safetensors file") from None
+        raise ConfigError(
+            f"--model.weights {file} cannot be read: {said}.", "give a whole .safetensors file"
+        ) from None
 
 
 class _Mapped:
@@ -201,17 +215,23 @@ def _open_torch(file: Path) -> dict[str, Callable[[], torch.Tensor]]:
         raise ConfigError(
             f"--model.weights {file} does not exist.", "a .pt or .safetensors file, or a folder of them"
         ) from None
-    except Exception as error:  # torch.load's failures have no common type; each means that this is no such file
+    except (
+        Exception
+    ) as error:  # torch.load's failures have no common type; each means that this is no such file
         said = str(error).partition("\n")[0][:200]
         raise ConfigError(
-            f"--model.weights {file} is no state dict of torch.save: {said}.", "give a .pt or .safetensors file"
+            f"--model.weights {file} is no state dict of torch.save: {said}.",
+            "give a .pt or .safetensors file",
         ) from None
     for key in ("state_dict", "model"):
         if isinstance(loaded, Mapping) and isinstance(loaded.get(key), Mapping):
             loaded = loaded[key]
-    if not isinstance(loaded, Mapping) or not all(isinstance(value, torch.Tensor) for value in loaded.values()):
+    if not isinstance(loaded, Mapping) or not all(
+        isinstance(value, torch.Tensor) for value in loaded.values()
+    ):
         raise ConfigError(
-            f"--model.weights {file} holds something else than a state dict.", "torch.save(model.state_dict(), FILE)"
+            f"--model.weights {file} holds something else than a state dict.",
+            "torch.save(model.state_dict(), FILE)",
         )
     sharded = next((name for name, value in loaded.items() if isinstance(value, DTensor)), None)
     if sharded is not None:

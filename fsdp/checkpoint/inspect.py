@@ -1,4 +1,6 @@
-"""What lies in a store and which of it is whole, without loading a tensor. One rank looks; the others are told."""
+"""What lies in a store and which of it is whole, without loading a tensor. One rank looks; the others are
+told.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from fsdp.checkpoint.store import Store
 
 CHUNK = 8 << 20
 DAMAGE = {errno.EIO, errno.ENOENT, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA}
-"""What a disk says of a file that is bad or gone. Anything else (a time-out, a permission) is no verdict on the file."""
+"""What a disk says of a file that is bad or gone. Anything else (a time-out, a permission) is no verdict on
+the file.
+"""
 
 
 @dataclass(frozen=True)
@@ -45,8 +49,9 @@ def examine(store: Store, folder: str) -> Manifest:
 
 
 def of_failure(error: Exception, where: str) -> Broken | CheckpointError:
-    """Damage, which is set aside; or what is no fault of the file (storage that does not answer, memory that is full), which
-    must not cost the newest checkpoint its name."""
+    """Damage, which is set aside; or what is no fault of the file (storage that does not answer, memory that
+    is full), which must not cost the newest checkpoint its name.
+    """
     if isinstance(error, Broken):
         return error
     bad_file = isinstance(error, OSError) and error.errno in DAMAGE
@@ -74,7 +79,11 @@ def look(store: Store, folder: str) -> CheckpointListing:
 
 def finals(store: Store) -> list[str]:
     """Folders named as checkpoints, the newest first."""
-    parsed = [(name, folder) for folder in store.folders() if (name := file_names.parse(folder)) and name.kind == "final"]
+    parsed = [
+        (name, folder)
+        for folder in store.folders()
+        if (name := file_names.parse(folder)) and name.kind == "final"
+    ]
     return [folder for _, folder in sorted(parsed, key=lambda pair: (pair[0].step, pair[1]), reverse=True)]
 
 

@@ -1,7 +1,8 @@
-"""A checkpoint into a TrainState, at any number of ranks: read, verify, share among replicas, compare digests. Collective.
+"""A checkpoint into a TrainState, at any number of ranks: read, verify, share among replicas, compare
+digests. Collective.
 
-Each byte is read once over all ranks; a replica's piece is read by one of its holders and sent to the rest. Whatever goes wrong
-on one rank is told to all before the next collective, so all raise the same Broken.
+Each byte is read once over all ranks; a replica's piece is read by one of its holders and sent to the rest.
+Whatever goes wrong on one rank is told to all before the next collective, so all raise the same Broken.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class CheckpointSource:
     metadata_crc: int = 0
 
 
-def fill(source: CheckpointSource, wants: list[Want], filling: Filling | None, talk: Talk, verify: bool) -> None:
+def fill(
+    source: CheckpointSource, wants: list[Want], filling: Filling | None, talk: Talk, verify: bool
+) -> None:
     """Every want filled and proven, or Broken on every rank and the state not to be used."""
     _choose_readers(wants)
     sums = verify and source.manifest is not None
@@ -79,10 +82,17 @@ def _tasks(stored: Metadata, want: Want) -> list[Task]:
         info = stored.storage_data[MetadataIndex(want.source, chunk.offsets)]
         inside = tuple(o - start for o, start in zip(met[0], chunk.offsets, strict=True))
         into = piece.local[
-            tuple(slice(o - start, o - start + n) for o, n, start in zip(met[0], met[1], piece.offsets, strict=True))
+            tuple(
+                slice(o - start, o - start + n)
+                for o, n, start in zip(met[0], met[1], piece.offsets, strict=True)
+            )
         ]
         dtype = entry.properties.dtype
-        tasks.append(Task(info.relative_path, info.offset, info.length, dtype, tuple(chunk.sizes), inside, met[1], into))
+        tasks.append(
+            Task(
+                info.relative_path, info.offset, info.length, dtype, tuple(chunk.sizes), inside, met[1], into
+            )
+        )
     if sum(math.prod(task.take_sizes) for task in tasks) != math.prod(piece.sizes):
         raise Broken("metadata", f".metadata does not cover {want.source}")
     return tasks
@@ -94,11 +104,15 @@ def _read_mine(
     try:
         with garbage.held():
             tasks = [task for want in wants if want.reads for task in _tasks(source.metadata, want)]
-        segments = tensor_reader.run(source.store, source.folder, tasks, ours=source.manifest is not None, sums=sums)
+        segments = tensor_reader.run(
+            source.store, source.folder, tasks, ours=source.manifest is not None, sums=sums
+        )
         values = {}
         for _, _, key in filling.values if filling is not None else ():
             info = source.metadata.storage_data[MetadataIndex(key)]
-            values[key] = tensor_reader.read_value(source.store, source.folder, info.relative_path, info.offset, info.length)
+            values[key] = tensor_reader.read_value(
+                source.store, source.folder, info.relative_path, info.offset, info.length
+            )
         return segments, values, None
     except Exception as error:  # whatever it is, it must reach the other ranks
         return [], {}, inspect.of_failure(error, source.store.path(source.folder))
@@ -130,7 +144,9 @@ def _verify(source: CheckpointSource, segments: list[ByteRange], talk: Talk) -> 
         by_file: dict[str, list[ByteRange]] = defaultdict(list)
         for one in segments:
             by_file[one.file].append(one)
-        by_file[file_names.METADATA] = [ByteRange(file_names.METADATA, 0, files[file_names.METADATA][0], source.metadata_crc)]
+        by_file[file_names.METADATA] = [
+            ByteRange(file_names.METADATA, 0, files[file_names.METADATA][0], source.metadata_crc)
+        ]
         for file, (size, _) in files.items():
             chains[file], missing = tensor_reader.tile(size, by_file[file])
             gaps += [(file, start, end) for start, end in missing]
@@ -191,8 +207,8 @@ def _send(want: Want, tensor: torch.Tensor) -> None:
 def _compare(manifest: Manifest, wants: list[Want], talk: Talk) -> None:
     """The digest of what each rank now holds, composed over ranks, against the one taken at the save.
 
-    Three sums a tensor: how many elements are held, the readers' shares, everyone's. The second must be the digest, the
-    third that times the number of holders.
+    Three sums a tensor: how many elements are held, the readers' shares, everyone's. The second must be the
+    digest, the third that times the number of holders.
     """
     keys = [want.source for want in wants]
     held, owned, every = ([0] * len(wants) for _ in range(3))
@@ -228,7 +244,13 @@ def whole(source: CheckpointSource, key: str) -> torch.Tensor:
     assert isinstance(entry, TensorStorageMetadata)
     tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
     want = Want(key, Piece(key, (key,), tuple(entry.size), (0,) * tensor.dim(), tensor))
-    tensor_reader.run(source.store, source.folder, _tasks(source.metadata, want), ours=source.manifest is not None, sums=False)
+    tensor_reader.run(
+        source.store,
+        source.folder,
+        _tasks(source.metadata, want),
+        ours=source.manifest is not None,
+        sums=False,
+    )
     if source.manifest is not None:
         _, said = source.manifest.digests[key]
         if pieces.digest(tensor, (0,) * tensor.dim(), tuple(entry.size)) != int(said, 16):

@@ -1,9 +1,9 @@
 """Who writes in a store: one live job, a run or `checkpoints prune`, whichever run directory it has.
 
-A folder has the lock of a run directory (fsdp/rundir/lock.py). An object store has an object of the same name and
-content. Its holder writes it anew every few seconds with a higher count; it is taken over when its holder's process
-is dead, or when it has not changed while watched. Each write is conditional on the version before it, so of two that
-take over one succeeds.
+A folder has the lock of a run directory (fsdp/rundir/lock.py). An object store has an object of the same name
+and content. Its holder writes it anew every few seconds with a higher count; it is taken over when its
+holder's process is dead, or when it has not changed while watched. Each write is conditional on the version
+before it, so of two that take over one succeeds.
 """
 
 from __future__ import annotations
@@ -189,7 +189,8 @@ def hold(run_dir: Path | None, store: Store, launcher: str, job: str = "") -> Lo
         return Locks(_hold_store(store, launcher, job))
     before, began = _peek(store), time.monotonic()
     run = Claim.acquire(run_dir, launcher, job)
-    # The time for which a silent holder of the run directory was watched counts, if the store's lock stood still.
+    # The time for which a silent holder of the run directory was watched counts, if the store's lock stood
+    # still.
     watched = time.monotonic() - began if before is not None and _peek(store) == before else 0.0
     try:
         return Locks(run, _hold_store(store, launcher, job, watched))

@@ -1,6 +1,7 @@
 """The manifest: what a checkpoint holds and how each byte of it can be checked. Written last, it is the seal.
 
-Plain JSON, its own checksum inside; it repeats the counters, so that nothing but tensors is read from the other files.
+Plain JSON, its own checksum inside; it repeats the counters, so that nothing but tensors is read from the
+other files.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ FORMAT = 1
 
 
 class Broken(Exception):
-    """Why a checkpoint is not whole, in a few words: the reason becomes part of the name that it is set aside under."""
+    """Why a checkpoint is not whole, in a few words: the reason becomes part of the name that it is set aside
+    under.
+    """
 
     def __init__(self, why: str, detail: str) -> None:
         self.why, self.detail = why, detail
@@ -74,11 +77,15 @@ def decode(data: bytes) -> Manifest:
         raise Broken("manifest", f"the manifest cannot be read ({error})") from None
     if form != FORMAT:
         # Whole, for all we know, and not ours to set aside.
-        raise CheckpointError(f"a checkpoint of step {step!a} has format {form!a}; this program knows {FORMAT}.", "update it")
+        raise CheckpointError(
+            f"a checkpoint of step {step!a} has format {form!a}; this program knows {FORMAT}.", "update it"
+        )
     try:
         return _checked(body)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Broken("manifest", f"the manifest has another form than this program writes ({error})") from None
+        raise Broken(
+            "manifest", f"the manifest has another form than this program writes ({error})"
+        ) from None
 
 
 def _checked(body: dict[str, Any]) -> Manifest:
@@ -93,7 +100,11 @@ def _checked(body: dict[str, Any]) -> Manifest:
     for name in ("counters", "metrics"):
         body[name] = {str(key): _number(value) for key, value in body[name].items()}
     if base := body.get("base", {}):
-        body["base"] = {"digest": str(base["digest"]), "origin": str(base["origin"]), "rank": _count(base["rank"])}
+        body["base"] = {
+            "digest": str(base["digest"]),
+            "origin": str(base["origin"]),
+            "rank": _count(base["rank"]),
+        }
         body["base"]["alpha"] = _number(base["alpha"])
     else:
         body["base"] = {}

@@ -1,6 +1,7 @@
 """Words between ranks about checkpoints, on a gloo group of their own and in one order on each.
 
-The default group is the model's: a save that used it from another thread would meet the step's own collectives.
+The default group is the model's: a save that used it from another thread would meet the step's own
+collectives.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ class Talk:
     def __init__(self, timeout_s: float = 3600.0) -> None:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.size = dist.get_world_size() if dist.is_initialized() else 1
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if self.size > 1 else None
+        self._group = (
+            dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if self.size > 1 else None
+        )
 
     @announces(Activity.RANKS)
     def collect(self, value: Any) -> list[Any] | None:
@@ -55,7 +58,11 @@ class Talk:
                 outcome = (act(), None)
             except Exception as error:
                 outcome = (None, error)
-        told = outcome if outcome[1] is None or isinstance(outcome[1], ShardrunError) else (None, _for_others(outcome[1]))
+        told = (
+            outcome
+            if outcome[1] is None or isinstance(outcome[1], ShardrunError)
+            else (None, _for_others(outcome[1]))
+        )
         value, failure = self.tell(told)
         if failure is not None:
             raise outcome[1] or failure
@@ -76,7 +83,9 @@ class Talk:
         """The sums over ranks modulo 2⁶⁴."""
         if self._group is None:
             return [n % 2**64 for n in numbers]
-        vector = torch.tensor([n % 2**64 - (2**64 if n % 2**64 >= 2**63 else 0) for n in numbers], dtype=torch.int64)
+        vector = torch.tensor(
+            [n % 2**64 - (2**64 if n % 2**64 >= 2**63 else 0) for n in numbers], dtype=torch.int64
+        )
         dist.all_reduce(vector, group=self._group)
         return [int(n) % 2**64 for n in vector]
 

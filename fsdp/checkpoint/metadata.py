@@ -1,9 +1,10 @@
 """DCP's `.metadata`, read without running anything that it says.
 
-It is a pickle. This unpickler knows the names that DCP itself writes there and the few of torch inside them; any other name,
-and so any call that a stranger put there, is refused before it is looked up. A pickle may also set attributes of what it is
-given: it is given stand-ins that are made for this one read, so what it alters is dropped with them. DCP's own objects are
-made from the stand-ins afterwards, with each type, size and path checked.
+It is a pickle. This unpickler knows the names that DCP itself writes there and the few of torch inside them;
+any other name, and so any call that a stranger put there, is refused before it is looked up. A pickle may
+also set attributes of what it is given: it is given stand-ins that are made for this one read, so what it
+alters is dropped with them. DCP's own objects are made from the stand-ins afterwards, with each type, size
+and path checked.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ _CLASSES = (
     "TensorStorageMetadata",
 )  # fmt: skip
 _DTYPES = {
-    ("torch", str(value).removeprefix("torch.")): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+    ("torch", str(value).removeprefix("torch.")): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
 }
 _DEEPEST = 8
 """Levels of a state dict that planner_data may tell of."""
@@ -75,7 +78,8 @@ class _Reader(pickle.Unpickler):
         known = self.known.get((module, name))
         if known is None:
             raise Broken(
-                "foreign-pickle", f".metadata asks for {module}.{name}, which is no part of a checkpoint; nothing was run"
+                "foreign-pickle",
+                f".metadata asks for {module}.{name}, which is no part of a checkpoint; nothing was run",
             )
         return known
 
@@ -93,10 +97,11 @@ def read(data: bytes) -> Metadata:
 
 
 class _Converter:
-    """Stand-ins into DCP's objects. What has another form than DCP writes raises TypeError, ValueError or KeyError.
+    """Stand-ins into DCP's objects. What has another form than DCP writes raises TypeError, ValueError or
+    KeyError.
 
-    A checkpoint of 1,000 ranks has 100,000 chunks and places. Those keep their attributes and change their class, and what many
-    share (sizes, paths) is checked once.
+    A checkpoint of 1,000 ranks has 100,000 chunks and places. Those keep their attributes and change their
+    class, and what many share (sizes, paths) is checked once.
     """
 
     def __init__(self, known: Mapping[tuple[str, str], Any]) -> None:
@@ -109,17 +114,27 @@ class _Converter:
         if type(found) is not self._kinds["Metadata"]:
             raise Broken("metadata", ".metadata holds something else")
         fields = _fields(found, self._kinds["Metadata"], _METADATA)
-        tensors = {_text(key): self._entry(entry) for key, entry in _dict(fields["state_dict_metadata"]).items()}
-        storage = {self._index(key): self._place(info) for key, info in _dict(fields.get("storage_data") or {}).items()}
+        tensors = {
+            _text(key): self._entry(entry) for key, entry in _dict(fields["state_dict_metadata"]).items()
+        }
+        storage = {
+            self._index(key): self._place(info)
+            for key, info in _dict(fields.get("storage_data") or {}).items()
+        }
         version = fields.get("version")
-        return Metadata(tensors, _plain(fields.get("planner_data")), storage, version=version and _text(version))
+        return Metadata(
+            tensors, _plain(fields.get("planner_data")), storage, version=version and _text(version)
+        )
 
     def _entry(self, found: Any) -> dcp.STORAGE_TYPES:
         if type(found) is self._kinds["BytesStorageMetadata"]:
             return dcp.BytesStorageMetadata()
         fields = _fields(found, self._kinds["TensorStorageMetadata"], _TENSOR)
         properties, size = fields["properties"], self._sizes(fields["size"])
-        if type(properties) is not self._kinds["TensorProperties"] or type(properties.state[0]) is not torch.dtype:
+        if (
+            type(properties) is not self._kinds["TensorProperties"]
+            or type(properties.state[0]) is not torch.dtype
+        ):
             raise TypeError("a tensor has no dtype")
         chunks = [self._chunk(chunk, size) for chunk in fields["chunks"]]
         if sum([math.prod(chunk.sizes) for chunk in chunks]) < math.prod(size):
@@ -131,7 +146,9 @@ class _Converter:
         offsets, sizes = self._sizes(fields["offsets"]), self._sizes(fields["sizes"])
         same = len(offsets) == len(sizes) == len(whole)
         if not same or not all(map(operator.le, map(operator.add, offsets, sizes), whole)):
-            raise ValueError(f"a chunk of {tuple(sizes)} at {tuple(offsets)} leaves its tensor of {tuple(whole)}")
+            raise ValueError(
+                f"a chunk of {tuple(sizes)} at {tuple(offsets)} leaves its tensor of {tuple(whole)}"
+            )
         found.__class__ = ChunkStorageMetadata
         return cast(ChunkStorageMetadata, found)
 
@@ -172,7 +189,9 @@ def _fields(found: Any, kind: type, names: frozenset[str]) -> dict[str, Any]:
 
 
 def inside(path: str) -> str:
-    """A file's path below its checkpoint; Broken for one that leads out. Checked on the string, before a path is made of it."""
+    """A file's path below its checkpoint; Broken for one that leads out. Checked on the string, before a path
+    is made of it.
+    """
     if "\0" in path or any(part in ("", ".", "..") for part in path.split("/")):
         raise Broken("foreign-path", f".metadata leads out of the checkpoint, to {path!a}")
     return path

@@ -18,7 +18,9 @@ Sizes = tuple[int, ...]
 
 
 def runs(tensor: torch.Tensor, offsets: Sizes, whole: Sizes) -> Iterator[tuple[int, torch.Tensor]]:
-    """The tensor cut into stretches that are contiguous in the whole, each with its first element's place there."""
+    """The tensor cut into stretches that are contiguous in the whole, each with its first element's place
+    there.
+    """
     if tensor.dim() == 0 or tuple(tensor.shape[1:]) == tuple(whole[1:]):
         yield (offsets[0] * math.prod(whole[1:]) if whole else 0), tensor
         return
@@ -34,7 +36,9 @@ def digest(tensor: torch.Tensor, offsets: Sizes, whole: Sizes) -> int:
 
 
 def _shard(tensor: torch.Tensor) -> ShardDigest:
-    """fsdp.base.digest's two sums. On a CPU by numpy, in this thread alone: torch would wake threads whose cores the step needs."""
+    """fsdp.base.digest's two sums. On a CPU by numpy, in this thread alone: torch would wake threads whose
+    cores the step needs.
+    """
     if tensor.device.type != "cpu" or tensor.is_complex() or not tensor.numel():
         return digest_shard(tensor)
     bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()]).numpy()

@@ -1,6 +1,7 @@
 """One rank's file of a save: the staged image gets its frames and its checksums, and is written.
 
-All of it runs behind the training step, in a thread: the long calls (crc32, write, fsync) let the interpreter go.
+All of it runs behind the training step, in a thread: the long calls (crc32, write, fsync) let the interpreter
+go.
 """
 
 from __future__ import annotations

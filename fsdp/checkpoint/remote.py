@@ -1,8 +1,10 @@
-"""Checkpoints in an object store, through fsspec: s3://bucket/prefix, endpoint and keys in their ordinary variables.
+"""Checkpoints in an object store, through fsspec: s3://bucket/prefix, endpoint and keys in their ordinary
+variables.
 
-Nothing can be renamed there, so each attempt writes under a name of its own and the manifest, put last, is the seal. What a
-local folder shows by its name is seen here from what lies inside: no manifest is `.tmp-`, a mark is `.broken-`. Every request
-is tried again with growing pauses; what remains of a failure is an OSError without anything secret in it.
+Nothing can be renamed there, so each attempt writes under a name of its own and the manifest, put last, is
+the seal. What a local folder shows by its name is seen here from what lies inside: no manifest is `.tmp-`, a
+mark is `.broken-`. Every request is tried again with growing pauses; what remains of a failure is an OSError
+without anything secret in it.
 """
 
 from __future__ import annotations
@@ -76,7 +78,11 @@ class RemoteStore:
                 found = self._fs.find(base, detail=True)
             except FileNotFoundError:
                 return {}
-            return {path[len(base) + 1 :]: int(entry["size"]) for path, entry in found.items() if len(path) > len(base)}
+            return {
+                path[len(base) + 1 :]: int(entry["size"])
+                for path, entry in found.items()
+                if len(path) > len(base)
+            }
 
         return _patiently(look, f"listing {self.path(folder)}")
 
@@ -92,7 +98,9 @@ class RemoteStore:
             stop = min(end, offset + PART_BYTES)
             data = _patiently(partial(self._fs.cat_file, path, start=offset, end=stop), what)
             if len(data) != stop - offset:
-                raise EOFError(f"{file} ends at {offset + len(data)}, {stop - offset - len(data)} bytes short")
+                raise EOFError(
+                    f"{file} ends at {offset + len(data)}, {stop - offset - len(data)} bytes short"
+                )
             rest = _pour(memoryview(data), rest)
             offset = stop
 
@@ -141,7 +149,9 @@ class RemoteStore:
         return f"{folder}.broken-{why}"
 
     def prove(self, word: str) -> None:
-        _patiently(lambda: self._fs.pipe_file(f"{self._root}/.shared-{word}", b"shared"), f"writing to {self.where}")
+        _patiently(
+            lambda: self._fs.pipe_file(f"{self._root}/.shared-{word}", b"shared"), f"writing to {self.where}"
+        )
 
     def proven(self, word: str) -> bool:
         return f".shared-{word}" in self._listing("")
@@ -168,8 +178,9 @@ class RemoteStore:
     def swap(self, name: str, data: bytes, version: str | None) -> str | None:
         """Write the object if it still has this version (None: if there is none); the new version, or None.
 
-        S3 compares and writes in one step (If-None-Match, If-Match). In another store the object is read first: two
-        jobs that write between those two steps both receive a version, and the next read shows which one holds.
+        S3 compares and writes in one step (If-None-Match, If-Match). In another store the object is read
+        first: two jobs that write between those two steps both receive a version, and the next read shows
+        which one holds.
         """
         path = f"{self._root}/{name}"
         return _patiently(lambda: self._swap(path, data, version), f"writing {self.path(name)}")
@@ -211,7 +222,10 @@ class RemoteStore:
         if _code(error) != "NotImplemented":
             raise error
         self._conditional = False
-        log.warning("%s has no conditional writes: two jobs that start at the same moment may not see each other", self.where)
+        log.warning(
+            "%s has no conditional writes: two jobs that start at the same moment may not see each other",
+            self.where,
+        )
 
     def _path(self, folder: str, file: str) -> str:
         return f"{self._root}/{_real(folder)}/{file}"
@@ -281,14 +295,20 @@ def _open(url: str) -> tuple[Any, str]:
 
         fs, root = fsspec.core.url_to_fs(url)
     except ImportError as error:
-        raise CheckpointError(f"{scheme}:// needs {error.name or 'fsspec'}.", f"pip install {_package(scheme)}") from None
+        raise CheckpointError(
+            f"{scheme}:// needs {error.name or 'fsspec'}.", f"pip install {_package(scheme)}"
+        ) from None
     except ValueError:
-        raise CheckpointError(f"{scheme}:// is no store that fsspec knows.", "--checkpoint.dir s3://bucket/prefix") from None
+        raise CheckpointError(
+            f"{scheme}:// is no store that fsspec knows.", "--checkpoint.dir s3://bucket/prefix"
+        ) from None
     return fs, root.rstrip("/")
 
 
 def _package(scheme: str) -> str:
-    return {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}.get(scheme, f"fsspec[{scheme}]")
+    return {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}.get(
+        scheme, f"fsspec[{scheme}]"
+    )
 
 
 def _without_secrets(url: str) -> str:
@@ -305,7 +325,11 @@ def _patiently(request: Callable[[], T], what: str) -> T:
         except (FileNotFoundError, PermissionError) as error:
             raise type(error)(error.errno, f"{what}: {_said(error)}") from None
         except Exception as error:  # each client has its own types for a server that is busy, slow or gone
-            if pause is None or type(error).__name__ in ("NoCredentialsError", "ParamValidationError", "CheckpointError"):
+            if pause is None or type(error).__name__ in (
+                "NoCredentialsError",
+                "ParamValidationError",
+                "CheckpointError",
+            ):
                 raise OSError(errno.ETIMEDOUT, f"{what}: {_said(error)}") from None
             log.info("%s: %s; trying again in %g s", what, _said(error), pause)
             time.sleep(pause)
@@ -315,4 +339,6 @@ def _patiently(request: Callable[[], T], what: str) -> T:
 def _said(error: BaseException) -> str:
     """One line of what a client says, without anything that looks like a key."""
     text = f"{type(error).__name__}: {error}".partition("\n")[0]
-    return re.sub(r"(?i)((?:key|secret|token|signature|credential|password)\w*[=:]\s*)\S+", r"\1…", text)[:300]
+    return re.sub(r"(?i)((?:key|secret|token|signature|credential|password)\w*[=:]\s*)\S+", r"\1…", text)[
+        :300
+    ]

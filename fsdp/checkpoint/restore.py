@@ -1,6 +1,8 @@
-"""A restore, step by step: the newest that is whole, those before it where it is not, or one that somebody points at.
+"""A restore, step by step: the newest that is whole, those before it where it is not, or one that somebody
+points at.
 
-Here live the order, and what is said of each. How a checkpoint is read is load.py's, what there is to choose from survey.py's.
+Here live the order, and what is said of each. How a checkpoint is read is load.py's, what there is to choose
+from survey.py's.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ class Restore:
         raise discovery.none_whole(self.store, len(founds))
 
     def from_path(self, state: TrainState, path: str) -> Restored:
-        """A checkpoint that somebody points at: ours with its counters, another program's from step 0. It is never renamed."""
+        """A checkpoint that somebody points at: ours with its counters, another program's from step 0. It is
+        never renamed.
+        """
         place, found = self.talk.on_main(lambda: discovery.locate(path))
         try:
             source = self._open(open_store(place), found)
@@ -73,7 +77,9 @@ class Restore:
         what = "weights and optimizer" if where.optim is not None else "weights alone"
         return Restored(0, path, (f"{what} of a checkpoint without a manifest: nothing to verify it with",))
 
-    def _ours(self, state: TrainState, source: load.CheckpointSource, manifest: Manifest, notes: list[str]) -> Restored:
+    def _ours(
+        self, state: TrainState, source: load.CheckpointSource, manifest: Manifest, notes: list[str]
+    ) -> Restored:
         """One of our own, with its counters."""
         adapter_weights.check(manifest, self.base, source.store.path(source.folder))
         self._load(state, source, Prefixes(), exact=True)

@@ -61,7 +61,8 @@ def prune(store: Store, section: CheckpointSection, attempt: str) -> list[str]:
 
 
 def sweep(store: Store, attempt: str) -> list[str]:
-    """Delete what attempts before this one left half-written or half-deleted. Only the holder of the store's lock may.
+    """Delete what attempts before this one left half-written or half-deleted. Only the holder of the store's
+    lock may.
 
     What cannot be deleted is logged and left: it counts as no checkpoint, and the run starts all the same.
     """

@@ -1,8 +1,8 @@
 """One save, behind the steps: copy, write, gather, seal, prune. At most one is in flight.
 
-The main thread hands over a snapshot and asks for three things: is the copy done, is the save done, how did it end. All
-collectives here go over a group of their own, from the one background thread, in the same order on every rank. A rank that
-cannot write says so in its turn, so that all hear and nothing is sealed.
+The main thread hands over a snapshot and asks for three things: is the copy done, is the save done, how did
+it end. All collectives here go over a group of their own, from the one background thread, in the same order
+on every rank. A rank that cannot write says so in its turn, so that all hear and nothing is sealed.
 """
 
 from __future__ import annotations
@@ -106,13 +106,17 @@ class Saver:
     def _serve(self) -> None:
         set_thread_device(self._device)
         if hasattr(os, "setpriority"):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + NICE)
+            os.setpriority(
+                os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + NICE
+            )
         while (job := self._jobs.get()) is not None:
             try:
                 job.outcome = self._save(job)
             except Exception as error:
                 # The ranks cannot speak any more: a peer has died, or this one cannot even copy.
-                job.outcome = SaveOutcome(job.step, "", f"rank {self._talk.rank}: {one_line(error)}", fatal=True)
+                job.outcome = SaveOutcome(
+                    job.step, "", f"rank {self._talk.rank}: {one_line(error)}", fatal=True
+                )
             finally:
                 job.copied.set()
                 job.done.set()
@@ -150,16 +154,22 @@ class Saver:
                 return "", SaveOutcome(step, self._store.path(whole.folder))
             self._store.begin(folder)
         except Exception as error:  # the other ranks wait to hear of it, whatever it is
-            return "", SaveOutcome(step, "", f"rank 0 cannot make {self._store.path(folder)}: {one_line(error)}")
+            return "", SaveOutcome(
+                step, "", f"rank 0 cannot make {self._store.path(folder)}: {one_line(error)}"
+            )
         return folder, None
 
     def _try_write(self, folder: str, image: Image, job: SaveJob) -> Written | str:
         try:
             job.values = pack_values(job.snapshot) if self._talk.rank == 0 else []
-            written = write_file(self._store, folder, self._talk.rank, image, [data for _, _, data in job.values])
+            written = write_file(
+                self._store, folder, self._talk.rank, image, [data for _, _, data in job.values]
+            )
             self._staging.forget(*(one.tensor for one in image.staged))
             if not self._compared:
-                written.buffers = {p.key: pieces.digest(p.local, p.offsets, p.size) for p in job.snapshot.pieces if p.buffer}
+                written.buffers = {
+                    p.key: pieces.digest(p.local, p.offsets, p.size) for p in job.snapshot.pieces if p.buffer
+                }
             return written
         except Exception as error:  # the other ranks wait to hear of it, whatever it is
             return f"rank {self._talk.rank}: {one_line(error, self._store.path(folder) + '/' + file_names.data_file(self._talk.rank))}"
@@ -185,35 +195,48 @@ class Saver:
     def _look_after(self, job: SaveJob, failure: str) -> SaveOutcome | None:
         """Rank 0: what a save that failed near its seal has left; None where that is no checkpoint.
 
-        An fsync may fail after the rename, and a server's answer may be lost after it has stored the manifest.
+        An fsync may fail after the rename, and a server's answer may be lost after it has stored the
+        manifest.
         """
         final = self._store.final(job.step, self._attempt)
         try:
             found = inspect.look(self._store, final).manifest
         except CheckpointError as error:
             # Nothing is deleted on a guess.
-            return SaveOutcome(job.step, "", f"{failure}; then {str(error).partition(' HINT: ')[0]}", unseen=True)
+            return SaveOutcome(
+                job.step, "", f"{failure}; then {str(error).partition(' HINT: ')[0]}", unseen=True
+            )
         if found is None or found.attempt != self._attempt:
             return None
         return SaveOutcome(job.step, self._store.path(final), doubt=failure, bytes=found.bytes)
 
     def _compare_buffers(self, written: list[Written]) -> None:
-        """Once: statistics that each rank gathers by itself (BatchNorm's) are kept as rank 0 has them, and that is said."""
-        differ = [key for key, mine in written[0].buffers.items() if any(one.buffers.get(key) != mine for one in written)]
+        """Once: statistics that each rank gathers by itself (BatchNorm's) are kept as rank 0 has them, and
+        that is said.
+        """
+        differ = [
+            key
+            for key, mine in written[0].buffers.items()
+            if any(one.buffers.get(key) != mine for one in written)
+        ]
         if differ and not self._compared:
             log.warning(
                 "%d buffers differ between ranks (%s, …): checkpoints keep rank 0's, and a resumed run gives them to all",
-                len(differ), differ[0],
-            )  # fmt: skip
+                len(differ),
+                differ[0],
+            )
 
     def _seal(self, job: SaveJob, folder: str, written: list[Written]) -> SaveOutcome:
         assert self._plan is not None
         metadata = metadata_bytes(self._plan, job.values)
         self._store.write(folder, file_names.METADATA, [metadata])
-        files = {one.file: (one.size, one.crc) for one in written} | {file_names.METADATA: (len(metadata), crc32(metadata))}
+        files = {one.file: (one.size, one.crc) for one in written} | {
+            file_names.METADATA: (len(metadata), crc32(metadata))
+        }
         total = sum(size for size, _ in files.values())
         about = replace(job.about, created=time.time(), files=files, digests=_digests(written), bytes=total)
-        # An attempt that was cut off and came back must not seal into a directory that another has taken over.
+        # An attempt that was cut off and came back must not seal into a directory that another has taken
+        # over.
         if (why := self._ours()) is not None:
             return SaveOutcome(job.step, "", why, fatal=True)
         self._store.write(folder, file_names.MANIFEST, [manifest.encode(about)])
@@ -240,4 +263,6 @@ def one_line(error: BaseException, file: str = "") -> str:
 
 def repeated(outcome: SaveOutcome) -> CheckpointError:
     hint = "free the space or mend the folder, then start the same command: it goes on from the newest whole checkpoint"
-    return CheckpointError(f"the save of step {outcome.step} failed, as did the one before: {outcome.failure}.", hint)
+    return CheckpointError(
+        f"the save of step {outcome.step} failed, as did the one before: {outcome.failure}.", hint
+    )

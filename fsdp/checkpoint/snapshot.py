@@ -1,8 +1,9 @@
 """TrainState as named pieces: what of each tensor lies on this rank, and where in the whole.
 
-The names are DCP's: `model.<parameter>`, `optim.state.<parameter>.<moment>`, `optim.param_groups.<n>.<field>`,
-`train.<counter>`, as `get_model_state_dict` and `get_optimizer_state_dict` would give them, without those of wrappers.
-Only references are taken here; what a forward pass changes (buffers) is copied at once. Not here: files.
+The names are DCP's: `model.<parameter>`, `optim.state.<parameter>.<moment>`,
+`optim.param_groups.<n>.<field>`, `train.<counter>`, as `get_model_state_dict` and `get_optimizer_state_dict`
+would give them, without those of wrappers. Only references are taken here; what a forward pass changes
+(buffers) is copied at once. Not here: files.
 """
 
 from __future__ import annotations
@@ -64,19 +65,24 @@ def clean(name: str, module: nn.Module) -> str:
     """A parameter's name without what wrappers put into it; `module.` only in front, where DDP puts it."""
     for wrapper in _WRAPPERS[:2]:
         name = name.replace(wrapper, "")
-    return name.removeprefix(_WRAPPERS[2]) if isinstance(module, nn.parallel.DistributedDataParallel) else name
+    return (
+        name.removeprefix(_WRAPPERS[2]) if isinstance(module, nn.parallel.DistributedDataParallel) else name
+    )
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Clean name → tensor (a DTensor where sharded) of every parameter and persistent buffer; beside adapters, without what
-    they lie over."""
+    """Clean name → tensor (a DTensor where sharded) of every parameter and persistent buffer; beside
+    adapters, without what they lie over.
+    """
     # A forward without backward leaves the root gathered: its parameters would be taken whole, and stale.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
     state, left_out = model.state_dict(), base_names(model)
     return {
-        clean(name, model): value for name, value in state.items() if isinstance(value, torch.Tensor) and name not in left_out
+        clean(name, model): value
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and name not in left_out
     }
 
 
@@ -118,7 +124,9 @@ def piece(path: KeyPath, tensor: torch.Tensor) -> Piece:
 
 
 def _inner(local: torch.Tensor) -> torch.Tensor:
-    """What a wrapper holds, as float8's of a weight. It has no memory of its own: all such weights would lie at address 0."""
+    """What a wrapper holds, as float8's of a weight. It has no memory of its own: all such weights would lie
+    at address 0.
+    """
     if not is_traceable_wrapper_subclass(local):
         return local
     names, _ = local.__tensor_flatten__()
@@ -133,7 +141,9 @@ def _offsets(size: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placemen
     return tuple(compute_local_shape_and_global_offset(torch.Size(size), mesh, placements)[1])
 
 
-def _optimizer(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> Iterator[tuple[KeyPath, Any]]:
+def _optimizer(
+    optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
+) -> Iterator[tuple[KeyPath, Any]]:
     """State that exists, as it is: before the first step there is none, and none is made up."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:

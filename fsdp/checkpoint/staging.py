@@ -1,7 +1,9 @@
-"""The staging buffer: one rank's file of a save as it will lie on disk, copied while the next step runs forward and backward.
+"""The staging buffer: one rank's file of a save as it will lie on disk, copied while the next step runs
+forward and backward.
 
-Allocated once and reused; pinned for CUDA, where copies run on a stream of their own. It holds what this rank writes, no more:
-each tensor at its place in the file, with room before and behind it for its frame, which write.py fills in.
+Allocated once and reused; pinned for CUDA, where copies run on a stream of their own. It holds what this rank
+writes, no more: each tensor at its place in the file, with room before and behind it for its frame, which
+write.py fills in.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from fsdp.checkpoint.write_plan import Part
 
 @dataclass(frozen=True)
 class Staged:
-    """A part's copy: `tensor` lies in the image between `start` (its frame's) and `end` (the next one's start)."""
+    """A part's copy: `tensor` lies in the image between `start` (its frame's) and `end` (the next one's
+    start).
+    """
 
     piece: Piece
     part: Part
@@ -40,7 +44,9 @@ class Image:
 
 
 class Room(Protocol):
-    """Memory for the copies that is not the process's own: a file, where the state itself does not fit into memory."""
+    """Memory for the copies that is not the process's own: a file, where the state itself does not fit into
+    memory.
+    """
 
     def take(self, size: int) -> torch.Tensor: ...
     def forget(self, tensors: Iterable[torch.Tensor]) -> None: ...
@@ -74,7 +80,9 @@ class Staging:
         if self._room is not None:
             self._room.forget(tensors)
 
-    def _run(self, sources: list[torch.Tensor], targets: list[torch.Tensor], ready: torch.cuda.Event | None) -> None:
+    def _run(
+        self, sources: list[torch.Tensor], targets: list[torch.Tensor], ready: torch.cuda.Event | None
+    ) -> None:
         if self._stream is None:
             for source, target in zip(sources, targets, strict=True):
                 copy_quietly(source, target)
@@ -106,7 +114,9 @@ class Staging:
         self._buffer = torch.frombuffer(memory, dtype=torch.uint8)
         if self._stream is not None:
             # pin_memory=True would round up to a power of two: up to twice the state.
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(self._buffer.data_ptr(), size, 1)))
+            torch.cuda.check_error(
+                int(torch.cuda.cudart().cudaHostRegister(self._buffer.data_ptr(), size, 1))
+            )
 
 
 def _places(sources: list[torch.Tensor]) -> list[int]:
@@ -118,7 +128,9 @@ def _places(sources: list[torch.Tensor]) -> list[int]:
 
 
 def copy_quietly(source: torch.Tensor, target: torch.Tensor) -> None:
-    """memcpy in this thread alone: torch's own copy would wake a pool of threads, and the step is using the cores."""
+    """memcpy in this thread alone: torch's own copy would wake a pool of threads, and the step is using the
+    cores.
+    """
     if source.is_contiguous() and source.numel():
         as_bytes(target)[:] = as_bytes(source)
     else:

@@ -1,6 +1,7 @@
 """Where checkpoints lie: the few things that saving, sealing, verifying and pruning ask of a place.
 
-LocalStore is a folder, of this machine or shared. An object store is in remote.py; nothing above knows which it is.
+LocalStore is a folder, of this machine or shared. An object store is in remote.py; nothing above knows which
+it is.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ class LocalStore:
         return sorted(entry.name for entry in os.scandir(self.root) if entry.is_dir())
 
     def sizes(self, folder: str) -> dict[str, int]:
-        return {entry.name: entry.stat().st_size for entry in os.scandir(self.root / folder) if entry.is_file()}
+        return {
+            entry.name: entry.stat().st_size for entry in os.scandir(self.root / folder) if entry.is_file()
+        }
 
     def read(self, folder: str, file: str) -> bytes:
         return (self.root / folder / file).read_bytes()
@@ -105,7 +108,9 @@ class LocalStore:
         sync_folder(self.root)
 
     def remove(self, folder: str, attempt: str) -> None:
-        """The seal goes first, then the name, then the bytes. Of a link only the link: what it leads to is not this store's."""
+        """The seal goes first, then the name, then the bytes. Of a link only the link: what it leads to is
+        not this store's.
+        """
         if (self.root / folder).is_symlink():
             self._delete(folder)
             return
@@ -161,8 +166,9 @@ class LocalStore:
 def write_past_cache(descriptor: int, view: memoryview) -> int:
     """Write the whole blocks of a large buffer straight from its memory; returns how many bytes that was.
 
-    Through the page cache each byte would be copied by the processor, into pages taken from whoever needs memory, while
-    the step wants both. Where the file system or the buffer's place does not allow it, nothing is written here.
+    Through the page cache each byte would be copied by the processor, into pages taken from whoever needs
+    memory, while the step wants both. Where the file system or the buffer's place does not allow it, nothing
+    is written here.
     """
     whole = len(view) // BLOCK * BLOCK
     flag = getattr(os, "O_DIRECT", 0)
@@ -175,7 +181,8 @@ def write_past_cache(descriptor: int, view: memoryview) -> int:
         while done < whole:
             written = os.write(descriptor, view[done : min(whole, done + BATCH_BYTES)])
             done += written
-            if written % BLOCK:  # cut short, as before a full disk: the rest goes the ordinary way, and says so
+            # cut short, as before a full disk: the rest goes the ordinary way, and says so
+            if written % BLOCK:
                 break
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP):

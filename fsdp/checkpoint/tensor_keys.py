@@ -1,7 +1,8 @@
 """What a run wants from a checkpoint: its own tensors, each with the key that it has there.
 
-The optimizer gets exactly the state that was saved, made here where it does not exist yet; a parameter that had none gets none.
-What does not fit (a missing key, another shape, another precision) is said before anything is read or changed.
+The optimizer gets exactly the state that was saved, made here where it does not exist yet; a parameter that
+had none gets none. What does not fit (a missing key, another shape, another precision) is said before
+anything is read or changed.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class Prefixes:
     optim: str | None = "optim."
 
 
-def of_model(state: TrainState, metadata: Metadata, prefixes: Prefixes, exact: bool, where: str) -> list[Want]:
+def of_model(
+    state: TrainState, metadata: Metadata, prefixes: Prefixes, exact: bool, where: str
+) -> list[Want]:
     """Every parameter and persistent buffer."""
     tensors = model_tensors(state.model)
     stored = {key for key in metadata.state_dict_metadata if key.startswith(prefixes.model)}
@@ -73,14 +76,16 @@ def _want(source: str, tensor: torch.Tensor, metadata: Metadata, exact: bool, wh
         kinds = {torch.float32: "fp32", torch.float64: "fp64"}
         kind = kinds.get(entry.properties.dtype, str(entry.properties.dtype))
         raise CheckpointError(
-            f"{where} keeps {source} in {entry.properties.dtype} and this run in {tensor.dtype}.", f"--precision.master {kind}"
+            f"{where} keeps {source} in {entry.properties.dtype} and this run in {tensor.dtype}.",
+            f"--precision.master {kind}",
         )
     return Want(source, piece((source,), tensor), replicas(tensor))
 
 
 def _misfit(where: str, what: str) -> CheckpointError:
     return CheckpointError(
-        f"{where} is not of this model: {what}.", "give the flags that the run had (config.toml beside it), or a new --run.dir"
+        f"{where} is not of this model: {what}.",
+        "give the flags that the run had (config.toml beside it), or a new --run.dir",
     )
 
 
@@ -94,13 +99,19 @@ def replicas(tensor: torch.Tensor) -> Replicas | None:
     mesh = tensor.device_mesh
     if tensor.device.type != mesh.device_type:
         return None  # offloaded to the host, where the mesh's groups may not speak: each reads for itself
-    axes = [axis for axis, placement in enumerate(tensor.placements) if placement.is_replicate() and mesh.size(axis) > 1]
+    axes = [
+        axis
+        for axis, placement in enumerate(tensor.placements)
+        if placement.is_replicate() and mesh.size(axis) > 1
+    ]
     if len(axes) != 1:
         return None
     return Replicas(mesh.get_group(axes[0]), mesh.size(axes[0]), mesh.get_local_rank(axes[0]))
 
 
-def of_optimizer(state: TrainState, metadata: Metadata, prefix: str, exact: bool, where: str) -> tuple[list[Want], Filling]:
+def of_optimizer(
+    state: TrainState, metadata: Metadata, prefix: str, exact: bool, where: str
+) -> tuple[list[Want], Filling]:
     """The optimizer's state as saved; `Filling.commit` puts it into the optimizer once it is read."""
     filling = Filling(state.optimizer)
     names = parameter_names(state.model)
@@ -130,10 +141,14 @@ class Filling:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._state: dict[nn.Parameter, dict[str, Any]] = {p: {} for group in optimizer.param_groups for p in group["params"]}
+        self._state: dict[nn.Parameter, dict[str, Any]] = {
+            p: {} for group in optimizer.param_groups for p in group["params"]
+        }
         self.values: list[tuple[nn.Parameter, str, str]] = []
 
-    def prepare(self, group: dict[str, Any], parameter: nn.Parameter, field: str, key: str, entry: Any) -> Iterator[Want]:
+    def prepare(
+        self, group: dict[str, Any], parameter: nn.Parameter, field: str, key: str, entry: Any
+    ) -> Iterator[Want]:
         if not isinstance(entry, TensorStorageMetadata):
             self.values.append((parameter, field, key))
             return
@@ -153,11 +168,19 @@ class Filling:
 
 
 def _fits(old: Any, entry: TensorStorageMetadata) -> bool:
-    return isinstance(old, torch.Tensor) and tuple(old.shape) == tuple(entry.size) and old.dtype == entry.properties.dtype
+    return (
+        isinstance(old, torch.Tensor)
+        and tuple(old.shape) == tuple(entry.size)
+        and old.dtype == entry.properties.dtype
+    )
 
 
-def _make(group: dict[str, Any], parameter: nn.Parameter, field: str, entry: TensorStorageMetadata) -> torch.Tensor:
-    """Sharded as the parameter where it has its shape; else whole, and where torch's optimizers keep such a thing."""
+def _make(
+    group: dict[str, Any], parameter: nn.Parameter, field: str, entry: TensorStorageMetadata
+) -> torch.Tensor:
+    """Sharded as the parameter where it has its shape; else whole, and where torch's optimizers keep such a
+    thing.
+    """
     if field != "step" and tuple(entry.size) == tuple(parameter.shape):
         # Not empty_like: of a float8 weight it would make another that is cast as weights are.
         return torch.zeros_like(parameter, dtype=entry.properties.dtype, requires_grad=False)

@@ -1,7 +1,9 @@
-"""Bytes from a checkpoint's files into tensors' own memory: each rank reads the rows that it needs and sums them on the way.
+"""Bytes from a checkpoint's files into tensors' own memory: each rank reads the rows that it needs and sums
+them on the way.
 
-A Segment says what was read of which file and its crc32; segments of all ranks, put in order, give each file's checksum again,
-so a load verifies every byte in the one pass that it makes anyway. Not here: which tensor wants what.
+A Segment says what was read of which file and its crc32; segments of all ranks, put in order, give each
+file's checksum again, so a load verifies every byte in the one pass that it makes anyway. Not here: which
+tensor wants what.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ class ByteRange:
 
 @dataclass(frozen=True)
 class Task:
-    """Rows of one stored chunk, into a tensor of this rank. `into` has the shape of `take`, seen in the chunk."""
+    """Rows of one stored chunk, into a tensor of this rank. `into` has the shape of `take`, seen in the
+    chunk.
+    """
 
     file: str
     offset: int
@@ -72,7 +76,9 @@ class _Read:
 
 
 def run(store: Store, folder: str, tasks: Iterable[Task], ours: bool, sums: bool) -> list[ByteRange]:
-    """All tasks, a few at a time; the first that fails is raised. `ours`: the data lie where container.py puts them."""
+    """All tasks, a few at a time; the first that fails is raised. `ours`: the data lie where container.py
+    puts them.
+    """
     ordered = sorted(tasks, key=lambda task: (task.file, task.offset, task.rows))
     with ThreadPoolExecutor(THREADS, initializer=set_thread_device, initargs=(_device(ordered),)) as pool:
         reads = _joined(pool.map(lambda task: _prepare(store, folder, task, ours, sums), ordered))
@@ -91,7 +97,8 @@ def _prepare(store: Store, folder: str, task: Task, ours: bool, sums: bool) -> _
     start, end = data + first * task.row_bytes, data + last * task.row_bytes
     views = [view]
     if ours and sums:
-        # Who takes a chunk's first row reads its head too, who takes the last its tail: together they cover the file.
+        # Who takes a chunk's first row reads its head too, who takes the last its tail: together they cover
+        # the file.
         head = bytearray(torch_file.HEAD if first == 0 else 0)
         stop = torch_file.aligned(task.offset + task.length)
         tail = bytearray(stop - end if last == (task.chunk[0] if task.chunk else 1) else 0)
@@ -105,7 +112,11 @@ def _joined(reads: Iterable[_Read]) -> list[_Read]:
     joined: list[_Read] = []
     for one in reads:
         last = joined[-1] if joined else None
-        if last is not None and (last.file, last.end) == (one.file, one.start) and one.end - last.start <= TOGETHER:
+        if (
+            last is not None
+            and (last.file, last.end) == (one.file, one.start)
+            and one.end - last.start <= TOGETHER
+        ):
             last.end = one.end
             last.views += one.views
             last.targets += one.targets
@@ -125,7 +136,9 @@ def _fulfil(store: Store, folder: str, read: _Read, sums: bool) -> ByteRange:
 
 
 def _memory(task: Task) -> tuple[torch.Tensor, memoryview]:
-    """The tensor to read into: the target itself where bytes can go straight there, else one of the rows' own shape."""
+    """The tensor to read into: the target itself where bytes can go straight there, else one of the rows' own
+    shape.
+    """
     first, last = task.rows
     straight = (
         task.into.device.type == "cpu"
@@ -140,7 +153,9 @@ def _memory(task: Task) -> tuple[torch.Tensor, memoryview]:
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, to write into."""
-    return tensor.detach().view(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(bytearray())
+    return (
+        tensor.detach().view(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(bytearray())
+    )
 
 
 def _place(task: Task, tensor: torch.Tensor) -> None:
@@ -148,7 +163,10 @@ def _place(task: Task, tensor: torch.Tensor) -> None:
         return
     if task.chunk:
         tensor = tensor[
-            (slice(None), *(slice(o, o + n) for o, n in zip(task.take_offsets[1:], task.take_sizes[1:], strict=True)))
+            (
+                slice(None),
+                *(slice(o, o + n) for o, n in zip(task.take_offsets[1:], task.take_sizes[1:], strict=True)),
+            )
         ]
     task.into.copy_(tensor)
 
@@ -185,10 +203,17 @@ def _find_data(store: Store, folder: str, task: Task) -> int:
             record = next(one for one in archive.infolist() if one.filename.endswith("/data/0"))
             whole = math.prod(task.chunk) * task.dtype.itemsize
             if record.file_size < whole or record.compress_type != zipfile.ZIP_STORED:
-                raise Broken("format", f"{task.file} at {task.offset} holds {record.file_size} bytes and not {whole}")
+                raise Broken(
+                    "format", f"{task.file} at {task.offset} holds {record.file_size} bytes and not {whole}"
+                )
             stream.seek(record.header_offset)
             header = io.BufferedReader(stream, 30).read(30)
-            return record.header_offset + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+            return (
+                record.header_offset
+                + 30
+                + int.from_bytes(header[26:28], "little")
+                + int.from_bytes(header[28:30], "little")
+            )
     except (zipfile.BadZipFile, StopIteration) as error:
         raise Broken("format", f"{task.file} at {task.offset} is no tensor ({error})") from None
 

@@ -1,8 +1,8 @@
 """One tensor as the bytes that `torch.save` would write: a stored zip, with its data at a known place.
 
-DCP keeps each chunk of a tensor as such a stream. Writing it here needs no copy of the data and no second pass: head, the data
-as they lie in memory, tail. The head always takes HEAD bytes, so a reader finds the data without parsing.
-Not here: which tensors, which file, which offset.
+DCP keeps each chunk of a tensor as such a stream. Writing it here needs no copy of the data and no second
+pass: head, the data as they lie in memory, tail. The head always takes HEAD bytes, so a reader finds the data
+without parsing. Not here: which tensors, which file, which offset.
 """
 
 from __future__ import annotations
@@ -39,7 +39,15 @@ class _Rebuild:
             return torch._utils._rebuild_tensor_v2, (storage, 0, self.sizes, strides, False, OrderedDict())
         # fp8 and the other dtypes younger than typed storages: bytes, and the dtype beside them.
         storage = _Storage(torch.UntypedStorage, numel * self.dtype.itemsize, self.record)
-        return torch._utils._rebuild_tensor_v3, (storage, 0, self.sizes, strides, False, OrderedDict(), self.dtype)
+        return torch._utils._rebuild_tensor_v3, (
+            storage,
+            0,
+            self.sizes,
+            strides,
+            False,
+            OrderedDict(),
+            self.dtype,
+        )
 
 
 class _Storage:
@@ -61,8 +69,9 @@ def _pickled(value: Any) -> bytes:
 
 
 def state_dict_pickle(tensors: list[tuple[str, torch.dtype, tuple[int, ...], str]]) -> bytes:
-    """The data.pkl of a dict of tensors: name, type, size, and the name of the one that owns the memory. Records are numbered
-    in the owners' order."""
+    """The data.pkl of a dict of tensors: name, type, size, and the name of the one that owns the memory.
+    Records are numbered in the owners' order.
+    """
     records: dict[str, str] = {}
     tree = {}
     for name, dtype, sizes, owner in tensors:
@@ -71,18 +80,34 @@ def state_dict_pickle(tensors: list[tuple[str, torch.dtype, tuple[int, ...], str
 
 
 def _local_header(name: bytes, crc: int, size: int, pad_to: int = 0, at: int = 0) -> bytes:
-    """A stored record's header; padded by an extra field so that the data begins `pad_to` bytes after the archive's start."""
+    """A stored record's header; padded by an extra field so that the data begins `pad_to` bytes after the
+    archive's start.
+    """
     extra = struct.pack("<HHQQ", 1, 16, size, size) if size >= _BIG else b""
     if pad_to:
         room = pad_to - at - 30 - len(name) - len(extra)
         extra += struct.pack("<2sH", b"FB", room - 4) + b"Z" * (room - 4)
     short = min(size, _BIG)
-    fields = (0x04034B50, 45 if size >= _BIG else 20, _UTF8, 0, 0, 0x21, crc, short, short, len(name), len(extra))
+    fields = (
+        0x04034B50,
+        45 if size >= _BIG else 20,
+        _UTF8,
+        0,
+        0,
+        0x21,
+        crc,
+        short,
+        short,
+        len(name),
+        len(extra),
+    )
     return struct.pack("<IHHHHHIIIHH", *fields) + name + extra
 
 
 def _central_header(name: bytes, crc: int, size: int, at: int) -> bytes:
-    large = (struct.pack("<QQ", size, size) if size >= _BIG else b"") + (struct.pack("<Q", at) if at >= _BIG else b"")
+    large = (struct.pack("<QQ", size, size) if size >= _BIG else b"") + (
+        struct.pack("<Q", at) if at >= _BIG else b""
+    )
     extra = struct.pack("<HH", 1, len(large)) + large if large else b""
     short = min(size, _BIG)
     version = 45 if large else 20

@@ -1,7 +1,9 @@
-"""Who writes what, at which offset: agreed once, and again only when a tensor appears, goes or changes its shape.
+"""Who writes what, at which offset: agreed once, and again only when a tensor appears, goes or changes its
+shape.
 
-Replicas hold the same pieces: a large one is cut by rows over its holders, a small one goes to whoever has least to write, so
-each byte is written once and all ranks write alike. Offsets follow from sizes: `.metadata` is known before the first byte.
+Replicas hold the same pieces: a large one is cut by rows over its holders, a small one goes to whoever has
+least to write, so each byte is written once and all ranks write alike. Offsets follow from sizes: `.metadata`
+is known before the first byte.
 """
 
 from __future__ import annotations
@@ -69,7 +71,9 @@ class WritePlan:
     fingerprint: str
     mine: list[Part]
     metadata: Metadata | None = None
-    """Until the first save has packed it: so many objects at thousands of ranks that the collector's walks would be felt."""
+    """Until the first save has packed it: so many objects at thousands of ranks that the collector's walks
+    would be felt.
+    """
     ends: list[int] = field(default_factory=list)
     """Where each rank's file ends."""
     last: tuple[list[tuple[str, int]], bytes] | None = None
@@ -83,7 +87,10 @@ def describe(piece: Piece) -> Described:
 
 def fingerprint(pieces: Iterable[Piece]) -> str:
     """Changes when the plan would."""
-    rows = (repr((p.key, [key for key, _ in p.aliases], p.size, p.offsets, p.sizes, p.local.dtype)) for p in pieces)
+    rows = (
+        repr((p.key, [key for key, _ in p.aliases], p.size, p.offsets, p.sizes, p.local.dtype))
+        for p in pieces
+    )
     return hashlib.sha256("\n".join(rows).encode()).hexdigest()
 
 
@@ -142,7 +149,9 @@ def lay_out(described: list[list[Described]], shares: list[list[Part]]) -> tuple
         # First of all, so that the keys stand in the model's order and not in that of the files.
         for key, path in one.keys:
             if key not in tensors:
-                tensors[key] = TensorStorageMetadata(TensorProperties(dtype=one.dtype), torch.Size(one.size), [])
+                tensors[key] = TensorStorageMetadata(
+                    TensorProperties(dtype=one.dtype), torch.Size(one.size), []
+                )
                 paths[key] = path
     for rank, share in enumerate(shares):
         at = 0
@@ -169,15 +178,22 @@ def pack_values(snapshot: Snapshot) -> list[tuple[str, KeyPath, bytes]]:
 
 
 def metadata_bytes(plan: WritePlan, values: list[tuple[str, KeyPath, bytes]]) -> bytes:
-    """`.metadata` of one save: the plan's tensors, then the values at the end of rank 0's file. The same bytes again while the
-    values keep their lengths: at thousands of ranks they take seconds to make."""
+    """`.metadata` of one save: the plan's tensors, then the values at the end of rank 0's file. The same
+    bytes again while the values keep their lengths: at thousands of ranks they take seconds to make.
+    """
     lengths = [(key, len(data)) for key, _, data in values]
     if plan.last is not None and plan.last[0] == lengths:
         return plan.last[1]
     with garbage.held():
         whole: Metadata = plan.metadata or pickle.loads(plan.last[1] if plan.last else b"")
-        for key in [key for key, entry in whole.state_dict_metadata.items() if isinstance(entry, BytesStorageMetadata)]:
-            del whole.state_dict_metadata[key], whole.planner_data[key], whole.storage_data[MetadataIndex(key)]
+        for key in [
+            key for key, entry in whole.state_dict_metadata.items() if isinstance(entry, BytesStorageMetadata)
+        ]:
+            del (
+                whole.state_dict_metadata[key],
+                whole.planner_data[key],
+                whole.storage_data[MetadataIndex(key)],
+            )
         at = plan.ends[0]
         for key, path, data in values:
             whole.state_dict_metadata[key], whole.planner_data[key] = BytesStorageMetadata(), path

@@ -9,7 +9,8 @@
     trust.py           a run directory's own config.toml, and the code that it may name
     writing.py         back to a recipe, and the hash of what is trained
 
-Not here: what a knob does, and what depends on the number of ranks (fsdp/dist/mesh.py). Nothing here knows torch.
+Not here: what a knob does, and what depends on the number of ranks (fsdp/dist/mesh.py). Nothing here knows
+torch.
 """
 
 from fsdp.config.checks import check

@@ -1,6 +1,8 @@
-"""What people type who come from another trainer: their name → our flags, consulted before any spelling distance.
+"""What people type who come from another trainer: their name → our flags, consulted before any spelling
+distance.
 
-A table and its look-up. docs/migrate.md prints the same table; tests/config/test_aliases.py holds the two together.
+A table and its look-up. docs/migrate.md prints the same table; tests/config/test_aliases.py holds the two
+together.
 """
 
 from __future__ import annotations
@@ -159,6 +161,8 @@ _BY_NAME = {name: alias for alias in ALIASES for name in alias.names.split()}
 
 
 def hint_for(name: str, value: str) -> str | None:
-    """Our flags for a flag of another trainer, with or without its section; None if the table has no such name."""
+    """Our flags for a flag of another trainer, with or without its section; None if the table has no such
+    name.
+    """
     alias = _BY_NAME.get(name.rpartition(".")[2].lower())
     return alias.hint(value) if alias is not None else None

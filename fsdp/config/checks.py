@@ -1,7 +1,9 @@
-"""What two fields may not say together, refused before anything starts: length, mesh, precision, checkpoints, watch, Ray.
+"""What two fields may not say together, refused before anything starts: length, mesh, precision, checkpoints,
+watch, Ray.
 
 Here live `check`, which names them all, and those of how a job runs. Those of what saves memory or time are
-checks_memory.py's; what depends on the number of ranks, fsdp/dist/mesh.py's; on the device, fsdp/parallel/device_check.py's.
+checks_memory.py's; what depends on the number of ranks, fsdp/dist/mesh.py's; on the device,
+fsdp/parallel/device_check.py's.
 """
 
 from __future__ import annotations
@@ -9,7 +11,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from fsdp.base.errors import ConfigError
-from fsdp.config.checks_memory import check_ahead, check_comm, check_float8, check_lora, check_memory, check_states
+from fsdp.config.checks_memory import (
+    check_ahead,
+    check_comm,
+    check_float8,
+    check_lora,
+    check_memory,
+    check_states,
+)
 from fsdp.config.sections import Config, ProfileSection
 from fsdp.config.values import profile_steps, reshard_policy, worker_range
 
@@ -26,7 +35,8 @@ def _check_train(config: Config) -> None:
     train = config.train
     if train.steps and train.epochs:
         raise ConfigError(
-            f"--train.steps {train.steps} and --train.epochs {train.epochs} both say how long.", "give one of the two"
+            f"--train.steps {train.steps} and --train.epochs {train.epochs} both say how long.",
+            "give one of the two",
         )
     if train.micro_batch > train.global_batch:
         raise ConfigError(
@@ -50,10 +60,13 @@ def _check_mesh(config: Config) -> None:
     policy = reshard_policy(mesh.reshard_after_forward)
     if mesh.strategy == "fsdp" and mesh.replicate > 1:
         raise ConfigError(
-            f"--mesh.strategy fsdp has no replicas, but --mesh.replicate is {mesh.replicate}.", "--mesh.strategy hsdp"
+            f"--mesh.strategy fsdp has no replicas, but --mesh.replicate is {mesh.replicate}.",
+            "--mesh.strategy hsdp",
         )
     if mesh.strategy == "ddp" and mesh.shard > 1:
-        raise ConfigError(f"--mesh.strategy ddp has no shards, but --mesh.shard is {mesh.shard}.", "--mesh.strategy hsdp")
+        raise ConfigError(
+            f"--mesh.strategy ddp has no shards, but --mesh.shard is {mesh.shard}.", "--mesh.strategy hsdp"
+        )
     if mesh.strategy == "ddp" and mesh.reshard_after_forward != "true":
         raise ConfigError(
             f"--mesh.reshard_after_forward {policy} says nothing under --mesh.strategy ddp: nothing is sharded.",
@@ -61,9 +74,13 @@ def _check_mesh(config: Config) -> None:
         )
     kind, _, what = mesh.wrap.partition(":")
     if kind not in ("auto", "root", "class", "size") or (kind in ("class", "size")) != bool(what):
-        raise ConfigError(f"--mesh.wrap {mesh.wrap} is not auto, class:NAME, size:PARAMETERS or root.", "--mesh.wrap auto")
+        raise ConfigError(
+            f"--mesh.wrap {mesh.wrap} is not auto, class:NAME, size:PARAMETERS or root.", "--mesh.wrap auto"
+        )
     if kind == "size" and not what.replace("_", "").isdigit():
-        raise ConfigError(f"--mesh.wrap {mesh.wrap}: {what} is not a number of parameters.", "--mesh.wrap size:1000000")
+        raise ConfigError(
+            f"--mesh.wrap {mesh.wrap}: {what} is not a number of parameters.", "--mesh.wrap size:1000000"
+        )
 
 
 def _check_precision(config: Config) -> None:
@@ -103,25 +120,36 @@ def _check_watch(config: Config) -> None:
         raise ConfigError(f"--watch.hang_s {hang:g} is neither -1 nor a time.", "--watch.hang_s -1")
     if hang > 0 and not config.watch.enabled:
         raise ConfigError(
-            f"--watch.hang_s {hang:g} says nothing under --watch.enabled false: nobody looks.", "--watch.enabled true"
+            f"--watch.hang_s {hang:g} says nothing under --watch.enabled false: nobody looks.",
+            "--watch.enabled true",
         )
 
 
 def _check_checkpoint(config: Config) -> None:
     checkpoint = config.checkpoint
     if checkpoint.keep_best and not checkpoint.keep_best_metric.lstrip("-"):
-        raise ConfigError("--checkpoint.keep_best_metric is empty.", "--checkpoint.keep_best_metric eval_loss")
+        raise ConfigError(
+            "--checkpoint.keep_best_metric is empty.", "--checkpoint.keep_best_metric eval_loss"
+        )
     if checkpoint.keep_best and not config.train.eval_every_steps and "eval" in checkpoint.keep_best_metric:
         raise ConfigError(
             f"--checkpoint.keep_best {checkpoint.keep_best} by {checkpoint.keep_best_metric} needs evaluations on the way.",
             f"--train.eval_every_steps {checkpoint.every_steps or 100}",
         )
-    if checkpoint.resume not in ("auto", "never") and "://" not in checkpoint.resume and not Path(checkpoint.resume).exists():
+    if (
+        checkpoint.resume not in ("auto", "never")
+        and "://" not in checkpoint.resume
+        and not Path(checkpoint.resume).exists()
+    ):
         raise ConfigError(
-            f"--checkpoint.resume {checkpoint.resume} does not exist.", "auto, never, or the folder of a checkpoint"
+            f"--checkpoint.resume {checkpoint.resume} does not exist.",
+            "auto, never, or the folder of a checkpoint",
         )
     if config.model.weights and not Path(config.model.weights).exists():
-        raise ConfigError(f"--model.weights {config.model.weights} does not exist.", "a .pt or .safetensors file, or a folder")
+        raise ConfigError(
+            f"--model.weights {config.model.weights} does not exist.",
+            "a .pt or .safetensors file, or a folder",
+        )
 
 
 def _check_ray(config: Config) -> None:
@@ -136,7 +164,9 @@ def _check_ray(config: Config) -> None:
             )
     gpus = config.ray.gpus_per_worker
     if gpus != "auto" and not gpus.replace(".", "", 1).isdigit():
-        raise ConfigError(f"--ray.gpus_per_worker {gpus} is not auto or a number.", "--ray.gpus_per_worker auto")
+        raise ConfigError(
+            f"--ray.gpus_per_worker {gpus} is not auto or a number.", "--ray.gpus_per_worker auto"
+        )
 
 
 def _check_profile(config: Config) -> None:
@@ -145,9 +175,11 @@ def _check_profile(config: Config) -> None:
     if profile.memory or profile.trace:
         if steps and first > steps:
             raise ConfigError(
-                f"--profile.steps {profile.steps} begins after the last step, {steps}.", f"--profile.steps {max(1, steps - 1)}"
+                f"--profile.steps {profile.steps} begins after the last step, {steps}.",
+                f"--profile.steps {max(1, steps - 1)}",
             )
     elif profile.steps != ProfileSection().steps:
         raise ConfigError(
-            f"--profile.steps {profile.steps} says nothing alone.", "--profile.memory true, or --profile.trace true"
+            f"--profile.steps {profile.steps} says nothing alone.",
+            "--profile.memory true, or --profile.trace true",
         )

@@ -1,4 +1,5 @@
-"""Refusals among the knobs that save memory or time: what is kept, offloaded, rounded, adapted, hooked, read ahead.
+"""Refusals among the knobs that save memory or time: what is kept, offloaded, rounded, adapted, hooked, read
+ahead.
 
 Here live those checks alone; fsdp/config/checks.py calls them in their order.
 """
@@ -14,7 +15,9 @@ from fsdp.config.sections import Config, DataSection, LoraSection
 
 def check_memory(config: Config) -> None:
     if config.memory.cpu_offload and config.mesh.strategy == "ddp":
-        raise ConfigError("--memory.cpu_offload moves shards, and --mesh.strategy ddp has none.", "--mesh.strategy fsdp")
+        raise ConfigError(
+            "--memory.cpu_offload moves shards, and --mesh.strategy ddp has none.", "--mesh.strategy fsdp"
+        )
     _check_activations(config)
     _check_nvme(config)
 
@@ -48,13 +51,21 @@ def _check_activations(config: Config) -> None:
 def _check_nvme(config: Config) -> None:
     memory = config.memory
     if memory.nvme == "off" and memory.nvme_dir:
-        raise ConfigError(f"--memory.nvme_dir {memory.nvme_dir} alone says nothing.", "--memory.nvme optimizer")
+        raise ConfigError(
+            f"--memory.nvme_dir {memory.nvme_dir} alone says nothing.", "--memory.nvme optimizer"
+        )
     if memory.nvme != "off" and not memory.nvme_dir:
-        raise ConfigError(f"--memory.nvme {memory.nvme} has no folder to put files in.", "--memory.nvme_dir /tmp/nvme")
+        raise ConfigError(
+            f"--memory.nvme {memory.nvme} has no folder to put files in.", "--memory.nvme_dir /tmp/nvme"
+        )
     if memory.nvme == "all" and config.mesh.strategy == "ddp":
-        raise ConfigError("--memory.nvme all moves shards, and --mesh.strategy ddp has none.", "--memory.nvme optimizer")
+        raise ConfigError(
+            "--memory.nvme all moves shards, and --mesh.strategy ddp has none.", "--memory.nvme optimizer"
+        )
     if memory.nvme == "optimizer" and config.optim.name == "sgd" and not config.optim.momentum:
-        raise ConfigError("--memory.nvme optimizer: --optim.name sgd has no states without momentum.", "--memory.nvme off")
+        raise ConfigError(
+            "--memory.nvme optimizer: --optim.name sgd has no states without momentum.", "--memory.nvme off"
+        )
 
 
 def check_comm(config: Config) -> None:
@@ -67,10 +78,13 @@ def check_comm(config: Config) -> None:
         return
     for name in ("all_reduce_hook", "all_gather", "reduce_scatter", "divide_by"):
         if value := getattr(config.comm, name):
-            raise ConfigError(f"--comm.{name} {value} is FSDP's, and --mesh.strategy ddp is not.", "--mesh.strategy fsdp")
+            raise ConfigError(
+                f"--comm.{name} {value} is FSDP's, and --mesh.strategy ddp is not.", "--mesh.strategy fsdp"
+            )
     if config.mesh.accumulate == "shard":
         raise ConfigError(
-            "--mesh.accumulate shard scatters gradients, and --mesh.strategy ddp has no shards.", "--mesh.accumulate every"
+            "--mesh.accumulate shard scatters gradients, and --mesh.strategy ddp has no shards.",
+            "--mesh.accumulate every",
         )
 
 
@@ -87,7 +101,11 @@ def check_float8(config: Config) -> None:
         ("precision.master", "fp64", precision.master == "fp64"),
         ("precision.param", "fp16", precision.param == "fp16"),
         # torch gathers a wrapped weight again from all its shards alone
-        ("mesh.reshard_after_forward", reshard, speed.float8 == "tensorwise" and reshard.isdigit() and int(reshard) > 1),
+        (
+            "mesh.reshard_after_forward",
+            reshard,
+            speed.float8 == "tensorwise" and reshard.isdigit() and int(reshard) > 1,
+        ),
     )
     _refuse_beside(f"speed.float8 {speed.float8}", others, "--speed.float8 off")
 
@@ -97,11 +115,13 @@ def check_ahead(config: Config) -> None:
     for way in ("prefetch_forward", "prefetch_backward"):
         if config.mesh.strategy == "ddp" and (count := getattr(config.speed, way)) > 1:
             raise ConfigError(
-                f"--speed.{way} {count} gathers ahead, and --mesh.strategy ddp gathers nothing.", f"--speed.{way} 1"
+                f"--speed.{way} {count} gathers ahead, and --mesh.strategy ddp gathers nothing.",
+                f"--speed.{way} 1",
             )
     if not config.data.workers and config.data.prefetch != DataSection().prefetch:
         raise ConfigError(
-            f"--data.prefetch {config.data.prefetch} is read by threads, and --data.workers is 0.", "--data.workers 1"
+            f"--data.prefetch {config.data.prefetch} is read by threads, and --data.workers is 0.",
+            "--data.workers 1",
         )
 
 
@@ -121,8 +141,14 @@ def check_states(config: Config) -> None:
 def check_lora(config: Config) -> None:
     lora, model = config.lora, config.model
     if not lora.rank and lora != LoraSection():
-        field = next(f.name for f in dataclasses.fields(lora) if getattr(lora, f.name) != getattr(LoraSection(), f.name))
-        raise ConfigError(f"--lora.{field} {getattr(lora, field)} says nothing without adapters.", "--lora.rank 8")
+        field = next(
+            f.name
+            for f in dataclasses.fields(lora)
+            if getattr(lora, f.name) != getattr(LoraSection(), f.name)
+        )
+        raise ConfigError(
+            f"--lora.{field} {getattr(lora, field)} says nothing without adapters.", "--lora.rank 8"
+        )
     if lora.rank and model.frozen:
         raise ConfigError(
             f"--model.frozen {model.frozen} says nothing beside --lora.rank {lora.rank}: adapters freeze the whole model.",

@@ -1,6 +1,7 @@
 """The fields as data: `section.field` → its type, default and help; and a Config in that flat form.
 
-Here live what the parser, --help and whoever lists knobs know of a field. Not here: the declarations (sections.py).
+Here live what the parser, --help and whoever lists knobs know of a field. Not here: the declarations
+(sections.py).
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ def help_text(doc: str) -> str:
     for spec in FIELDS.values():
         unit = f" {spec.meta['unit']}" if spec.meta["unit"] else ""
         shown = str(spec.default).lower() if isinstance(spec.default, bool) else spec.default
-        default = "" if spec.is_args else f" (default: {shown!s}{unit})" if shown != "" else " (default: empty)"
+        default = (
+            "" if spec.is_args else f" (default: {shown!s}{unit})" if shown != "" else " (default: empty)"
+        )
         suffix = ".NAME VALUE" if spec.is_args else f" {_type_name(spec)}"
         lines += [f"  --{spec.name}{suffix}", f"      {spec.meta['help']}{default}"]
     return "\n".join(lines)

@@ -1,7 +1,7 @@
 """From a command line to a Config: the recipe first, flags over it, then the checks.
 
-Here live the order, the grammar of flags, and the build of the tree. Not here: the parse of one value (values.py), the
-checks themselves (checks.py).
+Here live the order, the grammar of flags, and the build of the tree. Not here: the parse of one value
+(values.py), the checks themselves (checks.py).
 """
 
 from __future__ import annotations
@@ -45,13 +45,22 @@ def replace(config: Config, **changes: Any) -> Config:
 
 
 def read_recipe(path: str) -> dict[str, Any]:
-    """A TOML file as flat `section.field` values; not yet typed. Of a run's own config, without a launcher's settings."""
+    """A TOML file as flat `section.field` values; not yet typed. Of a run's own config, without a launcher's
+    settings.
+    """
     try:
         tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"--config {path} cannot be read ({error.strerror}).", "ls recipes/ shows those that ship") from None
-    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, a number of too many digits, tables nested too deeply
-        raise ConfigError(f"--config {path} is not TOML: {error}.", "compare it with recipes/digits.toml") from None
+        raise ConfigError(
+            f"--config {path} cannot be read ({error.strerror}).", "ls recipes/ shows those that ship"
+        ) from None
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # no TOML, no UTF-8, a number of too many digits, tables nested too deeply
+        raise ConfigError(
+            f"--config {path} is not TOML: {error}.", "compare it with recipes/digits.toml"
+        ) from None
     values = dict(_flatten(tree))
     if not _is_of_a_run(Path(path)):
         return values
@@ -78,7 +87,9 @@ def pair_flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
     while rest:
         word = rest.pop(0)
         if not word.startswith("--") or word == "--":
-            raise ConfigError(f"{word} is not a flag.", "flags are --section.field value; python train.py --help lists them")
+            raise ConfigError(
+                f"{word} is not a flag.", "flags are --section.field value; python train.py --help lists them"
+            )
         name, equals, value = word[2:].partition("=")
         name = name.replace("-", "_")
         yield name, value if equals else _value_after(name, rest)

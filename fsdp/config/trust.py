@@ -1,9 +1,11 @@
-"""A run directory's own config.toml, read as data: the code that it names is imported only where a person allows it.
+"""A run directory's own config.toml, read as data: the code that it names is imported only where a person
+allows it.
 
-A tool that reads RUN (report, predict, checkpoints) takes RUN/config.toml from here. `model.name` and `data.name` may name
-code, as package.module:factory; such a name is accepted only if the command line holds it too, in --trust-code or in a flag
-of its field. The hooks of [comm] belong to training and are dropped. A recipe that a person names with --config is trusted,
-and reading.py reads it. Not here: the import itself (fsdp/models/factory.py).
+A tool that reads RUN (report, predict, checkpoints) takes RUN/config.toml from here. `model.name` and
+`data.name` may name code, as package.module:factory; such a name is accepted only if the command line holds
+it too, in --trust-code or in a flag of its field. The hooks of [comm] belong to training and are dropped. A
+recipe that a person names with --config is trusted, and reading.py reads it. Not here: the import itself
+(fsdp/models/factory.py).
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ class CodeRefused(ConfigError):
 def load_run_config(
     run: Path, *, flags: Sequence[str] = (), trusted: Collection[str] = (), forgotten: tuple[str, ...] = ()
 ) -> Config:
-    """RUN/config.toml with `flags` over it, without the fields whose names begin with `forgotten`; ConfigError where it names
-    code that the person did not name."""
+    """RUN/config.toml with `flags` over it, without the fields whose names begin with `forgotten`;
+    ConfigError where it names code that the person did not name.
+    """
     given = dict(pair_flags(flags))
     values = _without_downloads(read_recipe(str(run / "config.toml")))
     values = {name: value for name, value in values.items() if not name.startswith((*forgotten, *HOOKS))}
@@ -42,7 +45,9 @@ def load_run_config(
 
 
 def _without_downloads(values: dict[str, Any]) -> dict[str, Any]:
-    """FashionMNIST is downloaded where it is missing: not from an address and not into a folder that a run directory names."""
+    """FashionMNIST is downloaded where it is missing: not from an address and not into a folder that a run
+    directory names.
+    """
     if values.get("data.name") != "fashion_mnist":
         return values
     args = values.get("data.args")
@@ -52,8 +57,9 @@ def _without_downloads(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_store(run: Path, place: str) -> str:
-    """The store that RUN/config.toml names, or ConfigError: fsspec knows protocols that run what a file says, or log in
-    at any host."""
+    """The store that RUN/config.toml names, or ConfigError: fsspec knows protocols that run what a file says,
+    or log in at any host.
+    """
     scheme, colon, _ = place.partition("://")
     if colon and (scheme not in STORES or "::" in place):
         raise ConfigError(
@@ -64,12 +70,16 @@ def check_store(run: Path, place: str) -> str:
 
 
 def check_code(run: Path, config: Config, trusted: Collection[str]) -> None:
-    """ConfigError if model.name or data.name is code outside `trusted`, or trusted code that lies in the run directory."""
+    """ConfigError if model.name or data.name is code outside `trusted`, or trusted code that lies in the run
+    directory.
+    """
     named = {"model.name": config.model.name, "data.name": config.data.name}
     named = {field: name for field, name in named.items() if ":" in name}
     refused = {field: name for field, name in named.items() if name not in trusted}
     if refused:
-        shown = ", ".join(f"--{f} {name if _CODE.fullmatch(name) else ascii(name)}" for f, name in refused.items())
+        shown = ", ".join(
+            f"--{f} {name if _CODE.fullmatch(name) else ascii(name)}" for f, name in refused.items()
+        )
         raise CodeRefused(
             f"{run}/config.toml names code, {shown}: code that a run directory names is not imported.",
             _hint(list(refused.values())),

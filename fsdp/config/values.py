@@ -1,7 +1,8 @@
-"""One value: what a flag's text or a recipe's value becomes in its field, or the line that says why it cannot.
+"""One value: what a flag's text or a recipe's value becomes in its field, or the line that says why it
+cannot.
 
-Here live the types, the ranges, and the spellings of strings that hold more than a word (`2:8`, `step`). Not here: where
-values come from (reading.py), two fields that disagree (checks.py).
+Here live the types, the ranges, and the spellings of strings that hold more than a word (`2:8`, `step`). Not
+here: where values come from (reading.py), two fields that disagree (checks.py).
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ def parse_value(spec: FieldSpec, value: Any) -> Any:
     if choices:
         text = str(value).lower() if isinstance(value, bool) else str(value)
         if text not in choices:
-            raise ConfigError(f"--{spec.name} {value} is not one of {', '.join(choices)}.", _choice_hint(spec, text, choices))
+            raise ConfigError(
+                f"--{spec.name} {value} is not one of {', '.join(choices)}.",
+                _choice_hint(spec, text, choices),
+            )
         return text
     if spec.type is bool:
         return _parse_bool(spec, value)
@@ -34,7 +38,9 @@ def parse_value(spec: FieldSpec, value: Any) -> Any:
 
 
 def _choice_hint(spec: FieldSpec, text: str, choices: Sequence[str]) -> str:
-    known = SHARDING.get(text.lower().removeprefix("shardingstrategy.")) if spec.name == "mesh.strategy" else None
+    known = (
+        SHARDING.get(text.lower().removeprefix("shardingstrategy.")) if spec.name == "mesh.strategy" else None
+    )
     if known is not None:
         return known
     near = difflib.get_close_matches(text, choices, n=1, cutoff=0.6)
@@ -42,9 +48,20 @@ def _choice_hint(spec: FieldSpec, text: str, choices: Sequence[str]) -> str:
 
 
 def _parse_bool(spec: FieldSpec, value: Any) -> bool:
-    known = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+    known = {
+        "true": True,
+        "1": True,
+        "yes": True,
+        "on": True,
+        "false": False,
+        "0": False,
+        "no": False,
+        "off": False,
+    }
     if str(value).lower() not in known:
-        raise ConfigError(f"--{spec.name} {value} is not true or false.", f"--{spec.name} {str(spec.default).lower()}")
+        raise ConfigError(
+            f"--{spec.name} {value} is not true or false.", f"--{spec.name} {str(spec.default).lower()}"
+        )
     return known[str(value).lower()]
 
 
@@ -58,7 +75,9 @@ def _parse_number(spec: FieldSpec, value: Any) -> float | int:
             return number
         # "1e6" and "1_000" are whole numbers to a person; 2.5 is not.
         exact = (
-            int(value) if isinstance(value, (int, str)) and str(value).lstrip("+-").replace("_", "").isdigit() else int(number)
+            int(value)
+            if isinstance(value, (int, str)) and str(value).lstrip("+-").replace("_", "").isdigit()
+            else int(number)
         )
         if exact != number:
             raise ValueError
@@ -79,7 +98,9 @@ def _in_range(spec: FieldSpec, number: float | int) -> float | int:
         bounds = [f"at least {low}"] * (low is not None) + [f"above {above}"] * (above is not None)
         bounds += [f"at most {high}"] * (high is not None)
         wanted = " and ".join(bounds) or "a number"
-        raise ConfigError(f"--{spec.name} {number} is out of range: {wanted}.", f"--{spec.name} {spec.default}")
+        raise ConfigError(
+            f"--{spec.name} {number} is out of range: {wanted}.", f"--{spec.name} {spec.default}"
+        )
     return number
 
 
@@ -110,8 +131,15 @@ def reshard_policy(text: str) -> bool | int | Literal["step"]:
 def worker_range(text: str) -> tuple[int, int]:
     """--ray.num_workers: `4` is (4, 4), `2:8` is (2, 8)."""
     low, colon, high = text.partition(":")
-    if not low.isdigit() or (colon and not high.isdigit()) or int(low) < 1 or (colon and int(high) < int(low)):
-        raise ConfigError(f"--ray.num_workers {text} is not a number of workers or a range.", "--ray.num_workers 2 or 2:8")
+    if (
+        not low.isdigit()
+        or (colon and not high.isdigit())
+        or int(low) < 1
+        or (colon and int(high) < int(low))
+    ):
+        raise ConfigError(
+            f"--ray.num_workers {text} is not a number of workers or a range.", "--ray.num_workers 2 or 2:8"
+        )
     return int(low), int(high or low)
 
 

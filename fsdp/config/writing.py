@@ -1,4 +1,5 @@
-"""A Config as text that outlives the run: the recipe that gives it back, and the short name of what is trained.
+"""A Config as text that outlives the run: the recipe that gives it back, and the short name of what is
+trained.
 
 Here live TOML's writing and `config_hash`. Not here: what reads a recipe (reading.py), --help (fields.py).
 """
@@ -69,6 +70,10 @@ ELSEWHERE = {
 
 def config_hash(config: Config) -> str:
     """A short name of what is trained: equal for runs that differ only in where and how they are run."""
-    kept = {name: value for name, value in flatten(config).items() if not {name, name.partition(".")[0]} & ELSEWHERE}
+    kept = {
+        name: value
+        for name, value in flatten(config).items()
+        if not {name, name.partition(".")[0]} & ELSEWHERE
+    }
     kept["speed.float8"] = config.speed.float8
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -4,7 +4,8 @@
     Cursor       (seed, step, global batch) → sample indices; knows no world size
     Loader       a step's micro-batches for one rank, read ahead by threads
 
-A data set is one file here, named as --data.name names it. Not here: how a batch becomes a loss (fsdp/models/loss.py).
+A data set is one file here, named as --data.name names it. Not here: how a batch becomes a loss
+(fsdp/models/loss.py).
 """
 
 from fsdp.data.cursor import Cursor

@@ -1,8 +1,9 @@
 """The one global cursor: (seed, step, global batch) → sample indices. It knows no world size.
 
-An epoch's order is a keyed permutation of 0…n-1 that is computed where it is looked at: a generalised Feistel network on a
-grid of a × b ≥ n cells, a number outside 0…n-1 walking on until it falls inside (Black and Rogaway, "Ciphers with
-Arbitrary Finite Domains", 2002). No array of n, nothing to save, any step in the same time. Not here: which rank takes what.
+An epoch's order is a keyed permutation of 0…n-1 that is computed where it is looked at: a generalised Feistel
+network on a grid of a × b ≥ n cells, a number outside 0…n-1 walking on until it falls inside (Black and
+Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). No array of n, nothing to save, any step in the same
+time. Not here: which rank takes what.
 """
 
 from __future__ import annotations
@@ -17,13 +18,17 @@ from fsdp.base.errors import ConfigError
 
 ROUNDS = 8
 AT_ONCE = 512
-"""Positions looked up together where batches are small: a permutation of eight costs as much as one of hundreds."""
+"""Positions looked up together where batches are small: a permutation of eight costs as much as one of
+hundreds.
+"""
 _M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _S1, _S2, _S3 = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
 def mix(values: np.ndarray, key: int) -> np.ndarray:
-    """uint64 → uint64, each value with a key: splitmix64's finisher. Any position alone, with no generator to advance."""
+    """uint64 → uint64, each value with a key: splitmix64's finisher. Any position alone, with no generator to
+    advance.
+    """
     x = values + np.uint64(key)
     x ^= x >> _S1
     x *= _M1
@@ -65,7 +70,9 @@ class Permutation:
 
 
 class Cursor:
-    """Which samples optimizer step 0, 1, 2 … takes: every sample once an epoch, the last batch of an epoch short."""
+    """Which samples optimizer step 0, 1, 2 … takes: every sample once an epoch, the last batch of an epoch
+    short.
+    """
 
     def __init__(self, *, seed: int, samples: int, global_batch: int) -> None:
         if samples < 1:

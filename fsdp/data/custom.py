@@ -1,15 +1,16 @@
 """A person's own data: --data.name package.module:factory.
 
-The factory takes --data.args as keyword arguments (and seq_len, dir, where it has such parameters) and returns
+The factory takes --data.args as keyword arguments (and seq_len, dir, where it has such parameters) and
+returns
 
     a torch map-style Dataset         or
     a pair (train, heldout) of them   or
     a DataSet of fsdp.data            which says everything itself
 
-Items are (inputs, targets), or dicts with "inputs" (or "input_ids") and whatever else the model's forward takes.
-They are read by --data.workers threads at once. A Dataset with an attribute `classes` names its classes. One with
-an attribute `collate` makes the batches itself: collate(items) returns such a pair or dict, with a row for each item
-(docs/data.md).
+Items are (inputs, targets), or dicts with "inputs" (or "input_ids") and whatever else the model's forward
+takes. They are read by --data.workers threads at once. A Dataset with an attribute `classes` names its
+classes. One with an attribute `collate` makes the batches itself: collate(items) returns such a pair or dict,
+with a row for each item (docs/data.md).
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def build(name: str, where: Where, args: Args) -> DataSet:
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"--data.name {name} failed: {blame(error)}.", "the line named is the factory's own") from error
+        raise ConfigError(
+            f"--data.name {name} failed: {blame(error)}.", "the line named is the factory's own"
+        ) from error
     return as_dataset(name, made, where.skip_unreadable)
 
 
@@ -67,7 +70,10 @@ def as_dataset(name: str, made: Any, skip_unreadable: int = 0) -> DataSet:
         return made
     pair = made if isinstance(made, tuple) else (made, None)
     if len(pair) != 2:
-        raise ConfigError(f"--data.name {name} returned {len(pair)} things.", "return a Dataset, or the pair (train, heldout)")
+        raise ConfigError(
+            f"--data.name {name} returned {len(pair)} things.",
+            "return a Dataset, or the pair (train, heldout)",
+        )
     for part in pair if pair[1] is not None else pair[:1]:
         _check_map_style(name, part)
     train = ItemSamples(pair[0])
@@ -82,7 +88,9 @@ def _check_map_style(name: str, part: Any) -> None:
             "give it __len__ and __getitem__: the order of samples must be the same at any number of ranks",
         )
     if not len(part):
-        raise ConfigError(f"--data.name {name} gives an empty {type(part).__name__}.", "look into what the factory reads")
+        raise ConfigError(
+            f"--data.name {name} gives an empty {type(part).__name__}.", "look into what the factory reads"
+        )
     hook = collate_of(part)
     if hook is not None and not callable(hook):
         raise ConfigError(
@@ -112,7 +120,10 @@ class ItemSamples:
         items = [self.items[int(index)] for index in indices]
         if self._collate is not None:
             made = _as_dict(self._collate(items), "collate's batch")
-            return {name: torch.as_tensor(value) if isinstance(value, np.ndarray) else value for name, value in made.items()}
+            return {
+                name: torch.as_tensor(value) if isinstance(value, np.ndarray) else value
+                for name, value in made.items()
+            }
         rows = [_as_dict(item) for item in items]
         try:
             collated: Mapping[str, Tensor] = default_collate(rows)
@@ -144,7 +155,11 @@ def _as_dict(item: Any, what: str = "an item") -> dict[str, Any]:
     if isinstance(item, Mapping) and ("inputs" in item or "input_ids" in item):
         first = "inputs" if "inputs" in item else "input_ids"
         return {"inputs": _value(item[first])} | {k: _value(v) for k, v in item.items() if k != first}
-    shown = f"a dict with {', '.join(map(str, item))}" if isinstance(item, Mapping) else f"a {type(item).__name__}"
+    shown = (
+        f"a dict with {', '.join(map(str, item))}"
+        if isinstance(item, Mapping)
+        else f"a {type(item).__name__}"
+    )
     raise TypeError(f"{what} is {shown}, neither (inputs, targets) nor a dict with inputs or input_ids")
 
 
@@ -164,7 +179,8 @@ def _first(name: str, samples: Samples, skip_unreadable: int) -> dict[str, Tenso
             why = error
     what = " ".join(f"{type(why).__name__}: {why}".split())
     raise ConfigError(
-        f"--data.name {name}: sample {index} cannot be read: {what}.", "items are (inputs, targets), or dicts with inputs"
+        f"--data.name {name}: sample {index} cannot be read: {what}.",
+        "items are (inputs, targets), or dicts with inputs",
     ) from why
 
 
@@ -173,7 +189,9 @@ def _info(name: str, samples: Samples, items: Any, skip_unreadable: int) -> Data
     first = _first(name, samples, skip_unreadable)
     bad = [k for k, v in first.items() if not isinstance(v, Tensor)]
     if bad:
-        raise ConfigError(f"--data.name {name}: {bad[0]} of an item is no number, array or tensor.", f"leave {bad[0]} out")
+        raise ConfigError(
+            f"--data.name {name}: {bad[0]} of an item is no number, array or tensor.", f"leave {bad[0]} out"
+        )
     inputs = first["inputs"]
     classes = tuple(map(str, getattr(items, "classes", ())))
     facts: dict[str, Any] = {"num_classes": len(classes)} if classes else {}

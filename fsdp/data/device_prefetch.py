@@ -1,4 +1,6 @@
-"""A step's batch on its way to a CUDA device, on a stream of its own, while the step before it computes. Not here: reading."""
+"""A step's batch on its way to a CUDA device, on a stream of its own, while the step before it computes. Not
+here: reading.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from fsdp.data.types import StepBatch
 
 
 class DevicePrefetch:
-    """`send` on the thread that reads, `receive` on the one that trains; between them nobody waits on the host."""
+    """`send` on the thread that reads, `receive` on the one that trains; between them nobody waits on the
+    host.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -25,7 +29,8 @@ class DevicePrefetch:
         computing.wait_event(batch.arrived)
         for micro in batch.micro:
             for tensor in (*micro.data.values(), micro.valid):
-                # Made on the copying stream: without this its memory could be given out again while it is still read.
+                # Made on the copying stream: without this its memory could be given out again while it is
+                # still read.
                 tensor.record_stream(computing)
         return batch
 

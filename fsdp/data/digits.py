@@ -1,7 +1,8 @@
-"""digits: 1,797 real handwritten digits, kept beside this file and drawn to 28×28. Source and licence: digits.LICENSE.md.
+"""digits: 1,797 real handwritten digits, kept beside this file and drawn to 28×28. Source and licence:
+digits.LICENSE.md.
 
-The middle one of each ten of a class is held out: 179 of 1,797, the same for every seed. The writers of the held-out digits
-also wrote training digits, so that this measures reading, not reading a new hand.
+The middle one of each ten of a class is held out: 179 of 1,797, the same for every seed. The writers of the
+held-out digits also wrote training digits, so that this measures reading, not reading a new hand.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ MEAN, STD = (0.5,), (0.5,)
 
 def build(where: Where) -> DataSet:
     if where.dir:
-        raise ConfigError(f"--data.dir {where.dir} says nothing to digits: they come with this code.", "leave it out")
+        raise ConfigError(
+            f"--data.dir {where.dir} says nothing to digits: they come with this code.", "leave it out"
+        )
     with np.load(FILE, allow_pickle=False) as file:
         images, labels = file["images"], file["labels"].astype(np.int64)
     pixels = draw(images)[:, None]
@@ -43,13 +46,17 @@ def build(where: Where) -> DataSet:
 
 
 def draw(images: np.ndarray) -> np.ndarray:
-    """[n, 8, 8] of 0…16 → [n, 28, 28], bilinear, in whole numbers that fp32 holds: the same bits on every processor."""
+    """[n, 8, 8] of 0…16 → [n, 28, 28], bilinear, in whole numbers that fp32 holds: the same bits on every
+    processor.
+    """
     weights, _ = _weights()
     return (weights @ images.astype(np.float32) @ weights.T).astype(np.int16)
 
 
 def _weights() -> tuple[np.ndarray, int]:
-    """Rows of 8 weights that sum to `total`: output pixel i looks at (4i − 5) / 14 of the source (half-pixel centres)."""
+    """Rows of 8 weights that sum to `total`: output pixel i looks at (4i − 5) / 14 of the source (half-pixel
+    centres).
+    """
     total = 14
     place = np.clip(4 * np.arange(SIZE) - 5, 0, (SOURCE_SIZE - 1) * total)
     low, part = np.divmod(place, total)

@@ -1,7 +1,8 @@
-"""Files fetched once a node: one process downloads, the others wait, and what is half there never has the real name.
+"""Files fetched once a node: one process downloads, the others wait, and what is half there never has the
+real name.
 
-fetch() is called by every rank. A lock file in the folder decides who works; a rank that waited for one that failed
-reports the same failure and does not try again. Not here: which files, or what is in them.
+fetch() is called by every rank. A lock file in the folder decides who works; a rank that waited for one that
+failed reports the same failure and does not try again. Not here: which files, or what is in them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class DownloadError(Exception):
 
 
 def fetch(folder: Path, missing: Callable[[], list[str]], get: Callable[[str, Path], Path]) -> None:
-    """Until missing() is empty: get(name, folder for its work) gives a whole file, which then appears in `folder`.
+    """Until missing() is empty: get(name, folder for its work) gives a whole file, which then appears in
+    `folder`.
 
     OSError where the folder cannot be written; DownloadError where a file cannot be had.
     """
@@ -58,7 +60,8 @@ def _take(descriptor: int) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         return True
     except OSError as error:
-        # A file system without locks: each rank then downloads for itself, and each rename is of a whole file.
+        # A file system without locks: each rank then downloads for itself, and each rename is of a whole
+        # file.
         log.warning("no lock on this file system (%s): each rank downloads for itself", error.strerror)
         return False
 
@@ -78,8 +81,16 @@ def download(url: str, path: Path) -> None:
         with _opened(url) as answer, path.open("wb") as file:
             shutil.copyfileobj(answer, file, 1 << 20)
             promised = answer.headers.get("Content-Length")
-    except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError, ValueError) as error:
-        raise DownloadError(f"{url}: {getattr(error, 'reason', None) or error or type(error).__name__}") from error
+    except (
+        urllib.error.URLError,
+        http.client.HTTPException,
+        TimeoutError,
+        ConnectionError,
+        ValueError,
+    ) as error:
+        raise DownloadError(
+            f"{url}: {getattr(error, 'reason', None) or error or type(error).__name__}"
+        ) from error
     if promised is not None and path.stat().st_size != int(promised):
         raise DownloadError(f"{url}: {path.stat().st_size} bytes came of {promised}")
 

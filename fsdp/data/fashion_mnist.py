@@ -1,7 +1,8 @@
-"""fashion_mnist: 60,000 and 10,000 pictures of clothes, 28×28, normalised to −1 … 1: torchvision's files and folders.
+"""fashion_mnist: 60,000 and 10,000 pictures of clothes, 28×28, normalised to −1 … 1: torchvision's files and
+folders.
 
-DIR/FashionMNIST/raw holds them (or DIR itself), plain or .gz. Where they are missing they are downloaded, once a node. Read
-here and not through torchvision, whose import costs more than the reading.
+DIR/FashionMNIST/raw holds them (or DIR itself), plain or .gz. Where they are missing they are downloaded,
+once a node. Read here and not through torchvision, whose import costs more than the reading.
 """
 
 from __future__ import annotations
@@ -31,7 +32,18 @@ FILES = {
     "t10k-images-idx3-ubyte": "bef4ecab320f06d8554ea6380940ec79",
     "t10k-labels-idx1-ubyte": "bb300cfdad3c16e7a12a480ee83cd310",
 }
-CLASSES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
+CLASSES = (
+    "T-shirt/top",
+    "Trouser",
+    "Pullover",
+    "Dress",
+    "Coat",
+    "Sandal",
+    "Shirt",
+    "Sneaker",
+    "Bag",
+    "Ankle boot",
+)
 MEAN, STD = (0.5,), (0.5,)
 SIZE = 28
 
@@ -96,8 +108,15 @@ def _get(source: str, name: str, work: Path, *, check_sums: bool) -> Path:
 
 
 def _samples(folder: Path, split: str) -> PixelSamples:
-    images, labels = (read_idx(_present(folder, f"{split}-{name}")) for name in ("images-idx3-ubyte", "labels-idx1-ubyte"))
-    if images.ndim != 3 or images.shape[1:] != (SIZE, SIZE) or labels.shape != images.shape[:1] or labels.max() >= len(CLASSES):
+    images, labels = (
+        read_idx(_present(folder, f"{split}-{name}")) for name in ("images-idx3-ubyte", "labels-idx1-ubyte")
+    )
+    if (
+        images.ndim != 3
+        or images.shape[1:] != (SIZE, SIZE)
+        or labels.shape != images.shape[:1]
+        or labels.max() >= len(CLASSES)
+    ):
         raise ConfigError(
             f"{folder}: {split} holds images {list(images.shape)} and labels {list(labels.shape)}, not FashionMNIST.",
             "give the FashionMNIST folder as --data.dir",
@@ -110,7 +129,9 @@ def _present(folder: Path, name: str) -> Path:
 
 
 def read_idx(path: Path) -> np.ndarray:
-    """A file of the idx format, bytes only: two zeros, 8 (unsigned byte), the number of axes, their sizes, the values."""
+    """A file of the idx format, bytes only: two zeros, 8 (unsigned byte), the number of axes, their sizes,
+    the values.
+    """
     try:
         if path.suffix == ".gz":
             content = np.frombuffer(gzip.decompress(path.read_bytes()), np.uint8)
@@ -122,4 +143,6 @@ def read_idx(path: Path) -> np.ndarray:
         shape = struct.unpack(f">{axes}I", content[4 : 4 + 4 * axes].tobytes())
         return np.asarray(content[4 + 4 * axes :]).reshape(shape)
     except (OSError, EOFError, ValueError, zlib.error, struct.error) as error:
-        raise ConfigError(f"{path} is not a whole idx file: {error}.", f"rm {path} and start again to download it") from error
+        raise ConfigError(
+            f"{path} is not a whole idx file: {error}.", f"rm {path} and start again to download it"
+        ) from error

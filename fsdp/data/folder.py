@@ -1,7 +1,9 @@
-"""folder: pictures in folders named as their classes, torchvision's ImageFolder layout: DIR/train/CLASS/… and DIR/val/CLASS/….
+"""folder: pictures in folders named as their classes, torchvision's ImageFolder layout: DIR/train/CLASS/… and
+DIR/val/CLASS/….
 
-Without a train folder, DIR/CLASS/… is all there is and the middle one of each ten of a class is held out. Pictures are decoded
-when their batch is read, with Pillow. Not here: how a picture becomes a tensor (fsdp/data/images.py).
+Without a train folder, DIR/CLASS/… is all there is and the middle one of each ten of a class is held out.
+Pictures are decoded when their batch is read, with Pillow. Not here: how a picture becomes a tensor
+(fsdp/data/images.py).
 """
 
 from __future__ import annotations
@@ -25,7 +27,12 @@ IMAGENET_MEAN, IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 
 
 def build(
-    where: Where, *, image_size: int = 224, channels: int = 3, mean: list | None = None, std: list | None = None
+    where: Where,
+    *,
+    image_size: int = 224,
+    channels: int = 3,
+    mean: list | None = None,
+    std: list | None = None,
 ) -> DataSet:
     check_range("image_size", image_size, 1)
     preprocess = {"image_size": image_size, "channels": channels, **_normalisation(channels, mean, std)}
@@ -53,7 +60,9 @@ def build(
 
 def _normalisation(channels: int, mean: list | None, std: list | None) -> dict[str, tuple[float, ...]]:
     if channels not in (1, 3):
-        raise ConfigError(f"--data.args.channels {channels} is not 1 (grey) or 3 (colour).", "--data.args.channels 3")
+        raise ConfigError(
+            f"--data.args.channels {channels} is not 1 (grey) or 3 (colour).", "--data.args.channels 3"
+        )
     defaults = (IMAGENET_MEAN, IMAGENET_STD) if channels == 3 else ([0.5], [0.5])
     found = {}
     for name, given, default in zip(("mean", "std"), (mean, std), defaults, strict=True):
@@ -61,7 +70,9 @@ def _normalisation(channels: int, mean: list | None, std: list | None) -> dict[s
         numbers = all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in values)
         if len(values) != channels or not numbers or (name == "std" and min(values) <= 0):
             what = f"{channels} number{'s' * (channels > 1)}" + " above 0" * (name == "std")
-            raise ConfigError(f"--data.args.{name} {values} is not {what}.", f"--data.args.{name} '{default}'")
+            raise ConfigError(
+                f"--data.args.{name} {values} is not {what}.", f"--data.args.{name} '{default}'"
+            )
         found[name] = tuple(map(float, values))
     return found
 
@@ -77,7 +88,9 @@ def _root(folder: str) -> Path:
 
 
 def _classes(root: Path) -> list[str]:
-    classes = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
+    classes = sorted(
+        entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith(".")
+    )
     if not classes:
         raise ConfigError(f"{root} has no folder of a class in it.", f"put pictures into {root}/CLASS/")
     return classes
@@ -85,7 +98,9 @@ def _classes(root: Path) -> list[str]:
 
 def _check_same_classes(root: Path, classes: list[str]) -> None:
     if unknown := [name for name in _classes(root) if name not in classes]:
-        raise ConfigError(f"{root} has class {unknown[0]}, which train has not.", f"add {unknown[0]} to train, or remove it")
+        raise ConfigError(
+            f"{root} has class {unknown[0]}, which train has not.", f"add {unknown[0]} to train, or remove it"
+        )
 
 
 def _find(root: Path, classes: list[str]) -> tuple[list[str], np.ndarray]:
@@ -94,7 +109,9 @@ def _find(root: Path, classes: list[str]) -> tuple[list[str], np.ndarray]:
     for label, name in enumerate(classes):
         found = list(_pictures(str(root / name)))
         if not found and (root / name).is_dir():
-            raise ConfigError(f"{root / name} has no picture in it ({', '.join(SUFFIXES)}).", f"rmdir {root / name}")
+            raise ConfigError(
+                f"{root / name} has no picture in it ({', '.join(SUFFIXES)}).", f"rmdir {root / name}"
+            )
         paths += found
         labels += [label] * len(found)
     return paths, np.asarray(labels, np.int64)

@@ -1,6 +1,8 @@
-"""Pictures as samples: whole-number pixels kept in memory and normalised by table, and one picture made ready for a model.
+"""Pictures as samples: whole-number pixels kept in memory and normalised by table, and one picture made ready
+for a model.
 
-prepare() is training's own way from a picture to a tensor: folder.py and fsdp/predict/images.py both call it. Not here: files.
+prepare() is training's own way from a picture to a tensor: folder.py and fsdp/predict/images.py both call it.
+Not here: files.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ if TYPE_CHECKING:
 
 
 def normalise_table(steps: int, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
-    """[channels, steps + 1]: what a pixel value becomes, to the bit as ToTensor and Normalize compute it in fp32."""
+    """[channels, steps + 1]: what a pixel value becomes, to the bit as ToTensor and Normalize compute it in
+    fp32.
+    """
     values = np.arange(steps + 1, dtype=np.float32) / np.float32(steps)
     return np.stack([(values - np.float32(m)) / np.float32(s) for m, s in zip(mean, std, strict=True)])
 
@@ -25,7 +29,9 @@ def normalise_table(steps: int, mean: Sequence[float], std: Sequence[float]) -> 
 class PixelSamples:
     """Pictures [n, channels, height, width] of whole numbers 0 … steps, with labels."""
 
-    def __init__(self, pixels: np.ndarray, labels: np.ndarray, steps: int, mean: Sequence[float], std: Sequence[float]) -> None:
+    def __init__(
+        self, pixels: np.ndarray, labels: np.ndarray, steps: int, mean: Sequence[float], std: Sequence[float]
+    ) -> None:
         assert len(pixels) == len(labels)
         self.pixels, self.labels = pixels, labels
         self._table = normalise_table(steps, mean, std)
@@ -37,12 +43,15 @@ class PixelSamples:
         chosen = self.pixels[indices]
         inputs = np.empty(chosen.shape, np.float32)
         for channel, table in enumerate(self._table):
-            np.take(table, chosen[:, channel], out=inputs[:, channel], mode="clip")  # "raise" would copy through a buffer
+            # "raise" would copy through a buffer
+            np.take(table, chosen[:, channel], out=inputs[:, channel], mode="clip")
         return {"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(self.labels[indices])}
 
 
 def every_tenth(labels: np.ndarray) -> np.ndarray:
-    """A mask of the middle one of each ten of a class: a fixed tenth, the classes in proportion, no seed in it."""
+    """A mask of the middle one of each ten of a class: a fixed tenth, the classes in proportion, no seed in
+    it.
+    """
     held = np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):
         held[np.flatnonzero(labels == label)[4::10]] = True
@@ -57,7 +66,9 @@ def prepare(image: Image, preprocess: Mapping[str, Any]) -> np.ndarray:
 
 
 def to_pixels(image: Image, preprocess: Mapping[str, Any]) -> np.ndarray:
-    """uint8 [size, size, channels]: the middle square, scaled; by way of the source's own size where that was smaller."""
+    """uint8 [size, size, channels]: the middle square, scaled; by way of the source's own size where that was
+    smaller.
+    """
     from PIL import Image as Pillow
     from PIL import ImageOps
 

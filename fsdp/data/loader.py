@@ -1,8 +1,9 @@
-"""A step's micro-batches for one rank, read ahead by threads; and the held-out samples, each once over all ranks.
+"""A step's micro-batches for one rank, read ahead by threads; and the held-out samples, each once over all
+ranks.
 
-A global batch is cut into contiguous near-equal parts, one a rank, and a part into near-equal micro-batches, so that padding
-is spread. Padding repeats a sample and is marked; all ranks always get the same number of micro-batches. Not here: the order
-(fsdp/data/cursor.py) and the device.
+A global batch is cut into contiguous near-equal parts, one a rank, and a part into near-equal micro-batches,
+so that padding is spread. Padding repeats a sample and is marked; all ranks always get the same number of
+micro-batches. Not here: the order (fsdp/data/cursor.py) and the device.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ class SampleOrder(Protocol):
 
 
 def slices(indices: np.ndarray, rank: DataRank, accumulation: int) -> list[np.ndarray]:
-    """This rank's indices of a global batch, one array a micro-batch; the first ranks and micro-batches hold the odd ones."""
+    """This rank's indices of a global batch, one array a micro-batch; the first ranks and micro-batches hold
+    the odd ones.
+    """
     own = _part(indices, rank.index, rank.count)
     return [_part(own, place, accumulation) for place in range(accumulation)]
 
@@ -49,12 +52,23 @@ def pad(indices: np.ndarray, rows: int, spare: int) -> np.ndarray:
 
 
 class Loader:
-    """step(k) gives step k's batch and starts on the next ones; a step out of turn is simply where it goes on from."""
+    """step(k) gives step k's batch and starts on the next ones; a step out of turn is simply where it goes on
+    from.
+    """
 
     def __init__(
-        self, samples: Samples, cursor: SampleOrder, *, micro_batch: int, accumulation: int, rank: DataRank,
-        workers: int, prefetch: int, pin: bool, device: torch.device | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        samples: Samples,
+        cursor: SampleOrder,
+        *,
+        micro_batch: int,
+        accumulation: int,
+        rank: DataRank,
+        workers: int,
+        prefetch: int,
+        pin: bool,
+        device: torch.device | None = None,
+    ) -> None:
         """`device`: where batches are copied while they are read ahead; None leaves them on the host."""
         self.samples, self.cursor = samples, cursor
         self.micro_batch, self.accumulation, self.rank = micro_batch, accumulation, rank
@@ -122,7 +136,9 @@ def _named(samples: Samples, indices: np.ndarray, where: str, error: Exception) 
 
 
 class _EvenlySpread:
-    """`count` of `available` held-out samples in their order, evenly spread: the first ones alone may be of one class."""
+    """`count` of `available` held-out samples in their order, evenly spread: the first ones alone may be of
+    one class.
+    """
 
     def __init__(self, available: int, count: int, at_once: int) -> None:
         self.chosen = np.arange(count, dtype=np.int64) * available // max(count, 1)
@@ -134,15 +150,32 @@ class _EvenlySpread:
 
 
 def heldout_batches(
-    samples: Samples, *, batch: int, rank: DataRank, limit: int, workers: int = 0, prefetch: int = 2, pin: bool = False,
+    samples: Samples,
+    *,
+    batch: int,
+    rank: DataRank,
+    limit: int,
+    workers: int = 0,
+    prefetch: int = 2,
+    pin: bool = False,
     device: torch.device | None = None,
-) -> Iterator[Batch]:  # fmt: skip
-    """Every rank as many batches as the others, each held-out sample in one of them; limit 0 takes all samples."""
+) -> Iterator[Batch]:
+    """Every rank as many batches as the others, each held-out sample in one of them; limit 0 takes all
+    samples.
+    """
     count = min(limit or len(samples), len(samples))
     order = _EvenlySpread(len(samples), count, batch * rank.count)
     loader = Loader(
-        samples, order, micro_batch=batch, accumulation=1, rank=rank, workers=workers, prefetch=prefetch, pin=pin, device=device
-    )  # fmt: skip
+        samples,
+        order,
+        micro_batch=batch,
+        accumulation=1,
+        rank=rank,
+        workers=workers,
+        prefetch=prefetch,
+        pin=pin,
+        device=device,
+    )
     try:
         for step in range(order.steps):
             yield loader.step(step).micro[0]

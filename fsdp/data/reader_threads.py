@@ -1,6 +1,7 @@
 """Threads that make step k+1, k+2 … while step k computes. Not here: what is made.
 
-Two C queues and a dict rather than an executor's futures: get() is in every step, and a future costs it ten times as much.
+Two C queues and a dict rather than an executor's futures: get() is in every step, and a future costs it ten
+times as much.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ T = TypeVar("T")
 
 
 class Readers(Generic[T]):
-    """get(k) returns make(k), or raises what it raised; `ahead` later ones are in hand. A jump forgets what was in hand."""
+    """get(k) returns make(k), or raises what it raised; `ahead` later ones are in hand. A jump forgets what
+    was in hand.
+    """
 
     def __init__(self, make: Callable[[int], T], threads: int, *, ahead: int) -> None:
         self._make, self._ahead = make, ahead
@@ -27,7 +30,9 @@ class Readers(Generic[T]):
         self._device = thread_device()  # the threads pin and copy there
         self._jumps = 0  # names a run of consecutive steps: what was made for an earlier one is dropped
         # Daemons: a read that hangs does not keep a process that is about to end.
-        self._threads = [threading.Thread(target=self._work, name=f"reader-{n}", daemon=True) for n in range(threads)]
+        self._threads = [
+            threading.Thread(target=self._work, name=f"reader-{n}", daemon=True) for n in range(threads)
+        ]
         for thread in self._threads:
             thread.start()
 

@@ -1,8 +1,10 @@
-"""From --data.name to a DataSet: a function whose keyword arguments are --data.args, the built-in ones or a person's own.
+"""From --data.name to a DataSet: a function whose keyword arguments are --data.args, the built-in ones or a
+person's own.
 
 A name that is a path selects the built-in reader of what lies there: tokens, text or folder.
 
-A data set's module is imported when it is asked for and not before: no other's imports are paid for. Not here: any data.
+A data set's module is imported when it is asked for and not before: no other's imports are paid for. Not
+here: any data.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ LOOKED_AT = 1000  # files of a folder, to know pictures from text
 
 @dataclass(frozen=True)
 class Where:
-    """What every data set may read beside its own arguments: --data.dir, --data.seq_len, and what the model says."""
+    """What every data set may read beside its own arguments: --data.dir, --data.seq_len, and what the model
+    says.
+    """
 
     dir: str
     seq_len: int
@@ -118,7 +122,9 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
             return float(value)
         if isinstance(kind, type) and isinstance(value, kind) and isinstance(value, bool) == (kind is bool):
             return value
-    raise ConfigError(f"--data.args.{name} {value} is not {_kinds(kinds)}.", f"--data.args.{name} {_example(kinds)}")
+    raise ConfigError(
+        f"--data.args.{name} {value} is not {_kinds(kinds)}.", f"--data.args.{name} {_example(kinds)}"
+    )
 
 
 _WORDS: dict[Any, tuple[str, str]] = {
@@ -128,7 +134,9 @@ _WORDS: dict[Any, tuple[str, str]] = {
 
 
 def _kinds(kinds: tuple[Any, ...]) -> str:
-    return " or ".join(" or ".join(typing.get_args(k)) or _WORDS[k][0] for k in kinds if k is not types.NoneType)
+    return " or ".join(
+        " or ".join(typing.get_args(k)) or _WORDS[k][0] for k in kinds if k is not types.NoneType
+    )
 
 
 def _example(kinds: tuple[Any, ...]) -> str:
@@ -140,5 +148,6 @@ def check_range(name: str, value: float, low: float, high: float | None = None) 
     if value < low or (high is not None and value > high):
         bounds = f"at least {low}" if high is None else f"between {low} and {high}"
         raise ConfigError(
-            f"--data.args.{name} {value} is not {bounds}.", f"--data.args.{name} {max(low, min(value, high or low))}"
+            f"--data.args.{name} {value} is not {bounds}.",
+            f"--data.args.{name} {max(low, min(value, high or low))}",
         )

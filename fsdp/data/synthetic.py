@@ -1,7 +1,7 @@
 """synthetic: pictures or tokens of no meaning, for measuring.
 
-A sample is a slice of one table of noise, at a place that its index says: making one costs a copy. Not for learning: there
-is nothing to learn but the labels by heart.
+A sample is a slice of one table of noise, at a place that its index says: making one costs a copy. Not for
+learning: there is nothing to learn but the labels by heart.
 """
 
 from __future__ import annotations
@@ -22,24 +22,46 @@ PLACES = 1 << 16  # how many different slices there are
 
 
 def build(
-    where: Where, *, kind: Literal["auto", "images", "tokens"] = "auto", samples: int = 100_000, heldout: int = 1000,
-    image_size: int = 0, channels: int = 0, num_classes: int = 0, vocab_size: int = 0,
-) -> DataSet:  # fmt: skip
+    where: Where,
+    *,
+    kind: Literal["auto", "images", "tokens"] = "auto",
+    samples: int = 100_000,
+    heldout: int = 1000,
+    image_size: int = 0,
+    channels: int = 0,
+    num_classes: int = 0,
+    vocab_size: int = 0,
+) -> DataSet:
     if where.dir:
-        raise ConfigError(f"--data.dir {where.dir} says nothing to synthetic: it reads no file.", "leave it out")
-    given = {"image_size": image_size, "channels": channels, "num_classes": num_classes, "vocab_size": vocab_size}
+        raise ConfigError(
+            f"--data.dir {where.dir} says nothing to synthetic: it reads no file.", "leave it out"
+        )
+    given = {
+        "image_size": image_size,
+        "channels": channels,
+        "num_classes": num_classes,
+        "vocab_size": vocab_size,
+    }
     for name, value in {**given, "heldout": heldout}.items():
         check_range(name, value, 0)
     check_range("samples", samples, 1)
-    kind = ("tokens" if vocab_size or "vocab_size" in where.model_facts else "images") if kind == "auto" else kind
+    kind = (
+        ("tokens" if vocab_size or "vocab_size" in where.model_facts else "images")
+        if kind == "auto"
+        else kind
+    )
     make = _images if kind == "images" else _tokens
-    sizes = {name: value for name, value in where.model_facts.items() if name in given} | {n: v for n, v in given.items() if v}
+    sizes = {name: value for name, value in where.model_facts.items() if name in given} | {
+        n: v for n, v in given.items() if v
+    }
     return make(sizes, where.seq_len, samples, heldout)
 
 
 def _images(sizes: dict[str, Any], seq_len: int, samples: int, heldout: int) -> DataSet:
     if "vocab_size" in sizes:
-        raise ConfigError(f"--data.args.vocab_size {sizes['vocab_size']} says nothing to images.", "--data.args.kind tokens")
+        raise ConfigError(
+            f"--data.args.vocab_size {sizes['vocab_size']} says nothing to images.", "--data.args.kind tokens"
+        )
     facts = {"image_size": 28, "channels": 1, "num_classes": 10, **sizes}
     shape = (facts["channels"], facts["image_size"], facts["image_size"])
     noise = _generator().standard_normal(int(np.prod(shape)) + PLACES, dtype=np.float32)
@@ -48,19 +70,31 @@ def _images(sizes: dict[str, Any], seq_len: int, samples: int, heldout: int) -> 
         facts=facts,
         class_names=tuple(f"class {n}" for n in range(facts["num_classes"])),
         default_steps=20,
-        preprocess={"image_size": shape[1], "channels": shape[0], "mean": (0.5,) * shape[0], "std": (0.5,) * shape[0]},
+        preprocess={
+            "image_size": shape[1],
+            "channels": shape[0],
+            "mean": (0.5,) * shape[0],
+            "std": (0.5,) * shape[0],
+        },
     )
-    parts = [NoiseImages(noise, shape, facts["num_classes"], name, n) for name, n in (("train", samples), ("heldout", heldout))]
+    parts = [
+        NoiseImages(noise, shape, facts["num_classes"], name, n)
+        for name, n in (("train", samples), ("heldout", heldout))
+    ]
     return DataSet(train=parts[0], heldout=parts[1] if heldout else None, info=info)
 
 
 def _tokens(sizes: dict[str, Any], seq_len: int, samples: int, heldout: int) -> DataSet:
     for name in ("image_size", "channels", "num_classes"):
         if name in sizes:
-            raise ConfigError(f"--data.args.{name} {sizes[name]} says nothing to tokens.", "--data.args.kind images")
+            raise ConfigError(
+                f"--data.args.{name} {sizes[name]} says nothing to tokens.", "--data.args.kind images"
+            )
     facts = {"vocab_size": 256, "seq_len": seq_len, **sizes}
     noise = _generator().integers(0, facts["vocab_size"], seq_len + 1 + PLACES)
-    info = DataInfo(kind="text", facts=facts, tokens_per_sample=seq_len, masks_targets=False, default_steps=20)
+    info = DataInfo(
+        kind="text", facts=facts, tokens_per_sample=seq_len, masks_targets=False, default_steps=20
+    )
     parts = [NoiseTokens(noise, seq_len, name, n) for name, n in (("train", samples), ("heldout", heldout))]
     return DataSet(train=parts[0], heldout=parts[1] if heldout else None, info=info)
 
@@ -82,7 +116,9 @@ class _Noise:
 
 
 class NoiseImages(_Noise):
-    def __init__(self, noise: np.ndarray, shape: tuple[int, ...], classes: int, name: str, count: int) -> None:
+    def __init__(
+        self, noise: np.ndarray, shape: tuple[int, ...], classes: int, name: str, count: int
+    ) -> None:
         super().__init__(name, count)
         self._noise, self._shape, self._classes = noise, shape, classes
 

@@ -1,12 +1,14 @@
-"""text: UTF-8 bytes as tokens, 256 of them: a person's text files, or the sources of Python's standard library.
+"""text: UTF-8 bytes as tokens, 256 of them: a person's text files, or the sources of Python's standard
+library.
 
---data.dir is a file or a folder. Of a folder every text file is read, in the order of names, up to max_mb: UTF-8
-with or without a byte order mark, UTF-16 with one. Hidden files and binary ones (a zero byte near the beginning)
-are left out, and counted in the log. Every tenth file is held out, up to a bound; where those are too short, the
-last tenth of the text is.
+--data.dir is a file or a folder. Of a folder every text file is read, in the order of names, up to max_mb:
+UTF-8 with or without a byte order mark, UTF-16 with one. Hidden files and binary ones (a zero byte near the
+beginning) are left out, and counted in the log. Every tenth file is held out, up to a bound; where those are
+too short, the last tenth of the text is.
 
-The library's bytes differ between versions of Python (and a distribution may leave files out): facts["fingerprint"]
-says which they were, so that a run that resumes under another Python, on other samples, is known.
+The library's bytes differ between versions of Python (and a distribution may leave files out):
+facts["fingerprint"] says which they were, so that a run that resumes under another Python, on other samples,
+is known.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ from fsdp.data.types import DataInfo, DataSet
 log = logging.getLogger(__name__)
 
 # Tests are long lists of data; site-packages is whatever was installed.
-SKIPPED = frozenset({"__pycache__", "site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data"})
+SKIPPED = frozenset(
+    {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data"}
+)
 SOURCES = "*.py"
 
 HELD_OUT = 1 << 18  # bytes at most: an evaluation shall not take longer than the training
@@ -44,7 +48,9 @@ def build(where: Where, *, max_mb: float = 8.0, files: str = "*") -> DataSet:
     root = Path(where.dir or sysconfig.get_paths()["stdlib"])
     limit = int(max_mb * 1e6)
     # A folder's sources are read byte by byte, as the library is: runs that began on them resume on them.
-    contents = list(_read(root, limit) if not where.dir or files == SOURCES else _read_texts(where, files, limit))
+    contents = list(
+        _read(root, limit) if not where.dir or files == SOURCES else _read_texts(where, files, limit)
+    )
     train = b"".join(text for place, text in enumerate(contents) if place % 10 != 9)
     heldout = b"".join(text for place, text in enumerate(contents) if place % 10 == 9)[:HELD_OUT]
     if len(heldout) <= where.seq_len:
@@ -64,7 +70,9 @@ def build(where: Where, *, max_mb: float = 8.0, files: str = "*") -> DataSet:
         default_steps=300,
         preprocess={"tokenizer": "bytes"},
     )
-    return DataSet(train=ByteSamples(train, where.seq_len), heldout=ByteSamples(heldout, where.seq_len), info=info)
+    return DataSet(
+        train=ByteSamples(train, where.seq_len), heldout=ByteSamples(heldout, where.seq_len), info=info
+    )
 
 
 def _cut(text: bytes, seq_len: int) -> tuple[bytes, bytes]:
@@ -107,10 +115,16 @@ def _read_texts(where: Where, pattern: str, limit: int) -> Iterator[bytes]:
         read, left = read + 1, left - len(text)
         yield text
         if not left:
-            log.info("text: the first %g MB of %s are read. HINT: --data.args.max_mb 1000 reads more", limit / 1e6, root)
+            log.info(
+                "text: the first %g MB of %s are read. HINT: --data.args.max_mb 1000 reads more",
+                limit / 1e6,
+                root,
+            )
             break
     if binary and root.is_file():
-        raise ConfigError(f"{where} is not text: it has zero bytes.", "name a text file, or package.module:factory")
+        raise ConfigError(
+            f"{where} is not text: it has zero bytes.", "name a text file, or package.module:factory"
+        )
     left_out = f"; {len(binary)} binary left out, as {binary[0]}" if binary else ""
     log.info("text: %d files, %s bytes of %s%s", read, f"{limit - left:,}", root, left_out)
 

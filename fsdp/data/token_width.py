@@ -105,7 +105,8 @@ def dtype_of(path: Path, said: Stated, given: Dtype, vocab_size: int) -> np.dtyp
     """The file's own statement, or the flag; they may not disagree."""
     if said.source and given not in ("auto", said.dtype):
         raise ConfigError(
-            f"{said.source} says {said.dtype}, and --data.args.dtype says {given}.", "leave --data.args.dtype out"
+            f"{said.source} says {said.dtype}, and --data.args.dtype says {given}.",
+            "leave --data.args.dtype out",
         )
     name = said.dtype or given
     if name == "auto":
@@ -114,7 +115,9 @@ def dtype_of(path: Path, said: Stated, given: Dtype, vocab_size: int) -> np.dtyp
 
 
 def ends(tokens: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """(position, tokens) of a file's first and last tokens; the last from a multiple of four on: a wider token's start."""
+    """(position, tokens) of a file's first and last tokens; the last from a multiple of four on: a wider
+    token's start.
+    """
     yield 0, tokens[:LOOKED_AT]
     if len(tokens) > LOOKED_AT:
         start = max(LOOKED_AT, (len(tokens) - LOOKED_AT) // 4 * 4)
@@ -124,7 +127,8 @@ def ends(tokens: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 def wider(tokens: np.ndarray) -> str:
     """The wider dtype that these tokens were written in by the look of them, or "".
 
-    Read at half their width, tokens of 32 bits are each followed by their own upper half: zeros, or a small number.
+    Read at half their width, tokens of 32 bits are each followed by their own upper half: zeros, or a small
+    number.
     """
     for times in (4, 2):
         width = tokens.itemsize * times

@@ -1,7 +1,9 @@
-"""tokens: a person's own token files, mapped and never read whole. DIR/*.bin (raw) or DIR/*.npy, or one such file.
+"""tokens: a person's own token files, mapped and never read whole. DIR/*.bin (raw) or DIR/*.npy, or one such
+file.
 
-The files, in the order of their names, are one long row of tokens, cut into windows of seq_len. val* files are held out;
-where there are none, the row's last part is. Not here: a tokenizer, and how wide a raw file's tokens are (token_width.py).
+The files, in the order of their names, are one long row of tokens, cut into windows of seq_len. val* files
+are held out; where there are none, the row's last part is. Not here: a tokenizer, and how wide a raw file's
+tokens are (token_width.py).
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ def build(where: Where, *, vocab_size: int = 0, dtype: Dtype = "auto", heldout: 
     row = TokenRow([file for file in files if not _held_out(file, where)], vocab_size)
     val = TokenRow([file for file in files if _held_out(file, where)], vocab_size)
     if not len(row):
-        raise ConfigError(f"{where} has no token file to train on.", f"put *.bin or *.npy files into {where.dir}")
+        raise ConfigError(
+            f"{where} has no token file to train on.", f"put *.bin or *.npy files into {where.dir}"
+        )
     train, held = _windows(row, val, where, heldout)
     info = DataInfo(
         kind="text",
@@ -80,7 +84,11 @@ def _windows(row: TokenRow, val: TokenRow, where: Where, heldout: float) -> tupl
             f"--data.seq_len {max(1, (len(row) - 1) // 4)}, or more files",
         )
     train = Windows(row, 0, whole - spared, seq_len)
-    held = Windows(val, 0, (len(val) - 1) // seq_len, seq_len) if len(val) else Windows(row, whole - spared, spared, seq_len)
+    held = (
+        Windows(val, 0, (len(val) - 1) // seq_len, seq_len)
+        if len(val)
+        else Windows(row, whole - spared, spared, seq_len)
+    )
     return train, held
 
 
@@ -106,7 +114,9 @@ def _raw(path: Path, said: Stated, given: Dtype, vocab_size: int) -> TokenFile:
         )
     count = size // dtype.itemsize
     if said.tokens not in (-1, count):
-        raise ConfigError(f"{path} has {count} tokens, and {said.source} says {said.tokens}.", "copy it again")
+        raise ConfigError(
+            f"{path} has {count} tokens, and {said.source} says {said.tokens}.", "copy it again"
+        )
     return TokenFile(path, dtype, said.offset, count, guessed=not said.source)
 
 
@@ -117,7 +127,8 @@ def _npy(path: Path) -> TokenFile:
         raise ConfigError(f"{path} is not a whole .npy file: {error}.", "numpy.save it again") from None
     if mapped.ndim != 1 or mapped.dtype.kind not in "ui":
         raise ConfigError(
-            f"{path} holds {mapped.dtype} {list(mapped.shape)}, not one row of whole numbers.", "numpy.save one row"
+            f"{path} holds {mapped.dtype} {list(mapped.shape)}, not one row of whole numbers.",
+            "numpy.save one row",
         )
     return TokenFile(path, mapped.dtype, mapped.offset, len(mapped))
 
@@ -146,10 +157,19 @@ def _beyond(file: TokenFile, place: int, token: int, vocab_size: int) -> tuple[s
     said = f"{file.path}: the token at position {place} is {token}"
     other = fits_as(np.memmap(file.path, np.uint8, "r")[: 8 * LOOKED_AT], vocab_size) if file.guessed else ""
     if other and other != file.dtype.name:
-        return f"{said} as {file.dtype.name}, outside the vocabulary of {vocab_size}.", f"--data.args.dtype {other}"
+        return (
+            f"{said} as {file.dtype.name}, outside the vocabulary of {vocab_size}.",
+            f"--data.args.dtype {other}",
+        )
     if token < 0:
-        return f"{said}; tokens are whole numbers from 0.", f"write {file.path} again, with another number for what is masked"
-    return f"{said}, beyond --data.args.vocab_size {vocab_size}.", f"--data.args.vocab_size {token + 1} or more"
+        return (
+            f"{said}; tokens are whole numbers from 0.",
+            f"write {file.path} again, with another number for what is masked",
+        )
+    return (
+        f"{said}, beyond --data.args.vocab_size {vocab_size}.",
+        f"--data.args.vocab_size {token + 1} or more",
+    )
 
 
 class TokenRow:
@@ -158,7 +178,9 @@ class TokenRow:
     def __init__(self, files: list[TokenFile], vocab_size: int) -> None:
         self.files, self.vocab_size = files, vocab_size
         self._ends = np.cumsum([file.tokens for file in files], dtype=np.int64)
-        self._open: Callable[[int], np.ndarray] = functools.lru_cache(OPEN_AT_ONCE)(lambda place: files[place].open())
+        self._open: Callable[[int], np.ndarray] = functools.lru_cache(OPEN_AT_ONCE)(
+            lambda place: files[place].open()
+        )
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0

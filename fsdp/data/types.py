@@ -1,4 +1,6 @@
-"""The words that data speaks: Samples, DataInfo, DataSet, Batch, StepBatch. Not here: any data, or how a batch is cut."""
+"""The words that data speaks: Samples, DataInfo, DataSet, Batch, StepBatch. Not here: any data, or how a
+batch is cut.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """--data.skip_unreadable N: samples that cannot be read are replaced, up to N different ones of a run.
 
-The stand-in is the next readable sample in the data's own order (index + 1, + 2 …, around the end). It follows
-from the data alone: any number of ranks, and a resumed run, train on the same samples. Each unreadable sample is a
-line in RUN/unreadable/, and the bound counts those of all ranks and all starts. A batch that fails although each of
-its samples can be read stops the run. Not here: how a batch is cut (loader.py).
+The stand-in is the next readable sample in the data's own order (index + 1, + 2 …, around the end). It
+follows from the data alone: any number of ranks, and a resumed run, train on the same samples. Each
+unreadable sample is a line in RUN/unreadable/, and the bound counts those of all ranks and all starts. A
+batch that fails although each of its samples can be read stops the run. Not here: how a batch is cut
+(loader.py).
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def maybe_skipping(data: DataSet, allowed: int, run: Path, rank: int) -> DataSet
 
 
 class Unreadable:
-    """The samples that no rank of this run could read. A file for each rank: appends of two nodes to one file may be lost."""
+    """The samples that no rank of this run could read. A file for each rank: appends of two nodes to one file
+    may be lost.
+    """
 
     def __init__(self, folder: Path, rank: int, allowed: int) -> None:
         self._folder, self._rank, self._allowed = folder, rank, allowed
@@ -67,7 +70,9 @@ class Unreadable:
         )
 
     def _known(self) -> set[tuple[str, int]]:
-        records = (record for path in self._folder.glob("rank-*.jsonl") for record in paths.read_records(path))
+        records = (
+            record for path in self._folder.glob("rank-*.jsonl") for record in paths.read_records(path)
+        )
         return {(record["kind"], record["index"]) for record in records}
 
 

@@ -1,4 +1,6 @@
-"""What ranks must know of one another in a run: sums, one rank's word, everyone's word. The only collectives of the loop."""
+"""What ranks must know of one another in a run: sums, one rank's word, everyone's word. The only collectives
+of the loop.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,15 @@ class Elsewhere(TrainingError):
 def lost_a_neighbour(error: BaseException) -> bool:
     """Whether a collective failed because another rank is gone: its own words are the ones to read."""
     return isinstance(error, RuntimeError) and any(
-        words in str(error) for words in ("Connection closed by peer", "Connection reset by peer", "remote process exited")
+        words in str(error)
+        for words in ("Connection closed by peer", "Connection reset by peer", "remote process exited")
     )
 
 
 def call_behind(tensor: Tensor, act: Callable[[], None]) -> None:
-    """Call `act` when the backward of this tensor has computed all gradients, before FSDP2 and DDP end their reductions."""
+    """Call `act` when the backward of this tensor has computed all gradients, before FSDP2 and DDP end their
+    reductions.
+    """
     engine: Any = Variable._execution_engine
     tensor.register_hook(lambda _: engine.queue_callback(act))
 
@@ -41,11 +46,16 @@ class Sum:
     """A sum over all ranks that goes on while the caller works."""
 
     def __init__(
-        self, tensor: Tensor | Callable[[], Tensor], group: dist.ProcessGroup | None = None, *, behind: Tensor | None = None
+        self,
+        tensor: Tensor | Callable[[], Tensor],
+        group: dist.ProcessGroup | None = None,
+        *,
+        behind: Tensor | None = None,
     ) -> None:
-        """A function makes the tensor as the sum begins. `behind`: begun when the backward of this tensor has computed all, and
-        before it waits for what it reduces. Beside it the sum of two numbers, which is gloo's threads' work, took 0.7 ms of a
-        step of 14, each rank with one processor."""
+        """A function makes the tensor as the sum begins. `behind`: begun when the backward of this tensor has
+        computed all, and before it waits for what it reduces. Beside it the sum of two numbers, which is
+        gloo's threads' work, took 0.7 ms of a step of 14, each rank with one processor.
+        """
         self._made: Tensor | Callable[[], Tensor] | None = tensor
         self._group = group
         self._work: Any = None

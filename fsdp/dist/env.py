@@ -1,8 +1,8 @@
 """Who and where this process is: the only reader of rank variables.
 
 A launcher's job ends when `DistEnv` is known. `from_environment()` reads torchrun's variables, Slurm's own
-(`srun python train.py`, one task a rank) or none at all; Ray's adapter builds a `DistEnv` itself. From there on nobody asks
-who launched whom. Not here: the mesh (fsdp/dist/mesh.py) and anything about a model.
+(`srun python train.py`, one task a rank) or none at all; Ray's adapter builds a `DistEnv` itself. From there
+on nobody asks who launched whom. Not here: the mesh (fsdp/dist/mesh.py) and anything about a model.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ class DistEnv:
 
     @property
     def job(self) -> str:
-        """The scheduler's name for this start; empty where there is none. A job that is requeued keeps its number."""
+        """The scheduler's name for this start; empty where there is none. A job that is requeued keeps its
+        number.
+        """
         return slurm_start()
 
     def __str__(self) -> str:
@@ -85,7 +87,9 @@ def speaks_for_all(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 RANK_0_PRINTS_S = 5.0
-"""torchrun ends all ranks once one has ended: the others leave rank 0 this time to print, and are ended by then."""
+"""torchrun ends all ranks once one has ended: the others leave rank 0 this time to print, and are ended by
+then.
+"""
 
 
 def let_rank_0_print(environ: Mapping[str, str] = os.environ) -> None:
@@ -95,30 +99,46 @@ def let_rank_0_print(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def maker_of_ranks(environ: Mapping[str, str] = os.environ) -> str:
-    """`torchrun` or `srun` where this process is one of several ranks that it made; empty for a process of its own."""
+    """`torchrun` or `srun` where this process is one of several ranks that it made; empty for a process of
+    its own.
+    """
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return "torchrun"
     return "srun" if _integer(environ, "SLURM_STEP_NUM_TASKS", 1) > 1 and "SLURM_PROCID" in environ else ""
 
 
 def from_environment(environ: Mapping[str, str] = os.environ, device: DeviceChoice = "auto") -> DistEnv:
-    """torchrun's variables first (torchrun may stand inside a Slurm step), then Slurm's, then a single process."""
+    """torchrun's variables first (torchrun may stand inside a Slurm step), then Slurm's, then a single
+    process.
+    """
     if device != "cpu":
         check_gpus_are_seen(environ)
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return _from_torchrun(environ, device)
-    if "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ and int(environ["SLURM_STEP_NUM_TASKS"]) > 1:
+    if (
+        "SLURM_PROCID" in environ
+        and "SLURM_STEP_NUM_TASKS" in environ
+        and int(environ["SLURM_STEP_NUM_TASKS"]) > 1
+    ):
         return _from_slurm(environ, device)
     return DistEnv(
-        rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, num_nodes=1,
-        device=pick_device(0, device), launcher="a single process",
-    )  # fmt: skip
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        local_world_size=1,
+        node_rank=0,
+        num_nodes=1,
+        device=pick_device(0, device),
+        launcher="a single process",
+    )
 
 
 def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = environ.get(name, "" if default is None else str(default))
     if not text.lstrip("-").isdigit():
-        raise LaunchError(f"{name} is {text!r} and not a number.", "start with torchrun, srun, or neither and no RANK set")
+        raise LaunchError(
+            f"{name} is {text!r} and not a number.", "start with torchrun, srun, or neither and no RANK set"
+        )
     return int(text)
 
 
@@ -161,8 +181,9 @@ def _tasks_on_node(environ: Mapping[str, str]) -> int:
 
 
 def pick_device(local_rank: int, wanted: DeviceChoice = "auto") -> torch.device:
-    """A scheduler that shows each process one device numbers it 0, whatever the local rank. --run.device cpu hides the GPUs
-    from this process: FSDP2 and pinned memory look for an accelerator by themselves."""
+    """A scheduler that shows each process one device numbers it 0, whatever the local rank. --run.device cpu
+    hides the GPUs from this process: FSDP2 and pinned memory look for an accelerator by themselves.
+    """
     if wanted == "cpu":
         set_variable("CUDA_VISIBLE_DEVICES", "")
     import torch
@@ -190,7 +211,9 @@ def pick_device(local_rank: int, wanted: DeviceChoice = "auto") -> torch.device:
 
 
 def check_gpus_are_seen(environ: Mapping[str, str] = os.environ) -> None:
-    """A torch without CUDA, or a container without its driver, would train on the CPU beside the GPUs that Slurm gave."""
+    """A torch without CUDA, or a container without its driver, would train on the CPU beside the GPUs that
+    Slurm gave.
+    """
     import torch
 
     given = environ.get("SLURM_GPUS_ON_NODE", "0")
@@ -228,9 +251,11 @@ def _expand_one(pattern: str) -> list[str]:
 
 
 def slurm_rendezvous(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Address and port of rank 0 for `srun python train.py`, new at each requeue and step, equal on every rank.
+    """Address and port of rank 0 for `srun python train.py`, new at each requeue and step, equal on every
+    rank.
 
-    slurm/fsdp.sbatch probes and exports MASTER_ADDR and MASTER_PORT; this is for a bare srun, and cannot probe.
+    slurm/fsdp.sbatch probes and exports MASTER_ADDR and MASTER_PORT; this is for a bare srun, and cannot
+    probe.
     """
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "localhost")
     job, step = _integer(environ, "SLURM_JOB_ID"), _integer(environ, "SLURM_STEP_ID", 0)
@@ -240,7 +265,9 @@ def slurm_rendezvous(environ: Mapping[str, str] = os.environ) -> tuple[str, int]
 
 
 def slurm_start(environ: Mapping[str, str] = os.environ) -> str:
-    """`Slurm job 12, start 3`, and `, try 2` where slurm/lib.sh started the ranks again in the same allocation."""
+    """`Slurm job 12, start 3`, and `, try 2` where slurm/lib.sh started the ranks again in the same
+    allocation.
+    """
     if "SLURM_JOB_ID" not in environ:
         return ""
     start = f"Slurm job {environ['SLURM_JOB_ID']}, start {_integer(environ, 'SLURM_RESTART_COUNT', 0) + 1}"
@@ -249,15 +276,18 @@ def slurm_start(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def end_time(environ: Mapping[str, str] = os.environ) -> float | None:
-    """When the scheduler ends this job, in seconds since 1970: newer Slurms say it, slurm/lib.sh asks older ones."""
+    """When the scheduler ends this job, in seconds since 1970: newer Slurms say it, slurm/lib.sh asks older
+    ones.
+    """
     text = environ.get("SLURM_JOB_END_TIME", "")
     return float(text) if text.isdigit() and int(text) > 0 else None
 
 
 @contextmanager
 def process_group(env: DistEnv, timeout_s: float, store: dist.Store | None = None) -> Iterator[None]:
-    """The default group; one that somebody else made (Ray) is used as it is and left alone. Without a `store` its ranks meet
-    as the launcher's variables say."""
+    """The default group; one that somebody else made (Ray) is used as it is and left alone. Without a `store`
+    its ranks meet as the launcher's variables say.
+    """
     import torch
     import torch.distributed as dist
 
@@ -269,7 +299,9 @@ def process_group(env: DistEnv, timeout_s: float, store: dist.Store | None = Non
         return
     arguments = _group_arguments(env, timedelta(seconds=timeout_s), store)
     if env.device.type == "cuda" and env.world_size > 1:
-        check_devices_differ(env, dist.PrefixStore("devices", arguments["store"]), _device_id(env.device), timeout_s)
+        check_devices_differ(
+            env, dist.PrefixStore("devices", arguments["store"]), _device_id(env.device), timeout_s
+        )
     dist.init_process_group(**arguments)
     try:
         yield
@@ -280,13 +312,17 @@ def process_group(env: DistEnv, timeout_s: float, store: dist.Store | None = Non
 
 
 def _abort_groups(env: DistEnv) -> None:
-    """After an exception no group is destroyed: NCCL's destroy waits for kernels whose other ranks never come (NCCL issue 863),
-    gloo's for its threads. Abort ends NCCL's kernels; should it hang itself, this rank leaves without it."""
+    """After an exception no group is destroyed: NCCL's destroy waits for kernels whose other ranks never come
+    (NCCL issue 863), gloo's for its threads. Abort ends NCCL's kernels; should it hang itself, this rank
+    leaves without it.
+    """
     aborting = threading.Thread(target=_abort, args=(env,), name="abort", daemon=True)
     aborting.start()
     aborting.join(ABORT_S)
     if aborting.is_alive():
-        log.warning("rank %d: its process groups are not aborted after %g s: it leaves without", env.rank, ABORT_S)
+        log.warning(
+            "rank %d: its process groups are not aborted after %g s: it leaves without", env.rank, ABORT_S
+        )
 
 
 def _abort(env: DistEnv) -> None:
@@ -296,7 +332,8 @@ def _abort(env: DistEnv) -> None:
     try:
         if env.device.type == "cuda":
             torch.cuda.set_device(env.device)  # a thread begins on device 0
-        # Private, and in every torch since 2.6: the only way to abort all groups in the order that NCCL asks for.
+        # Private, and in every torch since 2.6: the only way to abort all groups in the order that NCCL asks
+        # for.
         distributed_c10d._abort_process_group()
     except Exception as error:  # the rank has failed already, with an error that says more than this one
         log.warning("rank %d: its process groups are not aborted: %s", env.rank, error)
@@ -320,8 +357,9 @@ def _device_id(device: torch.device) -> str:
 
 
 def check_devices_differ(env: DistEnv, store: dist.Store, device_id: str, timeout_s: float) -> None:
-    """LaunchError on every rank where two ranks of a node have one GPU: NCCL refuses that later, in a raw error. Four requests
-    to the store a rank."""
+    """LaunchError on every rank where two ranks of a node have one GPU: NCCL refuses that later, in a raw
+    error. Four requests to the store a rank.
+    """
     store.set(f"rank {env.rank}", device_id)
     if store.add(device_id, 1) > 1:
         store.add("shared", 1)
@@ -348,7 +386,8 @@ def _group_arguments(env: DistEnv, timeout: timedelta, store: dist.Store | None)
 
     cuda = env.device.type == "cuda"
     arguments: dict[str, Any] = {
-        # Not "cpu:gloo": torch then leaves the default backend unset once a plugin is known, and warns as the group ends.
+        # Not "cpu:gloo": torch then leaves the default backend unset once a plugin is known, and warns as the
+        # group ends.
         "backend": "cpu:gloo,cuda:nccl" if cuda else "gloo",
         "rank": env.rank,
         "world_size": env.world_size,
@@ -358,8 +397,11 @@ def _group_arguments(env: DistEnv, timeout: timedelta, store: dist.Store | None)
     if store is None and env.world_size == 1:
         store = dist.HashStore()  # no port, so nothing to collide with
     elif store is None:
-        # As init_process_group does with an init_method: torchrun's restarts each have a prefix of their own in it.
-        store, _, _ = next(iter(dist.rendezvous(_init_method(env), env.rank, env.world_size, timeout=timeout)))
+        # As init_process_group does with an init_method: torchrun's restarts each have a prefix of their own
+        # in it.
+        store, _, _ = next(
+            iter(dist.rendezvous(_init_method(env), env.rank, env.world_size, timeout=timeout))
+        )
         store.set_timeout(timeout)
         store = dist.PrefixStore("default_pg", store)
     return arguments | {"store": store}
@@ -387,8 +429,9 @@ def interface_is_given(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def meeting_store(env: DistEnv, timeout_s: float, *, serves: bool = True) -> dist.Store:
-    """The store that the ranks meet in, without waiting for any: who has not come can then be named. Under torchrun its agent
-    serves it, else rank 0 does where it `serves`."""
+    """The store that the ranks meet in, without waiting for any: who has not come can then be named. Under
+    torchrun its agent serves it, else rank 0 does where it `serves`.
+    """
     import torch.distributed as dist
 
     if env.world_size == 1:
@@ -400,9 +443,12 @@ def meeting_store(env: DistEnv, timeout_s: float, *, serves: bool = True) -> dis
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         return dist.TCPStore(
-            address, port, is_master=serves and env.is_main and not agent, wait_for_workers=False,
+            address,
+            port,
+            is_master=serves and env.is_main and not agent,
+            wait_for_workers=False,
             timeout=timedelta(seconds=timeout_s),
-        )  # fmt: skip
+        )
     except (RuntimeError, ValueError) as error:
         why = str(error).splitlines()[0][:120]
         lost = LaunchError(

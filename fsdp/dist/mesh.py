@@ -1,7 +1,7 @@
 """Axis names, their sizes for a number of ranks, and the DeviceMesh.
 
-The two axes are FSDP's own words: dp_replicate (whole copies, gradients all-reduced) and dp_shard (one copy cut up).
-Here the strategy becomes two numbers; what is done with them is fsdp/parallel/shard.py's.
+The two axes are FSDP's own words: dp_replicate (whole copies, gradients all-reduced) and dp_shard (one copy
+cut up). Here the strategy becomes two numbers; what is done with them is fsdp/parallel/shard.py's.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout  # the only way to a group that a mesh has made
 
+from fsdp.base.errors import ConfigError
 from fsdp.config import MeshSection, TrainSection, reshard_policy
 from fsdp.dist.env import DistEnv
-from fsdp.base.errors import ConfigError
 
 AXES = ("dp_replicate", "dp_shard")
 
@@ -49,7 +49,9 @@ class DataRank:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """global_batch = micro_batch × accumulation × ranks, the last micro-batch padded where it does not divide."""
+    """global_batch = micro_batch × accumulation × ranks, the last micro-batch padded where it does not
+    divide.
+    """
 
     global_batch: int
     micro_batch: int
@@ -72,7 +74,11 @@ def resolve(mesh: MeshSection, world_size: int, num_nodes: int = 1) -> MeshSizes
 def _strategy(mesh: MeshSection, num_nodes: int) -> Strategy:
     if mesh.strategy != "auto":
         return mesh.strategy
-    return "hsdp" if mesh.replicate > 1 or (num_nodes > 1 and mesh.replicate == 0 and mesh.shard == 0) else "fsdp"
+    return (
+        "hsdp"
+        if mesh.replicate > 1 or (num_nodes > 1 and mesh.replicate == 0 and mesh.shard == 0)
+        else "fsdp"
+    )
 
 
 def _fill(mesh: MeshSection, strategy: Strategy, world_size: int, num_nodes: int) -> tuple[int, int]:
@@ -109,8 +115,9 @@ def _check_reshard(mesh: MeshSection, shard: int) -> None:
 
 
 def build_mesh(sizes: MeshSizes, device: torch.device, timeout_s: float | None = None) -> DeviceMesh:
-    """The mesh. Its groups take torch's own time-out (10 minutes on NCCL, 30 on gloo) unless `timeout_s` says another: they do
-    not take that of the default group."""
+    """The mesh. Its groups take torch's own time-out (10 minutes on NCCL, 30 on gloo) unless `timeout_s` says
+    another: they do not take that of the default group.
+    """
     mesh = init_device_mesh(device.type, (sizes.replicate, sizes.shard), mesh_dim_names=AXES)
     if timeout_s is not None:
         for axis in AXES:
@@ -123,7 +130,9 @@ def data_rank(env: DistEnv) -> DataRank:
 
 
 def plan_batch(train: TrainSection, ranks: int) -> BatchPlan:
-    """Micro-batch and accumulation follow from the global batch; a rank's share that is uneven is padded and masked."""
+    """Micro-batch and accumulation follow from the global batch; a rank's share that is uneven is padded and
+    masked.
+    """
     share = -(-train.global_batch // ranks)
     micro = train.micro_batch or share
     if micro > share:

@@ -1,8 +1,8 @@
-"""What every start looks at before it trains: can its nodes call one another, do the ranks run the same programs on devices
-that nobody else holds, and do their nodes see one run directory.
+"""What every start looks at before it trains: can its nodes call one another, do the ranks run the same
+programs on devices that nobody else holds, and do their nodes see one run directory.
 
-A few milliseconds and one exchange, always. What takes seconds (devices, links, rates of storage) is fsdp/doctor's, which
-begins with these facts too.
+A few milliseconds and one exchange, always. What takes seconds (devices, links, rates of storage) is
+fsdp/doctor's, which begins with these facts too.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp.base.errors import LaunchError
 from fsdp.dist import collectives
 from fsdp.dist.env import DistEnv, interface_is_given, meeting_address
-from fsdp.base.errors import LaunchError
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,9 @@ MUST_BE_EQUAL = ("torch", "cuda", "nccl")
 TAKEN = 0.1
 """The share of a device's memory that somebody else may hold without a word."""
 SAME_FILE_S = 5.0
-"""How long a shared folder may take to show another node's file: NFS keeps what it knows of a folder for some seconds."""
+"""How long a shared folder may take to show another node's file: NFS keeps what it knows of a folder for some
+seconds.
+"""
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,10 @@ class NodeDifference:
 
     def say(self, everyone: Sequence[RankFacts]) -> str:
         hosts = {facts.rank: facts.host for facts in everyone}
-        shown = [f"rank {rank} on {hosts[rank]} has {value or 'none'}" for rank, value in list(self.others.items())[:4]]
+        shown = [
+            f"rank {rank} on {hosts[rank]} has {value or 'none'}"
+            for rank, value in list(self.others.items())[:4]
+        ]
         more = f", and {len(self.others) - 4} more" if len(self.others) > 4 else ""
         return f"{self.what} is {self.usual or 'none'} on most ranks, but {', '.join(shown)}{more}"
 
@@ -159,8 +164,9 @@ def address_towards(host: str) -> str:
 
 
 def check_names(env: DistEnv) -> None:
-    """Before the process group: gloo tells the others the address of this host's own name, and where that is none, or one that
-    only this host reaches, they wait for half an hour."""
+    """Before the process group: gloo tells the others the address of this host's own name, and where that is
+    none, or one that only this host reaches, they wait for half an hour.
+    """
     if (
         env.num_nodes < 2
         or interface_is_given()
@@ -170,7 +176,8 @@ def check_names(env: DistEnv) -> None:
         return
     host = socket.gethostname()
     own = resolves(host)
-    # All on one machine, as in a trial of two "nodes", meet on the loopback and may well name themselves by it.
+    # All on one machine, as in a trial of two "nodes", meet on the loopback and may well name themselves by
+    # it.
     if towards.startswith("127.") or (own and not own.startswith("127.")):
         return
     error = LaunchError(
@@ -209,7 +216,8 @@ def check(env: DistEnv, run: Path, patience_s: float = SAME_FILE_S) -> None:
     for one in differences(everyone):
         if one.fatal:
             raise LaunchError(
-                f"{one.say(everyone)}.", "one environment that all nodes see: VENV in slurm/cluster.env, or a container"
+                f"{one.say(everyone)}.",
+                "one environment that all nodes see: VENV in slurm/cluster.env, or a container",
             )
         if env.is_main:
             log.warning("%s", one.say(everyone))
@@ -222,11 +230,17 @@ def _say_what_is_odd(everyone: Sequence[RankFacts], blind: Sequence[str], run: P
         if facts.taken > TAKEN:
             log.warning(
                 "rank %d on %s: %.0f%% of the memory of its %s are taken. HINT: nvidia-smi on %s says by whom",
-                facts.rank, facts.host, 100 * facts.taken, facts.device, facts.host,
-            )  # fmt: skip
+                facts.rank,
+                facts.host,
+                100 * facts.taken,
+                facts.device,
+                facts.host,
+            )
     if blind:
         # Only checkpoints need the folder on every node; where they lie elsewhere this is no error.
-        log.warning("%s does not see rank 0's run directory %s: is it on shared storage?", ", ".join(blind), run)
+        log.warning(
+            "%s does not see rank 0's run directory %s: is it on shared storage?", ", ".join(blind), run
+        )
 
 
 def _lay(run: Path) -> str:

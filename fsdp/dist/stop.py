@@ -1,13 +1,16 @@
-"""Stopping in time: a signal, a file, a deadline or the launcher marks; the ranks agree on one step; the loop acts.
+"""Stopping in time: a signal, a file, a deadline or the launcher marks; the ranks agree on one step; the loop
+acts.
 
-The agreement is a sum of one number a rank, read after a step's update. On the host it travels with the step's loss and costs
-no reduction of its own, which a small model on few processors would feel; where the loss is on a device it goes by a gloo
-group, begun before the forward pass. A request that arrives while a step runs is acted on after the next one, at the latest. An
-evaluation, where no step ends for long, asks `check_now` between batches; what arrives while data are awaited or units compiled
-is marked, and seen at the end of that step.
+The agreement is a sum of one number a rank, read after a step's update. On the host it travels with the
+step's loss and costs no reduction of its own, which a small model on few processors would feel; where the
+loss is on a device it goes by a gloo group, begun before the forward pass. A request that arrives while a
+step runs is acted on after the next one, at the latest. An evaluation, where no step ends for long, asks
+`check_now` between batches; what arrives while data are awaited or units compiled is marked, and seen at the
+end of that step.
 
-Exit codes: a run that stopped as asked, its checkpoint sealed, leaves with 0 (the loop leaves RUN/STOPPED with the reason for
-scripts); a second Ctrl-C, a second or more after the first, leaves at once with 130 and saves nothing.
+Exit codes: a run that stopped as asked, its checkpoint sealed, leaves with 0 (the loop leaves RUN/STOPPED
+with the reason for scripts); a second Ctrl-C, a second or more after the first, leaves at once with 130 and
+saves nothing.
 """
 
 from __future__ import annotations
@@ -29,11 +32,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp.dist.collectives import Sum, call_behind
-from fsdp.config import StopSection
-from fsdp.dist.env import DistEnv
 from fsdp.base.errors import LaunchError
 from fsdp.base.phases import StopReason
+from fsdp.config import StopSection
+from fsdp.dist.collectives import Sum, call_behind
+from fsdp.dist.env import DistEnv
 
 log = logging.getLogger(__name__)
 
@@ -44,14 +47,19 @@ REASONS = (
     StopReason.DEADLINE,
     StopReason.LAUNCHER,
 )
-"""What stops a run, as the ranks tell each other: by place here. SIGCONT comes with others and stops nothing."""
+"""What stops a run, as the ranks tell each other: by place here. SIGCONT comes with others and stops nothing.
+"""
 WISH, STEP, STEPS = 2, 2**18, 2**16
-"""A rank's word is one number, of which the sum over ranks is read: 1 where it is due to save (only the first rank says that),
-its wish to stop, and its step modulo STEPS. Exact up to 131,072 ranks. One number and not eight: gloo cuts what it sums into
-two pieces a rank and sends each around the ring, 0.2 ms of a processor for one number on 4 ranks, 0.9 ms for eleven."""
+"""A rank's word is one number, of which the sum over ranks is read: 1 where it is due to save (only the first
+rank says that), its wish to stop, and its step modulo STEPS. Exact up to 131,072 ranks. One number and not
+eight: gloo cuts what it sums into two pieces a rank and sends each around the ring, 0.2 ms of a processor for
+one number on 4 ranks, 0.9 ms for eleven.
+"""
 
 AGAIN_S = 1.0
-"""torchrun sends its workers the Ctrl-C that the terminal has sent them already: only a later one is a second wish."""
+"""torchrun sends its workers the Ctrl-C that the terminal has sent them already: only a later one is a second
+wish.
+"""
 LOOK_S = 0.5
 """The stop file is looked at no oftener: on a shared folder each look is a question to a server."""
 MARGIN_S = 1.0
@@ -71,8 +79,9 @@ class Stopper:
     """Building, agreed and check_now are collective; begin and sum_with only start a reduction."""
 
     process_ends: ClassVar[bool] = False
-    """Set by a program that ends with its run. After an exception signals then stay marked: a launcher sends SIGTERM to the
-    other ranks when one has left, which would end this one before its atexit handlers."""
+    """Set by a program that ends with its run. After an exception signals then stay marked: a launcher sends
+    SIGTERM to the other ranks when one has left, which would end this one before its atexit handlers.
+    """
 
     def __init__(
         self,
@@ -106,8 +115,9 @@ class Stopper:
             self._file.unlink()
 
     def begin(self, step: int) -> None:
-        """Before the forward pass, after its data have come. What is marked until the word is given, here or beside the loss,
-        is agreed on behind this step."""
+        """Before the forward pass, after its data have come. What is marked until the word is given, here or
+        beside the loss, is agreed on behind this step.
+        """
         now = time.monotonic()
         if self._step_began:
             self._step_s = max(now - self._step_began, 0.5 * self._step_s)
@@ -116,9 +126,11 @@ class Stopper:
 
     def sum_with(
         self, loss: Tensor, behind: Tensor | None = None, signature: Callable[[], int] = lambda: 0
-    ) -> Sum:  # fmt: skip
-        """Sum a step's loss over the ranks, once a step: the first number of what comes is that sum. On a device it goes beside
-        the backward, on the host behind that of `behind`. `signature` is called behind it, too (fsdp/watch/branch_check.py)."""
+    ) -> Sum:
+        """Sum a step's loss over the ranks, once a step: the first number of what comes is that sum. On a
+        device it goes beside the backward, on the host behind that of `behind`. `signature` is called behind
+        it, too (fsdp/watch/branch_check.py).
+        """
         if not self.on_host:
             if behind is not None:
                 call_behind(behind, lambda: self._sign(signature()))
@@ -131,8 +143,9 @@ class Stopper:
         self._signature = signature
 
     def signatures(self) -> list[float]:
-        """Sums over the ranks of the newest signatures that all have sent, and of their squares: this step's on the host, the
-        step's before it on a device, where they come with `agreed`."""
+        """Sums over the ranks of the newest signatures that all have sent, and of their squares: this step's
+        on the host, the step's before it on a device, where they come with `agreed`.
+        """
         return self._sums if self._begun is None else self._begun.wait()[-3:-1].tolist()
 
     def agreed(self) -> Agreed:
@@ -180,7 +193,9 @@ class Stopper:
         return Agreed(self._agreed_reason() if wishes else None, bool(save))
 
     def _agreed_reason(self) -> StopReason:
-        """Which of the ranks' reasons is told matters to nobody, only that all tell the same. Collective, once in a run."""
+        """Which of the ranks' reasons is told matters to nobody, only that all tell the same. Collective,
+        once in a run.
+        """
         place = torch.tensor(REASONS.index(self._wish) if self._wish else -1)
         if self._env.world_size > 1:
             dist.all_reduce(place, dist.ReduceOp.MAX, group=self._group)
@@ -215,7 +230,9 @@ class Stopper:
 
 
 def _ends(deadline_s: float, end_time: float | None) -> float | None:
-    """The earlier of the two on the monotonic clock. A deadline counts from the start of the process, imports and all."""
+    """The earlier of the two on the monotonic clock. A deadline counts from the start of the process, imports
+    and all.
+    """
     ends = []
     if deadline_s:
         ends.append(time.monotonic() - process_age_s() + deadline_s)
@@ -234,7 +251,9 @@ def process_age_s() -> float:
 
 
 class _Marks:
-    """The signal handlers, which only mark, and a thread that hears a second Ctrl-C even while the main thread hangs in C."""
+    """The signal handlers, which only mark, and a thread that hears a second Ctrl-C even while the main
+    thread hangs in C.
+    """
 
     def __init__(self) -> None:
         self.first: signal.Signals | None = None

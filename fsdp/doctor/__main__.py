@@ -3,8 +3,8 @@
     torchrun --nproc_per_node=4 -m fsdp.doctor          or under srun; alone it starts a rank a GPU, or two
     sbatch slurm/fsdp.sbatch --preflight                in a job's place, on the job's nodes
 
-It prints a table, a verdict and what to do, and writes DIR/doctor: doctor.html, doctor.json, and exclude, for sbatch's
---exclude. Exit code 0 where all is fit, 3 where a node falls out, 2 for a wrong flag.
+It prints a table, a verdict and what to do, and writes DIR/doctor: doctor.html, doctor.json, and exclude, for
+sbatch's --exclude. Exit code 0 where all is fit, 3 where a node falls out, 2 for a wrong flag.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from fsdp.base.errors import ConfigError, LaunchError, ShardrunError
 ENDED = LaunchError.exit_code
 MOST_S = 86400.0
 COME_UP_S = 60.0
-"""What the ranks that it starts itself have for their imports, before their own bound begins to run, and for their end."""
+"""What the ranks that it starts itself have for their imports, before their own bound begins to run, and for
+their end.
+"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -40,15 +42,25 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--dir", type=Path, default=Path("runs"), help="where checkpoints will lie (default: runs)")
     parser.add_argument(
-        "--limit-s", type=float, default=120.0, help="it ends after so many seconds, done or not (default: 120)"
+        "--dir", type=Path, default=Path("runs"), help="where checkpoints will lie (default: runs)"
     )
-    parser.add_argument("--ranks", type=int, default=0, help="alone: how many to start (default: a rank a GPU, or two)")
-    parser.add_argument("--verdict-to", type=Path, help=argparse.SUPPRESS)  # how ranks tell the process that started them
+    parser.add_argument(
+        "--limit-s",
+        type=float,
+        default=120.0,
+        help="it ends after so many seconds, done or not (default: 120)",
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=0, help="alone: how many to start (default: a rank a GPU, or two)"
+    )
+    # how ranks tell the process that started them
+    parser.add_argument("--verdict-to", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if not 5 <= options.limit_s <= MOST_S:
-        parser.error(f"--limit-s {options.limit_s:g}: at least 5, which its stages take, and at most {MOST_S:.0f}")
+        parser.error(
+            f"--limit-s {options.limit_s:g}: at least 5, which its stages take, and at most {MOST_S:.0f}"
+        )
     if options.ranks < 0:
         parser.error(f"--ranks {options.ranks}: 0 starts a rank a GPU, or two")
     return options
@@ -71,14 +83,23 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _start_ranks(options: argparse.Namespace, on_cuda: bool) -> int:
-    """On this node alone. The ranks end well in any case: the verdict comes as a file, or the starter would call it a crash."""
+    """On this node alone. The ranks end well in any case: the verdict comes as a file, or the starter would
+    call it a crash.
+    """
     import torch
 
     ranks = options.ranks or (torch.cuda.device_count() if on_cuda else 2)
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
         told = Path(folder, "code")
         words = ["--dir", str(options.dir), "--limit-s", str(options.limit_s), "--verdict-to", str(told)]
-        starter = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+        starter = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+            "-m",
+        ]
         environ = {"OMP_NUM_THREADS": "1", **os.environ}
         command = [*starter, "fsdp.doctor", *words]
         with subprocess.Popen(command, env=environ) as process:
@@ -88,7 +109,8 @@ def _start_ranks(options: argparse.Namespace, on_cuda: bool) -> int:
                 process.terminate()  # torchrun then ends its ranks, by force after half a minute
                 process.wait()
                 raise LaunchError(
-                    f"its {ranks} ranks were not done {COME_UP_S:.0f} s after their time.", "--limit-s more, or fewer --ranks"
+                    f"its {ranks} ranks were not done {COME_UP_S:.0f} s after their time.",
+                    "--limit-s more, or fewer --ranks",
                 ) from None
         return int(told.read_text()) if told.exists() else ended or ENDED
 

@@ -39,7 +39,9 @@ def look(device: torch.device, name: str) -> dict[str, Any]:
 
 
 def product(device: torch.device, size: int, dtype: torch.dtype) -> tuple[float, float]:
-    """10¹² operations a second over some tenths of a second, and a number that is the same on every sound device."""
+    """10¹² operations a second over some tenths of a second, and a number that is the same on every sound
+    device.
+    """
     generator = torch.Generator().manual_seed(7)
     left = torch.randn(size, size, generator=generator).to(device, dtype)
     right = torch.randn(size, size, generator=generator).to(device, dtype)
@@ -80,8 +82,11 @@ def health(device: torch.device) -> list[str]:
     try:
         said = subprocess.run(
             [program, which, f"--query-gpu={fields}", "--format=csv,noheader"],
-            capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=True,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=NVIDIA_SMI_S,
+            check=True,
+        )
     except subprocess.TimeoutExpired:
         return [f"nvidia-smi does not answer within {NVIDIA_SMI_S:.0f} s"]
     except (subprocess.CalledProcessError, OSError):

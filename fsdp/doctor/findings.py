@@ -1,7 +1,8 @@
 """What is to be thought of what the ranks saw: a pure function, so that every fault can be put before it.
 
-A node is judged beside the others: the median is what is expected, and a maker's figure only where there is one. A node that
-falls out gets its name on the exclude list, unless most of them would: then the fault is not a node's.
+A node is judged beside the others: the median is what is expected, and a maker's figure only where there is
+one. A node that falls out gets its name on the exclude list, unless most of them would: then the fault is not
+a node's.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ class Diagnosis:
             return f"fit to train{odd}."
         if self.exclude:
             count = len(self.exclude)
-            return f"{count} node{'s fall' if count > 1 else ' falls'} out: --exclude={','.join(self.exclude)}"
+            return (
+                f"{count} node{'s fall' if count > 1 else ' falls'} out: --exclude={','.join(self.exclude)}"
+            )
         return f"not fit to train{', and no single node is at fault' * (self.nodes > 1)}: see above."
 
 
@@ -90,13 +93,26 @@ class NodeReports:
 
     def heads(self) -> Iterator[tuple[int, Look]]:
         """The first rank of each node, which looks at what the node shares."""
-        return ((node, self.looks[ranks[0]]) for node, ranks in enumerate(self.nodes) if ranks[0] in self.looks)
+        return (
+            (node, self.looks[ranks[0]]) for node, ranks in enumerate(self.nodes) if ranks[0] in self.looks
+        )
 
 
 def judge(scene: NodeReports) -> Diagnosis:
     judges: Sequence[Callable[[NodeReports], Iterator[Finding]]] = (
-        _absent, _unfinished, _programs, _names, _ports, _devices, _memory, _within, _between, _storage, _disks, _clocks,
-    )  # fmt: skip
+        _absent,
+        _unfinished,
+        _programs,
+        _names,
+        _ports,
+        _devices,
+        _memory,
+        _within,
+        _between,
+        _storage,
+        _disks,
+        _clocks,
+    )
     findings = [finding for one in judges for finding in one(scene)]
     out = list(dict.fromkeys(finding.host for finding in findings if finding.out))
     # With two nodes each is half: one may still be named. With one node there is none to leave out.
@@ -112,7 +128,11 @@ def _absent(scene: NodeReports) -> Iterator[Finding]:
     for node, ranks in enumerate(scene.nodes):
         missing = [rank for rank in ranks if rank not in scene.looks]
         if missing:
-            who = "none of its ranks came" if len(missing) == len(ranks) else f"ranks {', '.join(map(str, missing))} never came"
+            who = (
+                "none of its ranks came"
+                if len(missing) == len(ranks)
+                else f"ranks {', '.join(map(str, missing))} never came"
+            )
             yield scene.of_node(node, who, "see its log; does it reach the first node?", out=True)
 
 
@@ -145,11 +165,15 @@ def _names(scene: NodeReports) -> Iterator[Finding]:
         names = look.get("network", {})
         if names and not names["host_resolves"] and len(scene.nodes) > 1:
             hint = "add it to DNS or /etc/hosts, or export GLOO_SOCKET_IFNAME=INTERFACE"
-            yield scene.of_node(node, f"its own name {names['host']} does not resolve", hint, out=not names["interface"])
+            yield scene.of_node(
+                node, f"its own name {names['host']} does not resolve", hint, out=not names["interface"]
+            )
 
 
 def _ports(scene: NodeReports) -> Iterator[Finding]:
-    """Each broken pair is blamed on whichever of its two nodes is in more broken pairs, so that few are named."""
+    """Each broken pair is blamed on whichever of its two nodes is in more broken pairs, so that few are
+    named.
+    """
     broken: dict[tuple[int, int], str] = {}
     for node, look in scene.heads():
         for other, why in look.get("ports", {}).items():
@@ -189,7 +213,12 @@ def slow_ranks(looks: Mapping[int, Look]) -> dict[int, float]:
         if "device" in look:
             by_kind.setdefault(look["facts"]["device"], {})[rank] = look["device"]["tflops"]
     for kind, rates in by_kind.items():
-        found.update({rank: rate / usual for rank, rate, usual in _below(SLOW_CPU if kind == "cpu" else SLOW_CUDA, rates)})
+        found.update(
+            {
+                rank: rate / usual
+                for rank, rate, usual in _below(SLOW_CPU if kind == "cpu" else SLOW_CUDA, rates)
+            }
+        )
     return found
 
 
@@ -203,13 +232,17 @@ def _devices(scene: NodeReports) -> Iterator[Finding]:
     usual = median([value for value in products.values() if isfinite(value)] or [0.0])
     for rank, value in products.items():
         if not abs(value - usual) <= SAME_PRODUCT * abs(usual):  # also where it is not a number
-            yield scene.of_rank(rank, f"computes wrong: {value:.6g} for {usual:.6g}", "take the device out", out=True)
+            yield scene.of_rank(
+                rank, f"computes wrong: {value:.6g} for {usual:.6g}", "take the device out", out=True
+            )
     for rank, look in seen.items():
         for complaint in look["device"]["health"]:
             yield scene.of_rank(rank, complaint, "drain the node and reset the device", out=True)
         peak = look["device"]["peak_tflops"]
         if peak and look["device"]["tflops"] < OF_PEAK * peak and rank not in slow:
-            what = f"matrix product at {look['device']['tflops']:.0f} of {peak:.0f} TFLOP/s that its maker gives"
+            what = (
+                f"matrix product at {look['device']['tflops']:.0f} of {peak:.0f} TFLOP/s that its maker gives"
+            )
             yield scene.of_rank(rank, what, "power limit, clocks, or another job on it", out=False)
 
 
@@ -230,10 +263,16 @@ def _rate(link: Mapping[str, float]) -> float:
 
 
 def _within(scene: NodeReports) -> Iterator[Finding]:
-    rates = {node: _rate(look["links"]["within"]) for node, look in scene.heads() if "within" in look.get("links", {})}
+    rates = {
+        node: _rate(look["links"]["within"])
+        for node, look in scene.heads()
+        if "within" in look.get("links", {})
+    }
     for node, rate, usual in _below(LINK, rates):
         what = f"{rate:.3g} GB/s within the node, {rate / usual:.0%} of the median"
-        yield scene.of_node(node, what, "NCCL_DEBUG=INFO says which way it goes; NVLink or PCIe is down", out=True)
+        yield scene.of_node(
+            node, what, "NCCL_DEBUG=INFO says which way it goes; NVLink or PCIe is down", out=True
+        )
 
 
 def _between(scene: NodeReports) -> Iterator[Finding]:
@@ -249,7 +288,9 @@ def _between(scene: NodeReports) -> Iterator[Finding]:
         mine = [pair for pair in rates if node in pair]
         if slow and mine and all(pair in slow for pair in mine) and len(mine) > 1:
             what = f"{max(rates[pair] for pair in mine):.3g} GB/s to both its neighbours, where {usual:.3g} is usual"
-            yield scene.of_node(node, what, "its network card, its cable, NCCL_IB_HCA or NCCL_SOCKET_IFNAME", out=True)
+            yield scene.of_node(
+                node, what, "its network card, its cable, NCCL_IB_HCA or NCCL_SOCKET_IFNAME", out=True
+            )
             slow -= set(mine)
     for one, other in sorted(slow):
         what = f"{rates[(one, other)]:.3g} GB/s to {scene.hosts[other]}, where {usual:.3g} is usual"
@@ -264,18 +305,24 @@ def _storage(scene: NodeReports) -> Iterator[Finding]:
     blind = {node: about["unseen"] for node, about in heads.items() if about.get("unseen")}
     for node, about in heads.items():
         if "error" in about:
-            yield scene.of_node(node, f"{about['folder']} {about['error']}", "--dir FOLDER on shared storage", out=True)
+            yield scene.of_node(
+                node, f"{about['folder']} {about['error']}", "--dir FOLDER on shared storage", out=True
+            )
     # What the first node wrote is what a run's checkpoints are: a node that does not see it does not share.
     for node, others in blind.items():
         if 0 in others and node:
             names = ", ".join(scene.hosts[other] for other in others[:4])
             what = f"does not see what {names} wrote into {heads[node]['folder']}"
-            yield scene.of_node(node, what, "mount the shared storage there, or --dir FOLDER that is shared", out=True)
+            yield scene.of_node(
+                node, what, "mount the shared storage there, or --dir FOLDER that is shared", out=True
+            )
 
 
 def _disks(scene: NodeReports) -> Iterator[Finding]:
     for name, words in (("write_mb_s", "writes"), ("read_mb_s", "reads")):
-        rates = {node: look["storage"][name] for node, look in scene.heads() if name in look.get("storage", {})}
+        rates = {
+            node: look["storage"][name] for node, look in scene.heads() if name in look.get("storage", {})
+        }
         for node, rate, usual in _below(DISK, rates):
             what = f"{words} {rate:.0f} MB/s, where {usual:.0f} is usual"
             yield scene.of_node(node, what, "its mount, or its way to the storage", out=False)
@@ -285,5 +332,7 @@ def _clocks(scene: NodeReports) -> Iterator[Finding]:
     for node, look in scene.heads():
         offset = look.get("links", {}).get("clock_s", 0.0)
         if abs(offset) > CLOCK_S:
-            what = f"its clock is {abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'} the first node's"
+            what = (
+                f"its clock is {abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'} the first node's"
+            )
             yield scene.of_node(node, what, "chronyc tracking, or timedatectl, on that node", out=False)

@@ -1,4 +1,6 @@
-"""The operations that FSDP uses, timed: all-gather and reduce-scatter within each node, between neighbours, and over all."""
+"""The operations that FSDP uses, timed: all-gather and reduce-scatter within each node, between neighbours,
+and over all.
+"""
 
 from __future__ import annotations
 
@@ -69,11 +71,17 @@ def measure(device: torch.device, group: dist.ProcessGroup | None, ranks: int) -
     scatter = _seconds(device, lambda: REDUCE_SCATTER(shard, whole, group=group))
     latency = _seconds(device, lambda: ALL_GATHER(small_whole, small, group=group))
     moved = (ranks - 1) * count * 4
-    return {"gather_gb_s": moved / gather / 1e9, "scatter_gb_s": moved / scatter / 1e9, "latency_us": latency * 1e6}
+    return {
+        "gather_gb_s": moved / gather / 1e9,
+        "scatter_gb_s": moved / scatter / 1e9,
+        "latency_us": latency * 1e6,
+    }
 
 
 def _seconds(device: torch.device, step: Step) -> float:
-    """The best of some, after one that builds what a first one builds: what the link can do, not what else went on."""
+    """The best of some, after one that builds what a first one builds: what the link can do, not what else
+    went on.
+    """
     step()
     _wait(device)
     best = float("inf")

@@ -1,4 +1,6 @@
-"""Names and ports: does each node's name resolve, and does each node reach the others on a port of the kernel's choosing."""
+"""Names and ports: does each node's name resolve, and does each node reach the others on a port of the
+kernel's choosing.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ def listener() -> Iterator[int]:
                 taken, _ = server.accept()
             except OSError:  # its time-out, after which it looks whether it is over
                 continue
-            with contextlib.closing(taken), contextlib.suppress(OSError):  # it has hung up, and tells that itself
+            # it has hung up, and tells that itself
+            with contextlib.closing(taken), contextlib.suppress(OSError):
                 taken.sendall(socket.gethostname().encode())
 
     thread = threading.Thread(target=serve, name="doctor-port", daemon=True)
@@ -49,7 +52,9 @@ def partners(node: int, nodes: int) -> list[int]:
 
 
 def reach(node: int, places: Mapping[int, tuple[str, int]]) -> dict[int, str]:
-    """Node → why it cannot be reached from here; empty where it can. All at once: what is dead costs one time-out together."""
+    """Node → why it cannot be reached from here; empty where it can. All at once: what is dead costs one
+    time-out together.
+    """
     found: dict[int, str] = {}
 
     def try_one(other: int, place: tuple[str, int]) -> None:
@@ -73,4 +78,8 @@ def reach(node: int, places: Mapping[int, tuple[str, int]]) -> dict[int, str]:
 
 
 def look(host: str, main_address: str) -> dict[str, Any]:
-    return {"host": host, "host_resolves": resolves(host), "address": address_towards(main_address) or resolves(host)}
+    return {
+        "host": host,
+        "host_resolves": resolves(host),
+        "address": address_towards(main_address) or resolves(host),
+    }

@@ -22,7 +22,9 @@ NOT_FIT = LaunchError.exit_code
 
 
 def as_rank(run: Path, limit_s: float, verdict_to: Path | None) -> int:
-    """The verdict as an exit code; or 0 always and the code in a file, so that no launcher calls a verdict a crash."""
+    """The verdict as an exit code; or 0 always and the code in a file, so that no launcher calls a verdict a
+    crash.
+    """
     env, began = from_environment(), time.monotonic()
     telling, told = threading.Lock(), list[int]()
 
@@ -42,7 +44,8 @@ def as_rank(run: Path, limit_s: float, verdict_to: Path | None) -> int:
         try:
             stages.examine(visit)
         except (RuntimeError, dist.DistError) as error:
-            # A stage that failed for one fails for others too: what each saw is told, and rank 0 tells of all.
+            # A stage that failed for one fails for others too: what each saw is told, and rank 0 tells of
+            # all.
             failed = str(error).splitlines()[0][:200]
             if not env.is_main:
                 return _leave_word(visit, failed, otherwise)
@@ -62,7 +65,8 @@ def _leave_word(visit: stages.Visit, failed: str, code: int) -> int:
         visit.tell(failure=failed)
         stages.over(visit)
     except (RuntimeError, dist.DistError):
-        print(f"fsdp.doctor: rank {visit.env.rank}: {failed}", file=sys.stderr)  # rank 0 and its store are gone
+        # rank 0 and its store are gone
+        print(f"fsdp.doctor: rank {visit.env.rank}: {failed}", file=sys.stderr)
     return code
 
 
@@ -81,9 +85,16 @@ def _tell(scene: NodeReports, run: Path, seconds: float) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "doctor.html", table.page(scene, verdict, seconds))
-        record = {"verdict": str(verdict), "fit": verdict.fit, "findings": [asdict(one) for one in verdict.findings]}
+        record = {
+            "verdict": str(verdict),
+            "fit": verdict.fit,
+            "findings": [asdict(one) for one in verdict.findings],
+        }
         write_atomically(folder / "doctor.json", json.dumps(record | {"looks": scene.looks}, indent=1) + "\n")
         write_atomically(folder / "exclude", ",".join(verdict.exclude) + "\n" if verdict.exclude else "")
     except OSError as error:
-        print(f"fsdp.doctor: {folder} cannot be written ({error.strerror}): the table above is all there is", file=sys.stderr)
+        print(
+            f"fsdp.doctor: {folder} cannot be written ({error.strerror}): the table above is all there is",
+            file=sys.stderr,
+        )
     return 0 if verdict.fit else NOT_FIT

@@ -1,5 +1,5 @@
-"""One rank's way through the stages. What it sees goes into the meeting's store at once, so that rank 0 can tell of it even
-when a later stage hangs; a process group is only tried when every connection stood.
+"""One rank's way through the stages. What it sees goes into the meeting's store at once, so that rank 0 can
+tell of it even when a later stage hangs; a process group is only tried when every connection stood.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ class Visit:
 
 
 def examine(visit: Visit) -> None:
-    """All stages. Raises what a store or a collective raises when time is up; what was seen until then has been told."""
+    """All stages. Raises what a store or a collective raises when time is up; what was seen until then has
+    been told.
+    """
     env = visit.env
     visit.stage("meeting the others")
     place = {"node": env.node_rank, "local_rank": env.local_rank, "host": facts_of(env).host}
@@ -99,22 +101,36 @@ def nodes_of(here: dict[int, Any]) -> list[list[int]]:
 
 
 def scene_of(visit: Visit, store: dist.Store) -> NodeReports:
-    """What is known now, without waiting for anybody: through a store of its own, as the main thread may stand in another."""
+    """What is known now, without waiting for anybody: through a store of its own, as the main thread may
+    stand in another.
+    """
     env = visit.env
     here = _known(store, "here", env.world_size)
     looks = _known(store, "look", env.world_size)
     # A rank that never came has its node's place, where launchers give each node as many as this one.
     per_node = max(1, env.local_world_size)
     for rank in range(env.world_size):
-        here.setdefault(rank, {"node": min(rank // per_node, env.num_nodes - 1), "local_rank": rank % per_node, "host": ""})
+        here.setdefault(
+            rank,
+            {"node": min(rank // per_node, env.num_nodes - 1), "local_rank": rank % per_node, "host": ""},
+        )
     nodes = nodes_of(here)
-    hosts = [next((here[r]["host"] for r in ranks if here[r]["host"]), f"node {n}") for n, ranks in enumerate(nodes)]
-    stages = {rank: store.get(f"stage/{rank}").decode() for rank, look in looks.items() if not look.get("done")}
+    hosts = [
+        next((here[r]["host"] for r in ranks if here[r]["host"]), f"node {n}")
+        for n, ranks in enumerate(nodes)
+    ]
+    stages = {
+        rank: store.get(f"stage/{rank}").decode() for rank, look in looks.items() if not look.get("done")
+    }
     return NodeReports(looks, nodes, hosts, stages)
 
 
 def _known(store: dist.Store, key: str, ranks: int) -> dict[int, Any]:
-    return {rank: json.loads(store.get(f"{key}/{rank}")) for rank in range(ranks) if store.check([f"{key}/{rank}"])}
+    return {
+        rank: json.loads(store.get(f"{key}/{rank}"))
+        for rank in range(ranks)
+        if store.check([f"{key}/{rank}"])
+    }
 
 
 # ---------------------------------------------------------------- stages
@@ -162,7 +178,9 @@ def _look_at_links(visit: Visit) -> None:
 
 
 def _look_at_storage(visit: Visit) -> None:
-    """One rank of each node writes; all look for all files; each reads its neighbour's; then each removes its own."""
+    """One rank of each node writes; all look for all files; each reads its neighbour's; then each removes its
+    own.
+    """
     visit.stage("storage")
     env, heads = visit.env, _heads(visit)
     if env.rank not in heads:
@@ -191,19 +209,23 @@ def _look_at_storage(visit: Visit) -> None:
 
 @contextlib.contextmanager
 def bounded(visit: Visit, limit_s: float, tell: Callable[[NodeReports], int], late: int) -> Iterator[None]:
-    """When time is up this process ends, wherever it stands, with the code `late`: rank 0 after it has told what is known, and
-    with what telling returned."""
+    """When time is up this process ends, wherever it stands, with the code `late`: rank 0 after it has told
+    what is known, and with what telling returned.
+    """
 
     def end() -> None:
         code = late
         try:
             if visit.env.is_main:
-                code = tell(scene_of(visit, dist.PrefixStore("doctor", meeting_store(visit.env, 10.0, serves=False))))
+                code = tell(
+                    scene_of(visit, dist.PrefixStore("doctor", meeting_store(visit.env, 10.0, serves=False)))
+                )
         finally:
             sys.stdout.flush()
             os._exit(code)
 
-    # Rank 0 speaks first: its store is what it has to tell from, and other ranks that leave would disturb that.
+    # Rank 0 speaks first: its store is what it has to tell from, and other ranks that leave would disturb
+    # that.
     timer = threading.Timer(limit_s if visit.env.is_main else limit_s + LEAVE_S, end)
     timer.daemon = True
     timer.start()

@@ -1,4 +1,5 @@
-"""The folder that checkpoints will lie in: one and the same on all nodes, and how fast each writes and reads it.
+"""The folder that checkpoints will lie in: one and the same on all nodes, and how fast each writes and reads
+it.
 
 A node reads what another wrote: its own file would come from memory.
 """
@@ -18,7 +19,9 @@ PATIENCE_S = 5.0
 
 
 def write(folder: Path, name: str, size: int) -> dict[str, Any]:
-    """A file of `size` bytes, on the disk and not only on its way: 10⁶ bytes a second, and what is free afterwards."""
+    """A file of `size` bytes, on the disk and not only on its way: 10⁶ bytes a second, and what is free
+    afterwards.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         block = os.urandom(BLOCK)

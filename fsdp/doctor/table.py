@@ -27,9 +27,14 @@ def rows(scene: NodeReports) -> list[list[str]]:
             found.append([scene.hosts[node], "", "never came", *[""] * (len(HEADS) - 3)])
         elif ranks > MOST_ROWS:
             slowest = min(present, key=lambda rank: scene.looks[rank].get("device", {}).get("tflops", 0.0))
-            found.append(_row(scene.hosts[node], f"{slowest}*", scene.looks[slowest], scene.looks[present[0]]))
+            found.append(
+                _row(scene.hosts[node], f"{slowest}*", scene.looks[slowest], scene.looks[present[0]])
+            )
         else:
-            found += [_row(scene.hosts[node], str(rank), scene.looks[rank], scene.looks[members[0]]) for rank in present]
+            found += [
+                _row(scene.hosts[node], str(rank), scene.looks[rank], scene.looks[members[0]])
+                for rank in present
+            ]
     return found
 
 
@@ -97,7 +102,9 @@ def size(scene: NodeReports, seconds: float) -> str:
 
 
 def text(scene: NodeReports, verdict: Diagnosis, seconds: float) -> str:
-    """Within 80 columns where hosts' names are short: a device that all have stands above the table and not in it."""
+    """Within 80 columns where hosts' names are short: a device that all have stands above the table and not
+    in it.
+    """
     shown = rows(scene)
     if the_device(scene):
         shown = [[*row[:DEVICE], "", *row[DEVICE + 1 :]] for row in shown]
@@ -107,7 +114,11 @@ def text(scene: NodeReports, verdict: Diagnosis, seconds: float) -> str:
     if pairs := links(scene):
         parts += ["", _columns([LINK_HEADS, *pairs])]
     for finding in verdict.findings:
-        parts += ["", f"{'OUT ' if finding.out else 'odd '} {finding.where}: {finding.what}.", f"     HINT: {finding.hint}"]
+        parts += [
+            "",
+            f"{'OUT ' if finding.out else 'odd '} {finding.where}: {finding.what}.",
+            f"     HINT: {finding.hint}",
+        ]
     return "\n".join([*parts, "", f"verdict: {verdict}"])
 
 
@@ -118,7 +129,9 @@ def _columns(lines: Sequence[Sequence[str]]) -> str:
     widths = {at: max(len(row[at]) for row in lines) for at in kept}
     left = {at for at in kept if lines[0][at] in ("node", "device", "link")}
     return "\n".join(
-        "  ".join(row[at].ljust(widths[at]) if at in left else row[at].rjust(widths[at]) for at in kept).rstrip()
+        "  ".join(
+            row[at].ljust(widths[at]) if at in left else row[at].rjust(widths[at]) for at in kept
+        ).rstrip()
         for row in lines
     )
 
@@ -141,7 +154,10 @@ def page(scene: NodeReports, verdict: Diagnosis, seconds: float) -> str:
 
 
 def _findings(verdict: Diagnosis) -> str:
-    shown = [[_grade(one), one.host, "" if one.rank is None else one.rank, one.what, one.hint] for one in verdict.findings]
+    shown = [
+        [_grade(one), one.host, "" if one.rank is None else one.rank, one.what, one.hint]
+        for one in verdict.findings
+    ]
     return html_table(("", "node", "rank", "what", "what to do"), shown, numeric=("rank",))
 
 
@@ -155,4 +171,6 @@ def _ranks(scene: NodeReports) -> str:
     filled = rows(scene)
     kept = [at for at in range(len(heads)) if any(row[at] for row in filled)]
     numeric = [heads[at] for at in kept if HEADS[at] not in ("node", "device")]
-    return html_table([heads[at] for at in kept], [[row[at] for at in kept] for row in filled], numeric=numeric)
+    return html_table(
+        [heads[at] for at in kept], [[row[at] for at in kept] for row in filled], numeric=numeric
+    )

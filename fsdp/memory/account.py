@@ -1,8 +1,10 @@
-"""What a rank's memory holds, by kind, read from the objects that hold it: the model, its FSDP groups, the optimizer.
+"""What a rank's memory holds, by kind, read from the objects that hold it: the model, its FSDP groups, the
+optimizer.
 
-Nothing is measured ahead of time: `standing` looks at what exists now, so that a run that is not profiled pays nothing and one
-that runs out of memory can still say what stood where. Activations are what no object owns; fsdp/memory/account_storages.py
-(CPU) and account_cuda.py (CUDA) follow them. Not here: files, pages, advice.
+Nothing is measured ahead of time: `standing` looks at what exists now, so that a run that is not profiled
+pays nothing and one that runs out of memory can still say what stood where. Activations are what no object
+owns; fsdp/memory/account_storages.py (CPU) and account_cuda.py (CUDA) follow them. Not here: files, pages,
+advice.
 """
 
 from __future__ import annotations
@@ -16,12 +18,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 KINDS = ("parameters", "gathered", "gradients", "optimizer", "activations", "communication", "other")
-"""other: module buffers, temporaries of the optimizer, what a save stages. What the process or the allocator holds beyond
-these is `beyond` in the records."""
+"""other: module buffers, temporaries of the optimizer, what a save stages. What the process or the allocator
+holds beyond these is `beyond` in the records.
+"""
 
 
 def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """The memory under a tensor: a DTensor's shard, a quantized tensor's parts. A file mapped into memory is none."""
+    """The memory under a tensor: a DTensor's shard, a quantized tensor's parts. A file mapped into memory is
+    none.
+    """
     inner = getattr(tensor, "_local_tensor", None)
     if isinstance(inner, Tensor):
         yield from storages_of(inner)
@@ -40,10 +45,14 @@ def groups_of(root: nn.Module) -> Iterator[Any]:
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
             groups = getattr(state, "_fsdp_param_groups", None)
-            yield from groups if groups is not None else [g for g in (state._fsdp_param_group,) if g is not None]
+            yield from (
+                groups if groups is not None else [g for g in (state._fsdp_param_group,) if g is not None]
+            )
 
 
-def standing(root: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[int, tuple[str, torch.UntypedStorage]]:
+def standing(
+    root: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> dict[int, tuple[str, torch.UntypedStorage]]:
     """All that model and optimizer hold now, each storage once, by its address as an object."""
     found: dict[int, tuple[str, torch.UntypedStorage]] = {}
     # Groups first: while one is gathered, its modules hold the gathered parameters in place of the shards.

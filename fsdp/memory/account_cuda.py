@@ -1,8 +1,8 @@
 """Follows every block of CUDA's caching allocator, compiled code's too, from the allocator's own history.
 
-The history says address, bytes and time of each allocation and release; which kind a block was is known from the objects that
-own its address at a phase's beginning, and from the moments in which FSDP was communicating. Nothing is waited for in a step;
-the history is read once, after the last of the chosen steps.
+The history says address, bytes and time of each allocation and release; which kind a block was is known from
+the objects that own its address at a phase's beginning, and from the moments in which FSDP was communicating.
+Nothing is waited for in a step; the history is read once, after the last of the chosen steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ Sighting = tuple[float, int, str]
 class AllocatorTracker:
     """Enter it for the steps to be followed; say each phase with `phase`; `timeline` is there after leaving."""
 
-    def __init__(self, root: nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device, dump: Path) -> None:
+    def __init__(
+        self, root: nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device, dump: Path
+    ) -> None:
         self.timeline = Timeline(KINDS)
         self._root, self._optimizer, self._device, self._dump = root, optimizer, device, dump
         self._marks: list[Mark] = []
@@ -111,7 +113,9 @@ def fill(
 ) -> None:
     """Blocks, marks and sightings in the order of time; a block's last sighting says its kind."""
     first = marks[0].time_s if marks else 0.0
-    moments: list[tuple[float, int, Any]] = [(first, 0, ("alloc", address, size)) for address, size in resting]
+    moments: list[tuple[float, int, Any]] = [
+        (first, 0, ("alloc", address, size)) for address, size in resting
+    ]
     for event in history:
         # free_requested is when the tensor went; free_completed may wait for another stream.
         if event["action"] in ("alloc", "free_requested"):

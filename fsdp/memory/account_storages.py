@@ -1,8 +1,9 @@
 """Follows every storage that operations make and drop, on a device with no book of its own: the CPU.
 
-A dispatch mode sees what each operation returns, a weak reference when it goes, and a wrapped `resize_` what FSDP gathers into
-and empties. Only while it is entered, on the thread that entered it (autograd runs CPU backward there). What compiled code
-allocates inside is not seen: it counts as `beyond`. Costs 5–20 µs an operation.
+A dispatch mode sees what each operation returns, a weak reference when it goes, and a wrapped `resize_` what
+FSDP gathers into and empties. Only while it is entered, on the thread that entered it (autograd runs CPU
+backward there). What compiled code allocates inside is not seen: it counts as `beyond`. Costs 5–20 µs an
+operation.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class StorageTracker(TorchDispatchMode):
         super().__init__()
         self.timeline = Timeline(KINDS)
         self._root, self._optimizer, self._device = root, optimizer, device
-        self._live: dict[int, tuple[int, int, weakref.ref[torch.UntypedStorage]]] = {}  # object → block, bytes, itself
+        # object → block, bytes, itself
+        self._live: dict[int, tuple[int, int, weakref.ref[torch.UntypedStorage]]] = {}
         self._kind = "other"
         self._undo: list[Callable[[], None]] = []
 
@@ -53,7 +55,9 @@ class StorageTracker(TorchDispatchMode):
         return out
 
     def phase(self, mark: Mark) -> None:
-        """A phase begins: what model and optimizer hold by now is known by its kind, whatever it was taken for."""
+        """A phase begins: what model and optimizer hold by now is known by its kind, whatever it was taken
+        for.
+        """
         self.identify()
         self.timeline.mark(mark)
         self._kind = "activations" if mark.phase in ACTIVATIONS else "other"
@@ -124,7 +128,8 @@ class StorageTracker(TorchDispatchMode):
 
     def _communicating(self, real: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            # The gradients that come in are the unsharded ones: named here, since none is left when the phase ends.
+            # The gradients that come in are the unsharded ones: named here, since none is left when the phase
+            # ends.
             for tensor in _tensors(args[1:2]) if real.__name__ == "foreach_reduce" else ():
                 for storage in storages_of(tensor):
                     self._name(storage, "gradients")

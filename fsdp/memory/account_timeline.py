@@ -1,7 +1,8 @@
 """Memory over time: blocks that came and went, by kind; peaks by phase, and a line thin enough to draw.
 
-A block's kind may be known only after it has gone (a reduce-scatter's output becomes gradients), so events are kept and read
-at the end. Filled by account_storages.py and account_cuda.py, which know where events come from; nothing here knows torch.
+A block's kind may be known only after it has gone (a reduce-scatter's output becomes gradients), so events
+are kept and read at the end. Filled by account_storages.py and account_cuda.py, which know where events come
+from; nothing here knows torch.
 """
 
 from __future__ import annotations
@@ -98,7 +99,14 @@ def ends_of_phases(timeline: Timeline) -> list[dict[str, Any]]:
         if moment.mark is None:
             continue
         if before is not None:
-            ends.append({"step": before.step, "phase": before.phase, "kinds": dict(moment.kinds), "time_s": moment.time_s})
+            ends.append(
+                {
+                    "step": before.step,
+                    "phase": before.phase,
+                    "kinds": dict(moment.kinds),
+                    "time_s": moment.time_s,
+                }
+            )
         before = moment.mark
     return ends
 

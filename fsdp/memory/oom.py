@@ -1,10 +1,12 @@
-"""When memory runs out on a rank: a page that says which rank, in which phase, what held how much, and what to turn.
+"""When memory runs out on a rank: a page that says which rank, in which phase, what held how much, and what
+to turn.
 
     RUN/oom-rank3.txt, RUN/oom-rank3.html, and the text on stderr
 
-A Witness stands around the run and costs nothing until an error passes it. Then it looks at what stands (account.py), lets go
-of what the failed step held, counts on fake tensors what a step needs (oom_estimate.py), and reckons what each flag would give
-back (oom_advice.py). A process that the kernel's OOM killer ends hears nothing and leaves no page: docs/oom.md.
+A Witness stands around the run and costs nothing until an error passes it. Then it looks at what stands
+(account.py), lets go of what the failed step held, counts on fake tensors what a step needs
+(oom_estimate.py), and reckons what each flag would give back (oom_advice.py). A process that the kernel's OOM
+killer ends hears nothing and leaves no page: docs/oom.md.
 """
 
 from __future__ import annotations
@@ -39,7 +41,13 @@ from fsdp.models.blocks import blocks_of, find_units
 from fsdp.optim.optimizer import state_bytes
 from fsdp.parallel.activations import apply_activation_checkpointing
 
-WORDS = ("can't allocate memory", "not enough memory", "std::bad_alloc", "CUDA out of memory", "out of memory")
+WORDS = (
+    "can't allocate memory",
+    "not enough memory",
+    "std::bad_alloc",
+    "CUDA out of memory",
+    "out of memory",
+)
 """How torch says it on the CPU and in the places where CUDA's own class is lost."""
 
 
@@ -98,7 +106,9 @@ class OutOfMemoryHandler:
     def __enter__(self) -> OutOfMemoryHandler:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
         if error is not None and is_out_of_memory(error):
             raise self.verdict(error) from error
 
@@ -106,15 +116,23 @@ class OutOfMemoryHandler:
         """Writes the page, prints it, and says it in one line."""
         facts = self._look(error)
         let_go(error)
-        advice, note = self._advice(facts) if self.scene is not None else (None, "it failed before the model was there")
+        advice, note = (
+            self._advice(facts) if self.scene is not None else (None, "it failed before the model was there")
+        )
         text = oom_page.text(facts, advice, note)
         path = self.run_dir / f"oom-rank{self.env.rank}.txt"
         path.write_text(text, encoding="utf-8")
         path.with_suffix(".html").write_text(oom_page.html_page(facts, advice, note), encoding="utf-8")
         print(text, file=sys.stderr, flush=True)
         first = advice.first if advice is not None else None
-        hint = f"{first.flags} gives back {human(first.bytes)}; {path} says more" if first else f"{path} says more"
-        return OutOfMemory(f"{facts.where()}: {by_size(facts.kinds)} stood, {human(facts.asked)} more were asked.", hint)
+        hint = (
+            f"{first.flags} gives back {human(first.bytes)}; {path} says more"
+            if first
+            else f"{path} says more"
+        )
+        return OutOfMemory(
+            f"{facts.where()}: {by_size(facts.kinds)} stood, {human(facts.asked)} more were asked.", hint
+        )
 
     def _look(self, error: BaseException) -> oom_page.OomFacts:
         """While the failed step's tensors are still there."""
@@ -127,15 +145,27 @@ class OutOfMemoryHandler:
         phases = scene.phases if scene is not None else None
         said = " ".join(str(error).split()) or type(error).__name__
         return oom_page.OomFacts(
-            rank=self.env.rank, ranks=self.env.world_size, host=socket.gethostname(), device=str(device),
-            phase=phases.name if phases else "start", step=phases.step if phases else 0, said=said[:400],
-            kinds=kinds, held=held, asked=asked_bytes(said), process=process, allocator=allocator, limits=limits(),
-        )  # fmt: skip
+            rank=self.env.rank,
+            ranks=self.env.world_size,
+            host=socket.gethostname(),
+            device=str(device),
+            phase=phases.name if phases else "start",
+            step=phases.step if phases else 0,
+            said=said[:400],
+            kinds=kinds,
+            held=held,
+            asked=asked_bytes(said),
+            process=process,
+            allocator=allocator,
+            limits=limits(),
+        )
 
     def _advice(self, facts: oom_page.OomFacts) -> tuple[Advice | None, str]:
         assert self.scene is not None
         footprint = footprint_of(self.config, self.scene, self.env.device)
-        activations = Counting(self.scene, self.config, self.env.device, footprint, facts.kinds["activations"])
+        activations = Counting(
+            self.scene, self.config, self.env.device, footprint, facts.kinds["activations"]
+        )
         advice = advise(footprint, activations, facts.held, facts.asked, self.env.device.type)
         special = comes_first(self.config, self.scene, facts, sum(advice.needs.values()))
         if special is not None:
@@ -145,7 +175,9 @@ class OutOfMemoryHandler:
 
 @dataclass
 class Counting:
-    """Activations by micro-batch and checkpointing, each counted once. `held` is what the failed step had of them."""
+    """Activations by micro-batch and checkpointing, each counted once. `held` is what the failed step had of
+    them.
+    """
 
     scene: OomContext
     config: Config
@@ -160,7 +192,8 @@ class Counting:
             try:
                 found = self._count(micro, checkpointing)
             except Exception as error:
-                # A person's own model may do what fake tensors cannot: the page says so, and reckons from what was held.
+                # A person's own model may do what fake tensors cannot: the page says so, and reckons from
+                # what was held.
                 said = " ".join(str(error).split())[:200]
                 self.note = f"not every case could be counted on fake tensors: {type(error).__name__}: {said}"
                 found = self._known.get((micro, self.now.checkpointing), self.held * micro // self.now.micro)
@@ -191,14 +224,25 @@ def footprint_of(config: Config, scene: OomContext, device: torch.device) -> Foo
     trained = sum(p.numel() for p in scene.root.parameters() if p.requires_grad)
     master, param, reduce = (dtype.itemsize for dtype in scene.dtypes)
     return Footprint(
-        units=units, trained=trained, shard=scene.sizes.shard, replicate=scene.sizes.replicate, master=master, param=param,
-        reduce=reduce, state=state_bytes(config.optim, scene.root.parameters(), master) / max(1, trained),
+        units=units,
+        trained=trained,
+        shard=scene.sizes.shard,
+        replicate=scene.sizes.replicate,
+        master=master,
+        param=param,
+        reduce=reduce,
+        state=state_bytes(config.optim, scene.root.parameters(), master) / max(1, trained),
         reshard=reshard_policy(config.mesh.reshard_after_forward),
-        accumulate=config.mesh.accumulate, accumulation=scene.batch.accumulation, micro=scene.batch.micro_batch,
-        checkpointing=config.memory.activation_checkpointing, counted=param,
-        offload=config.memory.cpu_offload and device.type == "cuda", nvme=getattr(config.memory, "nvme", "off") != "off",
-        ddp=scene.sizes.strategy == "ddp", recomputes=bool(blocks_of([list(unit) for unit in scene.units])),
-    )  # fmt: skip
+        accumulate=config.mesh.accumulate,
+        accumulation=scene.batch.accumulation,
+        micro=scene.batch.micro_batch,
+        checkpointing=config.memory.activation_checkpointing,
+        counted=param,
+        offload=config.memory.cpu_offload and device.type == "cuda",
+        nvme=getattr(config.memory, "nvme", "off") != "off",
+        ddp=scene.sizes.strategy == "ddp",
+        recomputes=bool(blocks_of([list(unit) for unit in scene.units])),
+    )
 
 
 def comes_first(config: Config, scene: OomContext, facts: oom_page.OomFacts, needs: int) -> Suggestion | None:
@@ -207,7 +251,9 @@ def comes_first(config: Config, scene: OomContext, facts: oom_page.OomFacts, nee
         rows = config.train.eval_batch or scene.batch.micro_batch
         if rows > 1:
             return Suggestion(
-                f"--train.eval_batch {-(-rows // 2)}", facts.kinds["activations"] // 2, "smaller evaluation batches"
+                f"--train.eval_batch {-(-rows // 2)}",
+                facts.kinds["activations"] // 2,
+                "smaller evaluation batches",
             )
     if facts.phase == "save" and config.checkpoint.mode == "async":
         copied = facts.kinds["parameters"] + facts.kinds["optimizer"]
@@ -215,12 +261,17 @@ def comes_first(config: Config, scene: OomContext, facts: oom_page.OomFacts, nee
     if facts.allocator:
         unused = facts.allocator["reserved"] - facts.allocator["allocated"]
         if unused > facts.asked and unused > KEPT * facts.held:
-            return Suggestion("PYTORCH_ALLOC_CONF=expandable_segments:True", unused, "in the environment: its free blocks join")
+            return Suggestion(
+                "PYTORCH_ALLOC_CONF=expandable_segments:True",
+                unused,
+                "in the environment: its free blocks join",
+            )
     elif facts.held - needs > KEPT * needs:
         return Suggestion(
-            "MALLOC_MMAP_THRESHOLD_=131072 MALLOC_TRIM_THRESHOLD_=131072", facts.held - needs,
+            "MALLOC_MMAP_THRESHOLD_=131072 MALLOC_TRIM_THRESHOLD_=131072",
+            facts.held - needs,
             "in the environment: freed blocks go back at once, at the price of page faults",
-        )  # fmt: skip
+        )
     return None
 
 

@@ -1,7 +1,8 @@
 """What a rank of this model on this mesh needs, and what each flag gives back: arithmetic, no torch.
 
-A footprint says what is held at the fullest moment of a step; a flag is a change of the footprint, and gives back the
-difference. The first suggestion is the one that costs least and gives back enough; where none alone does, several together.
+A footprint says what is held at the fullest moment of a step; a flag is a change of the footprint, and gives
+back the difference. The first suggestion is the one that costs least and gives back enough; where none alone
+does, several together.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 MARGIN = 1.1
-"""Arithmetic leaves out what the allocator rounds and keeps: a suggestion must give back this much more than is short."""
+"""Arithmetic leaves out what the allocator rounds and keeps: a suggestion must give back this much more than
+is short.
+"""
 
 HALVINGS = 4
 """Of the micro-batch, that are offered at once."""
@@ -81,7 +84,9 @@ class Suggestion:
 
 @dataclass
 class Advice:
-    """`first` gives back what is short, as far as anything does; `others` stand in the order of what they cost."""
+    """`first` gives back what is short, as far as anything does; `others` stand in the order of what they
+    cost.
+    """
 
     needs: Mapping[str, int]
     short: int
@@ -99,7 +104,8 @@ def advise(now: Footprint, activations: Activations, held: int, asked: int, devi
     wants = sum(needs.values())
     short = max(asked, wants - held)
     singles = [
-        Suggestion(flags, wants - sum(changed.needs(activations).values()), cost) for flags, changed, cost in steps(now, device)
+        Suggestion(flags, wants - sum(changed.needs(activations).values()), cost)
+        for flags, changed, cost in steps(now, device)
     ]
     singles = [one for one in singles if one.bytes > 0]
     enough = next((one for one in singles if one.bytes >= short * MARGIN), None)
@@ -117,16 +123,25 @@ def steps(now: Footprint, device: str) -> Iterator[Step]:
     """Each flag alone, the cheapest first."""
     change = dataclasses.replace
     if not now.ddp and now.reshard is not True and now.shard > 1:
-        yield "--mesh.reshard_after_forward true", change(now, reshard=True), "gathers each unit again for backward"
+        yield (
+            "--mesh.reshard_after_forward true",
+            change(now, reshard=True),
+            "gathers each unit again for backward",
+        )
     if now.accumulation > 1 and now.accumulate == "last" and not now.ddp and now.shard > 1:
         yield "--mesh.accumulate shard", change(now, accumulate="shard"), "reduces at every micro-batch"
     if now.recomputes and now.checkpointing == "none":
         yield (
-            "--memory.activation_checkpointing ops", change(now, checkpointing="ops"),
+            "--memory.activation_checkpointing ops",
+            change(now, checkpointing="ops"),
             "computes all but matrix products and attention twice",
-        )  # fmt: skip
+        )
     if now.recomputes and now.checkpointing != "full":
-        yield "--memory.activation_checkpointing full", change(now, checkpointing="full"), "computes units' forward twice"
+        yield (
+            "--memory.activation_checkpointing full",
+            change(now, checkpointing="full"),
+            "computes units' forward twice",
+        )
     micro = now.micro
     for _ in range(HALVINGS):
         if micro == 1:
@@ -143,9 +158,10 @@ def _elsewhere(now: Footprint, device: str) -> Iterator[Step]:
     change = dataclasses.replace
     if now.replicate > 1:
         yield (
-            "--mesh.strategy fsdp --mesh.replicate 1", change(now, shard=now.shard * now.replicate, replicate=1, ddp=False),
+            "--mesh.strategy fsdp --mesh.replicate 1",
+            change(now, shard=now.shard * now.replicate, replicate=1, ddp=False),
             "shards over all ranks: gathers go over every link",
-        )  # fmt: skip
+        )
     if now.param == 4:
         half = change(now, param=2)
         yield "--precision.param bf16", half, "computes in bf16: losses differ in the third digit"
@@ -153,18 +169,31 @@ def _elsewhere(now: Footprint, device: str) -> Iterator[Step]:
         half = change(now, state=now.state / 2)
         yield "--optim.state bf16", half, "keeps Adam's moments in bf16, rounded at random"
     if device == "cuda" and not now.offload and not now.ddp:
-        yield "--memory.cpu_offload true", change(now, offload=True), "moves shards over the bus, the update runs on the host"
+        yield (
+            "--memory.cpu_offload true",
+            change(now, offload=True),
+            "moves shards over the bus, the update runs on the host",
+        )
     if not now.nvme and not now.offload and now.state:
         yield (
-            "--memory.nvme optimizer --memory.nvme_dir DIR", change(now, nvme=True),
+            "--memory.nvme optimizer --memory.nvme_dir DIR",
+            change(now, nvme=True),
             "the optimizer's states rest on a local disk",
-        )  # fmt: skip
+        )
     if not now.ddp:
-        yield "twice as many ranks", change(now, shard=now.shard * 2), "the same global batch over more of them"
+        yield (
+            "twice as many ranks",
+            change(now, shard=now.shard * 2),
+            "the same global batch over more of them",
+        )
 
 
-def _together(now: Footprint, activations: Activations, device: str, wants: int, short: int) -> Suggestion | None:
-    """Flags added up, the cheapest first, until they give back enough; a later word for the same flag replaces it."""
+def _together(
+    now: Footprint, activations: Activations, device: str, wants: int, short: int
+) -> Suggestion | None:
+    """Flags added up, the cheapest first, until they give back enough; a later word for the same flag
+    replaces it.
+    """
     chosen: dict[str, str] = {}
     best, costs = now, {}
     while True:

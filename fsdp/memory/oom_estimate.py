@@ -1,8 +1,9 @@
-"""What a micro-batch's activations take, counted on fake tensors in this process: nothing is allocated, nothing is sent.
+"""What a micro-batch's activations take, counted on fake tensors in this process: nothing is allocated,
+nothing is sent.
 
-The unsharded model runs forward and backward once on a batch of the asked size; every storage that comes is counted, what no
-gradient turns out to be is activations. Takes seconds, for a page that is written once. fsdp/plan counts whole sharded steps;
-a run that has just failed cannot make it a process group.
+The unsharded model runs forward and backward once on a batch of the asked size; every storage that comes is
+counted, what no gradient turns out to be is activations. Takes seconds, for a page that is written once.
+fsdp/plan counts whole sharded steps; a run that has just failed cannot make it a process group.
 """
 
 from __future__ import annotations
@@ -44,14 +45,18 @@ def activation_bytes(
 
 
 def _place(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Fake parameters and buffers on the device, in what is computed in; a tensor shared by two names stays shared."""
+    """Fake parameters and buffers on the device, in what is computed in; a tensor shared by two names stays
+    shared.
+    """
     made: dict[int, Tensor] = {}
 
     def fake(tensor: Tensor) -> Tensor:
         if id(tensor) not in made:
             kind = dtype if tensor.is_floating_point() else tensor.dtype
             new = torch.empty(tensor.shape, dtype=kind, device=device)
-            made[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+            made[id(tensor)] = (
+                nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+            )
         return made[id(tensor)]
 
     kept = list(chain(model.parameters(), model.buffers()))  # alive, so that no id is given twice

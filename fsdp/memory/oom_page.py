@@ -1,4 +1,6 @@
-"""The page after memory ran out, as text and as HTML: the same facts and advice in both. Only words; oom.py beside it knows."""
+"""The page after memory ran out, as text and as HTML: the same facts and advice in both. Only words; oom.py
+beside it knows.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,10 @@ def text(facts: OomFacts, advice: Advice | None, note: str) -> str:
     for title, rows in _sections(facts, advice):
         lines += ["", title]
         widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-        lines += ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines += [
+            "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
     if note:
         lines += ["", note]
     return "\n".join(lines) + "\n"
@@ -51,7 +56,9 @@ def text(facts: OomFacts, advice: Advice | None, note: str) -> str:
 def html_page(facts: OomFacts, advice: Advice | None, note: str) -> str:
     body = [f"<h1>{html.escape(facts.where())}</h1>", f"<p>torch said: {html.escape(facts.said)}</p>"]
     for title, rows in _sections(facts, advice):
-        cells = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+        cells = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+        )
         body.append(f'<h2>{html.escape(title)}</h2><div class="wide"><table>{cells}</table></div>')
     if note:
         body.append(f"<p>{html.escape(note)}</p>")
@@ -72,7 +79,9 @@ def _sections(facts: OomFacts, advice: Advice | None) -> list[tuple[str, Rows]]:
         title = f"what the fullest moment of a step needs here, reckoned: short by {human(advice.short)}"
         sections.append((title, _needs(advice)))
         if advice.first is not None:
-            sections.append(("turn this first" if advice.enough else _not_enough(advice), [_row("", advice.first)]))
+            sections.append(
+                ("turn this first" if advice.enough else _not_enough(advice), [_row("", advice.first)])
+            )
         others = [_row(str(at), one) for at, one in enumerate(advice.others, start=1)]
         if others:
             sections.append(("each of these alone, what costs least first", others))
@@ -84,7 +93,11 @@ def _held(facts: OomFacts) -> Rows:
     there = sorted(((size, kind) for kind, size in facts.kinds.items() if size), reverse=True)
     named = {"activations": "activations and buffers under way"}
     rows = [(named.get(kind, kind), human(size)) for size, kind in there]
-    return [*rows, ("in all", human(facts.held)), ("asked for besides", human(facts.asked) if facts.asked else "not said")]
+    return [
+        *rows,
+        ("in all", human(facts.held)),
+        ("asked for besides", human(facts.asked) if facts.asked else "not said"),
+    ]
 
 
 def _around(facts: OomFacts) -> Rows:
@@ -101,7 +114,9 @@ def _around(facts: OomFacts) -> Rows:
 
 
 def _needs(advice: Advice) -> Rows:
-    rows = [(kind, human(size)) for kind, size in sorted(advice.needs.items(), key=lambda item: -item[1]) if size]
+    rows = [
+        (kind, human(size)) for kind, size in sorted(advice.needs.items(), key=lambda item: -item[1]) if size
+    ]
     return [*rows, ("in all", human(sum(advice.needs.values())))]
 
 

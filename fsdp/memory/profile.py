@@ -13,8 +13,8 @@ rankN_memory.json, bytes and seconds:
               the process (CPU, resident and anonymous) or the allocator (CUDA, reserved) holds over all kinds
     timeline  {t_s [], kinds {kind: []}, marks [[t_s, phase, step]]}: at most 1500 points, each the highest of its stretch
 
-Kinds are fsdp/memory/account.py's. Here is when profiling begins and ends and what is written; who follows memory is
-account_*.py's, time profile_trace.py's, the page profile_page.py's.
+Kinds are fsdp/memory/account.py's. Here is when profiling begins and ends and what is written; who follows
+memory is account_*.py's, time profile_trace.py's, the page profile_page.py's.
 """
 
 from __future__ import annotations
@@ -43,10 +43,17 @@ log = logging.getLogger(__name__)
 
 
 class Profile:
-    """Hears the phases; between the first and the last chosen step it follows, after that it writes and is gone."""
+    """Hears the phases; between the first and the last chosen step it follows, after that it writes and is
+    gone.
+    """
 
     def __init__(
-        self, section: ProfileSection, folder: Path, env: DistEnv, root: nn.Module, optimizer: torch.optim.Optimizer
+        self,
+        section: ProfileSection,
+        folder: Path,
+        env: DistEnv,
+        root: nn.Module,
+        optimizer: torch.optim.Optimizer,
     ) -> None:
         self.folder, self._env = folder, env
         self.first, self.last = profile_steps(section.steps)
@@ -93,7 +100,9 @@ class Profile:
         """After the last step, on every rank: rank 0 says what each found. Collective."""
         self.close()
         if self._env.is_main and not self._said and self.peak is None and self.table is None:
-            log.warning("--profile.steps %d:%d: the run had no such step, nothing was profiled", self.first, self.last)
+            log.warning(
+                "--profile.steps %d:%d: the run had no such step, nothing was profiled", self.first, self.last
+            )
         everyones = collectives.everyones({"peak": self.peak, "table": self.table})
         if not self._env.is_main or (self.peak is None and self.table is None):
             return
@@ -159,8 +168,12 @@ class Profile:
         if self._env.is_main:
             log.warning(
                 "--profile.steps %d:%d lies behind step %d, where this start begins. HINT: --profile.steps %d:%d",
-                self.first, self.last, step, step + 2, step + 4,
-            )  # fmt: skip
+                self.first,
+                self.last,
+                step,
+                step + 2,
+                step + 4,
+            )
 
     def _path(self, name: str) -> Path:
         return self.folder / f"rank{self._env.rank}_{name}"
@@ -181,7 +194,9 @@ def start(
 
 def read(run_dir: Path) -> list[dict[str, Any]]:
     """Each rank's account that a run left, in the order of ranks; empty where none was made."""
-    files = sorted((run_dir / "profile").glob("rank*_memory.json"), key=lambda path: int(path.name[4:].split("_")[0]))
+    files = sorted(
+        (run_dir / "profile").glob("rank*_memory.json"), key=lambda path: int(path.name[4:].split("_")[0])
+    )
     return [json.loads(path.read_text(encoding="utf-8")) for path in files]
 
 
@@ -196,13 +211,17 @@ def summary_lines(summary: list[dict[str, Any]]) -> list[str]:
             )
         if one["table"] is not None:
             parts = one["table"]["mean"]
-            shares = ", ".join(f"{name} {parts[name] / parts['step']:.0%}" for name in parts if name != "step")
+            shares = ", ".join(
+                f"{name} {parts[name] / parts['step']:.0%}" for name in parts if name != "step"
+            )
             lines.append(f"rank {one['rank']} step {parts['step'] * 1e3:.1f} ms: {shares}")
     return lines
 
 
 def _beyond(kinds: dict[str, int], process: dict[str, Any]) -> int | None:
-    held = process["allocator"].get("reserved") if process["allocator"] else process["process"].get("rss_anon")
+    held = (
+        process["allocator"].get("reserved") if process["allocator"] else process["process"].get("rss_anon")
+    )
     return None if held is None else held - sum(kinds.values())
 
 

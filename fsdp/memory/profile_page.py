@@ -1,6 +1,8 @@
-"""An account as one HTML file that opens offline: stacked areas over time by kind, the phases under them, peaks by phase.
+"""An account as one HTML file that opens offline: stacked areas over time by kind, the phases under them,
+peaks by phase.
 
-Drawn from a record of fsdp/memory/profile.py alone. Style and script stand beside this file and are written into the page.
+Drawn from a record of fsdp/memory/profile.py alone. Style and script stand beside this file and are written
+into the page.
 """
 
 from __future__ import annotations
@@ -59,12 +61,17 @@ def picture(timeline: Mapping[str, Any]) -> str:
     areas, below = [], [0.0] * len(times)
     for kind, values in kinds.items():
         above = [low + value for low, value in zip(below, values, strict=True)]
-        areas.append(f'<path style="fill:var(--{kind})" d="{_area(times, below, above, top)}"><title>{kind}</title></path>')
+        areas.append(
+            f'<path style="fill:var(--{kind})" d="{_area(times, below, above, top)}"><title>{kind}</title></path>'
+        )
         below = above
     rules = "".join(
-        f'<line class="rule" x1="0" x2="{WIDTH}" y1="{_y(level, top)}" y2="{_y(level, top)}"/>' for level in _levels(top)
+        f'<line class="rule" x1="0" x2="{WIDTH}" y1="{_y(level, top)}" y2="{_y(level, top)}"/>'
+        for level in _levels(top)
     )
-    labels = "".join(f'<span class="y" style="bottom:{level / top:.2%}">{human(level)}</span>' for level in _levels(top))
+    labels = "".join(
+        f'<span class="y" style="bottom:{level / top:.2%}">{human(level)}</span>' for level in _levels(top)
+    )
     legend = "".join(
         f'<span><i style="background:var(--{kind})"></i>{kind} <span id="at-{kind}">{human(max(values))}</span></span>'
         for kind, values in kinds.items()
@@ -107,9 +114,13 @@ def _phases(marks: Sequence[Sequence[Any]], end: float) -> tuple[str, str]:
         until = marks[place + 1][0] if place + 1 < len(marks) else end
         left, wide = begin / end, max(0.0, until - begin) / end
         if place % 2:
-            bands.append(f'<rect class="band" x="{left * WIDTH:.1f}" y="0" width="{wide * WIDTH:.1f}" height="{HEIGHT}"/>')
+            bands.append(
+                f'<rect class="band" x="{left * WIDTH:.1f}" y="0" width="{wide * WIDTH:.1f}" height="{HEIGHT}"/>'
+            )
         if wide >= NARROW:
-            names.append(f'<span style="left:{left:.2%};width:{wide:.2%}" title="{phase}, step {step}">{phase} {step}</span>')
+            names.append(
+                f'<span style="left:{left:.2%};width:{wide:.2%}" title="{phase}, step {step}">{phase} {step}</span>'
+            )
     return "".join(bands), "".join(names)
 
 
@@ -117,9 +128,18 @@ def _phases(marks: Sequence[Sequence[Any]], end: float) -> tuple[str, str]:
 
 
 def peaks_table(phases: Mapping[str, Mapping[str, Any]]) -> str:
-    kinds = [kind for kind in next(iter(phases.values()))["kinds"] if any(peak["kinds"].get(kind) for peak in phases.values())]
+    kinds = [
+        kind
+        for kind in next(iter(phases.values()))["kinds"]
+        if any(peak["kinds"].get(kind) for peak in phases.values())
+    ]
     rows = [
-        [phase, str(peak["step"]), human(peak["bytes"]), *(human(peak["kinds"].get(kind, 0)) for kind in kinds)]
+        [
+            phase,
+            str(peak["step"]),
+            human(peak["bytes"]),
+            *(human(peak["kinds"].get(kind, 0)) for kind in kinds),
+        ]
         for phase, peak in phases.items()
     ]
     return _table(["phase", "step", "in all", *kinds], rows)
@@ -142,5 +162,7 @@ def ends_table(ends: Sequence[Mapping[str, Any]]) -> str:
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{html.escape(text)}</th>" for text in heads)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(text)}</td>" for text in row) + "</tr>" for row in rows)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(text)}</td>" for text in row) + "</tr>" for row in rows
+    )
     return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'

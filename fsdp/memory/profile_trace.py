@@ -1,4 +1,5 @@
-"""Where a step's time goes: torch's profiler over the chosen steps, and its trace as a table whose parts add up to the step.
+"""Where a step's time goes: torch's profiler over the chosen steps, and its trace as a table whose parts add
+up to the step.
 
 Every moment of a step on this rank is one of
 
@@ -83,7 +84,9 @@ class Tracer:
 def table(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """{"steps": [{step, seconds by part, hidden, phases}], "mean": {step, parts}} in seconds."""
     whole = [event for event in events if event.get("ph") == "X" and "dur" in event]
-    own = [event for event in whole if event["name"].startswith(PREFIX) and event.get("cat") == "user_annotation"]
+    own = [
+        event for event in whole if event["name"].startswith(PREFIX) and event.get("cat") == "user_annotation"
+    ]
     on_device = any(event.get("cat") == "kernel" for event in whole)
     threads = {event["tid"] for event in own}
     computing, talking = [], []
@@ -93,20 +96,30 @@ def table(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         elif _computes(event, on_device, threads):
             computing.append(_span(event))
     computing, talking = union(computing), union(talking)
-    steps = [_step(event, own, computing, talking) for event in own if event["name"].startswith(PREFIX + "step ")]
+    steps = [
+        _step(event, own, computing, talking) for event in own if event["name"].startswith(PREFIX + "step ")
+    ]
     count = max(1, len(steps))
     mean = {name: sum(step["seconds"][name] for step in steps) / count for name in ("step", *PARTS)}
     return {"steps": steps, "mean": mean}
 
 
 def _talks(event: Mapping[str, Any]) -> bool:
-    return event["name"].startswith(COLLECTIVES) and event.get("cat") in ("kernel", "cpu_op", "user_annotation")
+    return event["name"].startswith(COLLECTIVES) and event.get("cat") in (
+        "kernel",
+        "cpu_op",
+        "user_annotation",
+    )
 
 
 def _computes(event: Mapping[str, Any], on_device: bool, threads: set[Any]) -> bool:
     if on_device:
         return event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
-    return event.get("cat") in ("cpu_op", "user_annotation") and event["tid"] in threads and event["name"].startswith(OPERATORS)
+    return (
+        event.get("cat") in ("cpu_op", "user_annotation")
+        and event["tid"] in threads
+        and event["name"].startswith(OPERATORS)
+    )
 
 
 def _span(event: Mapping[str, Any]) -> Span:
@@ -114,7 +127,10 @@ def _span(event: Mapping[str, Any]) -> Span:
 
 
 def _step(
-    event: Mapping[str, Any], own: Sequence[Mapping[str, Any]], computing: Sequence[Span], talking: Sequence[Span]
+    event: Mapping[str, Any],
+    own: Sequence[Mapping[str, Any]],
+    computing: Sequence[Span],
+    talking: Sequence[Span],
 ) -> dict[str, Any]:
     inside = [_span(event)]
     compute = intersect(computing, inside)
@@ -127,13 +143,23 @@ def _step(
     ]
     data = union(span for name, span in phases if name == "data")
     data = without(without(intersect(data, inside), compute), exposed)
-    seconds = {"step": end - begin, "compute": length(compute), "communication": length(exposed), "data": length(data)}
+    seconds = {
+        "step": end - begin,
+        "compute": length(compute),
+        "communication": length(exposed),
+        "data": length(data),
+    }
     seconds["host"] = seconds["step"] - sum(seconds[name] for name in PARTS[:3])
     spent: dict[str, float] = {}
     for name, span in phases:
         spent[name] = spent.get(name, 0.0) + span[1] - span[0]
     hidden = length(intersect(talking, inside)) - seconds["communication"]
-    return {"step": int(event["name"].rpartition(" ")[2]), "seconds": seconds, "hidden": hidden, "phases": spent}
+    return {
+        "step": int(event["name"].rpartition(" ")[2]),
+        "seconds": seconds,
+        "hidden": hidden,
+        "phases": spent,
+    }
 
 
 # ---------------------------------------------------------------- sets of time

@@ -1,7 +1,8 @@
-"""Which modules of a model become communication units: the model's own word, its repeated blocks, a class, a size.
+"""Which modules of a model become communication units: the model's own word, its repeated blocks, a class, a
+size.
 
-A unit is a list of modules whose parameters are gathered together; what is in no unit is the root's. Here is only the
-choice, by looking at plain modules; what is done to a unit is fsdp/parallel/shard.py's.
+A unit is a list of modules whose parameters are gathered together; what is in no unit is the root's. Here is
+only the choice, by looking at plain modules; what is done to a unit is fsdp/parallel/shard.py's.
 """
 
 from __future__ import annotations
@@ -36,12 +37,16 @@ def find_units(model: nn.Module, wrap: str = "auto") -> list[Unit]:
     elif kind == "root":
         found = []
     else:
-        found = _own_units(model) if callable(getattr(model, "units", None)) else [[m] for m in _repeated(model)]
+        found = (
+            _own_units(model) if callable(getattr(model, "units", None)) else [[m] for m in _repeated(model)]
+        )
     return _without_shared(model, _inner_first(_distinct(model, found)))
 
 
 def blocks_of(units: Sequence[Unit]) -> list[nn.Module]:
-    """The units worth recomputing in backward: one composite module each, not an embedding or a head with its norm."""
+    """The units worth recomputing in backward: one composite module each, not an embedding or a head with its
+    norm.
+    """
     return [unit[0] for unit in units if len(unit) == 1 and any(True for _ in unit[0].children())]
 
 
@@ -51,7 +56,10 @@ def blocks_of(units: Sequence[Unit]) -> list[nn.Module]:
 def _own_units(model: nn.Module) -> list[Unit]:
     units: Any = model.units()  # type: ignore[operator]
     members = set(model.modules())
-    return [[_member(m, model, members) for m in (unit if isinstance(unit, (list, tuple)) else [unit])] for unit in units]
+    return [
+        [_member(m, model, members) for m in (unit if isinstance(unit, (list, tuple)) else [unit])]
+        for unit in units
+    ]
 
 
 def _member(module: Any, model: nn.Module, members: set[nn.Module]) -> nn.Module:
@@ -61,12 +69,18 @@ def _member(module: Any, model: nn.Module, members: set[nn.Module]) -> nn.Module
         named = dict(model.named_modules(remove_duplicate=False))
         if module not in named:
             near = difflib.get_close_matches(module, named, n=1, cutoff=0.5)
-            raise ConfigError(f"{whose} names {module}, which it does not have.", near[0] if near else "see named_modules()")
+            raise ConfigError(
+                f"{whose} names {module}, which it does not have.", near[0] if near else "see named_modules()"
+            )
         module = named[module]
     if not isinstance(module, nn.Module):
-        raise ConfigError(f"{whose} gave a {type(module).__name__}, not a module.", "return modules, or lists of modules")
+        raise ConfigError(
+            f"{whose} gave a {type(module).__name__}, not a module.", "return modules, or lists of modules"
+        )
     if module not in members:
-        raise ConfigError(f"{whose} gave a {type(module).__name__} that is not inside it.", "return the model's own modules")
+        raise ConfigError(
+            f"{whose} gave a {type(module).__name__} that is not inside it.", "return the model's own modules"
+        )
     if isinstance(module, _HOLDERS):
         raise ConfigError(
             f"{whose} gave a {type(module).__name__}, which has no forward and cannot be a unit.",
@@ -79,8 +93,12 @@ def _member(module: Any, model: nn.Module, members: set[nn.Module]) -> nn.Module
 
 
 def _repeated(module: nn.Module) -> Iterator[nn.Module]:
-    """Outermost repetition: members of one class in a list, at any depth; containers are looked into, not taken."""
-    members = [m for m in module._modules.values() if m is not None] if isinstance(module, _CONTAINERS) else []
+    """Outermost repetition: members of one class in a list, at any depth; containers are looked into, not
+    taken.
+    """
+    members = (
+        [m for m in module._modules.values() if m is not None] if isinstance(module, _CONTAINERS) else []
+    )
     # Occurrences and not distinct modules are counted: one block that is applied six times is repeated.
     counts = Counter(type(member) for member in members if _is_block(member))
     for child in module.children():
@@ -91,7 +109,9 @@ def _repeated(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_block(module: nn.Module) -> bool:
-    """A composite module, or a layer too large to be gathered with its neighbours. Linear and ReLU in turn are no blocks."""
+    """A composite module, or a layer too large to be gathered with its neighbours. Linear and ReLU in turn
+    are no blocks.
+    """
     if isinstance(module, _HOLDERS):
         return False
     numel = sum(parameter.numel() for parameter in module.parameters())
@@ -120,12 +140,16 @@ def _of_class(model: nn.Module, names: Sequence[str]) -> list[Unit]:
 
 def _number(text: str) -> int:
     if not text.replace("_", "").isdigit() or int(text) < 1:
-        raise ConfigError(f"--mesh.wrap size:{text} is not a number of parameters.", "--mesh.wrap size:1000000")
+        raise ConfigError(
+            f"--mesh.wrap size:{text} is not a number of parameters.", "--mesh.wrap size:1000000"
+        )
     return int(text)
 
 
 def _of_size(model: nn.Module, least: int) -> list[nn.Module]:
-    """FSDP1's size_based_auto_wrap_policy: from the leaves up, a module whose parameters that no unit has reach `least`."""
+    """FSDP1's size_based_auto_wrap_policy: from the leaves up, a module whose parameters that no unit has
+    reach `least`.
+    """
     chosen: dict[nn.Module, None] = {}
 
     def visit(module: nn.Module) -> int:
@@ -164,7 +188,9 @@ def _distinct(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:
 
 def _levels(units: Sequence[Unit]) -> list[int]:
     """How many other units each unit lies within."""
-    insides = [{inner for module in unit for inner in module.modules() if inner not in unit} for unit in units]
+    insides = [
+        {inner for module in unit for inner in module.modules() if inner not in unit} for unit in units
+    ]
     return [sum(any(module in inside for module in unit) for inside in insides) for unit in units]
 
 
@@ -175,8 +201,9 @@ def _inner_first(units: list[Unit]) -> list[Unit]:
 
 
 def _without_shared(model: nn.Module, units: list[Unit]) -> list[Unit]:
-    """A parameter that two groups would hold (tied, or a module used in both) must be in one: the inner units of the two
-    are given up, and their parameters fall to what surrounds them, in the end to the root."""
+    """A parameter that two groups would hold (tied, or a module used in both) must be in one: the inner units
+    of the two are given up, and their parameters fall to what surrounds them, in the end to the root.
+    """
     while True:
         levels = {_ROOT: _ROOT, **dict(enumerate(_levels(units)))}
         given_up: set[int] = set()

@@ -1,6 +1,8 @@
-"""What a built-in model tells the registry: its sizes with their ranges, its presets, and what it takes from the data.
+"""What a built-in model tells the registry: its sizes with their ranges, its presets, and what it takes from
+the data.
 
-Sizes are a frozen dataclass whose fields are the names of --model.args; they check themselves when made. Not here: any model.
+Sizes are a frozen dataclass whose fields are the names of --model.args; they check themselves when made. Not
+here: any model.
 """
 
 from __future__ import annotations
@@ -50,7 +52,12 @@ def make_sizes(cls: type[Sizes], given: Mapping[str, Any], owner: str) -> Sizes:
 def _typed(name: str, value: Any, kind: type) -> Any:
     if kind is bool and isinstance(value, bool):
         return value
-    if kind in (int, float) and isinstance(value, (int, float)) and not isinstance(value, bool) and kind(value) == value:
+    if (
+        kind in (int, float)
+        and isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and kind(value) == value
+    ):
         return kind(value)
     wanted = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
     example = {bool: "true", int: "8", float: "0.1"}[kind]
@@ -63,11 +70,13 @@ def check_ranges(sizes: Any) -> None:
         value, low, below = getattr(sizes, field.name), field.metadata.get("low"), field.metadata.get("below")
         if low is not None and value < low:
             raise ConfigError(
-                f"--model.args.{field.name} {value} is less than {low}.", f"--model.args.{field.name} {field.default}"
+                f"--model.args.{field.name} {value} is less than {low}.",
+                f"--model.args.{field.name} {field.default}",
             )
         if below is not None and value >= below:
             raise ConfigError(
-                f"--model.args.{field.name} {value} is not below {below}.", f"--model.args.{field.name} {field.default}"
+                f"--model.args.{field.name} {value} is not below {below}.",
+                f"--model.args.{field.name} {field.default}",
             )
 
 
@@ -77,7 +86,8 @@ def check_multiple(sizes: Any, whole: str, part: str) -> None:
     if total % piece:
         fitting = max(n for n in range(1, min(piece, total) + 1) if total % n == 0)
         raise ConfigError(
-            f"--model.args.{whole} {total} is not a multiple of --model.args.{part} {piece}.", f"--model.args.{part} {fitting}"
+            f"--model.args.{whole} {total} is not a multiple of --model.args.{part} {piece}.",
+            f"--model.args.{part} {fitting}",
         )
 
 
@@ -86,7 +96,8 @@ def check_covers(sizes: Any, name: str, facts: Facts, fact: str, what: str) -> N
     value, needed = getattr(sizes, name), facts.get(fact)
     if needed is not None and value < needed:
         raise ConfigError(
-            f"--model.args.{name} {value} is too few: the data has {needed} {what}.", f"--model.args.{name} {needed}"
+            f"--model.args.{name} {value} is too few: the data has {needed} {what}.",
+            f"--model.args.{name} {needed}",
         )
 
 
@@ -94,5 +105,6 @@ def check_equals(sizes: Any, name: str, wanted: int | None, what: str) -> None:
     value = getattr(sizes, name)
     if wanted is not None and value != wanted:
         raise ConfigError(
-            f"--model.args.{name} {value} does not fit: the data has {what} {wanted}.", f"--model.args.{name} {wanted}"
+            f"--model.args.{name} {value} does not fit: the data has {what} {wanted}.",
+            f"--model.args.{name} {wanted}",
         )

@@ -1,4 +1,5 @@
-"""Does a model fit what is asked of it: parameters that FSDP shards, indices within its embeddings, a loss of one number.
+"""Does a model fit what is asked of it: parameters that FSDP shards, indices within its embeddings, a loss of
+one number.
 
 A traceback of torch names none of them. Not here: how the loss is weighed (fsdp/models/loss.py).
 """
@@ -43,20 +44,24 @@ def make_contiguous(model: nn.Module) -> None:
 
 
 def lacks_base(model: nn.Module) -> str | None:
-    """The first orthogonal parametrization whose base matrix was not made: on the meta device torch leaves it out."""
+    """The first orthogonal parametrization whose base matrix was not made: on the meta device torch leaves it
+    out.
+    """
     return next(
         (
             f"{name}.base"
             for name, module in model.named_modules()
-            if type(module).__module__ == "torch.nn.utils.parametrizations" and module._buffers.get("base", module) is None
+            if type(module).__module__ == "torch.nn.utils.parametrizations"
+            and module._buffers.get("base", module) is None
         ),
         None,
     )
 
 
 def misfit(error: Exception, model: nn.Module) -> ConfigError | None:
-    """An error for people if a forward or its loss failed for indices that are out of range or targets that are no classes;
-    None for other errors. About one rank: others have other samples."""
+    """An error for people if a forward or its loss failed for indices that are out of range or targets that
+    are no classes; None for other errors. About one rank: others have other samples.
+    """
     found = next(_embeddings(error), None)
     targets, logits = _cross_entropy(error)
     if found is not None:
@@ -78,9 +83,10 @@ def _beyond(embedding: nn.Embedding, ids: Tensor, model: nn.Module) -> ConfigErr
     return ConfigError(
         f"{name} of the model is read at {high if high >= size else low}, and has rows 0 to {size - 1}: a token id or a "
         "position of the data lies beyond it.",
-        f"give the model {high + 1} rows there, or the data fewer tokens (--data.seq_len)" if high >= size
+        f"give the model {high + 1} rows there, or the data fewer tokens (--data.seq_len)"
+        if high >= size
         else "ids are at least 0",
-    )  # fmt: skip
+    )
 
 
 def _no_classes(targets: Tensor, logits: Tensor) -> ConfigError | None:
@@ -103,7 +109,8 @@ def check_one_number(loss: Tensor) -> None:
     """Of a micro-batch."""
     if loss.numel() != 1:
         raise ConfigError(
-            f"the model's own loss has the shape {tuple(loss.shape)}, and a step takes one number.", "return loss.mean()"
+            f"the model's own loss has the shape {tuple(loss.shape)}, and a step takes one number.",
+            "return loss.mean()",
         )
 
 

@@ -1,6 +1,8 @@
-"""A person's own callable, `package.module:factory`, for models, data and hooks alike: found, and asked what it takes.
+"""A person's own callable, `package.module:factory`, for models, data and hooks alike: found, and asked what
+it takes.
 
-What goes wrong in it is said with the flag that named it and the line that failed. Not here: what it must return.
+What goes wrong in it is said with the flag that named it and the line that failed. Not here: what it must
+return.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from fsdp.base.torchvision_import import prepare_torchvision
 
 
 def load_attribute(path: str, flag: str) -> Callable[..., Any]:
-    """What `package.module:attribute.of.it` names, with the current directory importable as for a script that lies there."""
+    """What `package.module:attribute.of.it` names, with the current directory importable as for a script that
+    lies there.
+    """
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute:
         raise ConfigError(f"{flag} {path} is not package.module:factory.", f"{flag} my_module:build")
@@ -33,7 +37,10 @@ def load_attribute(path: str, flag: str) -> Callable[..., Any]:
             raise _unknown_attribute(found, part, path, flag)
         found = getattr(found, part)
     if not callable(found):
-        raise ConfigError(f"{flag} {path} is a {type(found).__name__}, which cannot be called.", "name a class or a function")
+        raise ConfigError(
+            f"{flag} {path} is a {type(found).__name__}, which cannot be called.",
+            "name a class or a function",
+        )
     return found
 
 
@@ -48,7 +55,8 @@ def _import(module_name: str, path: str, flag: str) -> Any:
                 "start where the module lies, or set PYTHONPATH=FOLDER",
             ) from None
         raise ConfigError(
-            f"{flag} {path}: {module_name} imports {missing}, which is not installed.", f"pip install {missing.split('.')[0]}"
+            f"{flag} {path}: {module_name} imports {missing}, which is not installed.",
+            f"pip install {missing.split('.')[0]}",
         ) from error
     except Exception as error:
         raise ConfigError(
@@ -60,7 +68,11 @@ def _unknown_attribute(owner: Any, name: str, path: str, flag: str) -> ConfigErr
     public = [n for n, value in vars(owner).items() if callable(value) and not n.startswith("_")]
     near = difflib.get_close_matches(name, public, n=1, cutoff=0.5)
     module_name = path.partition(":")[0]
-    hint = f"{flag} {module_name}:{near[0]}" if near else f'python -c "import {module_name}; print(dir({module_name}))"'
+    hint = (
+        f"{flag} {module_name}:{near[0]}"
+        if near
+        else f'python -c "import {module_name}; print(dir({module_name}))"'
+    )
     return ConfigError(f"{flag} {path}: {getattr(owner, '__name__', owner)} has no {name}.", hint)
 
 
@@ -99,11 +111,15 @@ def parameters_of(factory: Callable[..., Any]) -> Parameters | None:
         found = inspect.signature(factory).parameters
     except ValueError:
         return None
-    named = {name: one for name, one in found.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+    named = {
+        name: one for name, one in found.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+    }
     return Parameters(named, any(one.kind is one.VAR_KEYWORD for one in found.values()))
 
 
 def unknown_argument(name: str, known: list[str], flag: str, owner: str) -> ConfigError:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     takes = f"it takes {', '.join(known)}" if known else "it takes none"
-    return ConfigError(f"{flag}.{name} is no argument of {owner}.", f"{flag}.{near[0]} VALUE" if near else takes)
+    return ConfigError(
+        f"{flag}.{name} is no argument of {owner}.", f"{flag}.{near[0]} VALUE" if near else takes
+    )

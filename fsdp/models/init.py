@@ -1,8 +1,9 @@
 """How parameters are drawn: a few distributions as data, and counter-based streams to draw them from.
 
-Each parameter has a stream of its own, Philox keyed by (seed, name); element i of the parameter is element i of the stream.
-So a rank draws its own shard alone, and its bits are those of the whole however the whole is cut. Not here: which
-parameter is drawn how (`param_inits()` of each model), or who draws which part (fsdp/parallel/materialize.py).
+Each parameter has a stream of its own, Philox keyed by (seed, name); element i of the parameter is element i
+of the stream. So a rank draws its own shard alone, and its bits are those of the whole however the whole is
+cut. Not here: which parameter is drawn how (`param_inits()` of each model), or who draws which part
+(fsdp/parallel/materialize.py).
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import numpy as np
 import torch
 
 BLOCK = 1 << 15
-"""Elements made at once, always at the same multiples: an element meets the same operations whatever is asked for."""
+"""Elements made at once, always at the same multiples: an element meets the same operations whatever is asked
+for.
+"""
 
 _Bits: TypeAlias = "np.ndarray[Any, np.dtype[np.uint32]]"
 _Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
@@ -46,13 +49,19 @@ class Constant:
 Init = Normal | Uniform | Constant
 
 
-def draw(init: Init, seed: int, name: str, start: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Elements start … start + numel of parameter `name`, flat. Drawn in float32; other dtypes are casts of that."""
+def draw(
+    init: Init, seed: int, name: str, start: int, numel: int, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Elements start … start + numel of parameter `name`, flat. Drawn in float32; other dtypes are casts of
+    that.
+    """
     return draw_into(torch.empty(numel, dtype=dtype), init, seed, name, start)
 
 
 def draw_into(out: torch.Tensor, init: Init, seed: int, name: str, start: int = 0) -> torch.Tensor:
-    """Fill a contiguous tensor, on any device, with the elements from `start` on; needs about 1 MiB beside it."""
+    """Fill a contiguous tensor, on any device, with the elements from `start` on; needs about 1 MiB beside
+    it.
+    """
     flat = out.detach().view(-1)
     if isinstance(init, Constant):
         flat.fill_(init.value)
@@ -62,11 +71,19 @@ def draw_into(out: torch.Tensor, init: Init, seed: int, name: str, start: int = 
     return out
 
 
-def _pieces(init: Normal | Uniform, seed: int, name: str, start: int, numel: int) -> Iterator[tuple[int, _Floats]]:
-    """(offset in what was asked for, values), block by block of the stream; the next piece overwrites the values."""
+def _pieces(
+    init: Normal | Uniform, seed: int, name: str, start: int, numel: int
+) -> Iterator[tuple[int, _Floats]]:
+    """(offset in what was asked for, values), block by block of the stream; the next piece overwrites the
+    values.
+    """
     stream = _stream(seed, name, start // BLOCK)
     # Made once and written over: fresh arrays of this size can cost a page fault a page, block after block.
-    bits, values, work = np.empty(BLOCK, np.uint32), np.empty(BLOCK, np.float32), np.empty((4, BLOCK // 2), np.float32)
+    bits, values, work = (
+        np.empty(BLOCK, np.uint32),
+        np.empty(BLOCK, np.float32),
+        np.empty((4, BLOCK // 2), np.float32),
+    )
     for begin in range(start // BLOCK * BLOCK, start + numel, BLOCK):
         for at in range(0, BLOCK, BLOCK // 4):
             bits[at : at + BLOCK // 4] = stream.random_raw(BLOCK // 8).view(np.uint32)
@@ -103,9 +120,10 @@ def _uniform(bits: _Bits, values: _Floats) -> None:
     values *= 2.0**-31
 
 
-# Box and Muller's transform with its logarithm, sine and cosine written out in +, -, ×, ÷ and √, each rounded as IEEE 754
-# says: the bits do not depend on the processor or on numpy's choice of vector instructions, as np.log's and np.sin's do.
-# Coefficients: least greatest error over the interval, below 3e-8; lowest power first.
+# Box and Muller's transform with its logarithm, sine and cosine written out in +, -, ×, ÷ and √, each rounded
+# as IEEE 754 says: the bits do not depend on the processor or on numpy's choice of vector instructions, as
+# np.log's and np.sin's do. Coefficients: least greatest error over the interval, below 3e-8; lowest power
+# first.
 _LOG = (1.999999998614443, 0.6666681637195991, 0.39974756781544346, 0.2992651445744185)
 _COS = (0.9999999724233197, -0.4999985669584189, 0.04165502688395579, -0.00135859085068812)
 _SIN = (0.9999999969263443, -0.16666650699202976, 0.008332036875168524, -0.00019504022001240185)
@@ -113,7 +131,9 @@ _SQRT_HALF_BITS = 0x3F3504F3
 
 
 def _normal(bits: _Bits, values: _Floats, work: _Floats) -> None:
-    """The first half of the bits are radii, the second angles; the values' halves are the two that each pair gives."""
+    """The first half of the bits are radii, the second angles; the values' halves are the two that each pair
+    gives.
+    """
     half = len(bits) // 2
     first, second, angles = values[:half], values[half:], bits[half:]
     radius, phase, square, signs = work
@@ -126,7 +146,8 @@ def _normal(bits: _Bits, values: _Floats, work: _Floats) -> None:
     second *= phase
     cosine = phase
     _polynomial(square, _COS, out=cosine)
-    # Turned by π/4 (1/√2 goes into the radius) the phase covers one quadrant; two spare bits choose among the four.
+    # Turned by π/4 (1/√2 goes into the radius) the phase covers one quadrant; two spare bits choose among the
+    # four.
     np.subtract(cosine, second, out=first)
     np.add(cosine, second, out=second)
     for part, bit in ((first, 0), (second, 1)):

@@ -1,7 +1,9 @@
-"""Key-value caches, which generation reads and training does not: turned off in a Hugging Face model's configurations.
+"""Key-value caches, which generation reads and training does not: turned off in a Hugging Face model's
+configurations.
 
-Recomputation calls a block twice: with a cache the second call would append the same keys again. No transformers is imported
-here: a configuration is any object with `to_dict()` that is the `config` of a module or an attribute of such an object.
+Recomputation calls a block twice: with a cache the second call would append the same keys again. No
+transformers is imported here: a configuration is any object with `to_dict()` that is the `config` of a module
+or an attribute of such an object.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from torch import nn
 
 
 def turn_caches_off(model: nn.Module) -> None:
-    """Set `use_cache` to False in the configuration of every module and in all configurations that these hold."""
+    """Set `use_cache` to False in the configuration of every module and in all configurations that these
+    hold.
+    """
     for config in _configs(model):
         if getattr(config, "use_cache", False):
             config.use_cache = False
@@ -32,4 +36,8 @@ def _configs(model: nn.Module) -> Iterator[Any]:
 
 
 def _is_config(value: Any) -> bool:
-    return callable(getattr(value, "to_dict", None)) and hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module))
+    return (
+        callable(getattr(value, "to_dict", None))
+        and hasattr(value, "__dict__")
+        and not isinstance(value, (type, nn.Module))
+    )

@@ -1,8 +1,8 @@
 """LoRA: a frozen linear layer W and a trained product of two thin ones beside it, y = W x + (α/r)·B A x.
 
-The adapters are two more parameters of the layer itself, so no name of the model changes and they lie in the communication
-group of their block. They are drawn from streams of their own: the base is drawn as without them. Not here: checkpoints of
-adapters alone (fsdp/checkpoint/adapter_weights.py).
+The adapters are two more parameters of the layer itself, so no name of the model changes and they lie in the
+communication group of their block. They are drawn from streams of their own: the base is drawn as without
+them. Not here: checkpoints of adapters alone (fsdp/checkpoint/adapter_weights.py).
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def _keep_inits(model: nn.Module) -> None:
 
 
 def _targets(model: nn.Module, section: LoraSection) -> dict[str, nn.Linear]:
-    """Of the class nn.Linear itself: a subclass may never be called (nn.MultiheadAttention reads out_proj's weight)."""
+    """Of the class nn.Linear itself: a subclass may never be called (nn.MultiheadAttention reads out_proj's
+    weight).
+    """
     # LoRA's layers of an earlier call are no targets: adapters lie over plain weights.
     layers = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and name}
     shared = _shared(model)
@@ -107,7 +109,8 @@ def _inner(model: nn.Module, layers: dict[str, nn.Linear], section: LoraSection)
     chosen = {name: layer for name, layer in layers.items() if layer in inside} or layers
     if not chosen:
         raise ConfigError(
-            f"--lora.rank {section.rank}: this model has no nn.Linear layer to lie beside.", "--lora.rank 0, or --model.frozen"
+            f"--lora.rank {section.rank}: this model has no nn.Linear layer to lie beside.",
+            "--lora.rank 0, or --model.frozen",
         )
     return chosen
 
@@ -136,7 +139,9 @@ def draw_adapters(model: nn.Module, seed: int) -> None:
 
 
 def base_names(model: nn.Module) -> set[str]:
-    """All names of the parameters that a checkpoint of adapters leaves out; empty where there are no adapters."""
+    """All names of the parameters that a checkpoint of adapters leaves out; empty where there are no
+    adapters.
+    """
     if next(adapted(model), None) is None:
         return set()
     return {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}

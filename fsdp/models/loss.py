@@ -1,12 +1,13 @@
 """From a batch to the sum of its losses: how a model is called, and how what it returns is weighed.
 
-A model gives logits (cross entropy is taken) or a loss of its own; no base class decides which, the output does. The sum and
-its weight are kept apart, so that a global batch is weighed by its samples or tokens and not by micro-batch.
+A model gives logits (cross entropy is taken) or a loss of its own; no base class decides which, the output
+does. The sum and its weight are kept apart, so that a global batch is weighed by its samples or tokens and
+not by micro-batch.
 
-A model that receives labels, as those of transformers do, returns a mean over the labels of one micro-batch that are not
-masked. Means of micro-batches do not add up to the mean of the global batch, so `learn` compares that loss with the cross
-entropy of the logits it came with. Where the two agree, the sum is taken from the logits, and its weight is the number of
-labels in it.
+A model that receives labels, as those of transformers do, returns a mean over the labels of one micro-batch
+that are not masked. Means of micro-batches do not add up to the mean of the global batch, so `learn` compares
+that loss with the cross entropy of the logits it came with. Where the two agree, the sum is taken from the
+logits, and its weight is the number of labels in it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ AUXILIARY = (
 
 @dataclass(frozen=True)
 class LossParts:
-    """loss_sum over the weight of the whole global batch is the mean. correct is counted in evaluation, of logits."""
+    """loss_sum over the weight of the whole global batch is the mean. correct is counted in evaluation, of
+    logits.
+    """
 
     loss_sum: Tensor
     correct: Tensor | None
@@ -46,7 +49,9 @@ class LossParts:
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Unmasked tokens of one micro-batch: all of them, and those after each row's first, which a causal model predicts."""
+    """Unmasked tokens of one micro-batch: all of them, and those after each row's first, which a causal model
+    predicts.
+    """
 
     all: int
     after_first: int
@@ -63,10 +68,11 @@ class Output:
 
 @dataclass(frozen=True)
 class OwnLoss:
-    """A model's own loss, as `learn` found it: cross entropy of its logits and `labels`, and a part of its auxiliary loss.
+    """A model's own loss, as `learn` found it: cross entropy of its logits and `labels`, and a part of its
+    auxiliary loss.
 
-    shifted: logits of a position are those of the next label. withheld: the logits are the same without labels, so that the
-    model need not compute its loss.
+    shifted: logits of a position are those of the next label. withheld: the logits are the same without
+    labels, so that the model need not compute its loss.
     """
 
     labels: str
@@ -76,7 +82,9 @@ class OwnLoss:
 
 
 class LossFunction:
-    """Calls one model the way its forward wants to be called. Made before sharding, while forward is still the model's own."""
+    """Calls one model the way its forward wants to be called. Made before sharding, while forward is still
+    the model's own.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         parameters = inspect.signature(model.forward).parameters
@@ -88,18 +96,24 @@ class LossFunction:
         self._decodes_labels = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
         self._auxiliary_weight = _auxiliary_weight(model)
         self.may_own = self._accepts_all or not self._accepts.isdisjoint(LABELS)
-        """The model accepts labels: with data that have them it returns a loss of its own, which `learn` is for."""
+        """The model accepts labels: with data that have them it returns a loss of its own, which `learn` is
+        for.
+        """
         self.counts_tokens = False
         """Known after the first call: what a batch is weighed by, unmasked tokens or samples."""
         self.classifies = False
         """Known after the first call: the model gives logits, so its predictions can be right or wrong."""
 
-    def __call__(self, model: nn.Module, data: Mapping[str, Tensor], valid: Tensor, valid_rows: int) -> LossParts:
+    def __call__(
+        self, model: nn.Module, data: Mapping[str, Tensor], valid: Tensor, valid_rows: int
+    ) -> LossParts:
         """`valid` marks the rows that count, the first `valid_rows` of them; a padded row adds nothing."""
         if valid_rows < len(valid) and self._cuts_padding:
             # A loss of its own cannot be masked row by row: it never sees the padding.
             data, valid = {k: v[: max(valid_rows, 1)] for k, v in data.items()}, valid[: max(valid_rows, 1)]
-        output = read_output(self._call(model, data, withheld=self._own.labels if self._own and self._own.withheld else ""))
+        output = read_output(
+            self._call(model, data, withheld=self._own.labels if self._own and self._own.withheld else "")
+        )
         if self._own is not None:
             # Without the loss that came with them: what its backward would need is freed before this one's.
             return own_parts(self._own, Output(None, output.logits, output.auxiliary), data, valid)
@@ -111,8 +125,9 @@ class LossFunction:
         return cross_entropy_parts(output.logits, data["targets"], valid)
 
     def learn(self, model: nn.Module, data: Mapping[str, Tensor]) -> str:
-        """What the model's own loss is, from one forward of these samples, without gradients and in eval mode; the same samples
-        on every rank. Returns what a person should know of it, or nothing."""
+        """What the model's own loss is, from one forward of these samples, without gradients and in eval
+        mode; the same samples on every rank. Returns what a person should know of it, or nothing.
+        """
         name = self.gives_labels(data)
         data = _with_labels(data, name)
         output = read_output(self._call(model, data))
@@ -125,7 +140,11 @@ class LossFunction:
         shifted = matching_shift(output, data[name], weight)
         if shifted is None:
             return BY_SAMPLES if not _by_samples(data[name]) else ""
-        withheld = name == "labels" and not self._decodes_labels and self._same_without(model, data, name, output.logits)
+        withheld = (
+            name == "labels"
+            and not self._decodes_labels
+            and self._same_without(model, data, name, output.logits)
+        )
         self._own = OwnLoss(name, shifted, weight, withheld)
         self.counts_tokens, self.classifies = data[name].dim() > 1, True
         return AUXILIARY if weight else ""
@@ -155,12 +174,20 @@ class LossFunction:
         return name in self._accepts or (self._accepts_all and name != "targets")
 
     def _call(self, model: nn.Module, data: Mapping[str, Tensor], withheld: str = "") -> Any:
-        extra = {k: self._cast(model, v) for k, v in data.items() if k not in ("inputs", withheld) and self._passes(k)}
+        extra = {
+            k: self._cast(model, v)
+            for k, v in data.items()
+            if k not in ("inputs", withheld) and self._passes(k)
+        }
         return model(self._cast(model, data["inputs"]), **extra)
 
     def _same_without(self, model: nn.Module, data: Mapping[str, Tensor], name: str, logits: Tensor) -> bool:
         alone = read_output(self._call(model, data, withheld=name)).logits
-        return alone is not None and alone.shape == logits.shape and torch.allclose(alone, logits, rtol=1e-3, atol=1e-3)
+        return (
+            alone is not None
+            and alone.shape == logits.shape
+            and torch.allclose(alone, logits, rtol=1e-3, atol=1e-3)
+        )
 
     def _cast(self, model: nn.Module, tensor: Tensor) -> Tensor:
         """Numbers as the parameters are kept: FSDP casts inputs only where it computes in another dtype."""
@@ -174,7 +201,9 @@ class LossFunction:
 
 
 def read_output(output: Any) -> Output:
-    """A scalar is a loss, another tensor logits; an object or mapping says which, and a tuple gives them in this order."""
+    """A scalar is a loss, another tensor logits; an object or mapping says which, and a tuple gives them in
+    this order.
+    """
     if isinstance(output, Tensor):
         return Output(output, None) if output.dim() == 0 else Output(None, output)
     get = output.get if isinstance(output, Mapping) else lambda name: getattr(output, name, None)
@@ -184,7 +213,12 @@ def read_output(output: Any) -> Output:
         return Output(loss, logits, auxiliary if isinstance(auxiliary, Tensor) else None)
     if isinstance(output, (tuple, list)) and output:
         first = read_output(output[0])
-        if first.loss is not None and len(output) > 1 and isinstance(output[1], Tensor) and output[1].dim() > 1:
+        if (
+            first.loss is not None
+            and len(output) > 1
+            and isinstance(output[1], Tensor)
+            and output[1].dim() > 1
+        ):
             return Output(first.loss, output[1])
         return first
     raise TypeError(f"the model returned {type(output).__name__}: neither a tensor, nor a loss, nor logits")
@@ -200,7 +234,9 @@ def loss_or_logits(output: Any) -> tuple[Tensor | None, Tensor | None]:
 
 
 def matching_shift(output: Output, labels: Tensor, auxiliary_weight: float) -> bool | None:
-    """Whether the loss is the cross entropy of these logits with the next label or with each one's own; None if neither."""
+    """Whether the loss is the cross entropy of these logits with the next label or with each one's own; None
+    if neither.
+    """
     loss, logits = output.loss, output.logits
     assert loss is not None
     assert logits is not None
@@ -209,7 +245,9 @@ def matching_shift(output: Output, labels: Tensor, auxiliary_weight: float) -> b
     expected = 0.0 if output.auxiliary is None else auxiliary_weight * float(output.auxiliary)
     apart = {}
     for shifted in (False, True)[: labels.dim()]:
-        mean = F.cross_entropy(_flat(logits), (_next(labels) if shifted else labels).reshape(-1), ignore_index=IGNORED)
+        mean = F.cross_entropy(
+            _flat(logits), (_next(labels) if shifted else labels).reshape(-1), ignore_index=IGNORED
+        )
         apart[shifted] = abs(float(loss) - expected - float(mean))
     # A loss that the model computes in half precision has three digits; any other has six.
     bound = (1e-2 if loss.dtype.itemsize < 4 else 1e-5) * max(1.0, abs(float(loss)))
@@ -240,7 +278,12 @@ def _auxiliary_weight(model: nn.Module) -> float:
 def _with_labels(data: Mapping[str, Tensor], name: str) -> Mapping[str, Tensor]:
     """Labels that are all masked would show nothing: class 0 stands in for them."""
     labels = data.get(name)
-    if labels is None or labels.dim() < 2 or labels.is_floating_point() or bool((labels[:, 1:] != IGNORED).any()):
+    if (
+        labels is None
+        or labels.dim() < 2
+        or labels.is_floating_point()
+        or bool((labels[:, 1:] != IGNORED).any())
+    ):
         return data
     return {**data, name: torch.where(labels == IGNORED, 0, labels)}
 
@@ -251,7 +294,9 @@ def _by_samples(labels: Tensor) -> bool:
 
 
 def _next(labels: Tensor) -> Tensor:
-    """The label of the position after each; the last has none. Shifting labels copies less than cutting logits."""
+    """The label of the position after each; the last has none. Shifting labels copies less than cutting
+    logits.
+    """
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
@@ -275,7 +320,9 @@ def _flat(logits: Tensor) -> Tensor:
 
 
 def count_tokens(data: Mapping[str, Tensor], valid: Tensor) -> dict[str, TokenCounts]:
-    """Unmasked targets and labels, counted on the host before the copy to a device; empty where there are no tokens."""
+    """Unmasked targets and labels, counted on the host before the copy to a device; empty where there are no
+    tokens.
+    """
     found = {name: data[name] for name in ("targets", "labels") if name in data}
     return {
         name: TokenCounts(int(marks.sum()), int(marks[:, 1:].sum()))

@@ -45,7 +45,9 @@ class Mlp(nn.Module):
 
 
 def _pixels(facts: Facts) -> int | None:
-    return facts["channels"] * facts["image_size"] ** 2 if {"channels", "image_size"} <= facts.keys() else None
+    return (
+        facts["channels"] * facts["image_size"] ** 2 if {"channels", "image_size"} <= facts.keys() else None
+    )
 
 
 def _from_facts(facts: Facts) -> dict[str, Any]:
@@ -59,6 +61,10 @@ def _check_facts(sizes: MlpSizes, facts: Facts) -> None:
 
 
 BUILT_IN = BuiltIn(
-    sizes=MlpSizes, presets={"base": {}}, reads="num_classes",
-    from_facts=_from_facts, check_facts=_check_facts, build=Mlp,
-)  # fmt: skip
+    sizes=MlpSizes,
+    presets={"base": {}},
+    reads="num_classes",
+    from_facts=_from_facts,
+    check_facts=_check_facts,
+    build=Mlp,
+)

@@ -1,7 +1,7 @@
 """From --model.name to something that builds: the built-in models and a person's own factories.
 
-`package.module:factory` is any callable that returns an nn.Module. It is built once on the meta device when it is resolved, so
-that what a person got wrong is said before any process group exists. Not here: how the
+`package.module:factory` is any callable that returns an nn.Module. It is built once on the meta device when
+it is resolved, so that what a person got wrong is said before any process group exists. Not here: how the
 callable is found and asked what it takes (factory.py), weights, or how a model is sharded.
 """
 
@@ -28,7 +28,9 @@ _DATA_FOR = {"num_classes": ("images", "digits"), "vocab_size": ("tokens", "text
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """build() makes the module on whatever device is torch's default; the real one draws from torch's global generator."""
+    """build() makes the module on whatever device is torch's default; the real one draws from torch's global
+    generator.
+    """
 
     name: str
     build: Callable[[], nn.Module]
@@ -61,7 +63,9 @@ def _resolve_built_in(section: ModelSection, facts: Facts, model: BuiltIn) -> Mo
     given = {**model.from_facts(facts), **model.presets[preset], **section.args}
     sizes = make_sizes(model.sizes, given, f"--model.name {section.name}")
     model.check_facts(sizes, facts)
-    return ModelSpec(name=section.name, build=lambda: model.build(sizes), sizes=asdict(sizes), knows_inits=True)
+    return ModelSpec(
+        name=section.name, build=lambda: model.build(sizes), sizes=asdict(sizes), knows_inits=True
+    )
 
 
 def _check_kind_of_data(name: str, model: BuiltIn, facts: Facts) -> None:
@@ -83,7 +87,9 @@ def _resolve_factory(section: ModelSection, facts: Facts) -> ModelSpec:
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         trial = build()
     check_parameters(trial, section.name)
-    return ModelSpec(name=section.name, build=build, sizes=given, knows_inits=_knows_inits(section.name, trial))
+    return ModelSpec(
+        name=section.name, build=build, sizes=given, knows_inits=_knows_inits(section.name, trial)
+    )
 
 
 def _arguments(section: ModelSection, factory: Callable[..., Any], facts: Facts) -> dict[str, Any]:
@@ -126,7 +132,8 @@ class _Factory:
             raise ConfigError(f"--model.name {self.path} failed: {blame(error)}.", on_meta) from error
         if not isinstance(model, nn.Module):
             raise ConfigError(
-                f"--model.name {self.path} returned a {type(model).__name__}, not an nn.Module.", "return the model itself"
+                f"--model.name {self.path} returned a {type(model).__name__}, not an nn.Module.",
+                "return the model itself",
             )
         return model
 

@@ -1,4 +1,6 @@
-"""Which parts of a model are trained: names by pattern, and what they leave frozen. Not here: adapters (lora.py)."""
+"""Which parts of a model are trained: names by pattern, and what they leave frozen. Not here: adapters
+(lora.py).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ def patterns(text: str) -> list[str]:
 
 
 def matching(wanted: Sequence[str], names: Sequence[str], flag: str, what: str) -> list[str]:
-    """The names that a pattern means, in the model's order; one that means none is an error that names its neighbours."""
+    """The names that a pattern means, in the model's order; one that means none is an error that names its
+    neighbours.
+    """
     for pattern in wanted:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise _nothing(pattern, names, flag, what)
@@ -37,13 +41,17 @@ def _nothing(pattern: str, names: Sequence[str], flag: str, what: str) -> Config
 
 
 def freeze(model: nn.Module, text: str, flag: str = "--model.frozen") -> list[str]:
-    """Parameters whose names match are trained no more; returns them. A tied parameter is known under all of its names."""
+    """Parameters whose names match are trained no more; returns them. A tied parameter is known under all of
+    its names.
+    """
     named = dict(model.named_parameters(remove_duplicate=False))
     frozen = matching(patterns(text), list(named), flag, "parameter")
     for name in frozen:
         named[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(f"{flag} {text} leaves nothing to train.", f"a narrower pattern: {flag} {_half(frozen)}")
+        raise ConfigError(
+            f"{flag} {text} leaves nothing to train.", f"a narrower pattern: {flag} {_half(frozen)}"
+        )
     return frozen
 
 

@@ -1,7 +1,8 @@
 """A decoder of today: RMSNorm, rotary positions, grouped-query attention, SwiGLU, embeddings tied or not.
 
-It runs alone on one device. Rotary tables are non-persistent buffers: `init_buffers` computes them, no checkpoint carries
-them. Half-split rotation and the order of the projections are Hugging Face's Llama's. Not here: the loss.
+It runs alone on one device. Rotary tables are non-persistent buffers: `init_buffers` computes them, no
+checkpoint carries them. Half-split rotation and the order of the projections are Hugging Face's Llama's. Not
+here: the loss.
 """
 
 from __future__ import annotations
@@ -52,8 +53,10 @@ class TransformerSizes:
 
 
 class Rotary:
-    """The tables of one forward. No tuple and no dataclass: FSDP's mixed precision looks into those among a block's
-    arguments and casts their tensors, and in bf16 the slow pairs of neighbouring positions would be the same."""
+    """The tables of one forward. No tuple and no dataclass: FSDP's mixed precision looks into those among a
+    block's arguments and casts their tensors, and in bf16 the slow pairs of neighbouring positions would be
+    the same.
+    """
 
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
         self.cos, self.sin = cos, sin
@@ -150,28 +153,37 @@ class Transformer(nn.Module):
         return self.head(self.norm(x))
 
     def units(self) -> list[nn.Module | list[nn.Module]]:
-        """Tied, embedding and head are one parameter and stay together in the root's group, with the norm. So do small ones:
-        a collective of their own would cost more than their memory."""
+        """Tied, embedding and head are one parameter and stay together in the root's group, with the norm. So
+        do small ones: a collective of their own would cost more than their memory.
+        """
         if self.sizes.tied or self.sizes.vocab_size * self.sizes.width < LARGE_LAYER:
             return [*self.blocks]
         return [self.embedding, *self.blocks, [self.norm, self.head]]
 
     def param_inits(self) -> dict[str, Init]:
-        """0.02 everywhere; what is added to the residual stream is smaller by the root of how often that is done."""
+        """0.02 everywhere; what is added to the residual stream is smaller by the root of how often that is
+        done.
+        """
         residual = Normal(0.02 / math.sqrt(2 * self.sizes.layers))
         inits: dict[str, Init] = {}
         for name, parameter in self.named_parameters():
             if parameter.dim() == 1:
                 inits[name] = Constant(1.0)
             else:
-                inits[name] = residual if name.endswith(("attention.o.weight", "ffn.down.weight")) else Normal(0.02)
+                inits[name] = (
+                    residual if name.endswith(("attention.o.weight", "ffn.down.weight")) else Normal(0.02)
+                )
         return inits
 
     def init_buffers(self, device: torch.device | str) -> None:
-        """Angles in float64 on the host, tables in float32 always: the same bits on every device and in every precision."""
+        """Angles in float64 on the host, tables in float32 always: the same bits on every device and in every
+        precision.
+        """
         half = self.sizes.width // self.sizes.heads // 2
         frequencies = self.sizes.rope_theta ** -(torch.arange(half, dtype=torch.float64, device="cpu") / half)
-        angles = torch.outer(torch.arange(self.sizes.max_seq_len, dtype=torch.float64, device="cpu"), frequencies)
+        angles = torch.outer(
+            torch.arange(self.sizes.max_seq_len, dtype=torch.float64, device="cpu"), frequencies
+        )
         self.rotary_cos = angles.cos().float().to(device)
         self.rotary_sin = angles.sin().float().to(device)
 
@@ -209,7 +221,14 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "toy": {"width": 128, "layers": 2, "heads": 4, "tied": True},
     "chapter": {"width": 512, "layers": 10, "heads": 8},
     # GPT-2's small size in today's parts; 50,257 tokens rounded up to a multiple of 128
-    "124m": {"vocab_size": 50_304, "width": 768, "layers": 12, "heads": 12, "max_seq_len": 1024, "tied": True},
+    "124m": {
+        "vocab_size": 50_304,
+        "width": 768,
+        "layers": 12,
+        "heads": 12,
+        "max_seq_len": 1024,
+        "tied": True,
+    },
     # Llama 3.2's 1B, but for its stretched positions
     "1b": {**_LLAMA_8B, "width": 2048, "layers": 16, "ffn": 8192, "tied": True},
     "8b": _LLAMA_8B,
@@ -219,6 +238,10 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 BUILT_IN = BuiltIn(
-    sizes=TransformerSizes, presets=PRESETS, reads="vocab_size",
-    from_facts=_from_facts, check_facts=_check_facts, build=Transformer,
-)  # fmt: skip
+    sizes=TransformerSizes,
+    presets=PRESETS,
+    reads="vocab_size",
+    from_facts=_from_facts,
+    check_facts=_check_facts,
+    build=Transformer,
+)

@@ -1,6 +1,7 @@
 """A model with its initial weights on one device and no process group.
 
-For prediction, for comparison with a sharded run, and as what rank 0 sends. Not here: shards (fsdp/parallel/materialize.py).
+For prediction, for comparison with a sharded run, and as what rank 0 sends. Not here: shards
+(fsdp/parallel/materialize.py).
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from fsdp.models.registry import ModelSpec
 
 
 def build_real(spec: ModelSpec, seed: int, device: str | torch.device = "cpu") -> nn.Module:
-    """The weights that a run with this seed starts from. A model that says no inits is built on the host and moved."""
+    """The weights that a run with this seed starts from. A model that says no inits is built on the host and
+    moved.
+    """
     if not spec.knows_inits:
         with seeded(seed), torch.device("cpu"):
             return spec.build().to(device)
@@ -31,8 +34,11 @@ def build_real(spec: ModelSpec, seed: int, device: str | torch.device = "cpu") -
     return model
 
 
-def to_empty(model: nn.Module, device: str | torch.device, empty: Callable[[Tensor], Tensor] | None = None) -> None:
-    """nn.Module.to_empty, but tied parameters and buffers stay tied: leaving meta, it makes each use a tensor of its own.
+def to_empty(
+    model: nn.Module, device: str | torch.device, empty: Callable[[Tensor], Tensor] | None = None
+) -> None:
+    """nn.Module.to_empty, but tied parameters and buffers stay tied: leaving meta, it makes each use a tensor
+    of its own.
 
     `empty` makes each tensor's memory where it is to lie elsewhere than torch would put it.
     """
@@ -55,7 +61,10 @@ def persistent(model: nn.Module) -> list[str]:
 
 def _names_by_tensor(model: nn.Module) -> dict[torch.Tensor, list[str]]:
     names: dict[torch.Tensor, list[str]] = {}
-    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+    for name, tensor in [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]:
         names.setdefault(tensor, []).append(name)
     return names
 
@@ -73,8 +82,9 @@ def fill_buffers(model: nn.Module, device: str | torch.device) -> None:
 
 
 def seed_streams(seed: int, device: torch.device) -> None:
-    """As torch.manual_seed does for this device. That one, where CUDA is not used, keeps a stack trace for each call: a fifth
-    of a millisecond a step."""
+    """As torch.manual_seed does for this device. That one, where CUDA is not used, keeps a stack trace for
+    each call: a fifth of a millisecond a step.
+    """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)

@@ -1,6 +1,7 @@
 """torchvision's VisionTransformer, its parameter names kept, with its units and its initial values as data.
 
-torchvision is imported when a model is built and not before. Not here: the model's own code, which is torchvision's.
+torchvision is imported when a model is built and not before. Not here: the model's own code, which is
+torchvision's.
 """
 
 from __future__ import annotations
@@ -51,10 +52,16 @@ def _vit_class() -> Callable[[VitSizes], nn.Module]:
 
         def __init__(self, sizes: VitSizes) -> None:
             super().__init__(
-                image_size=sizes.image_size, patch_size=sizes.patch_size, num_layers=sizes.layers,
-                num_heads=sizes.heads, hidden_dim=sizes.width, mlp_dim=sizes.ffn, dropout=sizes.dropout,
-                attention_dropout=sizes.attention_dropout, num_classes=sizes.num_classes,
-            )  # fmt: skip
+                image_size=sizes.image_size,
+                patch_size=sizes.patch_size,
+                num_layers=sizes.layers,
+                num_heads=sizes.heads,
+                hidden_dim=sizes.width,
+                mlp_dim=sizes.ffn,
+                dropout=sizes.dropout,
+                attention_dropout=sizes.attention_dropout,
+                num_classes=sizes.num_classes,
+            )
             self.sizes = sizes
             if sizes.channels != 3:
                 self.conv_proj = _stem(sizes)
@@ -83,7 +90,9 @@ def _stem_std(sizes: VitSizes) -> float:
 
 
 def _init_of(name: str, *, sizes: VitSizes) -> Init:
-    """torchvision 0.28's constructor as data. Its truncation at ±2 lies beyond eight deviations and is left out."""
+    """torchvision 0.28's constructor as data. Its truncation at ±2 lies beyond eight deviations and is left
+    out.
+    """
     width, ffn = sizes.width, sizes.ffn
     if name.endswith("in_proj_weight"):
         return Uniform(math.sqrt(6 / (width + 3 * width)))
@@ -119,6 +128,10 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 BUILT_IN = BuiltIn(
-    sizes=VitSizes, presets=PRESETS, reads="num_classes",
-    from_facts=_from_facts, check_facts=_check_facts, build=build,
-)  # fmt: skip
+    sizes=VitSizes,
+    presets=PRESETS,
+    reads="num_classes",
+    from_facts=_from_facts,
+    check_facts=_check_facts,
+    build=build,
+)

@@ -1,1 +1,3 @@
-"""Optimizers, schedules, gradient norms and clipping, loss scaling, non-finite steps, small optimizer states, TrainState."""
+"""Optimizers, schedules, gradient norms and clipping, loss scaling, non-finite steps, small optimizer states,
+TrainState.
+"""

@@ -1,8 +1,9 @@
 """The gradient norm of the whole, unsharded model on any mesh, and clipping by it.
 
-Each rank norms the shards it holds, one sum goes over dp_shard alone (replicas hold the same gradient), and gradients that
-are not sharded are added once. A NaN or an infinity on any rank shows in the norm of every rank. torch's own clip_grad_norm_
-takes one mesh at a time, never DTensors beside plain tensors, and pays a DTensor dispatch for each parameter.
+Each rank norms the shards it holds, one sum goes over dp_shard alone (replicas hold the same gradient), and
+gradients that are not sharded are added once. A NaN or an infinity on any rank shows in the norm of every
+rank. torch's own clip_grad_norm_ takes one mesh at a time, never DTensors beside plain tensors, and pays a
+DTensor dispatch for each parameter.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ class Gradients:
     """The trained parameters of one sharded model, looked through once."""
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], shard_group: dist.ProcessGroup | None, in_turn: InTurn | None = None
+        self,
+        parameters: Iterable[nn.Parameter],
+        shard_group: dist.ProcessGroup | None,
+        in_turn: InTurn | None = None,
     ) -> None:
         """`in_turn` gives tensors a few at a time, where not all of them should be in memory at once."""
         trained = [p for p in parameters if p.requires_grad]

@@ -1,4 +1,6 @@
-"""fp16's loss scale. The gradient norm is already one number of all ranks, so their verdict on an overflow is one, too."""
+"""fp16's loss scale. The gradient norm is already one number of all ranks, so their verdict on an overflow is
+one, too.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Optimizers, their parameter groups, and the learning rate as a pure function of the step.
 
-Matrices decay, vectors and scalars do not. Parameters that are not sharded (0-dim ones) stand in groups of their own: a
-grouped kernel takes DTensors or plain tensors, never both.
+Matrices decay, vectors and scalars do not. Parameters that are not sharded (0-dim ones) stand in groups of
+their own: a grouped kernel takes DTensors or plain tensors, never both.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from fsdp.optim.small_states import SmallStateAdam, adapt_states, moment_bytes, 
 
 
 class _OnShards(torch.optim.Adam):
-    """torch's update of this rank's own parts. It is elementwise, so the numbers are the same; hundreds of tensors need not go
-    through DTensor's dispatch at every step, and a first step need not learn how it would cut them."""
+    """torch's update of this rank's own parts. It is elementwise, so the numbers are the same; hundreds of
+    tensors need not go through DTensor's dispatch at every step, and a first step need not learn how it would
+    cut them.
+    """
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         has_complex: bool = super()._init_group(group, *lists)
@@ -53,9 +55,13 @@ def build_optimizer(section: OptimSection, model: nn.Module) -> torch.optim.Opti
     groups = parameter_groups(section, model.parameters())
     if section.state != "master":
         return SmallStateAdam(
-            groups, kind=section.state, places=places_of(model.parameters()), lr=section.lr,
-            betas=(section.beta1, section.beta2), eps=section.eps,
-        )  # fmt: skip
+            groups,
+            kind=section.state,
+            places=places_of(model.parameters()),
+            lr=section.lr,
+            betas=(section.beta1, section.beta2),
+            eps=section.eps,
+        )
     fused = section.fused != "false"
     if section.name == "sgd":
         # torch has a fused SGD for plain tensors alone.
@@ -70,7 +76,9 @@ def parameter_groups(section: OptimSection, parameters: Iterable[nn.Parameter]) 
     sorted_out: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.requires_grad:
-            sorted_out.setdefault((parameter.dim() >= 2, isinstance(parameter, DTensor)), []).append(parameter)
+            sorted_out.setdefault((parameter.dim() >= 2, isinstance(parameter, DTensor)), []).append(
+                parameter
+            )
     decay = section.weight_decay if section.name == "adamw" else 0.0
     return [
         {"params": found, "weight_decay": decay if matrix else 0.0}
@@ -88,7 +96,9 @@ def state_bytes(section: OptimSection, parameters: Iterable[torch.Tensor], items
 
 
 def apply_hyperparameters(section: OptimSection, optimizer: torch.optim.Optimizer) -> None:
-    """After a restore: what the checkpoint says of rates, decay and the states' form gives way to what is asked for now."""
+    """After a restore: what the checkpoint says of rates, decay and the states' form gives way to what is
+    asked for now.
+    """
     adapt_states(optimizer)
     fresh = {"betas": (section.beta1, section.beta2), "eps": section.eps, "momentum": section.momentum}
     decay = section.weight_decay if section.name == "adamw" else 0.0

@@ -1,7 +1,8 @@
 """TrainState: exactly what resumes, nothing else.
 
-Random streams are derived from (seed, step, stream) and the data's order from (seed, step), so neither is here. The learning
-rate is a function of the step. What a restored run needs beyond parameters and optimizer are four numbers.
+Random streams are derived from (seed, step, stream) and the data's order from (seed, step), so neither is
+here. The learning rate is a function of the step. What a restored run needs beyond parameters and optimizer
+are four numbers.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from torch import nn
 
 @dataclass
 class TrainState:
-    """model is what fsdp/parallel/shard.py returned: the FSDP root, or the module inside DistributedDataParallel."""
+    """model is what fsdp/parallel/shard.py returned: the FSDP root, or the module inside
+    DistributedDataParallel.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -26,7 +29,9 @@ class TrainState:
 
     def counters(self) -> dict[str, float | int]:
         """The numbers beside the tensors, as a checkpoint keeps them."""
-        return {name: getattr(self, name) for name in ("step", "samples", "tokens", "loss_scale", "good_steps")}
+        return {
+            name: getattr(self, name) for name in ("step", "samples", "tokens", "loss_scale", "good_steps")
+        }
 
     def set_counters(self, values: dict[str, float | int]) -> None:
         for name in self.counters():

@@ -1,8 +1,10 @@
-"""What a unit keeps from forward to backward and what it computes again: nothing, all, all but some operations, a budget.
+"""What a unit keeps from forward to backward and what it computes again: nothing, all, all but some
+operations, a budget.
 
-A unit's forward is replaced on the instance: no wrapper, so no name changes. Where units are compiled a budget is the
-compiler's to keep; elsewhere each unit is run once to see what its operations produce, and those worth most computation a byte
-are kept until the budget is spent. Not here: where what is kept lies (fsdp/parallel/offload.py).
+A unit's forward is replaced on the instance: no wrapper, so no name changes. Where units are compiled a
+budget is the compiler's to keep; elsewhere each unit is run once to see what its operations produce, and
+those worth most computation a byte are kept until the budget is spent. Not here: where what is kept lies
+(fsdp/parallel/offload.py).
 """
 
 from __future__ import annotations
@@ -50,7 +52,11 @@ _PRODUCTS = {
 
 
 def apply_activation_checkpointing(
-    units: Sequence[list[nn.Module]], memory: MemorySection, *, compiled: bool = False, root: nn.Module | None = None
+    units: Sequence[list[nn.Module]],
+    memory: MemorySection,
+    *,
+    compiled: bool = False,
+    root: nn.Module | None = None,
 ) -> None:
     """Before the units are compiled and sharded. Messages name a unit by its place in `root`."""
     budget, kind = memory.activation_budget, memory.activation_checkpointing
@@ -70,7 +76,9 @@ def apply_activation_checkpointing(
     names = {module: name for name, module in root.named_modules()} if root is not None else {}
     for block in blocks[:: memory.activation_checkpointing_every]:
         block.forward = _Stateless(block, names.get(block, ""), flag)  # type: ignore[method-assign]
-        wrapped = Budgeted(block, budget) if budget < 1 else _checkpointed(block.forward, per_op=kind == "ops")
+        wrapped = (
+            Budgeted(block, budget) if budget < 1 else _checkpointed(block.forward, per_op=kind == "ops")
+        )
         block.forward = wrapped  # type: ignore[method-assign]
 
 
@@ -88,8 +96,10 @@ def _keep_products(context: object, op: object, *args: object, **kwargs: object)
 
 
 class _Stateless:
-    """A unit's forward, which is refused if its first call in training changes a tensor of the unit in place, or a number that
-    it counts: backward would change them a second time. Compiled code and the planner's fake tensors are not checked."""
+    """A unit's forward, which is refused if its first call in training changes a tensor of the unit in place,
+    or a number that it counts: backward would change them a second time. Compiled code and the planner's fake
+    tensors are not checked.
+    """
 
     def __init__(self, block: nn.Module, name: str, flag: str) -> None:
         self._block, self._forward, self._name, self._flag = block, block.forward, name, flag
@@ -108,12 +118,17 @@ class _Stateless:
         return out
 
     def _state(self) -> Iterator[tuple[str, float]]:
-        """Each tensor by its identity and how often it was written, each number by itself. One that forward replaces by
-        another is no change: what it was is not read."""
+        """Each tensor by its identity and how often it was written, each number by itself. One that forward
+        replaces by another is no change: what it was is not read.
+        """
         for prefix, module in self._block.named_modules(prefix=self._name):
             for key, value in (*module._buffers.items(), *vars(module).items()):
                 name = f"{prefix}.{key}".lstrip(".")
-                if isinstance(value, Tensor) and not isinstance(value, FakeTensor) and not value.is_inference():
+                if (
+                    isinstance(value, Tensor)
+                    and not isinstance(value, FakeTensor)
+                    and not value.is_inference()
+                ):
                     yield f"{name}@{id(value)}", value._version
                 elif type(value) in (int, float):
                     yield f"{name}@", value
@@ -127,7 +142,9 @@ class _Stateless:
 
 
 def refused_recomputation(error: Exception) -> ConfigError | None:
-    """An error for people if backward found that a unit's second forward differs from its first; None for other errors."""
+    """An error for people if backward found that a unit's second forward differs from its first; None for
+    other errors.
+    """
     if not isinstance(error, CheckpointError) and "backward but not found in storage" not in str(error):
         return None
     first = " ".join(str(error).split("\n")[0].split())
@@ -152,7 +169,9 @@ class Produced:
 
 @dataclass(frozen=True)
 class Measured:
-    """A unit's forward: bytes that it keeps for backward by itself, those of its inputs, and what could be kept instead."""
+    """A unit's forward: bytes that it keeps for backward by itself, those of its inputs, and what could be
+    kept instead.
+    """
 
     kept: int
     inputs: int
@@ -168,15 +187,18 @@ class RecomputePlan:
 
 
 def choose(measured: Measured, budget: float) -> RecomputePlan:
-    """Within `budget` of what the unit keeps by itself. A unit's inputs are kept whatever the budget: without them nothing
-    could be computed again."""
+    """Within `budget` of what the unit keeps by itself. A unit's inputs are kept whatever the budget: without
+    them nothing could be computed again.
+    """
     limit = budget * measured.kept
     spent, keep = measured.inputs, set()
     for one in sorted(measured.produced, key=lambda one: -one.flops / one.nbytes):
         if spent + one.nbytes <= limit:
             spent += one.nbytes
             keep.add(one.key)
-    return RecomputePlan(frozenset(keep), spent) if spent < measured.kept else RecomputePlan(None, measured.kept)
+    return (
+        RecomputePlan(frozenset(keep), spent) if spent < measured.kept else RecomputePlan(None, measured.kept)
+    )
 
 
 class Budgeted:
@@ -207,7 +229,9 @@ def _contexts(keep: frozenset[Key]) -> Any:
     def policy(context: Any, op: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
         count = counts[bool(context.is_recompute)]
         count[op] += 1
-        return CheckpointPolicy.MUST_SAVE if (op, count[op] - 1) in keep else CheckpointPolicy.PREFER_RECOMPUTE
+        return (
+            CheckpointPolicy.MUST_SAVE if (op, count[op] - 1) in keep else CheckpointPolicy.PREFER_RECOMPUTE
+        )
 
     return create_selective_checkpoint_contexts(policy)
 
@@ -222,12 +246,18 @@ def measure(block: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: d
             saved[_storage(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
-    inputs = {_storage(t): t.untyped_storage().nbytes() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+    inputs = {
+        _storage(t): t.untyped_storage().nbytes()
+        for t in tree_leaves((args, kwargs))
+        if isinstance(t, Tensor)
+    }
     inputs = {storage: nbytes for storage, nbytes in inputs.items() if storage not in own}
     recorder = _Recorder()
     with _untouched(block), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), recorder:
         forward(*args, **kwargs)
-    return Measured(sum({**saved, **inputs}.values()), sum(inputs.values()), recorder.produced(set(inputs) | own))
+    return Measured(
+        sum({**saved, **inputs}.values()), sum(inputs.values()), recorder.produced(set(inputs) | own)
+    )
 
 
 @contextmanager
@@ -261,7 +291,9 @@ class _Recorder(TorchDispatchMode):
         tensors = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         taken = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         # Held until the end: a storage that is freed may come back as another's.
-        self._made.append((key, tensors, [t._version for t in tensors], taken, _flops(func, args, kwargs, out)))
+        self._made.append(
+            (key, tensors, [t._version for t in tensors], taken, _flops(func, args, kwargs, out))
+        )
         return out
 
     def produced(self, known: set[int]) -> list[Produced]:

@@ -1,10 +1,12 @@
-"""A person's own communication in place of FSDP's, and by what a reduction divides. What is gathered when is fsdp/parallel/shard.py's.
+"""A person's own communication in place of FSDP's, and by what a reduction divides. What is gathered when is
+fsdp/parallel/shard.py's.
 
     --comm.all_gather, --comm.reduce_scatter   package.module:function(output, input, group, …) → work, or None when it is done;
                                                or a class whose instance is called so and may allocate(size, dtype=, device=)
     --comm.all_reduce_hook                     package.module:function(gradient), after the reduction of each unit, in place
 
-The process groups are those of the mesh. A function is the same on every rank or the ranks part; nobody can check that here.
+The process groups are those of the mesh. A function is the same on every rank or the ranks part; nobody can
+check that here.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ class Hooks:
 
 def load_hooks(section: CommSection) -> Hooks:
     """What the flags name, or why it cannot be that."""
-    hook = load_attribute(section.all_reduce_hook, "--comm.all_reduce_hook") if section.all_reduce_hook else None
+    hook = (
+        load_attribute(section.all_reduce_hook, "--comm.all_reduce_hook") if section.all_reduce_hook else None
+    )
     if hook is not None:
         _check_takes(hook, 1, section.all_reduce_hook, "--comm.all_reduce_hook")
     return Hooks(
@@ -77,15 +81,19 @@ def _collective(path: str, flag: str, count: int) -> Any:
 
 
 def _check_takes(function: Callable[..., Any], count: int, path: str, flag: str) -> None:
-    names = {1: "(gradient)", 3: "(output, input, group, async_op=False)", 4: "(output, input, group, op, async_op=False)"}[
-        count
-    ]
+    names = {
+        1: "(gradient)",
+        3: "(output, input, group, async_op=False)",
+        4: "(output, input, group, op, async_op=False)",
+    }[count]
     keywords: Any = {1: {}, 3: {"async_op": False}, 4: {"op": None, "async_op": False}}[count]
     tensors = {1: ("gradient",), 3: ("output", "input", "group"), 4: ("output", "input", "group")}[count]
     try:
         inspect.signature(function).bind(*tensors, **keywords)
         # FSDP leaves async_op out where it reduces.
-        inspect.signature(function).bind(*tensors, **{name: value for name, value in keywords.items() if name != "async_op"})
+        inspect.signature(function).bind(
+            *tensors, **{name: value for name, value in keywords.items() if name != "async_op"}
+        )
     except TypeError as error:
         raise ConfigError(f"{flag} {path}: {error}.", f"it is called with {names}") from None
 
@@ -113,8 +121,9 @@ def apply_comm(root: nn.Module, section: CommSection, hooks: Hooks) -> None:
             unit.set_custom_reduce_scatter(_InOrder(hooks.reduce_scatter))
         if section.divide_by:
             module.set_gradient_divide_factor(section.divide_by)
-            # A factor other than the group's size becomes ReduceOp.PREMUL_SUM: gloo refuses it, and NCCL up to torch 2.13
-            # returns zeros for it in bf16 (pytorch #190747). A sum, divided locally, is right on both.
+            # A factor other than the group's size becomes ReduceOp.PREMUL_SUM: gloo refuses it, and NCCL up
+            # to torch 2.13 returns zeros for it in bf16 (pytorch #190747). A sum, divided locally, is right
+            # on both.
             module.set_force_sum_reduction_for_comms(True)
 
 
@@ -125,5 +134,7 @@ class _InOrder:
         self._collective = collective
         self.allocate = collective.allocate
 
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, *args: Any, **more: Any) -> Any:
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, *args: Any, **more: Any
+    ) -> Any:
         return self._collective(output_tensor, input_tensor, group, *args, **more)

@@ -1,9 +1,9 @@
 """Where compiled kernels are kept, so that the next start of a job, on whichever node, compiles nothing anew.
 
-Each node compiles into a folder of its own, under TMPDIR or /tmp. At the start it is filled from a shared one in
-the home that a cluster's nodes share; behind each save rank 0 copies what is new back, so that a run that resumes
-finds the kernels of the run that saved. Nodes that compiled into one shared folder would meet each other's locks
-and half-visible files there. A home that cannot be written leaves the node's own folder alone.
+Each node compiles into a folder of its own, under TMPDIR or /tmp. At the start it is filled from a shared one
+in the home that a cluster's nodes share; behind each save rank 0 copies what is new back, so that a run that
+resumes finds the kernels of the run that saved. Nodes that compiled into one shared folder would meet each
+other's locks and half-visible files there. A home that cannot be written leaves the node's own folder alone.
 --speed.compile_cache DIR is used as it is, by all ranks.
 
 Entries are code that is run when they are found: both folders are the user's own, never a run directory that
@@ -61,7 +61,9 @@ def _in_the_home() -> Path | None:
 
 
 def _chosen_already(own: Path) -> bool:
-    """Somebody has set torch's variable. torch sets it, too, to its default, as an earlier start in this process does."""
+    """Somebody has set torch's variable. torch sets it, too, to its default, as an earlier start in this
+    process does.
+    """
     return not os.environ.get(VARIABLE, torchs_own()).startswith((torchs_own(), str(own)))
 
 
@@ -70,7 +72,9 @@ def torchs_own() -> str:
 
 
 def maybe_compile_cache(speed: SpeedSection, env: DistEnv) -> CompileCache | None:
-    """Before anything is compiled. Every rank writes to the node's folder: torch gives a file its name when it is whole."""
+    """Before anything is compiled. Every rank writes to the node's folder: torch gives a file its name when
+    it is whole.
+    """
     found = places(speed) if compiles(speed, env.device) else None
     if found is None:
         return None
@@ -115,7 +119,11 @@ def _usable(shared: Path | None) -> Path | None:
     except OSError as error:
         why = str(error.strerror)
     if why:
-        log.warning("compiled kernels stay on this node: %s: %s. HINT: --speed.compile_cache DIR keeps them there", shared, why)
+        log.warning(
+            "compiled kernels stay on this node: %s: %s. HINT: --speed.compile_cache DIR keeps them there",
+            shared,
+            why,
+        )
     return None if why else shared
 
 
@@ -132,7 +140,9 @@ class CompileCache:
             self._copying.join()
             self._copying = None
         if self._copying is None:
-            self._copying = threading.Thread(target=_copy_missing, args=(self._own, self._shared), name="compile-cache")
+            self._copying = threading.Thread(
+                target=_copy_missing, args=(self._own, self._shared), name="compile-cache"
+            )
             self._copying.start()
         if wait:
             self._copying.join()
@@ -151,11 +161,17 @@ def _copy_missing(source: Path, target: Path) -> None:
 
 
 def _entries(folder: Path) -> list[Path]:
-    """Files below by their relative paths, Triton's lists of files last: what such a list names is there before it."""
+    """Files below by their relative paths, Triton's lists of files last: what such a list names is there
+    before it.
+    """
     found = []
     for current, names, files in os.walk(folder):
         names[:] = [name for name in names if name != LOCKS]
-        paths = (Path(current, name) for name in files if not name.startswith(".") and not name.endswith((".lock", ".tmp")))
+        paths = (
+            Path(current, name)
+            for name in files
+            if not name.startswith(".") and not name.endswith((".lock", ".tmp"))
+        )
         found += [path.relative_to(folder) for path in paths if not path.is_symlink()]
     return sorted(found, key=lambda entry: (entry.name.startswith("__grp__"), entry))
 

@@ -23,6 +23,10 @@ def check_device(memory: MemorySection, device: torch.device) -> None:
             "--memory.cpu_offload true",
         )
     if memory.cpu_offload and device.type == "cpu":
-        log.warning("--memory.cpu_offload true changes nothing on a CPU: parameters are in host memory already")
+        log.warning(
+            "--memory.cpu_offload true changes nothing on a CPU: parameters are in host memory already"
+        )
     if memory.activation_offload and device.type == "cpu":
-        log.warning("--memory.activation_offload true gains nothing on a CPU: what forward keeps is copied within host memory")
+        log.warning(
+            "--memory.activation_offload true gains nothing on a CPU: what forward keeps is copied within host memory"
+        )

@@ -1,10 +1,13 @@
-"""Matrix products in float8, by torchao: weights, inputs and gradients are scaled and rounded on the way into each product.
+"""Matrix products in float8, by torchao: weights, inputs and gradients are scaled and rounded on the way into
+each product.
 
-tensorwise has one scale a tensor and gathers sharded weights in float8, a byte an element; rowwise has a scale a row, is closer
-to bf16, and gathers weights as they are computed in. Layers are converted within the model's blocks, where sizes are multiples
-of 16: a head and an embedding keep their precision. What is kept and updated stays fp32.
+tensorwise has one scale a tensor and gathers sharded weights in float8, a byte an element; rowwise has a
+scale a row, is closer to bf16, and gathers weights as they are computed in. Layers are converted within the
+model's blocks, where sizes are multiples of 16: a head and an embedding keep their precision. What is kept
+and updated stays fp32.
 
-It needs compute capability 8.9 (rowwise 9.0). --speed.float8_emulate does the rounding anywhere, in slow products: for tests.
+It needs compute capability 8.9 (rowwise 9.0). --speed.float8_emulate does the rounding anywhere, in slow
+products: for tests.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ def check_float8(speed: SpeedSection, device: torch.device) -> None:
     if speed.float8 == "off":
         return
     if importlib.util.find_spec("torchao") is None:
-        raise ConfigError(f"--speed.float8 {speed.float8} needs torchao, which is not installed.", "pip install torchao")
+        raise ConfigError(
+            f"--speed.float8 {speed.float8} needs torchao, which is not installed.", "pip install torchao"
+        )
     if speed.float8_emulate:
         return
     if device.type != "cuda":
@@ -78,11 +83,15 @@ def _recipe(speed: SpeedSection, sharded: bool) -> Any:
 
 
 class Scales:
-    """After an update: the scales of all sharded float8 weights at once, instead of one sum over ranks a weight later."""
+    """After an update: the scales of all sharded float8 weights at once, instead of one sum over ranks a
+    weight later.
+    """
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
-        self._compute: Any = importlib.import_module("torchao.float8").precompute_float8_dynamic_scale_for_fsdp
+        self._compute: Any = importlib.import_module(
+            "torchao.float8"
+        ).precompute_float8_dynamic_scale_for_fsdp
 
     def refresh(self) -> None:
         self._compute(self._root)

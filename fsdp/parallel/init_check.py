@@ -1,6 +1,8 @@
-"""The proof that every value was filled: poison laid before, looked for after, and digests of all ranks side by side.
+"""The proof that every value was filled: poison laid before, looked for after, and digests of all ranks side
+by side.
 
-Here live also the cut of a parameter into shards and a digest of the whole model. What fills is fsdp/parallel/materialize.py's.
+Here live also the cut of a parameter into shards and a digest of the whole model. What fills is
+fsdp/parallel/materialize.py's.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ class Cut:
 
 
 def cut_of(shape: torch.Size, index: int, count: int) -> Cut:
-    """Shard `index` of `count` along dim 0, as torch.chunk cuts: ceil(rows / count) each, the last ones shorter or empty."""
+    """Shard `index` of `count` along dim 0, as torch.chunk cuts: ceil(rows / count) each, the last ones
+    shorter or empty.
+    """
     rows, row = (shape[0], shape[1:].numel()) if len(shape) else (1, 1)
     chunk = -(-rows // count)
     first, last = min(rows, index * chunk), min(rows, (index + 1) * chunk)
@@ -42,8 +46,12 @@ def shard_count(tensor: Tensor) -> int:
     """How many pieces a parameter is in; replicas of a piece are not counted."""
     if not isinstance(tensor, DTensor):
         return 1
-    sizes = [tensor.device_mesh.size(at) for at, place in enumerate(tensor.placements) if isinstance(place, Shard)]
-    assert all(not isinstance(place, Shard) or place.dim == 0 for place in tensor.placements), "sharded on dim 0 alone"
+    sizes = [
+        tensor.device_mesh.size(at) for at, place in enumerate(tensor.placements) if isinstance(place, Shard)
+    ]
+    assert all(not isinstance(place, Shard) or place.dim == 0 for place in tensor.placements), (
+        "sharded on dim 0 alone"
+    )
     return sizes[0] if sizes else 1
 
 
@@ -72,7 +80,9 @@ def _rare(dtype: torch.dtype) -> int:
 
 @torch.no_grad()
 def prove(root: nn.Module, *, drawn: Mapping[str, Init]) -> None:
-    """Stop the run by name: a value left uninitialised, a buffer nobody filled, equal shards, replicas that differ."""
+    """Stop the run by name: a value left uninitialised, a buffer nobody filled, equal shards, replicas that
+    differ.
+    """
     problems = _everyones([*_unfilled(root, known=())])
     if not problems:
         problems = _compare(root, _digests(root), drawn)
@@ -94,7 +104,8 @@ def _refuse(problems: list[str]) -> None:
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise TrainingError(
-            f"{problems[0]}{more}", "the model's initialisation must fill every parameter and buffer on each rank"
+            f"{problems[0]}{more}",
+            "the model's initialisation must fill every parameter and buffer on each rank",
         )
 
 
@@ -135,7 +146,9 @@ def _signed(word: int) -> int:
 
 
 def _compare(root: nn.Module, table: Tensor, drawn: Mapping[str, Init]) -> list[str]:
-    """Every rank's digests side by side. Equal shards are an error where values are drawn; elsewhere they may be meant."""
+    """Every rank's digests side by side. Equal shards are an error where values are drawn; elsewhere they may
+    be meant.
+    """
     tables = [torch.empty_like(table) for _ in range(dist.get_world_size())]
     dist.all_gather(tables, table)
     named = [*root.named_parameters(), *root.named_buffers()]
@@ -172,7 +185,9 @@ def _equal_shards(name: str, digests: list[tuple[int, ...]], count: int) -> list
         numel, _, _, constant = digests[rank]
         if numel and not constant:
             if digests[rank] in seen:
-                return [f"{name} is the same on ranks {seen[digests[rank]]} and {rank}, which hold different shards"]
+                return [
+                    f"{name} is the same on ranks {seen[digests[rank]]} and {rank}, which hold different shards"
+                ]
             seen[digests[rank]] = rank
     return []
 

@@ -1,8 +1,9 @@
 """Memory that is a file: mapped, reserved whole before it is used, and without a name.
 
-A file loses its name as soon as it is open, so however a run ends, kill -9 included, the kernel gives the space back and there
-is nothing to clear away. Pages come when they are touched and leave on `forget`; what was written is in the file then. The
-kernel may keep such pages as cache, which it gives up to whoever asks for memory. Not here: what is kept in it.
+A file loses its name as soon as it is open, so however a run ends, kill -9 included, the kernel gives the
+space back and there is nothing to clear away. Pages come when they are touched and leave on `forget`; what
+was written is in the file then. The kernel may keep such pages as cache, which it gives up to whoever asks
+for memory. Not here: what is kept in it.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ class MappedFile:
         return bool(tensor.numel()) and self._base <= tensor.data_ptr() < self._base + self.size
 
     def forget(self, tensor: Tensor) -> None:
-        """Its pages leave this process; a touch brings them back. Neighbours in the outermost pages only fault again."""
+        """Its pages leave this process; a touch brings them back. Neighbours in the outermost pages only
+        fault again.
+        """
         self._advise(tensor, mmap.MADV_DONTNEED)
 
     def fetch(self, tensor: Tensor) -> None:
@@ -100,7 +103,9 @@ class _DiskNeed:
 
 
 def reserve(folder: Path, sizes: Iterable[int], *, flag: str, what: str) -> list[MappedFile]:
-    """A file of each size on every rank, or one ConfigError on all of them and nothing left behind. Collective."""
+    """A file of each size on every rank, or one ConfigError on all of them and nothing left behind.
+    Collective.
+    """
     sizes, what = list(sizes), collectives.from_main(what)
     asked = collectives.everyones(_look(folder, sum(sizes)))
     _refuse(asked, folder, flag, what)
@@ -113,7 +118,9 @@ def reserve(folder: Path, sizes: Iterable[int], *, flag: str, what: str) -> list
     troubles = [text for text in collectives.everyones(trouble) if text]
     if troubles:
         files.clear()
-        raise ConfigError(f"--{flag} {folder}: {what} could not be reserved ({troubles[0]}).", f"--{flag} a larger disk")
+        raise ConfigError(
+            f"--{flag} {folder}: {what} could not be reserved ({troubles[0]}).", f"--{flag} a larger disk"
+        )
     if (kind := file_system(folder)) in ("tmpfs", "ramfs"):
         log.warning("--%s %s is %s: what is put there stays in memory", flag, folder, kind)
     return files
@@ -123,7 +130,9 @@ def _look(folder: Path, needed: int) -> _DiskNeed:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         state = os.statvfs(folder)
-        return _DiskNeed(socket.gethostname(), folder.stat().st_dev, needed, state.f_bavail * state.f_frsize, "")
+        return _DiskNeed(
+            socket.gethostname(), folder.stat().st_dev, needed, state.f_bavail * state.f_frsize, ""
+        )
     except OSError as error:
         return _DiskNeed(socket.gethostname(), 0, needed, 0, error.strerror or str(error))
 
@@ -132,7 +141,8 @@ def _refuse(asked: list[_DiskNeed], folder: Path, flag: str, what: str) -> None:
     for rank, one in enumerate(asked):
         if one.trouble:
             raise ConfigError(
-                f"--{flag} {folder} cannot be used on rank {rank} ({one.trouble}).", f"--{flag} DIR on a local disk"
+                f"--{flag} {folder} cannot be used on rank {rank} ({one.trouble}).",
+                f"--{flag} DIR on a local disk",
             )
         sharers = [other for other in asked if (other.host, other.disk) == (one.host, one.disk)]
         total = sum(other.needed for other in sharers)

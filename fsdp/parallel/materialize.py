@@ -1,8 +1,9 @@
 """From meta to real: every weight gets its value once, and then it is proven that it did.
 
-Two ways, one result. A model that says how each parameter is drawn lets each rank draw its own shard from a counter-based
-stream, with no communication; any other is built for real on rank 0 and sent parameter by parameter, each rank receiving
-its rows alone. Initial weights are a function of the seed: the same bits at any number of ranks, under any strategy.
+Two ways, one result. A model that says how each parameter is drawn lets each rank draw its own shard from a
+counter-based stream, with no communication; any other is built for real on rank 0 and sent parameter by
+parameter, each rank receiving its rows alone. Initial weights are a function of the seed: the same bits at
+any number of ranks, under any strategy.
 
 Memory is poisoned before it is filled, so that what nobody filled is found by name.
 """
@@ -24,7 +25,15 @@ from fsdp.models import ModelSpec, to_empty
 from fsdp.models.init import Init, draw, draw_into
 from fsdp.models.lora import lora_inits
 from fsdp.models.unsharded import persistent, seeded
-from fsdp.parallel.init_check import cut_of, fill_with_poison, local, poison, prove, prove_unsaved, shard_count
+from fsdp.parallel.init_check import (
+    cut_of,
+    fill_with_poison,
+    local,
+    poison,
+    prove,
+    prove_unsaved,
+    shard_count,
+)
 from fsdp.parallel.nvme import Shelf
 from fsdp.parallel.shard import Sharded
 
@@ -47,7 +56,9 @@ class BuiltSource:
 
 
 class DrawnSource:
-    """Each parameter drawn whole, one at a time: what `--model.init broadcast` sends for models that say their inits."""
+    """Each parameter drawn whole, one at a time: what `--model.init broadcast` sends for models that say
+    their inits.
+    """
 
     def __init__(self, inits: Mapping[str, Init], shapes: Mapping[str, torch.Size], seed: int) -> None:
         self._inits, self._shapes, self._seed = inits, shapes, seed
@@ -62,7 +73,9 @@ class DrawnSource:
 class StateSource:
     """A pretrained state dict, read lazily. A tied parameter may stand there under any of its names."""
 
-    def __init__(self, state: Mapping[str, Tensor], names: Mapping[str, list[str]], rest: WeightSource | None) -> None:
+    def __init__(
+        self, state: Mapping[str, Tensor], names: Mapping[str, list[str]], rest: WeightSource | None
+    ) -> None:
         self._state, self._names, self._rest = state, names, rest
 
     def take(self, name: str) -> Tensor | None:
@@ -86,9 +99,9 @@ def materialize(
 ) -> None:
     """Give every parameter and buffer of a meta model its value, then prove it. Collective.
 
-    `rest_device` is where parameters lie between steps: the host, where they are offloaded; a `shelf` may lay them in files.
-    `restored`: a checkpoint gives the values, and proves them (fsdp/checkpoint/load.py): they are not drawn only to be
-    overwritten, which costs seconds a hundred million parameters.
+    `rest_device` is where parameters lie between steps: the host, where they are offloaded; a `shelf` may lay
+    them in files. `restored`: a checkpoint gives the values, and proves them (fsdp/checkpoint/load.py): they
+    are not drawn only to be overwritten, which costs seconds a hundred million parameters.
     """
     root = sharded.root
     methods: Any = root
@@ -125,7 +138,9 @@ def materialize(
 
 def _in_checkpoint(root: nn.Module) -> bool:
     """Whether a checkpoint holds all that the model does not fill by itself."""
-    return hasattr(root, "init_buffers") or len(persistent(root)) == sum(1 for _ in (*root.parameters(), *root.buffers()))
+    return hasattr(root, "init_buffers") or len(persistent(root)) == sum(
+        1 for _ in (*root.parameters(), *root.buffers())
+    )
 
 
 # ---------------------------------------------------------------- filling
@@ -161,7 +176,9 @@ def _source(
     weights: Callable[[], Mapping[str, Tensor]] | None,
     root: nn.Module,
 ) -> WeightSource:
-    """Rank 0's values. A model that says its inits is never built whole, nor is one whose state dict has everything."""
+    """Rank 0's values. A model that says its inits is never built whole, nor is one whose state dict has
+    everything.
+    """
     shapes = {name: parameter.shape for name, parameter in root.named_parameters()}
     if weights is None:
         return DrawnSource(inits, shapes, seed) if inits else BuiltSource(build_on_host(spec, seed))
@@ -174,17 +191,28 @@ def _source(
 def _all_names(root: nn.Module) -> dict[str, list[str]]:
     """The first name of each parameter and buffer → all of its names: tied ones have several."""
     by_tensor: dict[Tensor, list[str]] = {}
-    for name, tensor in [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]:
+    for name, tensor in [
+        *root.named_parameters(remove_duplicate=False),
+        *root.named_buffers(remove_duplicate=False),
+    ]:
         by_tensor.setdefault(tensor, []).append(name)
     return {names[0]: names for names in by_tensor.values()}
 
 
 def _check_state_fits(state: Mapping[str, Tensor], names: Mapping[str, list[str]], root: nn.Module) -> None:
-    """Nothing missing, nothing left over, every shape the model's: else part of it would be trained from scratch unseen."""
+    """Nothing missing, nothing left over, every shape the model's: else part of it would be trained from
+    scratch unseen.
+    """
     tensors = {**dict(root.named_parameters()), **dict(root.named_buffers())}
-    needed = dict(root.named_parameters()) if hasattr(root, "init_buffers") else {n: tensors[n] for n in persistent(root)}
+    needed = (
+        dict(root.named_parameters())
+        if hasattr(root, "init_buffers")
+        else {n: tensors[n] for n in persistent(root)}
+    )
     added = lora_inits(root)
-    missing = [name for name in needed if name not in added and not any(known in state for known in names[name])]
+    missing = [
+        name for name in needed if name not in added and not any(known in state for known in names[name])
+    ]
     if missing:
         raise ConfigError(
             f"--model.weights has no {missing[0]} ({len(missing)} of {len(needed)} are missing).",
@@ -207,7 +235,9 @@ def _check_state_fits(state: Mapping[str, Tensor], names: Mapping[str, list[str]
 
 
 def build_on_host(spec: ModelSpec, seed: int) -> nn.Module:
-    """The real model. Memory that its constructor leaves uninitialised reads NaN, and the proof then names it."""
+    """The real model. Memory that its constructor leaves uninitialised reads NaN, and the proof then names
+    it.
+    """
     fills: Any = torch.utils.deterministic
     was, filled = torch.are_deterministic_algorithms_enabled(), fills.fill_uninitialized_memory
     warn = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -243,16 +273,21 @@ def _broadcast_whole(target: Tensor, full: Tensor | None, *, is_source: bool) ->
 
 
 def _scatter_rows(target: Tensor, full: Tensor | None, sharded: Sharded, *, is_source: bool) -> None:
-    """A piece to each shard of the first replica, then along dp_replicate: rank 0 sends the model once, whatever the ranks."""
+    """A piece to each shard of the first replica, then along dp_replicate: rank 0 sends the model once,
+    whatever the ranks.
+    """
     part, count = local(target), shard_count(target)
     chunk = -(-target.shape[0] // count) * target.shape[1:].numel() * part.element_size()
     if not chunk:
         return
     fits = part.is_contiguous() and part.numel() * part.element_size() == chunk
-    # Straight into the shard, but where its rows end early: a second shard's memory would stand beside the whole.
+    # Straight into the shard, but where its rows end early: a second shard's memory would stand beside the
+    # whole.
     received = _bytes(part) if fits else torch.empty(chunk, dtype=torch.uint8, device=part.device)
     if dist.get_rank() < count:
-        pieces = _padded_pieces(_bytes(_or_own(full, target)).to(part.device), chunk, count) if is_source else None
+        pieces = (
+            _padded_pieces(_bytes(_or_own(full, target)).to(part.device), chunk, count) if is_source else None
+        )
         dist.scatter(received, pieces, src=0, group=sharded.mesh.get_group("dp_shard"))
     if sharded.sizes.replicate > 1:
         dist.broadcast(received, src=dist.get_rank() % count, group=sharded.mesh.get_group("dp_replicate"))
@@ -265,7 +300,9 @@ def _padded_pieces(wire: Tensor, chunk: int, count: int) -> list[Tensor]:
     pieces = []
     for at in range(0, count * chunk, chunk):
         piece = wire[at : at + chunk]
-        pieces.append(piece if piece.numel() == chunk else torch.cat([piece, piece.new_zeros(chunk - piece.numel())]))
+        pieces.append(
+            piece if piece.numel() == chunk else torch.cat([piece, piece.new_zeros(chunk - piece.numel())])
+        )
     return pieces
 
 
@@ -275,7 +312,9 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _or_own(full: Tensor | None, target: Tensor) -> Tensor:
-    """Where the source has nothing, what lies there is sent on: what init_buffers made, or the poison for the proof."""
+    """Where the source has nothing, what lies there is sent on: what init_buffers made, or the poison for the
+    proof.
+    """
     if full is not None:
         return full.detach().to(dtype=target.dtype)
     if not isinstance(target, DTensor):

@@ -1,10 +1,13 @@
-"""What rests in files between its uses: the optimizer's states, and with `all` the sharded parameters and gradients too.
+"""What rests in files between its uses: the optimizer's states, and with `all` the sharded parameters and
+gradients too.
 
-The tensors are ordinary ones whose memory is a mapped file (fsdp/parallel/mapped_files.py): kernels, checkpoints and digests read them
-as any other. The update goes part by part, and a part's pages leave the process as soon as it is done, so that what is resident
-at once is a part and not the whole. Numbers are those of an update in memory, to the bit: it is elementwise.
+The tensors are ordinary ones whose memory is a mapped file (fsdp/parallel/mapped_files.py): kernels,
+checkpoints and digests read them as any other. The update goes part by part, and a part's pages leave the
+process as soon as it is done, so that what is resident at once is a part and not the whole. Numbers are those
+of an update in memory, to the bit: it is elementwise.
 
-Gathered parameters, activations, and gradients before they are reduced are not here: they are a unit's, not the model's.
+Gathered parameters, activations, and gradients before they are reduced are not here: they are a unit's, not
+the model's.
 """
 
 from __future__ import annotations
@@ -33,13 +36,19 @@ FRAME = 4096  # more than head, tail and alignment of a tensor in a checkpoint's
 
 
 def maybe_shelf(
-    memory: MemorySection, optim: OptimSection, root: nn.Module, units: Sequence[Sequence[nn.Module]], state_dtype: torch.dtype
+    memory: MemorySection,
+    optim: OptimSection,
+    root: nn.Module,
+    units: Sequence[Sequence[nn.Module]],
+    state_dtype: torch.dtype,
 ) -> Shelf | None:
     """Collective where something rests in files. The model may stand on meta."""
     if memory.nvme == "off":
         return None
     kept = torch.bfloat16 if optim.state == "bf16" else state_dtype
-    return Shelf(Path(memory.nvme_dir), root, units, optim=optim, state_dtype=kept, everything=memory.nvme == "all")
+    return Shelf(
+        Path(memory.nvme_dir), root, units, optim=optim, state_dtype=kept, everything=memory.nvme == "all"
+    )
 
 
 class Shelf:
@@ -60,20 +69,35 @@ class Shelf:
         self._moments = MOMENTS[optim.name] if optim.name != "sgd" or optim.momentum else ()
         self._slots: dict[tuple[nn.Parameter, str], Tensor] = {}
         sizes = self._sizes(root)
-        files = reserve(folder, sizes.values(), flag="memory.nvme_dir", what=f"What --memory.nvme puts there ({_said(sizes)})")
+        files = reserve(
+            folder,
+            sizes.values(),
+            flag="memory.nvme_dir",
+            what=f"What --memory.nvme puts there ({_said(sizes)})",
+        )
         self._files: dict[str, MappedFile] = dict(zip(sizes, files, strict=True))
 
     def _sizes(self, root: nn.Module) -> dict[str, int]:
-        """Bytes by purpose; `staging` is a checkpoint's copy of the rank's file, which would else be in memory."""
+        """Bytes by purpose; `staging` is a checkpoint's copy of the rank's file, which would else be in
+        memory.
+        """
         kept = {name: _local(p) for name, p in root.named_parameters()}
         trained = [_local(p) for p in root.parameters() if p.requires_grad]
         states = sum(room_for(part.numel() * self._dtype.itemsize) for part in trained) * len(self._moments)
         tensors = [*kept.values(), *(b for b in root.buffers())]
-        framed = sum(t.numel() * t.element_size() + FRAME for t in tensors) + states + 3 * FRAME * (len(trained) + 64)
+        framed = (
+            sum(t.numel() * t.element_size() + FRAME for t in tensors)
+            + states
+            + 3 * FRAME * (len(trained) + 64)
+        )
         sizes = {"states": states, "staging": framed}
         if self._everything:
             # Padded to the first rank's rows, as FSDP gathers them; those with fewer are laid twice.
-            padded = [room_for(_padded(p).numel() * p.element_size()) for p in root.parameters() if isinstance(p, DTensor)]
+            padded = [
+                room_for(_padded(p).numel() * p.element_size())
+                for p in root.parameters()
+                if isinstance(p, DTensor)
+            ]
             sizes |= {"parameters": 2 * sum(padded), "gradients": sum(padded)}
         return sizes
 
@@ -98,8 +122,9 @@ class Shelf:
                 each.sharded_param._local_tensor = room[: rows.numel()].view(rows)
 
     def watch(self) -> None:
-        """When the weights are real. A unit's shards are read as it is gathered: after its forward and its backward they may
-        leave; a gradient goes into its file as soon as it is reduced."""
+        """When the weights are real. A unit's shards are read as it is gathered: after its forward and its
+        backward they may leave; a gradient goes into its file as soon as it is reduced.
+        """
         if not self._everything:
             return
         self.forget(self._root.parameters())
@@ -124,8 +149,12 @@ class Shelf:
 
     @contextlib.contextmanager
     def offered(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Within it a checkpoint is read: it finds states to fill that lie in files. What it did not fill is gone after."""
-        offers: dict[Tensor, Any] = {p: {m: self._state(p, m, self._dtype) for m in self._moments} for p in _trained(optimizer)}
+        """Within it a checkpoint is read: it finds states to fill that lie in files. What it did not fill is
+        gone after.
+        """
+        offers: dict[Tensor, Any] = {
+            p: {m: self._state(p, m, self._dtype) for m in self._moments} for p in _trained(optimizer)
+        }
         optimizer.state.update(offers)
         try:
             yield
@@ -150,7 +179,9 @@ class Shelf:
 
     def _parts(self, optimizer: torch.optim.Optimizer) -> Iterator[list[nn.Parameter]]:
         """Parameters in their order, cut where a part's states are enough. One parameter is never cut."""
-        sized = [(p, _local(p).numel() * self._dtype.itemsize * len(self._moments)) for p in _trained(optimizer)]
+        sized = [
+            (p, _local(p).numel() * self._dtype.itemsize * len(self._moments)) for p in _trained(optimizer)
+        ]
         yield from _cut(sized, PART_BYTES)
 
     @torch.no_grad()
@@ -204,8 +235,10 @@ class Shelf:
 
 
 def give_freed_back() -> None:
-    """glibc keeps freed blocks of up to 32 MiB for later: layers as large as that left several times their size behind
-    (measured: 2,545 MiB where 344 were in use). From now on blocks of a MiB go back to the system as they are freed."""
+    """glibc keeps freed blocks of up to 32 MiB for later: layers as large as that left several times their
+    size behind (measured: 2,545 MiB where 344 were in use). From now on blocks of a MiB go back to the system
+    as they are freed.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # glibc's alone
         mallopt(M_MMAP_THRESHOLD, RETURNED_BYTES)
@@ -213,7 +246,9 @@ def give_freed_back() -> None:
 
 
 class _Leave:
-    """A unit's forward hook: its shards leave; when its output's gradient comes, the next unit's backward is over."""
+    """A unit's forward hook: its shards leave; when its output's gradient comes, the next unit's backward is
+    over.
+    """
 
     def __init__(self, shelf: Shelf, own: Sequence[Tensor], later: Sequence[Tensor]) -> None:
         self._shelf, self._own, self._later = shelf, own, later
@@ -266,7 +301,9 @@ def _like(shard: DTensor, local: Tensor) -> DTensor:
 def _padded(shard: Tensor) -> Tensor:
     """A meta tensor as large as every rank's piece is in a gather."""
     assert isinstance(shard, DTensor)
-    count = max(shard.device_mesh.size(at) if place.is_shard() else 1 for at, place in enumerate(shard.placements))
+    count = max(
+        shard.device_mesh.size(at) if place.is_shard() else 1 for at, place in enumerate(shard.placements)
+    )
     return torch.empty((-(-shard.shape[0] // count), *shard.shape[1:]), device="meta", dtype=shard.dtype)
 
 

@@ -1,9 +1,11 @@
-"""Where what forward keeps for backward lies: in pinned host memory, copied out behind the next unit, back ahead of its use.
+"""Where what forward keeps for backward lies: in pinned host memory, copied out behind the next unit, back
+ahead of its use.
 
-What a unit keeps by itself goes, or where it is recomputed its inputs, which are all that checkpointing keeps. The last unit's
-stay: backward begins with them. Two units' at most are on the device, on their way out or back. Parameters and buffers are
-never copied: gathered ones are gathered again. On a CPU the same code runs, and copies from host memory to host memory.
-Not here: what is kept and what is recomputed (fsdp/parallel/activations.py).
+What a unit keeps by itself goes, or where it is recomputed its inputs, which are all that checkpointing
+keeps. The last unit's stay: backward begins with them. Two units' at most are on the device, on their way out
+or back. Parameters and buffers are never copied: gathered ones are gathered again. On a CPU the same code
+runs, and copies from host memory to host memory. Not here: what is kept and what is recomputed
+(fsdp/parallel/activations.py).
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ SMALLEST = 1 << 16
 def apply_activation_offload(
     units: Sequence[list[nn.Module]], memory: MemorySection, device: torch.device, *, compiled: bool
 ) -> None:
-    """After the units are compiled, before they are sharded: a hook within compiled code would break its graph."""
+    """After the units are compiled, before they are sharded: a hook within compiled code would break its
+    graph.
+    """
     if not memory.activation_offload:
         return
     blocks = blocks_of(units)
@@ -42,7 +46,9 @@ def apply_activation_offload(
 
 
 class OffloadStreams:
-    """The two ways over the bus, and the passages that are under way. On a CPU there is no stream and nothing waits."""
+    """The two ways over the bus, and the passages that are under way. On a CPU there is no stream and nothing
+    waits.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -90,7 +96,13 @@ class Passage:
     def pack(self, tensor: Tensor) -> Any:
         if not self._goes(tensor):
             return tensor
-        key = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        key = (
+            tensor.untyped_storage()._cdata,
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+        )
         known = self._kept.get(key)
         if known is None:
             known = _Kept.leave(self, tensor, self._carrier)
@@ -117,7 +129,9 @@ class Passage:
         self._out_done = out.record_event() if out is not None else None
 
     def let_go(self) -> None:
-        """The device's copies are freed: the stream that will reuse their memory waits for the copy, the host does not."""
+        """The device's copies are freed: the stream that will reuse their memory waits for the copy, the host
+        does not.
+        """
         if self._out_done is not None:
             torch.cuda.current_stream(self._carrier.device).wait_event(self._out_done)
         self._kept.clear()
@@ -125,11 +139,14 @@ class Passage:
             kept.source = None
 
     def fetch(self) -> None:
-        """At the first use in backward: this unit's at once, unless they are on their way; the unit's before it behind them."""
+        """At the first use in backward: this unit's at once, unless they are on their way; the unit's before
+        it behind them.
+        """
         self._begin_fetch()
         done, self._back_done = self._back_done, None
         if done is not None:
-            # An event and not the stream: the next unit's copies are behind it there, and need not be waited for.
+            # An event and not the stream: the next unit's copies are behind it there, and need not be waited
+            # for.
             torch.cuda.current_stream(self._carrier.device).wait_event(done)
         before = self._before() if self._before is not None else None
         if before is not None:

@@ -1,8 +1,8 @@
-"""From a plain module to a sharded one, in the one order that works: float8 → checkpointing → compile → activations' offload →
-fully_shard (or DDP).
+"""From a plain module to a sharded one, in the one order that works: float8 → checkpointing → compile →
+activations' offload → fully_shard (or DDP).
 
-What becomes a unit is data from the model (fsdp/models/blocks.py); what is done to a unit is here, and who is in which group is
-the mesh's. Weights are not touched: the model may stand on the meta device.
+What becomes a unit is data from the model (fsdp/models/blocks.py); what is done to a unit is here, and who is
+in which group is the mesh's. Weights are not touched: the model may stand on the meta device.
 """
 
 from __future__ import annotations
@@ -16,11 +16,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp.base.errors import ConfigError
-from fsdp.config import CommSection, MemorySection, MeshSection, PrecisionSection, SpeedSection, reshard_policy
+from fsdp.config import (
+    CommSection,
+    MemorySection,
+    MeshSection,
+    PrecisionSection,
+    SpeedSection,
+    reshard_policy,
+)
 from fsdp.dist.mesh import MeshSizes
 from fsdp.models.blocks import blocks_of, find_units
 from fsdp.models.checks import misfit
@@ -88,16 +101,24 @@ class Sharded:
 
     @functools.cached_property
     def replicated(self) -> list[nn.Parameter]:
-        """0-dim parameters: FSDP shards none, so each rank keeps a copy and their gradients are averaged here."""
+        """0-dim parameters: FSDP shards none, so each rank keeps a copy and their gradients are averaged
+        here.
+        """
         # Looked up when the weights are real: leaving meta makes each parameter anew.
         return [] if self.sizes.strategy == "ddp" else [p for p in self.root.parameters() if p.dim() == 0]
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """Within it a forward and its backward; communication that the last micro-batch makes needless is left out."""
+        """Within it a forward and its backward; communication that the last micro-batch makes needless is
+        left out.
+        """
         if isinstance(self.runs, DistributedDataParallel):
             quiet = self.accumulate == "last" and not last
-            with self.runs.no_sync() if quiet else contextlib.nullcontext(), self._autocast(), explained(self.root):
+            with (
+                self.runs.no_sync() if quiet else contextlib.nullcontext(),
+                self._autocast(),
+                explained(self.root),
+            ):
                 yield
             if not quiet:
                 self._check_reduced(self.runs)
@@ -118,7 +139,9 @@ class Sharded:
             self._average_replicated()
 
     def _check_reduced(self, runs: DistributedDataParallel) -> None:
-        """After a backward: a parameter without a gradient leaves its bucket unreduced on this rank, and other ranks wait."""
+        """After a backward: a parameter without a gradient leaves its bucket unreduced on this rank, and
+        other ranks wait.
+        """
         try:
             runs._check_reducer_finalized()
         except RuntimeError as error:
@@ -133,14 +156,18 @@ class Sharded:
             raise refused from error
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
-        """DDP keeps one copy of each parameter: autocast gives its computation the dtype that FSDP's policy would."""
+        """DDP keeps one copy of each parameter: autocast gives its computation the dtype that FSDP's policy
+        would.
+        """
         if self.dtypes.param == self.dtypes.master:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtypes.param)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """eval mode and no gradients; afterwards what forward left gathered is sharded again, or an optimizer would miss it."""
+        """eval mode and no gradients; afterwards what forward left gathered is sharded again, or an optimizer
+        would miss it.
+        """
         was_training = self.root.training
         self.root.eval()
         ddp = isinstance(self.runs, DistributedDataParallel)
@@ -167,7 +194,9 @@ class Sharded:
 
 @contextlib.contextmanager
 def explained(root: nn.Module) -> Iterator[None]:
-    """Errors for people in place of those of a forward that does not fit its data, or that cannot be recomputed."""
+    """Errors for people in place of those of a forward that does not fit its data, or that cannot be
+    recomputed.
+    """
     try:
         yield
     except (IndexError, RuntimeError) as error:
@@ -203,10 +232,16 @@ def shard_model(
     apply_activation_offload(units, memory, device, compiled=compiles(speed, device))
     policy = reshard_policy(section.reshard_after_forward)
     sharded = Sharded(
-        root=model, sizes=sizes, mesh=mesh, dtypes=dtypes, device=device, units=units,
-        accumulate=section.accumulate, keep_gathered=policy == "step",
+        root=model,
+        sizes=sizes,
+        mesh=mesh,
+        dtypes=dtypes,
+        device=device,
+        units=units,
+        accumulate=section.accumulate,
+        keep_gathered=policy == "step",
         divides_by=comm.divide_by,
-    )  # fmt: skip
+    )
     if sizes.strategy != "ddp":
         _apply_fully_shard(sharded, policy, memory)
         _apply_prefetch(units, speed)
@@ -235,10 +270,16 @@ def _apply_fully_shard(sharded: Sharded, policy: bool | int | str, memory: Memor
     if isinstance(reshard, int) and not isinstance(reshard, bool) and reshard in (1, sharded.sizes.shard):
         reshard = reshard != 1  # FSDP's own reading of the two ends, without its warning
     scalars = {parameter for parameter in sharded.root.parameters() if parameter.dim() == 0}
-    wrap = functools.partial(fully_shard, mesh=mesh, mp_policy=mixed, offload_policy=offload, ignored_params=scalars or None)
-    # Backward begins with the last unit and the root's own parameters: once freed, they would be gathered again at once.
+    wrap = functools.partial(
+        fully_shard, mesh=mesh, mp_policy=mixed, offload_policy=offload, ignored_params=scalars or None
+    )
+    # Backward begins with the last unit and the root's own parameters: once freed, they would be gathered
+    # again at once.
     for at, unit in enumerate(sharded.units, start=1):
-        wrap(unit if len(unit) > 1 else unit[0], reshard_after_forward=reshard if at < len(sharded.units) else False)
+        wrap(
+            unit if len(unit) > 1 else unit[0],
+            reshard_after_forward=reshard if at < len(sharded.units) else False,
+        )
     wrap(sharded.root, reshard_after_forward=False)
 
 
@@ -252,8 +293,12 @@ def _apply_prefetch(units: Sequence[list[nn.Module]], speed: SpeedSection) -> No
             unit.set_modules_to_backward_prefetch(heads[max(0, at - speed.prefetch_backward) : at][::-1])
 
 
-def apply_compile(units: Sequence[list[nn.Module]], root: nn.Module, speed: SpeedSection, device: torch.device) -> None:
-    """In place, so names stay; per unit, since equal blocks are compiled once and the graph has no gather in it."""
+def apply_compile(
+    units: Sequence[list[nn.Module]], root: nn.Module, speed: SpeedSection, device: torch.device
+) -> None:
+    """In place, so names stay; per unit, since equal blocks are compiled once and the graph has no gather in
+    it.
+    """
     if compiles(speed, device):
         for module in blocks_of(units) or [root]:
             module.compile()
@@ -281,8 +326,9 @@ def replicate(sharded: Sharded) -> None:
         find_unused_parameters=False,
         static_graph=False,
     )
-    # Rank 0's go to all before each forward, which costs a small model as much as its gradients: constants need it not.
-    # Set here: as an argument it has one name in torch 2.11 and another in 2.13, which warns of the first.
+    # Rank 0's go to all before each forward, which costs a small model as much as its gradients: constants
+    # need it not. Set here: as an argument it has one name in torch 2.11 and another in 2.13, which warns of
+    # the first.
     buffers = {name for name, _ in sharded.root.named_buffers()}
     runs.broadcast_buffers = not buffers.isdisjoint(persistent(sharded.root))
     sharded.runs = runs

@@ -1,7 +1,8 @@
-"""How many bytes a rank sends in a step, from shapes alone: what each way to accumulate and to reshard costs on the wire.
+"""How many bytes a rank sends in a step, from shapes alone: what each way to accumulate and to reshard costs
+on the wire.
 
-Counted as ring algorithms send: (n-1)/n of what is gathered or scattered, twice that of what is all-reduced. Not here: time, or
-what the norm, the loss and the agreement of ranks send, a few bytes each.
+Counted as ring algorithms send: (n-1)/n of what is gathered or scattered, twice that of what is all-reduced.
+Not here: time, or what the norm, the loss and the agreement of ranks send, a few bytes each.
 """
 
 from __future__ import annotations
@@ -30,7 +31,11 @@ class Traffic:
         return self.all_gather + self.reduce_scatter + self.all_reduce
 
     def __str__(self) -> str:
-        parts = {"all-gather": self.all_gather, "reduce-scatter": self.reduce_scatter, "all-reduce": self.all_reduce}
+        parts = {
+            "all-gather": self.all_gather,
+            "reduce-scatter": self.reduce_scatter,
+            "all-reduce": self.all_reduce,
+        }
         return " + ".join(f"{name} {mib(sent)}" for name, sent in parts.items() if sent) or "nothing"
 
 
@@ -49,10 +54,19 @@ class _CommUnit:
 
 
 def traffic(
-    model: nn.Module, *, sizes: MeshSizes, section: MeshSection, accumulation: int,
-    gathered: torch.dtype, reduced: torch.dtype, accumulate: str = "", float8: Iterable[Tensor] = (),
-) -> Traffic:  # fmt: skip
-    """`accumulate` asks for another way than the section's; `float8` are weights that are gathered in a byte an element."""
+    model: nn.Module,
+    *,
+    sizes: MeshSizes,
+    section: MeshSection,
+    accumulation: int,
+    gathered: torch.dtype,
+    reduced: torch.dtype,
+    accumulate: str = "",
+    float8: Iterable[Tensor] = (),
+) -> Traffic:
+    """`accumulate` asks for another way than the section's; `float8` are weights that are gathered in a byte
+    an element.
+    """
     how = accumulate or section.accumulate
     if sizes.strategy == "ddp":
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -85,7 +99,9 @@ def _gathers(group: _CommUnit, section: MeshSection, sizes: MeshSizes, accumulat
     return accumulation * (forward + backward)
 
 
-def _groups(model: nn.Module, wrap: str, shards: int, gathered: torch.dtype, float8: set[Tensor]) -> list[_CommUnit]:
+def _groups(
+    model: nn.Module, wrap: str, shards: int, gathered: torch.dtype, float8: set[Tensor]
+) -> list[_CommUnit]:
     def group(parameters: Sequence[nn.Parameter], stays: bool) -> _CommUnit:
         small = _padded([p for p in parameters if p in float8], shards)
         whole = _padded(parameters, shards) - small
@@ -105,23 +121,44 @@ def _groups(model: nn.Module, wrap: str, shards: int, gathered: torch.dtype, flo
 
 def _padded(parameters: Iterable[nn.Parameter], shards: int) -> int:
     """Rows are filled up to a multiple of the shards; 0-dim parameters are not sharded."""
-    return sum(-(-p.shape[0] // shards) * shards * p.shape[1:].numel() for p in dict.fromkeys(parameters) if p.dim())
+    return sum(
+        -(-p.shape[0] // shards) * shards * p.shape[1:].numel() for p in dict.fromkeys(parameters) if p.dim()
+    )
 
 
 def said(
-    model: nn.Module, *, sizes: MeshSizes, section: MeshSection, accumulation: int, gathered: torch.dtype,
-    reduced: torch.dtype, float8: Iterable[Tensor] = (),
-) -> str:  # fmt: skip
-    """The start-up line: this run's bytes by kind and, where micro-batches accumulate, what the other ways would send."""
+    model: nn.Module,
+    *,
+    sizes: MeshSizes,
+    section: MeshSection,
+    accumulation: int,
+    gathered: torch.dtype,
+    reduced: torch.dtype,
+    float8: Iterable[Tensor] = (),
+) -> str:
+    """The start-up line: this run's bytes by kind and, where micro-batches accumulate, what the other ways
+    would send.
+    """
     chosen, *others = (
-        (how, traffic(
-            model, sizes=sizes, section=section, accumulation=accumulation, gathered=gathered, reduced=reduced, accumulate=how,
-            float8=float8,
-        ))
+        (
+            how,
+            traffic(
+                model,
+                sizes=sizes,
+                section=section,
+                accumulation=accumulation,
+                gathered=gathered,
+                reduced=reduced,
+                accumulate=how,
+                float8=float8,
+            ),
+        )
         for how in sorted(("last", "shard", "every"), key=lambda how: how != section.accumulate)
-    )  # fmt: skip
+    )
     text = f"{chosen[1]} sent by a rank"
     if accumulation == 1:
         return text
-    beside = ", ".join(f"{how} {mib(one.total)}" for how, one in others if sizes.strategy != "ddp" or how != "shard")
+    beside = ", ".join(
+        f"{how} {mib(one.total)}" for how, one in others if sizes.strategy != "ddp" or how != "shard"
+    )
     return f"{text} (--mesh.accumulate {section.accumulate}; {beside})"

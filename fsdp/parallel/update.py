@@ -1,6 +1,7 @@
 """How an optimizer's step is made: as a whole, or part by part where its states rest in files.
 
-The numbers are the same to the bit. Not here: which optimizer (fsdp/optim/optimizer.py), and whether a step may be made (fsdp/run/loop.py).
+The numbers are the same to the bit. Not here: which optimizer (fsdp/optim/optimizer.py), and whether a step
+may be made (fsdp/run/loop.py).
 """
 
 from __future__ import annotations

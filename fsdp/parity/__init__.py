@@ -11,4 +11,4 @@ compare.py    both sides started, and each mesh judged
 from fsdp.parity.measure import relative_differences
 from fsdp.parity.options import Comparison, Row, rows
 
-__all__ = ["Row", "Comparison", "relative_differences", "rows"]
+__all__ = ["Comparison", "Row", "relative_differences", "rows"]

@@ -1,21 +1,22 @@
-"""Is training your model sharded the same as training it plainly? Starts the ranks itself and prints a table and a verdict.
+"""Is training your model sharded the same as training it plainly? Starts the ranks itself and prints a table
+and a verdict.
 
     python -m fsdp.parity
     python -m fsdp.parity --model.name my_package.models:build --data.name my_package.data:build --parity.ranks 4
 
-takes train.py's flags, and --parity.ranks N (2), --parity.dtype fp64|fp32|bf16|fp16 (fp64), --parity.steps N (20). Each mesh
-trains from the same initial weights on the same samples as an unsharded loop in one process; the two share no other code.
-Compared are, for each mesh,
+takes train.py's flags, and --parity.ranks N (2), --parity.dtype fp64|fp32|bf16|fp16 (fp64), --parity.steps N
+(20). Each mesh trains from the same initial weights on the same samples as an unsharded loop in one process;
+the two share no other code. Compared are, for each mesh,
 
     gradients   loss, gradient norm and each parameter's gradient before any update, without clipping
     clipped     the same after clipping
     sgd         loss and norm of three steps of SGD without clipping, and each parameter after them
     as asked    loss and norm of N steps with the run's own optimizer, and each parameter after them
 
-The table shows the largest relative difference of each. In fp64 that is the worst parameter's, and rounding cannot hide a
-wrong reduction. In a lower precision, and in a model that computes in float32 inside whatever is asked, it is the whole
-model's. Under a mesh that differs stands what differs most, and by which factor. Exit code 0 where every mesh is within its
-bounds, else 1; 2 for a wrong flag.
+The table shows the largest relative difference of each. In fp64 that is the worst parameter's, and rounding
+cannot hide a wrong reduction. In a lower precision, and in a model that computes in float32 inside whatever
+is asked, it is the whole model's. Under a mesh that differs stands what differs most, and by which factor.
+Exit code 0 where every mesh is within its bounds, else 1; 2 for a wrong flag.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def main(argv: Sequence[str]) -> int:
         return 0
     try:
         asked = _ask(argv)
-        return _show(asked, compare(asked, lambda text: print(f"fsdp.parity: {text}", file=sys.stderr, flush=True)))
+        return _show(
+            asked, compare(asked, lambda text: print(f"fsdp.parity: {text}", file=sys.stderr, flush=True))
+        )
     except ShardrunError as error:
         print(f"fsdp.parity: {error}", file=sys.stderr)
         return error.exit_code
@@ -56,9 +59,13 @@ def _ask(argv: Sequence[str]) -> ParityOptions:
             own[key] = value
     for key in ("ranks", "steps"):
         if not own[key].isdigit() or int(own[key]) < 1:
-            raise ConfigError(f"--parity.{key} {own[key]} is not a whole number from 1.", f"--parity.{key} {DEFAULTS[key]}")
+            raise ConfigError(
+                f"--parity.{key} {own[key]} is not a whole number from 1.", f"--parity.{key} {DEFAULTS[key]}"
+            )
     if own["dtype"] not in BOUNDS:
-        raise ConfigError(f"--parity.dtype {own['dtype']} is not one of {', '.join(BOUNDS)}.", "--parity.dtype fp64")
+        raise ConfigError(
+            f"--parity.dtype {own['dtype']} is not one of {', '.join(BOUNDS)}.", "--parity.dtype fp64"
+        )
     asked = ParityOptions(words, int(own["ranks"]), own["dtype"], int(own["steps"]))
     asked.config(None, "")  # a wrong flag is said before torch is loaded
     return asked
@@ -73,14 +80,18 @@ def _show(asked: ParityOptions, found: Iterator[tuple[Row, list[ParityDifference
         + " verdict"
     )
     for row, differences in found:
-        mesh, reshard = f"{row.strategy} {row.replicate}×{row.shard}", "-" if row.strategy == "ddp" else row.reshard
+        mesh, reshard = (
+            f"{row.strategy} {row.replicate}×{row.shard}",
+            "-" if row.strategy == "ddp" else row.reshard,
+        )
         sizes = [max(d.size for d in differences if d.training is training) for training in Comparison]
         apart = [d for d in differences if not d.same]
         print(
             f"{mesh:<10} {reshard:<8} {row.micro_batches:<14} {asked.dtype:<6} "
-            + " ".join(f"{size:<10.1e}" for size in sizes) + f" {'DIFFERS' if apart else 'same'}",
+            + " ".join(f"{size:<10.1e}" for size in sizes)
+            + f" {'DIFFERS' if apart else 'same'}",
             flush=True,
-        )  # fmt: skip
+        )
         for difference in apart:
             if difference.training is apart[0].training:  # the others follow from it
                 print(f"  {difference}", flush=True)

@@ -28,7 +28,9 @@ Say = Callable[[str], None]
 
 
 def compare(asked: ParityOptions, say: Say) -> Iterator[tuple[Row, list[ParityDifference]]]:
-    """Each mesh's differences from the plain loop. The ranks train while the plain loop does; `say` receives the progress."""
+    """Each mesh's differences from the plain loop. The ranks train while the plain loop does; `say` receives
+    the progress.
+    """
     import torch
 
     on_cuda = torch.cuda.is_available() and torch.cuda.device_count() >= asked.ranks
@@ -37,7 +39,10 @@ def compare(asked: ParityOptions, say: Say) -> Iterator[tuple[Row, list[ParityDi
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // (asked.ranks + 1)))
     tried = rows(asked.ranks)
     jobs = jobs_of(asked, tried, device)
-    with tempfile.TemporaryDirectory(prefix="parity-") as folder, sharded_ranks(asked, tried, folder, on_cuda) as done:
+    with (
+        tempfile.TemporaryDirectory(prefix="parity-") as folder,
+        sharded_ranks(asked, tried, folder, on_cuda) as done,
+    ):
         reference = Reference(asked, jobs, device, say)
         for at in done:
             yield tried[at], reference.judge(at, folder)
@@ -49,7 +54,9 @@ def jobs_of(asked: ParityOptions, tried: list[Row], device: torch.device) -> lis
     """What each mesh trains, refused here if it cannot be compared."""
     from fsdp.run.job import prepare
 
-    jobs = [prepare(asked.config(row, ""), world_size=asked.ranks, num_nodes=1, device=device) for row in tried]
+    jobs = [
+        prepare(asked.config(row, ""), world_size=asked.ranks, num_nodes=1, device=device) for row in tried
+    ]
     _refuse_chance(jobs[0])
     return jobs
 
@@ -61,7 +68,9 @@ class Reference:
         self._plain, self._jobs, self._say = Plain(asked, jobs[0], device), jobs, say
         self._trained: dict[tuple[Comparison, int], TrainingRecord] = {}
         rounds, adaptive = self._plain.rounds, asked.config(None, "").optim.name != "sgd"
-        bare = without_gradient(self._get(Comparison.GRADIENT, 0), ROUNDED_NO_GRADIENT if rounds else NO_GRADIENT)
+        bare = without_gradient(
+            self._get(Comparison.GRADIENT, 0), ROUNDED_NO_GRADIENT if rounds else NO_GRADIENT
+        )
         self.measure = Measure(asked.dtype, rounds, adaptive, bare)
         for note in self.notes():
             say(f"note: {note}")
@@ -103,7 +112,9 @@ def _read(run: Path, plain: TrainingRecord) -> TrainingRecord:
     whole = torch.load(run / "full_model" / "full-model.pt", weights_only=True)
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if "grad_norm" in record]
-    return TrainingRecord(plain.start, whole, [step["loss"] for step in steps], [step["grad_norm"] for step in steps])
+    return TrainingRecord(
+        plain.start, whole, [step["loss"] for step in steps], [step["grad_norm"] for step in steps]
+    )
 
 
 def _refuse_chance(job: Job) -> None:
@@ -115,9 +126,14 @@ def _refuse_chance(job: Job) -> None:
     from fsdp.run.job import meta_model
 
     for name, module in meta_model(job.spec).named_modules():
-        if (isinstance(module, _DropoutNd) and module.p) or (isinstance(module, nn.MultiheadAttention) and module.dropout):
-            raise ConfigError(f"{name} drops values at random: runs cannot be compared.", "--model.args.dropout 0.0")
+        if (isinstance(module, _DropoutNd) and module.p) or (
+            isinstance(module, nn.MultiheadAttention) and module.dropout
+        ):
+            raise ConfigError(
+                f"{name} drops values at random: runs cannot be compared.", "--model.args.dropout 0.0"
+            )
         if isinstance(module, _BatchNorm):
             raise ConfigError(
-                f"{name} normalises over the rows that a rank has: runs cannot be compared.", "a model without BatchNorm"
+                f"{name} normalises over the rows that a rank has: runs cannot be compared.",
+                "a model without BatchNorm",
             )

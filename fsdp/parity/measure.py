@@ -1,8 +1,8 @@
 """How far one mesh's trainings are from the plain loop's, what is furthest, and why that may be.
 
-A parameter's gradient is measured against its own size, or a thousandth of the model's where it is smaller: the bias of
-attention's keys has no gradient by mathematics, and what is left of it is rounding. A parameter after training is measured
-against the length of its path in the same way.
+A parameter's gradient is measured against its own size, or a thousandth of the model's where it is smaller:
+the bias of attention's keys has no gradient by mathematics, and what is left of it is rounding. A parameter
+after training is measured against the length of its path in the same way.
 
 Not here: from which flags either side trains (asked.py), or the loops (plain.py, ranks.py).
 """
@@ -27,7 +27,9 @@ ROUNDING = 1e-5
 ADAPTIVE = 1e4
 """Adam divides by what may be rounding alone, beside an eps of 1e-8: its bound is so many times wider."""
 ROUNDED_INSIDE, ROUNDED_ASKED = 1e-5, 1e-2
-"""The bounds of a model that computes in float32 inside: of gradients and SGD, and of what the run's own optimizer makes."""
+"""The bounds of a model that computes in float32 inside: of gradients and SGD, and of what the run's own
+optimizer makes.
+"""
 NO_GRADIENT = 1e-12
 """Of the model's gradient norm: less is rounding, which Adam makes as large as any other gradient."""
 ROUNDED_NO_GRADIENT = 1e-5
@@ -51,12 +53,16 @@ class ParityDifference:
 
     def __str__(self) -> str:
         said = f"{self.training}: {self.what} differs by {self.size:.1e}, bound {self.bound:.0e}"
-        return said + (f": it is {self.factor:.6g} times the plain loop's" if math.isfinite(self.factor) else "")
+        return said + (
+            f": it is {self.factor:.6g} times the plain loop's" if math.isfinite(self.factor) else ""
+        )
 
 
 @dataclass(frozen=True)
 class Measure:
-    """How exact a comparison can be: the dtype, what the model rounds inside, and which parameters have no gradient."""
+    """How exact a comparison can be: the dtype, what the model rounds inside, and which parameters have no
+    gradient.
+    """
 
     dtype: str
     rounds: str
@@ -74,7 +80,9 @@ class Measure:
         wide = ADAPTIVE if self.each and self.adaptive and training is Comparison.ASKED else 1.0
         return wide * BOUNDS[self.dtype]
 
-    def differences(self, training: Comparison, ours: TrainingRecord, plain: TrainingRecord) -> list[ParityDifference]:
+    def differences(
+        self, training: Comparison, ours: TrainingRecord, plain: TrainingRecord
+    ) -> list[ParityDifference]:
         """Of the losses, the gradient norms, and the gradients or parameters: the furthest of each."""
         bound = self.bound(training)
         return [
@@ -87,14 +95,25 @@ class Measure:
         self, training: Comparison, name: str, ours: list[float], plain: list[float], bound: float
     ) -> ParityDifference:
         if len(ours) != len(plain):
-            return ParityDifference(training, f"the number of steps ({len(ours)}, plainly {len(plain)})", math.inf, bound)
-        apart = [abs(a - b) / max(abs(b), 1e-30) if math.isfinite(a) else math.inf for a, b in zip(ours, plain, strict=True)]
+            return ParityDifference(
+                training, f"the number of steps ({len(ours)}, plainly {len(plain)})", math.inf, bound
+            )
+        apart = [
+            abs(a - b) / max(abs(b), 1e-30) if math.isfinite(a) else math.inf
+            for a, b in zip(ours, plain, strict=True)
+        ]
         at = max(range(len(apart)), key=apart.__getitem__)
-        return ParityDifference(training, f"the {name} of step {at + 1}", apart[at], bound, ours[at] / (plain[at] or math.nan))
+        return ParityDifference(
+            training, f"the {name} of step {at + 1}", apart[at], bound, ours[at] / (plain[at] or math.nan)
+        )
 
-    def _of_tensors(self, training: Comparison, ours: TrainingRecord, plain: TrainingRecord, bound: float) -> ParityDifference:
+    def _of_tensors(
+        self, training: Comparison, ours: TrainingRecord, plain: TrainingRecord, bound: float
+    ) -> ParityDifference:
         length = {Comparison.GRADIENT: FAR, Comparison.CLIPPED: FAR / CLIP}.get(training)
-        moved = {n: (plain.start[n].double() - b.double()) / (length or 1.0) for n, b in plain.parameters.items()}
+        moved = {
+            n: (plain.start[n].double() - b.double()) / (length or 1.0) for n, b in plain.parameters.items()
+        }
         found = {n: (plain.start[n].double() - ours.parameters[n].double()) / (length or 1.0) for n in moved}
         kept = [n for n in moved if training is not Comparison.ASKED or n not in self.flat]
         what = "the gradient of" if length else "the parameter"
@@ -104,12 +123,18 @@ class Measure:
                 # Against the parameters: half precision leaves a path of a few steps no digits.
                 size = _whole_difference(ours.parameters, plain.parameters)
             worst = max(kept, key=lambda n: _norm(found[n] - moved[n]), default="")
-            return ParityDifference(training, f"the model, {what} {worst} most,", size, bound, _factor(found, moved, kept))
+            return ParityDifference(
+                training, f"the model, {what} {worst} most,", size, bound, _factor(found, moved, kept)
+            )
         floors = {n: ROUNDING * _norm(plain.start[n].double()) / (length or 1.0) for n in kept}
         apart = relative_differences(found, {n: moved[n] for n in kept}, floors)
         worst = max(kept, key=lambda n: apart[n], default="")
         return ParityDifference(
-            training, f"{what} {worst}", apart.get(worst, 0.0), bound, _factor(found, moved, [worst] if worst else [])
+            training,
+            f"{what} {worst}",
+            apart.get(worst, 0.0),
+            bound,
+            _factor(found, moved, [worst] if worst else []),
         )
 
 

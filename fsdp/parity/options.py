@@ -1,5 +1,5 @@
-"""What is compared: the meshes that so many ranks can form, the trainings of each, the precisions with their bounds, and the
-run's own flags.
+"""What is compared: the meshes that so many ranks can form, the trainings of each, the precisions with their
+bounds, and the run's own flags.
 
 Not here: how either side trains (plain.py, ranks.py), or how far apart they end (measure.py).
 """
@@ -16,20 +16,33 @@ from fsdp.config import Config
 
 BOUNDS = {"fp64": 1e-10, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
 PRECISION: Mapping[str, Mapping[str, Any]] = {
-    "fp64": {"precision.master": "fp64", "precision.param": "fp64", "precision.reduce": "auto", "precision.output": "auto"},
-    **{d: {"precision.master": "fp32", "precision.param": d, "precision.reduce": "auto"} for d in ("fp32", "bf16", "fp16")},
+    "fp64": {
+        "precision.master": "fp64",
+        "precision.param": "fp64",
+        "precision.reduce": "auto",
+        "precision.output": "auto",
+    },
+    **{
+        d: {"precision.master": "fp32", "precision.param": d, "precision.reduce": "auto"}
+        for d in ("fp32", "bf16", "fp16")
+    },
 }
 LOSS_SCALE = 256.0
-"""fp16's, small enough that no gradient overflows: a run leaves such a step out, the plain loop has no scale."""
+"""fp16's, small enough that no gradient overflows: a run leaves such a step out, the plain loop has no scale.
+"""
 
 FAR = 2.0**20
-"""The length of a step from which its gradient is read: next to it the parameter that it starts from is rounding."""
+"""The length of a step from which its gradient is read: next to it the parameter that it starts from is
+rounding.
+"""
 CLIP = 2.0**-10
 """A norm that nearly any gradient is clipped to."""
 
 
 class Comparison(StrEnum):
-    """How a mesh and the plain loop both train. SGD shows a wrong factor as that factor; clipping and Adam cancel it."""
+    """How a mesh and the plain loop both train. SGD shows a wrong factor as that factor; clipping and Adam
+    cancel it.
+    """
 
     GRADIENT = "gradients"
     CLIPPED = "clipped"
@@ -85,7 +98,9 @@ class ParityOptions:
             "checkpoint.resume": "auto", "checkpoint.keep_best": 0, "stop.file": "", "stop.deadline_s": 0.0,
             "precision.loss_scale": LOSS_SCALE, **PRECISION[self.dtype], **training.overrides(),
         }  # fmt: skip
-        given = configuration.load(self.words, {**fixed, "mesh.strategy": "auto", "mesh.replicate": 0, "mesh.shard": 0})
+        given = configuration.load(
+            self.words, {**fixed, "mesh.strategy": "auto", "mesh.replicate": 0, "mesh.shard": 0}
+        )
         if row is None:
             return given
         share = -(-given.train.global_batch // self.ranks)
@@ -94,7 +109,11 @@ class ParityOptions:
 
 def rows(ranks: int) -> list[Row]:
     """What this many ranks can form; the last have several micro-batches."""
-    found = [Row("fsdp", 1, ranks, "true", 1), Row("fsdp", 1, ranks, "false", 2), Row("fsdp", 1, ranks, "step", 2)]
+    found = [
+        Row("fsdp", 1, ranks, "true", 1),
+        Row("fsdp", 1, ranks, "false", 2),
+        Row("fsdp", 1, ranks, "step", 2),
+    ]
     if ranks > 1:
         found += [Row("ddp", ranks, 1, "true", 1), Row("ddp", ranks, 1, "true", 2)]
     if ranks % 2 == 0:

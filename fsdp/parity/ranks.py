@@ -24,12 +24,18 @@ GROUP_TIMEOUT_S = 300.0
 
 
 @contextlib.contextmanager
-def sharded_ranks(asked: ParityOptions, tried: list[Row], folder: str, on_cuda: bool) -> Iterator[Iterator[int]]:
-    """Processes that form one world; yields the places of the meshes as they are done, and raises what a rank met first."""
+def sharded_ranks(
+    asked: ParityOptions, tried: list[Row], folder: str, on_cuda: bool
+) -> Iterator[Iterator[int]]:
+    """Processes that form one world; yields the places of the meshes as they are done, and raises what a rank
+    met first.
+    """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     members = [
-        context.Process(target=_rank, args=(rank, asked, tried, folder, on_cuda, None if rank else theirs), daemon=True)
+        context.Process(
+            target=_rank, args=(rank, asked, tried, folder, on_cuda, None if rank else theirs), daemon=True
+        )
         for rank in range(asked.ranks)
     ]
     for member in members:
@@ -65,7 +71,9 @@ def run_of(folder: str, at: int, training: Comparison) -> Path:
     return Path(folder, str(at), training.name.lower())
 
 
-def train_rows(env: DistEnv, asked: ParityOptions, tried: list[Row], folder: str, done: Callable[[int], None]) -> None:
+def train_rows(
+    env: DistEnv, asked: ParityOptions, tried: list[Row], folder: str, done: Callable[[int], None]
+) -> None:
     """One rank: the whole of fsdp.run.loop.train, mesh after mesh, each in every way."""
     from fsdp.run.loop import train
 
@@ -78,11 +86,17 @@ def train_rows(env: DistEnv, asked: ParityOptions, tried: list[Row], folder: str
 
 
 def _last_words(log: Path) -> str:
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()] if log.exists() else []
+    lines = (
+        [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        if log.exists()
+        else []
+    )
     return lines[-1].strip().rstrip(".") if lines else "it said nothing"
 
 
-def _rank(rank: int, asked: ParityOptions, tried: list[Row], folder: str, on_cuda: bool, pipe: Connection | None) -> None:
+def _rank(
+    rank: int, asked: ParityOptions, tried: list[Row], folder: str, on_cuda: bool, pipe: Connection | None
+) -> None:
     log = os.open(Path(folder, f"rank-{rank}.log"), os.O_CREAT | os.O_WRONLY)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -94,8 +108,14 @@ def _rank(rank: int, asked: ParityOptions, tried: list[Row], folder: str, on_cud
     if not on_cuda:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // (asked.ranks + 1)))
     env = DistEnv(
-        rank=rank, world_size=asked.ranks, local_rank=rank, local_world_size=asked.ranks, node_rank=0, num_nodes=1,
-        device=torch.device("cuda", rank) if on_cuda else torch.device("cpu"), launcher="fsdp.parity",
-    )  # fmt: skip
+        rank=rank,
+        world_size=asked.ranks,
+        local_rank=rank,
+        local_world_size=asked.ranks,
+        node_rank=0,
+        num_nodes=1,
+        device=torch.device("cuda", rank) if on_cuda else torch.device("cpu"),
+        launcher="fsdp.parity",
+    )
     with process_group(env, GROUP_TIMEOUT_S, dist.FileStore(str(Path(folder, "store")), asked.ranks)):
         train_rows(env, asked, tried, folder, pipe.send if pipe is not None else lambda _: None)

@@ -1,8 +1,9 @@
-"""The unsharded loop that every mesh is held against: one process, the whole model, torch's own optimizer, written out.
+"""The unsharded loop that every mesh is held against: one process, the whole model, torch's own optimizer,
+written out.
 
-It takes the initial weights and the samples from fsdp/, and nothing that computes: the loss, its weights, the clipping, the
-groups of parameters and the rate are written here a second time. torch is imported within functions: a wrong flag is
-reported before it is loaded.
+It takes the initial weights and the samples from fsdp/, and nothing that computes: the loss, its weights, the
+clipping, the groups of parameters and the rate are written here a second time. torch is imported within
+functions: a wrong flag is reported before it is loaded.
 """
 
 from __future__ import annotations
@@ -51,12 +52,16 @@ class Plain:
             self.model.load_state_dict(dict(open_full_state(config.model.weights)))
         if config.model.frozen:
             freeze(self.model, config.model.frozen)
-        kept, computed = (torch.float64,) * 2 if asked.dtype == "fp64" else (torch.float32, _lower(asked.dtype))
+        kept, computed = (
+            (torch.float64,) * 2 if asked.dtype == "fp64" else (torch.float32, _lower(asked.dtype))
+        )
         self.model._apply(lambda tensor: tensor.to(kept) if tensor.is_floating_point() else tensor)
         self._start = {name: value.clone() for name, value in self.model.state_dict().items()}
         self.loss = Loss(self.model, computed, self._samples(0))
         self.rounds = (
-            lower_precision_inside(self.model, lambda: self.loss.forward(self._samples(0))) if computed == kept else ""
+            lower_precision_inside(self.model, lambda: self.loss.forward(self._samples(0)))
+            if computed == kept
+            else ""
         )
 
     def _samples(self, step: int) -> dict[str, Tensor]:
@@ -64,7 +69,9 @@ class Plain:
         return {name: value.to(self._device) for name, value in found.items()}
 
     def train(self, training: Comparison, accumulation: int) -> TrainingRecord:
-        """The global batch is cut as ranks and micro-batches cut it: to fit in memory, and for each piece's auxiliary loss."""
+        """The global batch is cut as ranks and micro-batches cut it: to fit in memory, and for each piece's
+        auxiliary loss.
+        """
         import numpy as np
         import torch
 
@@ -76,14 +83,18 @@ class Plain:
         for step in range(config.train.steps):
             whole = self._samples(step)
             shares = np.array_split(np.arange(len(whole["inputs"])), self._asked.ranks)
-            pieces = [piece for share in shares for piece in np.array_split(share, accumulation) if len(piece)]
+            pieces = [
+                piece for share in shares for piece in np.array_split(share, accumulation) if len(piece)
+            ]
             optimizer.zero_grad()
             loss = 0.0
             for part in self.loss.parts(whole, pieces):
                 part.backward()
                 loss += float(part.detach())
             done.losses.append(loss)
-            done.norms.append(float(torch.nn.utils.clip_grad_norm_(trained, config.train.clip_grad_norm or math.inf)))
+            done.norms.append(
+                float(torch.nn.utils.clip_grad_norm_(trained, config.train.clip_grad_norm or math.inf))
+            )
             for group in optimizer.param_groups:
                 group["lr"] = _rate(config.optim, step + 1, config.train.steps)
             optimizer.step()
@@ -107,9 +118,9 @@ def _lower(dtype: str) -> Any:
 class Loss:
     """The mean over a global batch, as a sum of parts that fit in memory.
 
-    Of logits it is the cross entropy of the unmasked targets, or labels. Whether labels are those of the next position is read
-    off the model's own loss, once. A loss that follows from no logits is taken of the whole batch at once: no cut of the batch
-    gives it another value, which is what a mesh has to reproduce.
+    Of logits it is the cross entropy of the unmasked targets, or labels. Whether labels are those of the next
+    position is read off the model's own loss, once. A loss that follows from no logits is taken of the whole
+    batch at once: no cut of the batch gives it another value, which is what a mesh has to reproduce.
     """
 
     def __init__(self, model: nn.Module, computed: Any, first: Mapping[str, Tensor]) -> None:
@@ -118,10 +129,14 @@ class Loss:
         self._model, self._computed = model, computed
         wanted = inspect.signature(model.forward).parameters
         more = any(p.kind is p.VAR_KEYWORD for p in wanted.values())
-        self._passed = {name for name in first if name != "inputs" and (name in wanted or (more and name != "targets"))}
+        self._passed = {
+            name for name in first if name != "inputs" and (name in wanted or (more and name != "targets"))
+        }
         config = getattr(model, "config", None)
         self._decoder = bool(getattr(config, "is_encoder_decoder", False))
-        self._router = float(getattr(model, "router_aux_loss_coef", getattr(config, "router_aux_loss_coef", 0.0)) or 0.0)
+        self._router = float(
+            getattr(model, "router_aux_loss_coef", getattr(config, "router_aux_loss_coef", 0.0)) or 0.0
+        )
         self._labels = next((name for name in ("labels", "targets") if name in self._passed), "")
         self._shifts, self.of_logits, self.by_piece = False, True, False
         if self._labels:
@@ -134,18 +149,28 @@ class Loss:
             self._labels = ""
             return
         self.of_logits = False
-        if logits is None or batch[self._labels].is_floating_point() or logits.shape[:-1] != batch[self._labels].shape:
+        if (
+            logits is None
+            or batch[self._labels].is_floating_point()
+            or logits.shape[:-1] != batch[self._labels].shape
+        ):
             return
         for shifts in (False, True)[: logits.dim() - 1]:
             total, count = _cross_entropy(logits, batch[self._labels], shifts)
-            expected = float(total) / max(1, count) + (self._router * float(auxiliary) if auxiliary is not None else 0.0)
+            expected = float(total) / max(1, count) + (
+                self._router * float(auxiliary) if auxiliary is not None else 0.0
+            )
             if math.isclose(float(loss), expected, rel_tol=1e-5 if self._computed.itemsize >= 4 else 1e-2):
                 self._shifts, self.of_logits, self.by_piece = shifts, True, auxiliary is not None
                 return
 
     def forward(self, batch: Mapping[str, Tensor]) -> Any:
-        """(loss, logits, auxiliary loss). Labels are given where the loss is the model's own, or its decoder reads them."""
-        unread = {self._labels} if self._labels == "labels" and self.of_logits and not self._decoder else set()
+        """(loss, logits, auxiliary loss). Labels are given where the loss is the model's own, or its decoder
+        reads them.
+        """
+        unread = (
+            {self._labels} if self._labels == "labels" and self.of_logits and not self._decoder else set()
+        )
         return self._call(batch, self._passed - unread)
 
     def parts(self, whole: Mapping[str, Tensor], pieces: list[Any]) -> Any:
@@ -232,7 +257,9 @@ def _rate(section: OptimSection, step: int, steps: int) -> float:
 
 
 def lower_precision_inside(model: nn.Module, forward: Callable[[], Any]) -> str:
-    """The first kind of module that computes in less than the model's float64, and the dtype; empty where none does."""
+    """The first kind of module that computes in less than the model's float64, and the dtype; empty where
+    none does.
+    """
     import torch
     from torch.overrides import TorchFunctionMode
 
@@ -244,7 +271,9 @@ def lower_precision_inside(model: nn.Module, forward: Callable[[], Any]) -> str:
             result = func(*args, **(kwargs or {}))
             tracked = isinstance(result, torch.Tensor) and result.requires_grad and result.is_floating_point()
             if tracked and result.dtype != torch.float64:
-                found.append(f"{inside[-1] if inside else type(model).__name__} computes in {str(result.dtype)[6:]}")
+                found.append(
+                    f"{inside[-1] if inside else type(model).__name__} computes in {str(result.dtype)[6:]}"
+                )
             return result
 
     def enter(module: nn.Module, _: Any) -> None:

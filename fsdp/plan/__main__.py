@@ -2,9 +2,10 @@
 
     python -m fsdp.plan --model.name transformer --model.preset llama-8b --plan.gpus 64 --plan.gpu h100 --data.seq_len 8192
 
-train.py's flags and recipes (--config FILE), and --plan's own. What is given stays; mesh, micro-batch, resharding,
-checkpointing and, where nothing else fits, offload are searched. --plan.fix true plans the flags as they are; without
---plan.gpus the fewest ranks that fit are found. --plan.write FILE writes the best as a recipe for train.py.
+train.py's flags and recipes (--config FILE), and --plan's own. What is given stays; mesh, micro-batch,
+resharding, checkpointing and, where nothing else fits, offload are searched. --plan.fix true plans the flags
+as they are; without --plan.gpus the fewest ranks that fit are found. --plan.write FILE writes the best as a
+recipe for train.py.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def given_in(argv: list[str]) -> frozenset[str]:
 def _set_in(recipe: str) -> set[str]:
     defaults = {name: spec.default for name, spec in configuration.FIELDS.items()}
     return {
-        name for name, value in configuration.read_recipe(recipe).items() if name not in defaults or defaults[name] != value
+        name
+        for name, value in configuration.read_recipe(recipe).items()
+        if name not in defaults or defaults[name] != value
     }
 
 
@@ -74,7 +77,9 @@ def answer(config: Config, given: frozenset[str]) -> list[str]:
     lines += ["", f"  best: {report.flags_of(best)}"]
     if config.plan.write:
         report.write_recipe(best, config)
-        lines.append(f"  written: {config.plan.write}; python train.py --config {config.plan.write} --dry-run")
+        lines.append(
+            f"  written: {config.plan.write}; python train.py --config {config.plan.write} --dry-run"
+        )
     return lines
 
 

@@ -1,4 +1,6 @@
-"""One configuration on one number of ranks: its memory, its step, and what is not in them. Search and bench both ask here."""
+"""One configuration on one number of ranks: its memory, its step, and what is not in them. Search and bench
+both ask here.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,8 @@ def for_target(config: Config) -> Config:
     dtypes = resolve_dtypes(config.precision, torch.device("cuda"))
     names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
     # Replaced without the checks: what a person wrote was checked as they wrote it.
-    return dataclasses.replace(config, precision=dataclasses.replace(config.precision, param=names[dtypes.param]))  # type: ignore[arg-type]
+    precision = dataclasses.replace(config.precision, param=names[dtypes.param])  # type: ignore[arg-type]
+    return dataclasses.replace(config, precision=precision)
 
 
 def is_compiled(config: Config) -> bool:
@@ -81,7 +84,8 @@ def check_device(config: Config) -> None:
     float8, gpu = config.speed.float8, config.plan.gpu
     if float8 != "off" and gpu in ("a100", "a100-40gb"):
         raise ConfigError(
-            f"--speed.float8 {float8} needs compute capability 8.9, and --plan.gpu {gpu} has 8.0.", "--speed.float8 off"
+            f"--speed.float8 {float8} needs compute capability 8.9, and --plan.gpu {gpu} has 8.0.",
+            "--speed.float8 off",
         )
     if config.memory.nvme != "off" and gpu != "cpu" and not config.memory.cpu_offload:
         raise ConfigError(
@@ -96,9 +100,13 @@ def ask_for(config: Config, ranks: int) -> Ask:
     nodes = -(-ranks // rates.gpus_a_node)
     sizes, batch = resolve(config.mesh, ranks, nodes), plan_batch(config.train, ranks)
     if config.plan.rank >= ranks:
-        raise ConfigError(f"--plan.rank {config.plan.rank} is not among {ranks} ranks.", f"--plan.rank {ranks - 1}")
+        raise ConfigError(
+            f"--plan.rank {config.plan.rank} is not among {ranks} ranks.", f"--plan.rank {ranks - 1}"
+        )
     device = "cuda" if rates.has_allocator else "cpu"
-    return Ask(for_target(config), sizes, config.plan.rank, batch.micro_batch, min(batch.accumulation, 3), 0, device)
+    return Ask(
+        for_target(config), sizes, config.plan.rank, batch.micro_batch, min(batch.accumulation, 3), 0, device
+    )
 
 
 def plan_one(config: Config) -> Plan:
@@ -113,17 +121,33 @@ def plan_one(config: Config) -> Plan:
 def plan_of(ask: Ask, counted: TracedStep, subject: Subject, accumulation: int, rates: Rates) -> Plan:
     config, offload = ask.config, ask.config.memory.cpu_offload and rates.has_allocator
     memory = memory_of(counted, apart=rates.has_allocator, offload=offload)
-    setting = Setting(ask.sizes, rates, is_compiled(config), accumulation, offload=offload, float8=config.speed.float8 != "off")
+    setting = Setting(
+        ask.sizes,
+        rates,
+        is_compiled(config),
+        accumulation,
+        offload=offload,
+        float8=config.speed.float8 != "off",
+    )
     if rates.has_allocator:
         memory = memory.with_more(_read_ahead(config, subject, ask.micro_batch * accumulation))
-    # A save copies the rank's part of the state: into pinned memory of the host, which on CPU is the process's own.
+    # A save copies the rank's part of the state: into pinned memory of the host, which on CPU is the
+    # process's own.
     staged = memory.state * ask.sizes.shard / ask.sizes.ranks if _saves(config) else 0.0
     needed = memory.reserved + rates.overhead if rates.has_allocator else process_peak(counted) + staged
     return Plan(
-        config=config, sizes=ask.sizes, micro_batch=ask.micro_batch, accumulation=accumulation, memory=memory,
-        step=time_step(counted, setting), rates=rates, needed=needed,
-        samples=ask.micro_batch * accumulation * ask.sizes.ranks, tokens_per_sample=subject.tokens_per_sample, staged=staged,
-    )  # fmt: skip
+        config=config,
+        sizes=ask.sizes,
+        micro_batch=ask.micro_batch,
+        accumulation=accumulation,
+        memory=memory,
+        step=time_step(counted, setting),
+        rates=rates,
+        needed=needed,
+        samples=ask.micro_batch * accumulation * ask.sizes.ranks,
+        tokens_per_sample=subject.tokens_per_sample,
+        staged=staged,
+    )
 
 
 def _read_ahead(config: Config, subject: Subject, samples: int) -> float:
@@ -164,7 +188,9 @@ def not_modelled(config: Config) -> Iterator[str]:
             yield f"--{name} {flat[name]}: {_SAYS_WHY.get(name, 'planned as if it were not given')}"
     if is_compiled(config):
         budget = config.memory.activation_budget
-        why = f", and --memory.activation_budget {budget:g} is kept as without a compiler" if budget < 1 else ""
+        why = (
+            f", and --memory.activation_budget {budget:g} is kept as without a compiler" if budget < 1 else ""
+        )
         yield f"torch.compile: time counts fused kernels; memory is eager's, which is more than compiled blocks keep{why}"
     if config.train.eval_batch > config.train.micro_batch > 0:
         yield f"--train.eval_batch {config.train.eval_batch}: an evaluation's own peak"

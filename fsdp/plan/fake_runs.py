@@ -1,9 +1,9 @@
 """Which fake runs a question needs, and what is composed of them.
 
-A model of many equal blocks is watched with few (five and six, say) and composed; a model without them runs whole. A search
-asks for many micro-batches and shard sizes: bytes of activations are affine in the first, what rests goes with the reciprocal
-of the second, so four small runs answer for all of them, and what is chosen is then counted for itself. Not here: what the
-numbers mean.
+A model of many equal blocks is watched with few (five and six, say) and composed; a model without them runs
+whole. A search asks for many micro-batches and shard sizes: bytes of activations are affine in the first,
+what rests goes with the reciprocal of the second, so four small runs answer for all of them, and what is
+chosen is then counted for itself. Not here: what the numbers mean.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def shape_of(config: Config) -> Shape:
 
 
 def run_all(asks: Iterable[Ask], known: Runs | None = None) -> Runs:
-    """Each distinct ask once; with a process beside this one where that saves time, and never in a process that is a rank."""
+    """Each distinct ask once; with a process beside this one where that saves time, and never in a process
+    that is a rank.
+    """
     done: Runs = dict(known or {})
     missing = [ask for ask in dict.fromkeys(asks) if ask not in done]
     alone = (os.cpu_count() or 1) == 1
@@ -98,7 +100,9 @@ def _beside(asks: Sequence[Ask], *, rank: bool = False) -> Runs:
 
 
 def count(ask: Ask, *, check: bool | None = None) -> TracedStep:
-    """The step of all blocks. A model of one's own is checked with a third run: blocks may be alike and act differently."""
+    """The step of all blocks. A model of one's own is checked with a third run: blocks may be alike and act
+    differently.
+    """
     shape = shape_of(ask.config)
     if shape.short == (0, 0):
         whole = watch(replace(ask, blocks=0))
@@ -144,10 +148,12 @@ def _differs(composed: Trace, whole: Trace) -> bool:
 
 @dataclass(frozen=True)
 class Family:
-    """Runs that differ only in samples and shards: two batches, blocks short and shorter, one mesh for all that are sharded.
+    """Runs that differ only in samples and shards: two batches, blocks short and shorter, one mesh for all
+    that are sharded.
 
-    Activations are affine in the batch: exact. What rests in shards goes with the reciprocal of their number: exact where rows
-    divide; buffers of one unit's shard are taken as large as in the mesh that was watched, the one with the largest shards.
+    Activations are affine in the batch: exact. What rests in shards goes with the reciprocal of their number:
+    exact where rows divide; buffers of one unit's shard are taken as large as in the mesh that was watched,
+    the one with the largest shards.
     """
 
     base: Ask
@@ -166,7 +172,9 @@ class Family:
         part = (micro_batch - low) / (high - low)
         short = shape.short if shape.short != (0, 0) else (0,)
         pairs = [[runs[self._ask(n, batch)] for batch in self.batches] for n in short]
-        made = [replace(blend(pair, [1 - part, part], pair[0].blocks), events=pair[0].events) for pair in pairs]
+        made = [
+            replace(blend(pair, [1 - part, part], pair[0].blocks), events=pair[0].events) for pair in pairs
+        ]
         made = [resharded(trace, self.base.sizes.shard / shard) for trace in made]
         return compose(shape, made) if len(made) == 2 else TracedStep(made[0], shape, tuple(made))
 

@@ -1,7 +1,8 @@
 """A process group that is not there: any number of ranks, any of them asked, and no bytes behind a tensor.
 
-The mesh is made outside FakeTensorMode (its ranks are read as numbers), the model is cut up on the meta device by
-fsdp/parallel/shard.py, and only then its shards become fake tensors. Not here: what is done in that world.
+The mesh is made outside FakeTensorMode (its ranks are read as numbers), the model is cut up on the meta
+device by fsdp/parallel/shard.py, and only then its shards become fake tensors. Not here: what is done in that
+world.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def fake_mode() -> FakeTensorMode:
 
 
 class _Chunks:
-    """torch.chunk's pieces, made when asked for: FSDP cuts a parameter into as many as there are ranks and keeps one."""
+    """torch.chunk's pieces, made when asked for: FSDP cuts a parameter into as many as there are ranks and
+    keeps one.
+    """
 
     def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
         self._tensor, self._count, self._dim = tensor, count, dim

@@ -1,7 +1,8 @@
-"""FSDP's private steps, and the offload of activations, tell a Tracker what is gathered, waited for, reduced and kept.
+"""FSDP's private steps, and the offload of activations, tell a Tracker what is gathered, waited for, reduced
+and kept.
 
-Here is all that leans on names within torch's FSDP, put in their place while a step is watched and taken back after. Not here:
-what is counted of it (track.py).
+Here is all that leans on names within torch's FSDP, put in their place while a step is watched and taken back
+after. Not here: what is counted of it (track.py).
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from fsdp.plan.tracker import Tracker, counted_as
 def watching(tracker: Tracker) -> Iterator[None]:
     """FSDP's private steps say what is gathered, when it is waited for, and which gradients are whose."""
     group: Any = _fsdp_param_group.FSDPParamGroup
-    saved = {name: getattr(group, name) for name in ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")}
+    saved = {
+        name: getattr(group, name)
+        for name in ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
+    }
     resize = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:
@@ -88,7 +92,9 @@ def _reducing(tracker: Tracker, method: Any) -> Any:
 
 
 def _reduces(of_all: Any) -> bool:
-    """Whether an earlier unit's reduction is still under way. torch 2.11 knows one at a time, later ones a list."""
+    """Whether an earlier unit's reduction is still under way. torch 2.11 knows one at a time, later ones a
+    list.
+    """
     known = "reduce_scatter_states" if hasattr(of_all, "reduce_scatter_states") else "reduce_scatter_state"
     return bool(getattr(of_all, known))
 

@@ -1,8 +1,10 @@
-"""The share of time that a run makes progress in, with failures, saves and restarts: a replay, and the interval that is best.
+"""The share of time that a run makes progress in, with failures, saves and restarts: a replay, and the
+interval that is best.
 
-Failures come at random, as often as ranks × rate. Each costs the steps since the last sealed checkpoint, the time to notice,
-and a start. A save stops the steps for its stall and is sealed when it is written: a failure before that goes back one more.
-What stall and start cost was measured on this project itself. Not here: how large a checkpoint is on a rank.
+Failures come at random, as often as ranks × rate. Each costs the steps since the last sealed checkpoint, the
+time to notice, and a start. A save stops the steps for its stall and is sealed when it is written: a failure
+before that goes back one more. What stall and start cost was measured on this project itself. Not here: how
+large a checkpoint is on a rank.
 """
 
 from __future__ import annotations
@@ -21,10 +23,14 @@ if TYPE_CHECKING:
 
 YEAR_S = 365.25 * 86400.0
 NOTICE_S = 30.0
-"""From a node's end to its ranks' restart, as tests and docs/slurm.md have it: seconds of a scheduler's own time-out."""
+"""From a node's end to its ranks' restart, as tests and docs/slurm.md have it: seconds of a scheduler's own
+time-out.
+"""
 
 STALL_S_A_GB = 0.0094
-"""What a save holds a step up for, a GB of a rank's state: bench/results/save.json. A test holds both to their results."""
+"""What a save holds a step up for, a GB of a rank's state: bench/results/save.json. A test holds both to
+their results.
+"""
 START_S = 2.8
 """From the command to the first step, with a warm disk: bench/results/start.json."""
 
@@ -40,13 +46,18 @@ class Costs:
 
 
 def costs_of(plan: Plan, config: Config) -> Costs:
-    """A checkpoint is parameters and optimizer once, however many replicas; restoring reads it as fast as it was written."""
+    """A checkpoint is parameters and optimizer once, however many replicas; restoring reads it as fast as it
+    was written.
+    """
     state = checkpoint_bytes(plan.config)
     write = state / (config.plan.store_gb_s * 1e9)
     return Costs(
-        checkpoint_bytes=state, write_s=write, stall_s=STALL_S_A_GB * state / plan.sizes.ranks / 1e9,
-        start_s=NOTICE_S + START_S + write, failures_per_rank_s=config.plan.failures_per_gpu_year / YEAR_S,
-    )  # fmt: skip
+        checkpoint_bytes=state,
+        write_s=write,
+        stall_s=STALL_S_A_GB * state / plan.sizes.ranks / 1e9,
+        start_s=NOTICE_S + START_S + write,
+        failures_per_rank_s=config.plan.failures_per_gpu_year / YEAR_S,
+    )
 
 
 def goodput(costs: Costs, ranks: int, every_s: float, *, failures: int = 400, seed: int = 0) -> float:
@@ -65,7 +76,9 @@ def goodput(costs: Costs, ranks: int, every_s: float, *, failures: int = 400, se
 
 
 def _kept(costs: Costs, every_s: float, until: float) -> float:
-    """Progress that is sealed when a failure comes: steps and stalls alternate, a save seals write_s after its stall."""
+    """Progress that is sealed when a failure comes: steps and stalls alternate, a save seals write_s after
+    its stall.
+    """
     cycle = every_s + costs.stall_s
     sealed = math.floor((until - costs.write_s) / cycle) if until > costs.write_s else 0
     return max(0, sealed) * every_s

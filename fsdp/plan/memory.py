@@ -1,8 +1,10 @@
-"""What a step's bytes come to on a device: the peak, by kind and by phase, and what a caching allocator holds for it.
+"""What a step's bytes come to on a device: the peak, by kind and by phase, and what a caching allocator holds
+for it.
 
-The allocator's replay follows c10's CUDA caching allocator: 512-byte grains, 2 MiB segments for what is at most 1 MiB, 20 MiB
-segments up to 10 MiB, multiples of 2 MiB beyond, best fit, blocks split where enough is left. One stream: memory that FSDP's
-communication streams hold apart is not. Not here: how the bytes were counted.
+The allocator's replay follows c10's CUDA caching allocator: 512-byte grains, 2 MiB segments for what is at
+most 1 MiB, 20 MiB segments up to 10 MiB, multiples of 2 MiB beyond, best fit, blocks split where enough is
+left. One stream: memory that FSDP's communication streams hold apart is not. Not here: how the bytes were
+counted.
 """
 
 from __future__ import annotations
@@ -45,17 +47,22 @@ class Memory:
     def with_more(self, size: float) -> Memory:
         """With so many bytes of inputs that are there all the time."""
         return replace(
-            self, peak=self.peak + size, reserved=self.reserved + size, resting=self.resting + size,
+            self,
+            peak=self.peak + size,
+            reserved=self.reserved + size,
+            resting=self.resting + size,
             kinds={**self.kinds, "buffers": self.kinds["buffers"] + size},
             phases={name: highest + size for name, highest in self.phases.items()},
-        )  # fmt: skip
+        )
 
 
 def memory_of(counted: TracedStep, *, apart: bool = False, offload: bool = False) -> Memory:
     """`apart` where the host's memory is not the device's; `offload` where states rest there too."""
     host = ("offloaded", *(HOST_KINDS if offload else ())) if apart else ()
     mask = np.array([name not in host for name in KINDS])
-    unit = max(float(s.curve[:, OFFLOADED].max()) for s in counted.trace.segments) / max(1, counted.shape.blocks - 1)
+    unit = max(float(s.curve[:, OFFLOADED].max()) for s in counted.trace.segments) / max(
+        1, counted.shape.blocks - 1
+    )
     peaks = [(_peak(segment, mask, unit), segment) for segment in counted.trace.segments]
     at, segment = max(peaks, key=lambda pair: float(pair[0].sum()))
     phases: dict[str, float] = {}
@@ -64,18 +71,24 @@ def memory_of(counted: TracedStep, *, apart: bool = False, offload: bool = False
     last = counted.trace.segments[-1].curve[-1, : len(KINDS)]
     peak = float(at.sum())
     return Memory(
-        peak=peak, reserved=peak + _cached(counted, peak), kinds=dict(zip(KINDS, at.tolist(), strict=True)), phases=phases,
-        where=describe(segment, counted.shape.blocks), resting=float(last[mask].sum()),
+        peak=peak,
+        reserved=peak + _cached(counted, peak),
+        kinds=dict(zip(KINDS, at.tolist(), strict=True)),
+        phases=phases,
+        where=describe(segment, counted.shape.blocks),
+        resting=float(last[mask].sum()),
         host=max(float(s.curve[:, : len(KINDS)][:, ~mask].sum(1).max()) for s in counted.trace.segments),
         state=float(last[[KINDS.index("parameters"), KINDS.index("optimizer")]].sum()),
-    )  # fmt: skip
+    )
 
 
 def _peak(segment: Segment, mask: np.ndarray, unit: float) -> np.ndarray:
     curve = segment.curve[:, : len(KINDS)] * mask
     if not mask[OFFLOADED] and segment.name.phase == "backward" and segment.name.place not in _NOTHING_BACK:
         # Two units' copies at most are back on the device: the one that is used, and the next.
-        curve[:, KINDS.index("activations")] += np.minimum(segment.curve[:, OFFLOADED], 2 * unit).astype(curve.dtype)
+        curve[:, KINDS.index("activations")] += np.minimum(segment.curve[:, OFFLOADED], 2 * unit).astype(
+            curve.dtype
+        )
     return np.asarray(curve[curve.sum(1).argmax()])
 
 
@@ -85,7 +98,11 @@ def describe(segment: Segment, blocks: int) -> str:
     place = {"before": "before the blocks", "after": "after them"}.get(kind, f"block {block} of {blocks}")
     if segment.name.phase == "backward" and kind == "before":
         place = "what follows the blocks"
-    return f"{segment.name.phase}, {place}" if segment.name.phase in ("forward", "backward") else segment.name.phase
+    return (
+        f"{segment.name.phase}, {place}"
+        if segment.name.phase in ("forward", "backward")
+        else segment.name.phase
+    )
 
 
 # ---------------------------------------------------------------- the allocator
@@ -93,12 +110,21 @@ def describe(segment: Segment, blocks: int) -> str:
 
 def _cached(counted: TracedStep, peak: float) -> float:
     """What the allocator holds beyond the peak: replayed for the short runs, carried on to all blocks."""
-    over = [(trace.blocks, reserved_for(trace.events) - peak_of(trace)) for trace in counted.extras if trace.events]
+    over = [
+        (trace.blocks, reserved_for(trace.events) - peak_of(trace))
+        for trace in counted.extras
+        if trace.events
+    ]
     if not over:
         return 0.0
     (blocks, first), (more, second) = over[0], over[-1]
     growth = (second - first) / (more - blocks) if more > blocks else 0.0
-    return float(min(max(first, 0.0) + max(growth, 0.0) * (counted.shape.blocks - blocks if more > blocks else 0), 0.1 * peak))
+    return float(
+        min(
+            max(first, 0.0) + max(growth, 0.0) * (counted.shape.blocks - blocks if more > blocks else 0),
+            0.1 * peak,
+        )
+    )
 
 
 def reserved_for(events: Iterable[tuple[int, int]]) -> int:

@@ -1,7 +1,7 @@
 """What is planned for: the model, and the shapes of one sample. No data need be where a plan is made.
 
-Where --data.name was left at its default, or its files are elsewhere, samples of the model's own kind stand in, and it is said.
-A data set that a run downloads is not downloaded: its samples have the stand-in's shape.
+Where --data.name was left at its default, or its files are elsewhere, samples of the model's own kind stand
+in, and it is said. A data set that a run downloads is not downloaded: its samples have the stand-in's shape.
 """
 
 from __future__ import annotations
@@ -74,13 +74,21 @@ def _stand_in(model: ModelSection, data: DataSection) -> DataSection | None:
     if model.name == "transformer":
         from fsdp.models.transformer import PRESETS
 
-        args: dict[str, Any] = {"vocab_size": 256, **PRESETS.get(model.preset or next(iter(PRESETS)), {}), **model.args}
-        return DataSection(name="synthetic", seq_len=data.seq_len, args={"kind": "tokens", "vocab_size": args["vocab_size"]})
+        args: dict[str, Any] = {
+            "vocab_size": 256,
+            **PRESETS.get(model.preset or next(iter(PRESETS)), {}),
+            **model.args,
+        }
+        return DataSection(
+            name="synthetic", seq_len=data.seq_len, args={"kind": "tokens", "vocab_size": args["vocab_size"]}
+        )
     if model.name == "vit" and (model.preset or model.args):
         from fsdp.models.vit import PRESETS as SIZES
 
         preset: dict[str, Any] = {str(k): v for k, v in SIZES.get(model.preset or "small", {}).items()}
         given = {**preset, **model.args}
-        kept: dict[str, Any] = {name: given[name] for name in ("image_size", "channels", "num_classes") if name in given}
+        kept: dict[str, Any] = {
+            name: given[name] for name in ("image_size", "channels", "num_classes") if name in given
+        }
         return DataSection(name="synthetic", args={"kind": "images", **kept})
     return None

@@ -1,4 +1,5 @@
-"""What devices and links sustain, each figure from a measurement of kernels or links by others, none from training runs.
+"""What devices and links sustain, each figure from a measurement of kernels or links by others, none from
+training runs.
 
 matmul       the mean of the best shape that mamf-finder found (github.com/stas00/ml-engineering, compute/accelerator, "Maximum
              Achievable Matmul FLOPS"), times SUSTAINED: a model's shapes are not the best one, and minutes of it draw full
@@ -8,7 +9,8 @@ memory       the data sheet's, times STREAMED, as large copies reach
 links        NVLink one way (the same repository, network/README.md: 300, 450, 900 GB/s), times BUS: its nccl-tests and
              pairwise copies reach about 80%. Between nodes: the adapters of a node together, as its maker sells it
 
---plan.calibrate measures matmul and memory where it runs, and keeps them. Not here: how a step uses them (clock.py).
+--plan.calibrate measures matmul and memory where it runs, and keeps them. Not here: how a step uses them
+(clock.py).
 """
 
 from __future__ import annotations
@@ -90,7 +92,9 @@ _MORE = {
     "L4": _More(22.0, 97.0, 60, 25, 25, 25, 58),
     "L40S": _More(44.4, 290.0, 180, 25, 50, 25, 142),
 }
-"""Matmul of those that the table of measurements lacks (PCIe, NVL, L4, L40S): 80% of the data sheet, as of the others."""
+"""Matmul of those that the table of measurements lacks (PCIe, NVL, L4, L40S): 80% of the data sheet, as of
+the others.
+"""
 
 _CHANNELS = 16
 """Processors that a collective occupies: NCCL's channels on a node of eight."""
@@ -119,12 +123,22 @@ def _from_table(name: str) -> Rates:
     more = _MORE[device.name]
     matmul = more.matmul_tflops * 1e12 * SUSTAINED
     return Rates(
-        name=device.name, memory=more.memory_gib * GIB, matmul=matmul, matmul_fp32=matmul / 2,
-        attention=more.attention_tflops * 1e12, peak=device.bf16_tflops * 1e12, bandwidth=device.memory_gb_s * 1e9 * STREAMED,
-        link=more.link_gb_s * 1e9 * BUS, node_link=more.node_link_gb_s * 1e9 * BUS, gpus_a_node=8,
-        host_link=more.host_link_gb_s * 1e9 * BUS, overhead=1.5 * GIB, launch_s=3e-6, issue_s=7e-6,
+        name=device.name,
+        memory=more.memory_gib * GIB,
+        matmul=matmul,
+        matmul_fp32=matmul / 2,
+        attention=more.attention_tflops * 1e12,
+        peak=device.bf16_tflops * 1e12,
+        bandwidth=device.memory_gb_s * 1e9 * STREAMED,
+        link=more.link_gb_s * 1e9 * BUS,
+        node_link=more.node_link_gb_s * 1e9 * BUS,
+        gpus_a_node=8,
+        host_link=more.host_link_gb_s * 1e9 * BUS,
+        overhead=1.5 * GIB,
+        launch_s=3e-6,
+        issue_s=7e-6,
         contention=_CHANNELS / more.processors,
-    )  # fmt: skip
+    )
 
 
 assert {device.name for device in DEVICES} <= _MORE.keys()
@@ -140,10 +154,22 @@ def _cpu() -> Rates:
 
 def _rates_of_cpu(matmul: float, fp32: float, bandwidth: float) -> Rates:
     return Rates(
-        name="cpu", memory=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")), matmul=matmul, matmul_fp32=fp32,
-        attention=fp32 / 2, peak=fp32, bandwidth=bandwidth, link=bandwidth / 8, node_link=1e9,
-        gpus_a_node=os.cpu_count() or 1, host_link=bandwidth, overhead=0.0, launch_s=5e-6, issue_s=0.0, contention=0.0,
-    )  # fmt: skip
+        name="cpu",
+        memory=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+        matmul=matmul,
+        matmul_fp32=fp32,
+        attention=fp32 / 2,
+        peak=fp32,
+        bandwidth=bandwidth,
+        link=bandwidth / 8,
+        node_link=1e9,
+        gpus_a_node=os.cpu_count() or 1,
+        host_link=bandwidth,
+        overhead=0.0,
+        launch_s=5e-6,
+        issue_s=0.0,
+        contention=0.0,
+    )
 
 
 def measure_rates(device: str) -> tuple[float, float, float]:
@@ -191,7 +217,8 @@ def calibrate(name: str) -> str:
     device = "cpu" if name == "cpu" else "cuda"
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            f"--plan.calibrate: no CUDA device is here to measure as {name}.", "--plan.gpu cpu --plan.calibrate true"
+            f"--plan.calibrate: no CUDA device is here to measure as {name}.",
+            "--plan.gpu cpu --plan.calibrate true",
         )
     found = measure_rates(device)
     place = _kept()

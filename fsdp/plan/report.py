@@ -1,4 +1,6 @@
-"""The table, the best line to paste, the recipe, and what else follows from a plan. Only words: numbers come from elsewhere."""
+"""The table, the best line to paste, the recipe, and what else follows from a plan. Only words: numbers come
+from elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ def table(plans: Sequence[Plan], rows: int) -> list[str]:
     head += [f"{unit}/s/GPU", "MFU", "bound by"]
     lines = [head, *(_row(plan) for plan in plans[:rows])]
     widths = [max(len(line[at]) for line in lines) for at in range(len(head))]
-    return ["  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return [
+        "  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
 
 
 def _row(plan: Plan) -> list[str]:
@@ -38,9 +43,15 @@ def _row(plan: Plan) -> list[str]:
     return [
         f"{plan.sizes.replicate}×{plan.sizes.shard}" + (" ddp" if plan.sizes.strategy == "ddp" else ""),
         "-" if plan.sizes.strategy == "ddp" else mesh.reshard_after_forward,
-        kind + (", offload" if memory.cpu_offload else ""), micro, f"{gib(plan.needed):.1f}", "yes" if plan.fits else "no",
-        f"{plan.step.seconds:.3f}", f"{plan.tokens_s:,.0f}", f"{plan.mfu:.1%}", plan.step.bound_by,
-    ]  # fmt: skip
+        kind + (", offload" if memory.cpu_offload else ""),
+        micro,
+        f"{gib(plan.needed):.1f}",
+        "yes" if plan.fits else "no",
+        f"{plan.step.seconds:.3f}",
+        f"{plan.tokens_s:,.0f}",
+        f"{plan.mfu:.1%}",
+        plan.step.bound_by,
+    ]
 
 
 def flags_of(plan: Plan) -> str:
@@ -48,10 +59,15 @@ def flags_of(plan: Plan) -> str:
     sizes, memory = plan.sizes, plan.config.memory
     words = [f"--mesh.strategy {sizes.strategy}", f"--mesh.replicate {sizes.replicate}"]
     if sizes.strategy != "ddp":
-        words += [f"--mesh.shard {sizes.shard}", f"--mesh.reshard_after_forward {plan.config.mesh.reshard_after_forward}"]
+        words += [
+            f"--mesh.shard {sizes.shard}",
+            f"--mesh.reshard_after_forward {plan.config.mesh.reshard_after_forward}",
+        ]
     words.append(f"--memory.activation_checkpointing {memory.activation_checkpointing}")
     words += ["--memory.cpu_offload true"] if memory.cpu_offload else []
-    words.append(f"--train.global_batch {plan.config.train.global_batch} --train.micro_batch {plan.micro_batch}")
+    words.append(
+        f"--train.global_batch {plan.config.train.global_batch} --train.micro_batch {plan.micro_batch}"
+    )
     return " ".join(words)
 
 
@@ -109,11 +125,15 @@ def _kinds(plan: Plan) -> Iterator[str]:
 
 
 def _time(plan: Plan) -> str:
-    parts = sorted(((s, n) for n, s in plan.step.parts.items() if s >= 0.005 * plan.step.seconds and n != "host"), reverse=True)
+    parts = sorted(
+        ((s, n) for n, s in plan.step.parts.items() if s >= 0.005 * plan.step.seconds and n != "host"),
+        reverse=True,
+    )
     return (
-        f"step {plan.step.seconds:.3f} s: " + ", ".join(f"{name} {seconds:.3f}" for seconds, name in parts)
+        f"step {plan.step.seconds:.3f} s: "
+        + ", ".join(f"{name} {seconds:.3f}" for seconds, name in parts)
         + f"; communication not hidden {plan.step.exposed:.3f}"
-    )  # fmt: skip
+    )
 
 
 def _links(plan: Plan) -> list[str]:
@@ -133,8 +153,12 @@ def _checkpoints(plan: Plan, config: Config) -> list[str]:
         f"{config.plan.store_gb_s:g} GB/s, behind the steps",
         f"with {config.plan.failures_per_gpu_year:g} failures a GPU and year: useful time {share:.1%} when saved each "
         f"{_minutes(every)} ({max(1, round(every / plan.step.seconds)):,} steps)"
-        + (f", {goodput(costs, plan.sizes.ranks, given):.1%} each {config.checkpoint.every_steps} as given" if given else ""),
-    ]  # fmt: skip
+        + (
+            f", {goodput(costs, plan.sizes.ranks, given):.1%} each {config.checkpoint.every_steps} as given"
+            if given
+            else ""
+        ),
+    ]
     return lines
 
 

@@ -1,7 +1,9 @@
-"""Every mesh, micro-batch and memory knob that is worth a look for a number of ranks, and the ranks that are enough.
+"""Every mesh, micro-batch and memory knob that is worth a look for a number of ranks, and the ranks that are
+enough.
 
-What a person gave stays as given; the rest is tried. Ranked by predicted samples a second among those that fit with the margin;
-ties by less memory, then by name, so that the same question has the same answer. Not here: how a plan is counted or timed.
+What a person gave stays as given; the rest is tried. Ranked by predicted samples a second among those that
+fit with the margin; ties by less memory, then by name, so that the same question has the same answer. Not
+here: how a plan is counted or timed.
 """
 
 from __future__ import annotations
@@ -41,10 +43,16 @@ class Choice:
 
     def config(self, config: Config) -> Config:
         mesh = dataclasses.replace(
-            config.mesh, strategy=self.sizes.strategy, replicate=self.sizes.replicate, shard=self.sizes.shard,
+            config.mesh,
+            strategy=self.sizes.strategy,
+            replicate=self.sizes.replicate,
+            shard=self.sizes.shard,
             reshard_after_forward=self.reshard,
-        )  # fmt: skip
-        changes: dict[str, Any] = {"activation_checkpointing": self.checkpointing, "cpu_offload": self.offload}
+        )
+        changes: dict[str, Any] = {
+            "activation_checkpointing": self.checkpointing,
+            "cpu_offload": self.offload,
+        }
         memory = dataclasses.replace(config.memory, **changes)
         return dataclasses.replace(config, mesh=mesh, memory=memory)
 
@@ -79,7 +87,9 @@ def search(config: Config, given: Given) -> SearchResult:
 
 
 def _numbers_of_ranks(config: Config, given: Given, rates: Rates) -> Iterator[int]:
-    """Doubling, from the first whose shards alone could be held; more replicas of what does not fit hold no more."""
+    """Doubling, from the first whose shards alone could be held; more replicas of what does not fit hold no
+    more.
+    """
     mesh, batch = config.mesh, config.train.global_batch
     least = max(1, mesh.replicate) * max(1, mesh.shard)
     for ranks in (least * 2**k for k in range(MOST_RANKS.bit_length())):
@@ -106,7 +116,12 @@ def _search(config: Config, given: Given, ranks: int, rates: Rates, *, frugal: b
 
 def _order(plan: Plan) -> tuple[Any, ...]:
     mesh, memory = plan.config.mesh, plan.config.memory
-    names = (plan.sizes.shard, mesh.reshard_after_forward, memory.activation_checkpointing, memory.cpu_offload)
+    names = (
+        plan.sizes.shard,
+        mesh.reshard_after_forward,
+        memory.activation_checkpointing,
+        memory.cpu_offload,
+    )
     speed = round(plan.samples_s, 6)
     return (not plan.fits, -speed if plan.fits else plan.needed, plan.needed, *names)
 
@@ -116,7 +131,9 @@ def _least_memory(choices: Sequence[Choice]) -> list[Choice]:
     orders = ("full", "ops", "none"), ("true", "false", "step")
     kind = min((c.checkpointing for c in choices), key=orders[0].index)
     frees = min((c.reshard for c in choices), key=lambda how: orders[1].index(how) if how in orders[1] else 0)
-    return [c for c in choices if c.checkpointing == kind and (c.reshard == frees or c.sizes.strategy == "ddp")]
+    return [
+        c for c in choices if c.checkpointing == kind and (c.reshard == frees or c.sizes.strategy == "ddp")
+    ]
 
 
 def check_batch(config: Config, given: Given, ranks: int) -> None:
@@ -141,7 +158,9 @@ def check_batch(config: Config, given: Given, ranks: int) -> None:
 
 
 def _choices(config: Config, given: Given, ranks: int, rates: Rates) -> list[Choice]:
-    reshards = [config.mesh.reshard_after_forward] if "mesh.reshard_after_forward" in given else ["true", "false"]
+    reshards = (
+        [config.mesh.reshard_after_forward] if "mesh.reshard_after_forward" in given else ["true", "false"]
+    )
     kinds = ["none", "ops", "full"]
     if "memory.activation_checkpointing" in given:
         kinds = [config.memory.activation_checkpointing]
@@ -175,7 +194,9 @@ def _refusal(config: Config, choice: Choice) -> ConfigError | None:
 
 def _meshes(config: Config, given: Given, ranks: int, rates: Rates) -> list[MeshSizes]:
     mesh = config.mesh
-    shards = [n for n in ([mesh.shard] if mesh.shard else _shards(ranks, rates.gpus_a_node)) if ranks % n == 0]
+    shards = [
+        n for n in ([mesh.shard] if mesh.shard else _shards(ranks, rates.gpus_a_node)) if ranks % n == 0
+    ]
     if mesh.replicate:
         shards = [n for n in shards if ranks // n == mesh.replicate]
     elif not mesh.shard and not config.memory.cpu_offload:
@@ -202,11 +223,15 @@ def _strategy(replicate: int, shard: int) -> Strategy:
 
 def _wants_shards(config: Config, given: Given) -> bool:
     """Something was asked for that DDP cannot do."""
-    return config.memory.cpu_offload or ("mesh.reshard_after_forward" in given and config.mesh.reshard_after_forward != "true")
+    return config.memory.cpu_offload or (
+        "mesh.reshard_after_forward" in given and config.mesh.reshard_after_forward != "true"
+    )
 
 
 def _shards(ranks: int, a_node: int) -> list[int]:
-    """On one node its divisors; on several whole nodes, by doubling; one rank a shard where that is DDP; all ranks."""
+    """On one node its divisors; on several whole nodes, by doubling; one rank a shard where that is DDP; all
+    ranks.
+    """
     within = [n for n in range(1, ranks + 1) if ranks % n == 0] if ranks <= a_node else [1, a_node]
     within = [n for n in within if ranks % n == 0]
     across = [a_node * 2**k for k in range(1, 20) if a_node * 2**k <= ranks and ranks % (a_node * 2**k) == 0]
@@ -218,7 +243,11 @@ def _micro_batches(config: Config, given: Given, ranks: int) -> list[int]:
         return [config.train.micro_batch]
     share = config.train.global_batch // ranks
     if "train.global_batch" in given:
-        return [n for n in range(1, min(share, LARGEST_MICRO_BATCH) + 1) if share % n == 0 and (n & (n - 1) == 0 or n == share)]
+        return [
+            n
+            for n in range(1, min(share, LARGEST_MICRO_BATCH) + 1)
+            if share % n == 0 and (n & (n - 1) == 0 or n == share)
+        ]
     return [2**k for k in range(LARGEST_MICRO_BATCH.bit_length())]
 
 
@@ -236,22 +265,37 @@ def _best_of_each(config: Config, given: Given, choices: Sequence[Choice], rates
     ranks = choices[0].sizes.ranks
     batches = _micro_batches(config, given, ranks)
     times = {_accumulation(config, given, ranks, micro) > 1 for micro in batches}
-    families = {(c, many): _family(config, c, choices, batches, many, rates) for c in choices for many in times}
+    families = {
+        (c, many): _family(config, c, choices, batches, many, rates) for c in choices for many in times
+    }
     runs = run_all([ask for family in families.values() for ask in family.asks()])
     plans = []
     for choice in choices:
         tried = list(_tried(config, given, choice, batches, families, runs, rates))
         fitting = [plan for plan in tried if plan.fits]
-        plans.append(max(fitting, key=lambda plan: (plan.samples_s, -plan.micro_batch)) if fitting else tried[0])
+        plans.append(
+            max(fitting, key=lambda plan: (plan.samples_s, -plan.micro_batch)) if fitting else tried[0]
+        )
     return plans
 
 
 def _family(
-    config: Config, choice: Choice, choices: Sequence[Choice], batches: Sequence[int], many: bool, rates: Rates
+    config: Config,
+    choice: Choice,
+    choices: Sequence[Choice],
+    batches: Sequence[int],
+    many: bool,
+    rates: Rates,
 ) -> Family:
-    """Runs that this choice shares with all that differ in the mesh alone; the one with the largest shards is watched."""
+    """Runs that this choice shares with all that differ in the mesh alone; the one with the largest shards is
+    watched.
+    """
     is_ddp = choice.sizes.strategy == "ddp"
-    alike = [c.sizes for c in choices if replace(c, sizes=choice.sizes) == choice and (c.sizes.strategy == "ddp") == is_ddp]
+    alike = [
+        c.sizes
+        for c in choices
+        if replace(c, sizes=choice.sizes) == choice and (c.sizes.strategy == "ddp") == is_ddp
+    ]
     first = min(alike, key=lambda sizes: sizes.shard)
     if choice.reshard not in ("true", "false", "step") or first.shard == 1:
         first = choice.sizes
@@ -261,9 +305,14 @@ def _family(
 
 
 def _tried(
-    config: Config, given: Given, choice: Choice, batches: Sequence[int], families: dict[tuple[Choice, bool], Family],
-    runs: Runs, rates: Rates,
-) -> Iterator[Plan]:  # fmt: skip
+    config: Config,
+    given: Given,
+    choice: Choice,
+    batches: Sequence[int],
+    families: dict[tuple[Choice, bool], Family],
+    runs: Runs,
+    rates: Rates,
+) -> Iterator[Plan]:
     subject: Subject = subject_of(config.model, config.data)
     for micro in batches:
         accumulation = _accumulation(config, given, choice.sizes.ranks, micro)
@@ -273,9 +322,14 @@ def _tried(
         train = dataclasses.replace(chosen.train, global_batch=batch, micro_batch=micro)
         ranked = dataclasses.replace(chosen.plan, gpus=choice.sizes.ranks)
         ask = Ask(
-            for_target(dataclasses.replace(chosen, train=train, plan=ranked)), choice.sizes, 0, micro, min(accumulation, 3), 0,
+            for_target(dataclasses.replace(chosen, train=train, plan=ranked)),
+            choice.sizes,
+            0,
+            micro,
+            min(accumulation, 3),
+            0,
             "cuda" if rates.has_allocator else "cpu",
-        )  # fmt: skip
+        )
         plan = plan_of(ask, counted, subject, accumulation, rates)
         yield plan
         if not plan.fits:

@@ -1,7 +1,7 @@
 """One step as fsdp/run/loop.py makes it, on real or fake tensors, marked where its phases and blocks begin.
 
-The order is the loop's: micro-batches forward and backward, the norm, the clip, the optimizer. Loader, saves and what is
-printed are not a step's. Not here: what is done with what was seen.
+The order is the loop's: micro-batches forward and backward, the norm, the clip, the optimizer. Loader, saves
+and what is printed are not a step's. Not here: what is done with what was seen.
 """
 
 from __future__ import annotations
@@ -78,7 +78,10 @@ class TracedSetup:
 
     def _micro_batch(self, data: Mapping[str, Tensor], valid: Tensor, *, last: bool) -> None:
         sharded, tracker = self.sharded, self.tracker
-        with sharded.micro_batch(last), self.buckets.micro_batch(last) if self.buckets else contextlib.nullcontext():
+        with (
+            sharded.micro_batch(last),
+            self.buckets.micro_batch(last) if self.buckets else contextlib.nullcontext(),
+        ):
             tracker.mark(self.micro, "forward")
             parts = self.loss_function(sharded.called, data, valid, len(valid))
             total = parts.loss_sum.detach().double()
@@ -186,7 +189,8 @@ def _begin_counts(optimizer: SmallStateAdam) -> None:
 
 
 class Buckets:
-    """DDP's reducer is C++ and takes no fake tensors: its buckets are held here, gradients copied into them as they come.
+    """DDP's reducer is C++ and takes no fake tensors: its buckets are held here, gradients copied into them
+    as they come.
 
     Where a micro-batch is not synchronised DDP looks away, and gradients lie beside the buckets until one is.
     """

@@ -1,8 +1,10 @@
-"""Seconds of a step: a roofline for each operation, links for each collective, and between them the order that FSDP issued.
+"""Seconds of a step: a roofline for each operation, links for each collective, and between them the order
+that FSDP issued.
 
-Three queues run side by side, as on a GPU: compute, the shard axis's collectives, the replicate axis's. A gather waits for the
-copy-out before it, a block for its gather, a reduction for its block, the block after next for that reduction: read from the
-watched step and not assumed. Not here: rates (rates.py), bytes alive (memory.py).
+Three queues run side by side, as on a GPU: compute, the shard axis's collectives, the replicate axis's. A
+gather waits for the copy-out before it, a block for its gather, a reduction for its block, the block after
+next for that reduction: read from the watched step and not assumed. Not here: rates (rates.py), bytes alive
+(memory.py).
 """
 
 from __future__ import annotations
@@ -67,7 +69,13 @@ class Links:
             return 0.0, 0.0
         within, nodes, _ = self._place(replicas)
         times = 2 if operation == "all_reduce" else 1
-        between = times * size * (nodes - 1) / nodes / (min(self.sizes.shard, self.rates.gpus_a_node) if not replicas else 1)
+        between = (
+            times
+            * size
+            * (nodes - 1)
+            / nodes
+            / (min(self.sizes.shard, self.rates.gpus_a_node) if not replicas else 1)
+        )
         return times * size * (within - 1) / within, between if nodes > 1 else 0.0
 
 
@@ -137,8 +145,9 @@ def _all_micro_batches(counted: TracedStep, accumulation: int) -> Iterable[tuple
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A segment in seconds: (code, group, bytes, seconds) in order, with runs of computation added up; the sums by kind; what
-    the host takes to issue it."""
+    """A segment in seconds: (code, group, bytes, seconds) in order, with runs of computation added up; the
+    sums by kind; what the host takes to issue it.
+    """
 
     rows: list[tuple[int, int, float, float]]
     totals: Mapping[str, float]
@@ -202,7 +211,9 @@ class _Queues:
             self._collective(operation, group, size, replicas=operation == "all_reduce" and phase != "reduce")
 
     def _collective(self, operation: str, group: int, size: float, *, replicas: bool) -> None:
-        seconds = self.links.seconds(operation, size, replicas=replicas) + self._over_host_link(operation, size)
+        seconds = self.links.seconds(operation, size, replicas=replicas) + self._over_host_link(
+            operation, size
+        )
         self.step.parts["communication"] += seconds
         within, between = self.links.crossing(operation, size, replicas=replicas)
         self.step.waits_between += seconds if self.links.slower_between(replicas=replicas) else 0.0
@@ -215,12 +226,16 @@ class _Queues:
             self.shard = max(self.shard, self.compute) + seconds
             self._reduced.append(self.shard)
         else:
-            self.replicate = max(self.replicate, self.shard if self.setting.sizes.shard > 1 else 0.0, self.compute) + seconds
+            self.replicate = (
+                max(self.replicate, self.shard if self.setting.sizes.shard > 1 else 0.0, self.compute)
+                + seconds
+            )
 
     def _over_host_link(self, operation: str, size: float) -> float:
         if not self.setting.offload or operation == "all_reduce":
             return 0.0
-        return 2 * size / max(1, self.setting.sizes.shard) / self.setting.rates.host_link  # kept in fp32, computed in bf16
+        # kept in fp32, computed in bf16
+        return 2 * size / max(1, self.setting.sizes.shard) / self.setting.rates.host_link
 
     # ------------------------------------------------------------ durations
 
@@ -236,16 +251,28 @@ class _Queues:
         totals = {name: float(seconds[work.code == CODE[name]].sum()) for name in OPS[:3]}
         if segment.name.phase == "optimizer":
             totals = {"optimizer": sum(totals.values())}
-        issued = int(np.isin(work.code, list(_COMPUTE)).sum()) * self.setting.rates.issue_s * (0.3 if fused else 1.0)
+        issued = (
+            int(np.isin(work.code, list(_COMPUTE)).sum())
+            * self.setting.rates.issue_s
+            * (0.3 if fused else 1.0)
+        )
         return _Prepared(_rows(work, seconds), totals, issued)
 
     def _seconds(self, segment: Segment, fused: bool) -> np.ndarray:
-        """Of each operation that computes: its products, its memory traffic or its launch, whichever takes longest."""
+        """Of each operation that computes: its products, its memory traffic or its launch, whichever takes
+        longest.
+        """
         work, rates = segment.work, self.setting.rates
-        moved = np.where(work.code == CODE["pointwise"], work.fused_bytes if fused else work.bytes, work.bytes)
+        moved = np.where(
+            work.code == CODE["pointwise"], work.fused_bytes if fused else work.bytes, work.bytes
+        )
         on_host = self.setting.offload and segment.name.phase == "optimizer"
         memory = moved / (rates.host_link if on_host else rates.bandwidth)
-        speed = np.where(work.width >= 4, rates.matmul_fp32, rates.matmul * (FLOAT8 if self.setting.float8 and fused else 1.0))
+        speed = np.where(
+            work.width >= 4,
+            rates.matmul_fp32,
+            rates.matmul * (FLOAT8 if self.setting.float8 and fused else 1.0),
+        )
         speed = np.where(work.code == CODE["attention"], rates.attention, speed)
         least = rates.launch_s if not fused else np.where(work.code == CODE["pointwise"], 0.0, rates.launch_s)
         longest = np.maximum(np.maximum(work.flops / speed, memory), least)

@@ -1,4 +1,5 @@
-"""From a question (a configuration, a mesh, a rank, so many samples and blocks) to the trace of its step in a fake world.
+"""From a question (a configuration, a mesh, a rank, so many samples and blocks) to the trace of its step in a
+fake world.
 
 Not here: which questions are asked (count.py), or what a trace means.
 """
@@ -54,7 +55,9 @@ class Ask:
 
     def __hash__(self) -> int:
         # A configuration holds dictionaries and has no hash of its own.
-        return hash((str(self.config), self.sizes, self.rank, self.micro_batch, self.accumulation, self.blocks))
+        return hash(
+            (str(self.config), self.sizes, self.rank, self.micro_batch, self.accumulation, self.blocks)
+        )
 
 
 @dataclass(frozen=True)
@@ -82,9 +85,16 @@ def stage(ask: Ask) -> Iterator[Stage]:
         dynamic_map(True), dynamic_map(False)
     with fake_world(ask.sizes, ask.rank) as mesh:
         sharded = shard_model(
-            model, sizes=ask.sizes, mesh=mesh, device=CPU, section=config.mesh, precision=config.precision,
-            memory=config.memory, speed=speed, comm=CommSection(divide_by=config.comm.divide_by),
-        )  # fmt: skip
+            model,
+            sizes=ask.sizes,
+            mesh=mesh,
+            device=CPU,
+            section=config.mesh,
+            precision=config.precision,
+            memory=config.memory,
+            speed=speed,
+            comm=CommSection(divide_by=config.comm.divide_by),
+        )
         with fake_mode():
             to_empty(sharded.root, CPU)
             buckets = Buckets(sharded) if ask.sizes.strategy == "ddp" else None
@@ -106,7 +116,11 @@ def watch(ask: Ask) -> Trace:
     """One step, watched. Takes a fraction of a second."""
     try:
         return _watch(ask)
-    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException) as error:
+    except (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        UnsupportedFakeTensorException,
+    ) as error:
         raise ConfigError(
             f"--model.name {ask.config.model.name} looks at numbers while it runs ({_first_line(error)}): a plan has shapes "
             "alone.",
@@ -122,9 +136,14 @@ def _watch(ask: Ask) -> Trace:
     with stage(ask) as made:
         tracker = Tracker(ask.device, fake=True)
         watched = TracedSetup(
-            made.sharded, made.loss_function, made.optimizer, clip=ask.config.train.clip_grad_norm,
-            scaled=resolve_dtypes(ask.config.precision, CPU).needs_loss_scale, tracker=tracker, buckets=made.buckets,
-        )  # fmt: skip
+            made.sharded,
+            made.loss_function,
+            made.optimizer,
+            clip=ask.config.train.clip_grad_norm,
+            scaled=resolve_dtypes(ask.config.precision, CPU).needs_loss_scale,
+            tracker=tracker,
+            buckets=made.buckets,
+        )
         watched.hold_state()
         samples = batches(made.subject, ask.micro_batch)
         if ask.config.memory.activation_budget == 1:
@@ -141,7 +160,9 @@ def _watch(ask: Ask) -> Trace:
 
 def batches(subject: Subject, rows: int) -> Iterator[Micro]:
     while True:
-        data = {name: torch.empty((rows, *shape), dtype=dtype) for name, (shape, dtype) in subject.sample.items()}
+        data = {
+            name: torch.empty((rows, *shape), dtype=dtype) for name, (shape, dtype) in subject.sample.items()
+        }
         yield data, torch.ones(rows, dtype=torch.bool)
 
 
@@ -149,7 +170,9 @@ def batches(subject: Subject, rows: int) -> Iterator[Micro]:
 
 
 def repeated_blocks(model: nn.Module, wrap: str) -> tuple[nn.Module, list[nn.Module]] | None:
-    """The one list whose members are the units with parts, all alike in their parameters; None where there is none such."""
+    """The one list whose members are the units with parts, all alike in their parameters; None where there is
+    none such.
+    """
     blocks = blocks_of(find_units(model, wrap))
     if len(blocks) < 2 or any(_shape_of(block) != _shape_of(blocks[0]) for block in blocks):
         return None

@@ -1,8 +1,10 @@
-"""What a watched step was, as numbers: segments of memory curves and work. They add up and scale like vectors.
+"""What a watched step was, as numbers: segments of memory curves and work. They add up and scale like
+vectors.
 
-A segment lies between two marks (before the blocks, one block, after them; forward and backward). The same segment of runs
-with more blocks, more samples or other shards has the same events with other sizes, each an affine function of those, so a
-run that nobody made is a weighted sum of runs that were made. Not here: which runs are needed (count.py).
+A segment lies between two marks (before the blocks, one block, after them; forward and backward). The same
+segment of runs with more blocks, more samples or other shards has the same events with other sizes, each an
+affine function of those, so a run that nobody made is a weighted sum of runs that were made. Not here: which
+runs are needed (count.py).
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ KINDS = (
     "parameters", "gathered", "gradients", "whole_gradients", "optimizer", "activations", "offloaded", "buffers",
     "communication",
 )  # fmt: skip
-"""gathered and whole_gradients are unsharded; offloaded: activations that --memory.activation_offload keeps on the host;
-communication: what collectives read and write; activations: all else."""
+"""gathered and whole_gradients are unsharded; offloaded: activations that --memory.activation_offload keeps
+on the host; communication: what collectives read and write; activations: all else.
+"""
 
 COLUMNS = (*KINDS, "workspace")
 """Of a curve. The last is no tensor of anybody's: what gloo's all-gather lays its result out in, on CPU."""
@@ -49,9 +52,11 @@ CODE = {name: at for at, name in enumerate(OPS)}
 
 @dataclass(frozen=True)
 class Work:
-    """Rows in the order that the host issued them: code, stream (0 compute, 1 communication), group, flops, bytes, width.
+    """Rows in the order that the host issued them: code, stream (0 compute, 1 communication), group, flops,
+    bytes, width.
 
-    Bytes of a collective are those of the gathered whole; group tells units apart, width is the operands' bytes an element.
+    Bytes of a collective are those of the gathered whole; group tells units apart, width is the operands'
+    bytes an element.
     """
 
     code: np.ndarray
@@ -86,9 +91,13 @@ class Trace:
     segments: tuple[Segment, ...]
     blocks: int
     base: int = 0
-    """Blocks of the run whose rows of work are kept: its groups are numbered by them. 0 where all blocks are there."""
+    """Blocks of the run whose rows of work are kept: its groups are numbered by them. 0 where all blocks are
+    there.
+    """
     events: tuple[tuple[int, int], ...] = field(default=(), repr=False)
-    """(storage, bytes) of each allocation, with bytes negative where it is given back: the allocator's replay reads them."""
+    """(storage, bytes) of each allocation, with bytes negative where it is given back: the allocator's replay
+    reads them.
+    """
 
     def names(self) -> list[SegmentName]:
         return [segment.name for segment in self.segments]
@@ -104,8 +113,11 @@ def blend(traces: Sequence[Trace], weights: Sequence[float], blocks: int) -> Tra
 def _blend_segments(segments: list[Segment], weights: Sequence[float]) -> Segment:
     assert len({segment.name for segment in segments}) == 1
     if len({segment.curve.shape for segment in segments}) > 1:
-        # As many events as parameters (norms, an optimizer of many kernels): only the highest point is kept of each.
-        segments = [replace(segment, curve=segment.curve[[segment.curve.sum(1).argmax()]]) for segment in segments]
+        # As many events as parameters (norms, an optimizer of many kernels): only the highest point is kept
+        # of each.
+        segments = [
+            replace(segment, curve=segment.curve[[segment.curve.sum(1).argmax()]]) for segment in segments
+        ]
     if len({tuple(segment.work.code) for segment in segments}) > 1:
         segments = [replace(segment, work=_collapsed(segment.work)) for segment in segments]
     curve = sum(w * s.curve for w, s in zip(weights, segments, strict=True))
@@ -129,10 +141,14 @@ def _collapsed(work: Work) -> Work:
         return np.array([values[pick].sum() for pick in picks], dtype=float)
 
     return Work(
-        code=np.array([c for c, _ in keys]), stream=np.array([s for _, s in keys]), group=np.zeros(len(keys), dtype=int),
-        flops=total(work.flops), bytes=total(work.bytes), fused_bytes=total(work.fused_bytes),
+        code=np.array([c for c, _ in keys]),
+        stream=np.array([s for _, s in keys]),
+        group=np.zeros(len(keys), dtype=int),
+        flops=total(work.flops),
+        bytes=total(work.bytes),
+        fused_bytes=total(work.fused_bytes),
         width=np.array([work.width[pick].max() for pick in picks]),
-    )  # fmt: skip
+    )
 
 
 # ---------------------------------------------------------------- blocks
@@ -154,10 +170,16 @@ def edges(trace: Trace, keep: int) -> Trace:
 
 
 def unrolled(trace: Trace, period: int, keep: int) -> list[tuple[Segment, int]]:
-    """All segments of a composed step in order, middle blocks repeated; with each how far its groups are shifted."""
+    """All segments of a composed step in order, middle blocks repeated; with each how far its groups are
+    shifted.
+    """
     if not any(segment.name.place[0] == "end" for segment in trace.segments):
         return [(segment, 0) for segment in trace.segments]
-    return [pair for phase in _phases(trace) for pair in _unrolled_phase(phase, trace.blocks, trace.base, period, keep)]
+    return [
+        pair
+        for phase in _phases(trace)
+        for pair in _unrolled_phase(phase, trace.blocks, trace.base, period, keep)
+    ]
 
 
 def _phases(trace: Trace) -> list[list[Segment]]:
@@ -172,7 +194,9 @@ def _phases(trace: Trace) -> list[list[Segment]]:
     return phases
 
 
-def _unrolled_phase(phase: list[Segment], blocks: int, base: int, period: int, keep: int) -> list[tuple[Segment, int]]:
+def _unrolled_phase(
+    phase: list[Segment], blocks: int, base: int, period: int, keep: int
+) -> list[tuple[Segment, int]]:
     by_place = {segment.name.place: segment for segment in phase}
     if not any(place[0] == "start" for place in by_place):
         return [(segment, 0) for segment in phase]

@@ -1,9 +1,10 @@
-"""Every storage that a step makes and gives back, every operation and every collective, in the order of the host.
+"""Every storage that a step makes and gives back, every operation and every collective, in the order of the
+host.
 
-Tracker is a dispatch mode: it sees fake tensors and real ones alike, so a plan and a real run are counted by the same hand.
-What torch's own FSDPMemTracker does for modules is done here for segments of a step, in a tenth of the time, by rank and with
-the order of communication. Not here: where FSDP's own steps tell of themselves (tags.py), what the numbers mean (memory.py,
-clock.py), or the step (step.py).
+Tracker is a dispatch mode: it sees fake tensors and real ones alike, so a plan and a real run are counted by
+the same hand. What torch's own FSDPMemTracker does for modules is done here for segments of a step, in a
+tenth of the time, by rank and with the order of communication. Not here: where FSDP's own steps tell of
+themselves (tags.py), what the numbers mean (memory.py, clock.py), or the step (step.py).
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ _COLLECTIVES = {
 
 
 class Tracker(TorchDispatchMode):
-    """On "cuda" sizes are rounded to the caching allocator's 512 bytes. On "cpu" gloo's reduce-scatter works on a copy of its
-    input, and its all-gather lays the result out once more: the first a real run shows by itself, a fake one is told of
-    both."""
+    """On "cuda" sizes are rounded to the caching allocator's 512 bytes. On "cpu" gloo's reduce-scatter works
+    on a copy of its input, and its all-gather lays the result out once more: the first a real run shows by
+    itself, a fake one is told of both.
+    """
 
     def __init__(self, device: str = "", *, fake: bool = False) -> None:
         super().__init__()
@@ -144,12 +146,20 @@ class Tracker(TorchDispatchMode):
         if attention:
             self._row("attention", _attention_flops(func, args, kwargs), moved, 0, widest)
         elif packet in flop_registry:
-            self._row("matmul", flop_registry[packet](*args, **kwargs, out_val=out), moved, 0, inputs[0].element_size())
+            self._row(
+                "matmul",
+                flop_registry[packet](*args, **kwargs, out_val=out),
+                moved,
+                0,
+                inputs[0].element_size(),
+            )
         else:
             self._row("pointwise", 0, moved, self._fusible(inputs, outputs, new), widest)
 
     def _fusible(self, inputs: list[Tensor], outputs: list[Tensor], new: int) -> int:
-        """What a fused kernel still reads of this operation: inputs that the run of pointwise ones did not itself make."""
+        """What a fused kernel still reads of this operation: inputs that the run of pointwise ones did not
+        itself make.
+        """
         moved = 0
         for tensor in inputs:
             key, serial = self._identity(tensor)
@@ -193,7 +203,9 @@ class Tracker(TorchDispatchMode):
             self._points.append((*self._alive[:-1], size))
         self._row(name, 0, size, 0, tensors[0].element_size() if tensors else 4, stream=1)
 
-    def _row(self, name: str, flops: float, moved: float, fused: float, width: int, stream: int | None = None) -> None:
+    def _row(
+        self, name: str, flops: float, moved: float, fused: float, width: int, stream: int | None = None
+    ) -> None:
         if name != "pointwise" and self._fused:
             written = self._end_fusion()
             if self._rows and self._rows[-1][0] == CODE["pointwise"]:
@@ -218,7 +230,9 @@ class Tracker(TorchDispatchMode):
             self._rows[-1][5] += self._end_fusion()
         self._points.append(tuple(self._alive))
         if self._name.phase != "start":
-            self._segments.append(Segment(self._name, np.array(self._points, dtype=np.int64), _work(self._rows)))
+            self._segments.append(
+                Segment(self._name, np.array(self._points, dtype=np.int64), _work(self._rows))
+            )
         self._name = SegmentName(micro, phase, place)
         self._start_segment()
         self._points.append(tuple(self._alive))
@@ -231,7 +245,9 @@ class Tracker(TorchDispatchMode):
 def _work(rows: list[list[float]]) -> Work:
     table = np.array(rows, dtype=float).reshape(len(rows), 7)
     whole = table[:, :3].astype(int)
-    return Work(whole[:, 0], whole[:, 1], whole[:, 2], table[:, 3], table[:, 4], table[:, 5], table[:, 6].astype(int))
+    return Work(
+        whole[:, 0], whole[:, 1], whole[:, 2], table[:, 3], table[:, 4], table[:, 5], table[:, 6].astype(int)
+    )
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
@@ -265,7 +281,11 @@ def _written(func: Any, args: Any) -> int:
         return 0
     places = zip(func._schema.arguments, args, strict=False)
     # A fused update writes gradients only where it unscales them, which is done before it here.
-    written = [value for place, value in places if place.alias_info and place.alias_info.is_write and place.name != "grads"]
+    written = [
+        value
+        for place, value in places
+        if place.alias_info and place.alias_info.is_write and place.name != "grads"
+    ]
     return sum(_extent(t) for t in _tensors(written))
 
 

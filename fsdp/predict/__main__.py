@@ -4,9 +4,9 @@
     python -m fsdp.predict RUN --image digit.png        your own picture; --invert where it is dark on light
     python -m fsdp.predict RUN --prompt "import "       for a language model
 
-RUN is the --run.dir of a run with an export in RUN/full_model. Flags --data.NAME go over the run's own, where its data has
-moved. Code that RUN/config.toml names is imported only where --trust-code names it too (docs/security.md). Exit code 0, 2 for
-what the command got wrong.
+RUN is the --run.dir of a run with an export in RUN/full_model. Flags --data.NAME go over the run's own, where
+its data has moved. Code that RUN/config.toml names is imported only where --trust-code names it too
+(docs/security.md). Exit code 0, 2 for what the command got wrong.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from fsdp.predict import images, language, picture
 from fsdp.predict.images import Said
 from fsdp.predict.trained import TrainedModel, open_run
 
-FOR_IMAGES, FOR_LANGUAGE = ("image", "invert", "split", "samples"), ("prompt", "tokens", "temperature", "top_k", "seed")
+FOR_IMAGES, FOR_LANGUAGE = (
+    ("image", "invert", "split", "samples"),
+    ("prompt", "tokens", "temperature", "top_k", "seed"),
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,7 +34,9 @@ def main(argv: Sequence[str]) -> int:
         options, flags = _parse(argv)
         trained = open_run(Path(options.run), flags, options.trust_code)
         speaks = trained.data.info.kind == "text"
-        _check_fits(options, "a language model" if speaks else "a classifier", FOR_IMAGES if speaks else FOR_LANGUAGE)
+        _check_fits(
+            options, "a language model" if speaks else "a classifier", FOR_IMAGES if speaks else FOR_LANGUAGE
+        )
         if speaks:
             _go_on(trained, options)
         else:
@@ -57,18 +62,31 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", help="a run directory")
-    parser.add_argument("--split", choices=("heldout", "train"), help="images: whose samples (default: heldout)")
-    parser.add_argument("--samples", type=_count, help="images: how many to show (default: 16)")
-    parser.add_argument("--image", action="append", metavar="FILE", help="images: a picture of yours; may be repeated")
     parser.add_argument(
-        "--invert", action="store_true", default=None, help="images: yours is dark on light, training's were not"
+        "--split", choices=("heldout", "train"), help="images: whose samples (default: heldout)"
+    )
+    parser.add_argument("--samples", type=_count, help="images: how many to show (default: 16)")
+    parser.add_argument(
+        "--image", action="append", metavar="FILE", help="images: a picture of yours; may be repeated"
+    )
+    parser.add_argument(
+        "--invert",
+        action="store_true",
+        default=None,
+        help="images: yours is dark on light, training's were not",
     )
     parser.add_argument("--prompt", help="text: what to go on from; token numbers where training read those")
     parser.add_argument("--tokens", type=_count, help="text: how many to add (default: 200)")
-    parser.add_argument("--temperature", type=_not_negative, help="text: 0 always takes the likeliest (default: 0.8)")
-    parser.add_argument("--top-k", type=_count, help="text: draw from the k likeliest; 0 from all (default: 40)")
+    parser.add_argument(
+        "--temperature", type=_not_negative, help="text: 0 always takes the likeliest (default: 0.8)"
+    )
+    parser.add_argument(
+        "--top-k", type=_count, help="text: draw from the k likeliest; 0 from all (default: 40)"
+    )
     parser.add_argument("--seed", type=_count, help="text: another seed, another text (default: 0)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="the picture (default: RUN/predictions.png), or the text")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="the picture (default: RUN/predictions.png), or the text"
+    )
     parser.add_argument("--trust-code", action="append", default=[], metavar="NAME", help=TRUST_HELP)
     options, flags = parser.parse_known_args(list(argv))
     for flag in flags:
@@ -96,7 +114,9 @@ def _not_negative(text: str) -> float:
 def _check_fits(options: argparse.Namespace, what: str, names: Sequence[str]) -> None:
     for name in names:
         if getattr(options, name) is not None:
-            raise ConfigError(f"--{name.replace('_', '-')} says nothing to {options.run}: it is {what}.", "leave it out")
+            raise ConfigError(
+                f"--{name.replace('_', '-')} says nothing to {options.run}: it is {what}.", "leave it out"
+            )
 
 
 def _or(value: float | None, default: float) -> float:
@@ -122,11 +142,15 @@ def _classify(trained: TrainedModel, options: argparse.Namespace) -> None:
     classes = _named(images.classes_of(trained), said)
     _print_table(said, classes)
     if said and said[0].inputs.ndim == 3:
-        picture.save(picture.draw(said, classes, trained.data.info.preprocess), file, replace=options.out is None)
+        picture.save(
+            picture.draw(said, classes, trained.data.info.preprocess), file, replace=options.out is None
+        )
         print(f"picture   {file}")
     if samples is not None and not options.image:
         right, count = images.accuracy(trained, samples)
-        print(f"accuracy  {right / count:.2%} of the {split.replace('heldout', 'held-out')} samples, {right} of {count}")
+        print(
+            f"accuracy  {right / count:.2%} of the {split.replace('heldout', 'held-out')} samples, {right} of {count}"
+        )
 
 
 def _named(classes: tuple[str, ...], said: list[Said]) -> tuple[str, ...]:
@@ -138,7 +162,9 @@ def _named(classes: tuple[str, ...], said: list[Said]) -> tuple[str, ...]:
 def _print_table(said: list[Said], classes: Sequence[str]) -> None:
     for one in said:
         top = one.probabilities.topk(min(3, len(one.probabilities)))
-        likely = "  ".join(f"{classes[c]} {p:.1%}" for p, c in zip(top.values.tolist(), top.indices.tolist(), strict=True))
+        likely = "  ".join(
+            f"{classes[c]} {p:.1%}" for p, c in zip(top.values.tolist(), top.indices.tolist(), strict=True)
+        )
         truth = "" if one.truth is None else f"is {classes[one.truth]:<12}  "
         print(f"{one.name:<14}  {truth}{likely}{'  WRONG' if one.truth not in (None, one.best) else ''}")
 
@@ -160,7 +186,9 @@ def _go_on(trained: TrainedModel, options: argparse.Namespace) -> None:
         try:
             options.out.write_text(text + "\n", encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"--out {options.out} cannot be written ({error.strerror}).", "--out text.txt") from None
+            raise ConfigError(
+                f"--out {options.out} cannot be written ({error.strerror}).", "--out text.txt"
+            ) from None
 
 
 if __name__ == "__main__":

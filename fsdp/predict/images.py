@@ -1,4 +1,6 @@
-"""Classes: of samples, of a person's own pictures, and how many of the held-out ones are right. Not here: drawing."""
+"""Classes: of samples, of a person's own pictures, and how many of the held-out ones are right. Not here:
+drawing.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,13 @@ def of_samples(trained: TrainedModel, samples: Samples, count: int) -> list[Said
     for chosen in np.array_split(indices, max(1, -(-count // BATCH))) if count else []:
         batch = samples.batch(chosen)
         _check_classes(trained, batch)
-        rows = zip(chosen, batch["inputs"], _probabilities(trained, batch["inputs"]), batch["targets"], strict=True)
-        said += [Said(f"sample {index}", x.numpy(), probabilities, int(truth)) for index, x, probabilities, truth in rows]
+        rows = zip(
+            chosen, batch["inputs"], _probabilities(trained, batch["inputs"]), batch["targets"], strict=True
+        )
+        said += [
+            Said(f"sample {index}", x.numpy(), probabilities, int(truth))
+            for index, x, probabilities, truth in rows
+        ]
     return said
 
 
@@ -85,9 +92,13 @@ def _read(trained: TrainedModel, file: Path, invert: bool) -> np.ndarray:
         with Image.open(file) as image:
             return prepare(ImageOps.invert(image.convert("RGB")) if invert else image, preprocess)
     except FileNotFoundError:
-        raise ConfigError(f"--image {file} does not exist.", "--image FILE, any picture that Pillow reads") from None
+        raise ConfigError(
+            f"--image {file} does not exist.", "--image FILE, any picture that Pillow reads"
+        ) from None
     except (OSError, ValueError, SyntaxError) as error:
-        raise ConfigError(f"--image {file} is no picture: {error}.", "--image FILE, any picture that Pillow reads") from None
+        raise ConfigError(
+            f"--image {file} is no picture: {error}.", "--image FILE, any picture that Pillow reads"
+        ) from None
 
 
 def accuracy(trained: TrainedModel, samples: Samples) -> tuple[int, int]:

@@ -33,12 +33,16 @@ def encode(trained: TrainedModel, prompt: str) -> list[int]:
     else:
         words = prompt.replace(",", " ").split()
         if not all(word.isdecimal() for word in words):
-            raise ConfigError(f"--prompt {prompt!r}: this run was trained on token numbers.", "--prompt '17 4 256'")
+            raise ConfigError(
+                f"--prompt {prompt!r}: this run was trained on token numbers.", "--prompt '17 4 256'"
+            )
         tokens = [int(word) for word in words]
     if not tokens:
         raise ConfigError("--prompt is empty.", "--prompt TEXT")
     if max(tokens) >= vocabulary:
-        raise ConfigError(f"--prompt has token {max(tokens)}, beyond the vocabulary of {vocabulary}.", "smaller numbers")
+        raise ConfigError(
+            f"--prompt has token {max(tokens)}, beyond the vocabulary of {vocabulary}.", "smaller numbers"
+        )
     return tokens
 
 

@@ -1,4 +1,6 @@
-"""A grid of pictures with what was said of each: green where it is right, red where it is wrong. Not here: the saying."""
+"""A grid of pictures with what was said of each: green where it is right, red where it is wrong. Not here:
+the saying.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,14 @@ def draw(said: Sequence[Said], classes: Sequence[str], preprocess: Mapping[str, 
         x, y = MARGIN + place % columns * width, MARGIN + place // columns * height
         sheet.paste(_tile(one.inputs, preprocess), (x, y))
         colour = INK if one.truth is None else RIGHT if one.truth == one.best else WRONG
-        pen.text((x, y + TILE + 1), _fit(f"{classes[one.best]} {float(one.probabilities.max()):.0%}"), fill=colour)
-        pen.text((x, y + TILE + LINE), _fit(one.name if one.truth is None else f"is {classes[one.truth]}"), fill=INK)
+        pen.text(
+            (x, y + TILE + 1), _fit(f"{classes[one.best]} {float(one.probabilities.max()):.0%}"), fill=colour
+        )
+        pen.text(
+            (x, y + TILE + LINE),
+            _fit(one.name if one.truth is None else f"is {classes[one.truth]}"),
+            fill=INK,
+        )
     return sheet
 
 
@@ -84,4 +92,6 @@ def save(sheet: Image, file: Path, *, replace: bool) -> None:
             if replace:
                 into.unlink(missing_ok=True)
     except OSError as error:
-        raise ConfigError(f"--out {file} cannot be written ({error.strerror}).", "--out predictions.png") from None
+        raise ConfigError(
+            f"--out {file} cannot be written ({error.strerror}).", "--out predictions.png"
+        ) from None

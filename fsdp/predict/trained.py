@@ -1,4 +1,6 @@
-"""A run directory's model in one process, computing in the dtype it was trained in, beside its data. Not here: what it says."""
+"""A run directory's model in one process, computing in the dtype it was trained in, beside its data. Not
+here: what it says.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +43,16 @@ class TrainedModel:
             _, logits = loss_or_logits(self.model(inputs))
         if logits is None:
             raise ConfigError(
-                f"--model.name {self.config.model.name} gives a loss and no logits.", "return logits where no targets are given"
+                f"--model.name {self.config.model.name} gives a loss and no logits.",
+                "return logits where no targets are given",
             )
         return logits
 
 
 def open_run(run: Path, flags: Sequence[str] = (), trusted: Collection[str] = ()) -> TrainedModel:
-    """`flags` go over the run's own configuration: where its data lies now, for one. Of the code that the configuration
-    names only what is in `trusted` is imported."""
+    """`flags` go over the run's own configuration: where its data lies now, for one. Of the code that the
+    configuration names only what is in `trusted` is imported.
+    """
     config = read_config(run, flags, trusted)
     device = pick_device(0)
     data = build_dataset(config.data)
@@ -70,7 +74,9 @@ def read_config(run: Path, flags: Sequence[str], trusted: Collection[str]) -> Co
 def _load(run: Path, config: Config, facts: Mapping[str, Any]) -> nn.Module:
     folder = run / "full_model"
     if not (folder / TORCH_FILE).is_file() and not (folder / INDEX_FILE).is_file():
-        raise ConfigError(f"{run} has no exported model in {folder}.", f"python -m fsdp.checkpoint export {run}")
+        raise ConfigError(
+            f"{run} has no exported model in {folder}.", f"python -m fsdp.checkpoint export {run}"
+        )
     state = dict(open_full_state(folder))
     spec = resolve(config.model, facts)
     with torch.device("meta" if spec.knows_inits else "cpu"):
@@ -84,7 +90,8 @@ def _load(run: Path, config: Config, facts: Mapping[str, Any]) -> nn.Module:
     except RuntimeError as error:
         what = "; ".join(" ".join(line.split()) for line in str(error).splitlines()[1:2]) or str(error)
         raise ConfigError(
-            f"{folder} does not fit the model of {run}/config.toml: {what}", f"python -m fsdp.checkpoint export {run}"
+            f"{folder} does not fit the model of {run}/config.toml: {what}",
+            f"python -m fsdp.checkpoint export {run}",
         ) from None
     return model
 

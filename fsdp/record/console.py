@@ -1,8 +1,8 @@
 """What a person sees: one live line on a terminal, one plain line a record in a log. Rank 0 speaks.
 
-A log's lines stay within 80 columns, and its columns stand still, so that it can be read down; a terminal's line is fitted
-to its width, what matters most first. What the numbers are is fsdp/record/metrics.py's. A stream that cannot be written (a log
-on a full disk, a closed pipe) loses lines; the run continues.
+A log's lines stay within 80 columns, and its columns stand still, so that it can be read down; a terminal's
+line is fitted to its width, what matters most first. What the numbers are is fsdp/record/metrics.py's. A
+stream that cannot be written (a log on a full disk, a closed pipe) loses lines; the run continues.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ ON_A_TERMINAL = ("step", "loss", "rate", "left", "saved", "memory", "mfu", "grad
 IN_A_LOG = ("step", "loss", "rate", "left", "memory", "mfu", "grad", "lr")
 """What is kept longest stands first. A log has a line of its own for each save."""
 WAIT_SHOWN = 0.1
-"""The part of a step spent waiting for data from which it stands in the line, in memory's place: --data.workers mends it."""
+"""The part of a step spent waiting for data from which it stands in the line, in memory's place:
+--data.workers mends it.
+"""
 BOLD, GREEN, PLAIN = "\x1b[1m", "\x1b[32m", "\x1b[0m"
 COLOURS = {"loss": BOLD, "saved": GREEN}
 
@@ -37,7 +39,9 @@ def set_up_logging(env: DistEnv, stream: TextIO | None = None) -> None:
     for handler in list(root.handlers):
         root.removeHandler(handler)
     handler = _LiveHandler(stream or sys.stderr)
-    handler.setFormatter(logging.Formatter("%(message)s" if env.is_main else f"[rank {env.rank}] %(message)s"))
+    handler.setFormatter(
+        logging.Formatter("%(message)s" if env.is_main else f"[rank {env.rank}] %(message)s")
+    )
     root.addHandler(handler)
     root.propagate = False
     root.setLevel(logging.INFO if env.is_main else logging.WARNING)
@@ -74,8 +78,10 @@ def print_last(text: str) -> None:
 
 
 def flush_output() -> None:
-    """Call before the interpreter exits: its own flush of a stream that cannot be written makes any exit code 120. Such a
-    stream is redirected to /dev/null, as the documentation of Python's signal module does for SIGPIPE."""
+    """Call before the interpreter exits: its own flush of a stream that cannot be written makes any exit code
+    120. Such a stream is redirected to /dev/null, as the documentation of Python's signal module does for
+    SIGPIPE.
+    """
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()
@@ -86,7 +92,9 @@ def flush_output() -> None:
 
 
 class Console:
-    """The progress of one run. `every` plain lines come at fixed steps; a terminal is drawn at most ten times a second."""
+    """The progress of one run. `every` plain lines come at fixed steps; a terminal is drawn at most ten times
+    a second.
+    """
 
     _live: Console | None = None
 
@@ -152,7 +160,8 @@ class Console:
             columns = os.get_terminal_size(self._out.fileno()).columns or LOG_COLUMNS
         except OSError:  # the terminal is gone: writing says so
             columns = LOG_COLUMNS
-        # The last column stays free: a terminal that has filled it wraps, and the line could not be taken back.
+        # The last column stays free: a terminal that has filled it wraps, and the line could not be taken
+        # back.
         self._write("\r\x1b[2K" + fit(fields, ON_A_TERMINAL, columns - 1, COLOURS if self._colours else {}))
         self._drawn_at = time.monotonic()
         Console._live = self
@@ -181,8 +190,15 @@ class Console:
             log.warning("the steps' lines are printed again: %d came late or are lost", failed)
 
 
-def fit(fields: Mapping[str, str], importance: Sequence[str], columns: int, colours: Mapping[str, str] | None = None) -> str:
-    """As many fields as `columns` hold, in their fixed order; closer together before the less important ones go."""
+def fit(
+    fields: Mapping[str, str],
+    importance: Sequence[str],
+    columns: int,
+    colours: Mapping[str, str] | None = None,
+) -> str:
+    """As many fields as `columns` hold, in their fixed order; closer together before the less important ones
+    go.
+    """
     kept = [name for name in importance if name in fields]
     while kept:
         chosen = [name for name in ORDER if name in kept]

@@ -1,7 +1,7 @@
 """What a step says of itself, and who hears it.
 
-StepMetrics is the record, Reporter the seam to a launcher (Ray's lives under launch/). The console, JSON lines and TensorBoard
-writers of rank 0 are here; how a number is measured is the loop's.
+StepMetrics is the record, Reporter the seam to a launcher (Ray's lives under launch/). The console, JSON
+lines and TensorBoard writers of rank 0 are here; how a number is measured is the loop's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class Reporter(Protocol):
     def report(self, metrics: Mapping[str, float], checkpoint: str | None = None) -> None: ...
 
     def should_stop(self) -> str | None:
-        """A reason to stop that only the launcher knows (a preemption notice); looked at once a step, must not block."""
+        """A reason to stop that only the launcher knows (a preemption notice); looked at once a step, must
+        not block.
+        """
         ...
 
 

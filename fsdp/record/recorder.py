@@ -1,7 +1,8 @@
-"""Where a run's numbers go: metrics.jsonl, TensorBoard events, whoever else asked, the console, and the launcher's Reporter.
+"""Where a run's numbers go: metrics.jsonl, TensorBoard events, whoever else asked, the console, and the
+launcher's Reporter.
 
-Rank 0 writes files; every rank reports, every time. On CUDA the numbers of a step stay on the device until a line is printed.
-A file or a sink that cannot be written (a full disk) loses records; the run continues.
+Rank 0 writes files; every rank reports, every time. On CUDA the numbers of a step stay on the device until a
+line is printed. A file or a sink that cannot be written (a full disk) loses records; the run continues.
 """
 
 from __future__ import annotations
@@ -45,9 +46,16 @@ class Pending:
 
     def fetched(self, loss: float, norm: float, step_time_s: float, max_mem_gib: float) -> StepMetrics:
         return StepMetrics(
-            step=self.step, loss=loss, grad_norm=norm, lr=self.lr, samples=self.samples, tokens=self.tokens,
-            step_time_s=step_time_s, data_wait_s=self.data_wait_s, max_mem_gib=max_mem_gib,
-        )  # fmt: skip
+            step=self.step,
+            loss=loss,
+            grad_norm=norm,
+            lr=self.lr,
+            samples=self.samples,
+            tokens=self.tokens,
+            step_time_s=step_time_s,
+            data_wait_s=self.data_wait_s,
+            max_mem_gib=max_mem_gib,
+        )
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -65,7 +73,9 @@ class Sink(Protocol):
 
 
 class Recorder:
-    """One run's numbers on one rank. `mfu_of` is the MFU of one sample a second; 0 where the device's peak is not known."""
+    """One run's numbers on one rank. `mfu_of` is the MFU of one sample a second; 0 where the device's peak is
+    not known.
+    """
 
     def __init__(
         self,
@@ -112,8 +122,13 @@ class Recorder:
         return fetched
 
     def _fetch(self, pending: list[Pending]) -> list[StepMetrics]:
-        """Beside a device the host runs ahead: its time a step is not the device's, but over all since the last look it is."""
-        losses, norms = self._read([one.loss for one in pending]), self._read([one.grad_norm for one in pending])
+        """Beside a device the host runs ahead: its time a step is not the device's, but over all since the
+        last look it is.
+        """
+        losses, norms = (
+            self._read([one.loss for one in pending]),
+            self._read([one.grad_norm for one in pending]),
+        )
         times = [one.step_time_s for one in pending]
         if self._holds and pending[0].began:
             times = [(time.perf_counter() - pending[0].began) / len(pending)] * len(pending)
@@ -130,7 +145,9 @@ class Recorder:
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         if self._env.is_main:
             self._write(step, {"step": step, **values}, "eval")
-            self._console.say("  ".join(f"{name} {value:.4f}" for name, value in values.items()) + f"  at step {step}")
+            self._console.say(
+                "  ".join(f"{name} {value:.4f}" for name, value in values.items()) + f"  at step {step}"
+            )
         self._reporter.report({"step": step, **values})
 
     def _mfu(self, m: StepMetrics) -> float:
@@ -139,13 +156,17 @@ class Recorder:
     def saving(self, step: int) -> None:
         self.checkpoint_note = f"saving {step}"
 
-    def saved(self, step: int, path: str, *, stall_s: float = 0.0, write_s: float = 0.0, size: int = 0) -> None:
+    def saved(
+        self, step: int, path: str, *, stall_s: float = 0.0, write_s: float = 0.0, size: int = 0
+    ) -> None:
         """A sealed checkpoint: what it held the steps up, what it took behind them."""
         self.checkpoint_note = f"saved {step}"
         if self._env.is_main:
             self._saves.append({"step": step, "stall_s": stall_s, "write_s": write_s, "bytes": size})
             if not self._console.terminal:
-                self._console.say(f"checkpoint of step {step} sealed: {size / 2**20:.1f} MiB in {write_s:.2f} s")
+                self._console.say(
+                    f"checkpoint of step {step} sealed: {size / 2**20:.1f} MiB in {write_s:.2f} s"
+                )
         self._reporter.report({"step": step}, checkpoint=path)
 
     def _write(self, step: int, record: Mapping[str, float], group: str) -> None:
@@ -161,12 +182,19 @@ class Recorder:
 
     def _failed(self, nth: int, step: int, error: OSError) -> None:
         if nth not in self._missed:
-            log.warning("step %d: %s cannot write: %s. The run continues", step, type(self._sinks[nth]).__name__, error)
+            log.warning(
+                "step %d: %s cannot write: %s. The run continues",
+                step,
+                type(self._sinks[nth]).__name__,
+                error,
+            )
         self._missed[nth] = self._missed.get(nth, 0) + 1
 
     def _recovered(self, nth: int, step: int) -> None:
         if missed := self._missed.pop(nth, 0):
-            log.warning("step %d: %s writes again, %d records are lost", step, type(self._sinks[nth]).__name__, missed)
+            log.warning(
+                "step %d: %s writes again, %d records are lost", step, type(self._sinks[nth]).__name__, missed
+            )
 
     def close(self) -> None:
         Console.clear_live()
@@ -177,7 +205,10 @@ class Recorder:
                 sink.close()
             except OSError as error:
                 log.warning(
-                    "%s cannot be closed: %s. %d records are lost", type(sink).__name__, error, self._missed.get(nth, 0)
+                    "%s cannot be closed: %s. %d records are lost",
+                    type(sink).__name__,
+                    error,
+                    self._missed.get(nth, 0),
                 )
 
 

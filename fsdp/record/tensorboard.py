@@ -1,7 +1,9 @@
-"""TensorBoard event files, written by hand: four protobuf fields and a framing are less than the package that writes them.
+"""TensorBoard event files, written by hand: four protobuf fields and a framing are less than the package that
+writes them.
 
-Importing tensorboard costs more than a second at each start; a scalar event is 40 bytes. The format: records of
-length, masked CRC-32C of the length, payload, masked CRC-32C of the payload; the payload is an Event message.
+Importing tensorboard costs more than a second at each start; a scalar event is 40 bytes. The format: records
+of length, masked CRC-32C of the length, payload, masked CRC-32C of the payload; the payload is an Event
+message.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ BUFFER_BYTES = 8192
 
 @functools.cache
 def _table(bits: int) -> array[int]:
-    """On rank 0's first event and not before: others never write one. A list of so many Python numbers would be 2.5 MiB."""
+    """On rank 0's first event and not before: others never write one. A list of so many Python numbers would
+    be 2.5 MiB.
+    """
     rows: np.ndarray = np.arange(1 << bits, dtype=np.uint32)
     for _ in range(bits):
         rows = (rows >> 1) ^ np.where(rows & 1, np.uint32(0x82F63B78), np.uint32(0))
@@ -70,8 +74,9 @@ def _scalar(tag: str, value: float) -> bytes:
 
 
 class EventWriter:
-    """Appends scalars to one new event file; a restart adds another file, as TensorBoard expects. Events are written whole
-    or not at all: TensorBoard stops reading at a broken one."""
+    """Appends scalars to one new event file; a restart adds another file, as TensorBoard expects. Events are
+    written whole or not at all: TensorBoard stops reading at a broken one.
+    """
 
     def __init__(self, folder: Path, purge_step: int | None = None) -> None:
         """Steps from `purge_step` on that an earlier file has are drawn anew (a resume after a crash)."""
@@ -88,7 +93,12 @@ class EventWriter:
 
     def _write(self, payload: bytes) -> None:
         length = struct.pack("<Q", len(payload))
-        self._file.write(length + struct.pack("<I", _masked_crc(length)) + payload + struct.pack("<I", _masked_crc(payload)))
+        self._file.write(
+            length
+            + struct.pack("<I", _masked_crc(length))
+            + payload
+            + struct.pack("<I", _masked_crc(payload))
+        )
 
     def flush(self) -> None:
         self._file.flush()

@@ -3,8 +3,9 @@
     python -m fsdp.report RUN                 into RUN/report.html
     python -m fsdp.report A B --out both.html two runs over each other, and what differs
 
---out FILE puts it elsewhere; --no-samples leaves the trained model unasked. A run directory is data: code that its config.toml
-names is imported only where --trust-code NAME names it too, which may be repeated (docs/security.md).
+--out FILE puts it elsewhere; --no-samples leaves the trained model unasked. A run directory is data: code
+that its config.toml names is imported only where --trust-code NAME names it too, which may be repeated
+(docs/security.md).
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def main(argv: list[str]) -> int:
     try:
         asked = _asked(argv)
         stories = [read_run(run) for run in asked.runs]
-        samples = [read_samples(story.path, asked.trusted) if asked.samples else SampleSection() for story in stories]
+        samples = [
+            read_samples(story.path, asked.trusted) if asked.samples else SampleSection() for story in stories
+        ]
         out = _write(asked, page(stories, samples))
     except ShardrunError as error:
         print(f"fsdp.report: {error}", file=sys.stderr)
@@ -50,7 +53,9 @@ def main(argv: list[str]) -> int:
 
 
 def _write(asked: ReportOptions, text: str) -> Path:
-    """Into the file that the person named, or into RUN/report.html: if that is a link, the page replaces the link."""
+    """Into the file that the person named, or into RUN/report.html: if that is a link, the page replaces the
+    link.
+    """
     text = text.encode("utf-8", "replace").decode()  # a lone surrogate, which JSON can hold
     out = asked.out or asked.runs[0] / "report.html"
     try:
@@ -74,7 +79,10 @@ def _asked(argv: list[str]) -> ReportOptions:
     if not 1 <= len(runs) <= 2:
         raise ConfigError(f"{len(runs)} runs were named, not one or two.", USAGE)
     return ReportOptions(
-        [Path(run) for run in runs], Path(out[-1]) if out else None, "--no-samples" not in words, tuple(trusted)
+        [Path(run) for run in runs],
+        Path(out[-1]) if out else None,
+        "--no-samples" not in words,
+        tuple(trusted),
     )
 
 

@@ -1,4 +1,6 @@
-"""Bars cut into kinds, one a rank: what memory or time went to. Without scripts, and readable beside its numbers."""
+"""Bars cut into kinds, one a rank: what memory or time went to. Without scripts, and readable beside its
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +13,23 @@ Bars = Mapping[str, Mapping[str, float]]
 """Name of a bar → kind → how much."""
 
 
-def bars(rows: Bars, kinds: Sequence[str], say: Callable[[float], str], words: Mapping[str, str] | None = None) -> str:
+def bars(
+    rows: Bars, kinds: Sequence[str], say: Callable[[float], str], words: Mapping[str, str] | None = None
+) -> str:
     """A key, then a bar each, all on the scale of the longest. `words` say a kind to people."""
     most = max((sum(parts.values()) for parts in rows.values()), default=0.0) or 1.0
     words = words or {}
     key = "".join(
-        f'<span><i class="c{nth % COLOURS}"></i>{html.escape(words.get(kind, kind))}</span>' for nth, kind in enumerate(kinds)
+        f'<span><i class="c{nth % COLOURS}"></i>{html.escape(words.get(kind, kind))}</span>'
+        for nth, kind in enumerate(kinds)
     )
     lines = "".join(_bar(name, parts, kinds, say, most) for name, parts in rows.items())
     return f'<div class="key">{key}</div><div class="bars">{lines}</div>'
 
 
-def _bar(name: str, parts: Mapping[str, float], kinds: Sequence[str], say: Callable[[float], str], most: float) -> str:
+def _bar(
+    name: str, parts: Mapping[str, float], kinds: Sequence[str], say: Callable[[float], str], most: float
+) -> str:
     cut = "".join(
         f'<i class="c{nth % COLOURS}" style="width:{parts[kind] / most * 100:.2f}%" '
         f'title="{html.escape(kind)} {say(parts[kind])}"></i>'

@@ -97,7 +97,11 @@ ELSEWHERE = ("run.dir", "checkpoint.dir")
 def settings(stories: Sequence[RunStory]) -> list[list[Any]]:
     """Fields in which the runs differ, with each one's value."""
     names = dict.fromkeys(name for story in stories for name in story.config)
-    rows = [[name, *(shown(story.config.get(name, "")) for story in stories)] for name in names if name not in ELSEWHERE]
+    rows = [
+        [name, *(shown(story.config.get(name, "")) for story in stories)]
+        for name in names
+        if name not in ELSEWHERE
+    ]
     return [row for row in rows if len({str(value) for value in row[1:]}) > 1]
 
 

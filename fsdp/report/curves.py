@@ -1,6 +1,8 @@
-"""Line charts: the curves as inline SVG that stretches, the words beside them as HTML that does not, so a phone can read them.
+"""Line charts: the curves as inline SVG that stretches, the words beside them as HTML that does not, so a
+phone can read them.
 
-Each chart carries its numbers as JSON for the readout under the pointer; without scripts it is a chart all the same.
+Each chart carries its numbers as JSON for the readout under the pointer; without scripts it is a chart all
+the same.
 """
 
 from __future__ import annotations
@@ -44,7 +46,14 @@ class Frame:
         return np.clip((self.high - values) / (self.high - self.low) * 1000, 0, 1000)
 
 
-def chart(title: str, lines: Mapping[str, Series], unit: str = "", *, marks: Marks | None = None, smooth: bool = False) -> str:
+def chart(
+    title: str,
+    lines: Mapping[str, Series],
+    unit: str = "",
+    *,
+    marks: Marks | None = None,
+    smooth: bool = False,
+) -> str:
     """One chart; an empty string where there is nothing to draw."""
     drawn = {name: thin(series) for name, series in lines.items() if len(series.finite)}
     if not drawn:
@@ -107,7 +116,9 @@ def _curve(band: Band, frame: Frame, nth: int, smooth: bool) -> str:
 
 
 def running_median(values: np.ndarray, around: int) -> np.ndarray:
-    """The median of up to `around` values on each side: it follows the course and no single spike. Fewer at the ends."""
+    """The median of up to `around` values on each side: it follows the course and no single spike. Fewer at
+    the ends.
+    """
     last = len(values) - 1
     reaches = [min(around, at, last - at) for at in range(len(values))]
     return np.array([np.median(values[at - reach : at + reach + 1]) for at, reach in enumerate(reaches)])
@@ -127,7 +138,9 @@ def _grid(frame: Frame) -> str:
 def _legend(names: list[str]) -> str:
     if len(names) < 2:
         return ""
-    items = "".join(f'<span><i class="c{nth % COLOURS}"></i>{html.escape(name)}</span>' for nth, name in enumerate(names))
+    items = "".join(
+        f'<span><i class="c{nth % COLOURS}"></i>{html.escape(name)}</span>' for nth, name in enumerate(names)
+    )
     return f'<span class="legend">{items}</span>'
 
 
@@ -190,7 +203,10 @@ def _y_labels(frame: Frame) -> str:
 
 def _x_labels(frame: Frame) -> str:
     values = [value for value in ticks(frame.first, frame.last, 6) if value == int(value)]
-    return "".join(f'<span style="left:{float(frame.x(np.array(value))) / 10:.1f}%">{label(value)}</span>' for value in values)
+    return "".join(
+        f'<span style="left:{float(frame.x(np.array(value))) / 10:.1f}%">{label(value)}</span>'
+        for value in values
+    )
 
 
 def _data(drawn: Mapping[str, Band], frame: Frame) -> str:
@@ -201,7 +217,9 @@ def _data(drawn: Mapping[str, Band], frame: Frame) -> str:
         if band.each > 1:
             one |= {"low": _short(band.low), "high": _short(band.high)}
         lines.append(one)
-    return json.dumps({"first": frame.first, "last": frame.last, "lines": lines}, separators=(",", ":")).replace("<", "\\u003c")
+    return json.dumps(
+        {"first": frame.first, "last": frame.last, "lines": lines}, separators=(",", ":")
+    ).replace("<", "\\u003c")
 
 
 def _short(values: np.ndarray) -> list[float]:

@@ -1,6 +1,8 @@
-"""What could not be read of a run's files, said once a file on the page; and the numbers that a file may hold.
+"""What could not be read of a run's files, said once a file on the page; and the numbers that a file may
+hold.
 
-A run directory may be anybody's, and a kill may have cut off any line: no reader of the report raises over what a file holds.
+A run directory may be anybody's, and a kill may have cut off any line: no reader of the report raises over
+what a file holds.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class Notes:
     @property
     def lines(self) -> tuple[str, ...]:
         counted = (
-            f"left out: {count} line{'s' * (count > 1)} of {name} that could not be read" for name, count in self._lost.items()
+            f"left out: {count} line{'s' * (count > 1)} of {name} that could not be read"
+            for name, count in self._lost.items()
         )
         return (*self._said, *counted)
 

@@ -1,7 +1,7 @@
 """The page of one run, or of two over each other. What makes it a file that opens offline is document.py's.
 
-Order: what became of it, what stopped it, curves, where the time and the memory go, plan, samples, checkpoints, starts,
-configuration.
+Order: what became of it, what stopped it, curves, where the time and the memory go, plan, samples,
+checkpoints, starts, configuration.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ KNOWN = {
     "samples", "tokens",
 }  # fmt: skip
 MOST_CHARTS = 12
-MEMORY = "The highest moment of the profiled steps on each rank, by what held it; and the highest of each phase."
+MEMORY = (
+    "The highest moment of the profiled steps on each rank, by what held it; and the highest of each phase."
+)
 
 
 def page(stories: Sequence[RunStory], samples: Sequence[SampleSection] = ()) -> str:
@@ -82,7 +84,9 @@ def _line(story: RunStory) -> str:
     parts = [model, str(get("data.name", "")), *([_where(story.starts[-1])] if story.starts else [])]
     text = " · ".join(html.escape(part) for part in parts if part)
     ended = story.starts[-1] if story.starts else None
-    why = f"<br>{html.escape(ended.why)}" if ended and ended.outcome in ("failed", "killed", "stopped") else ""
+    why = (
+        f"<br>{html.escape(ended.why)}" if ended and ended.outcome in ("failed", "killed", "stopped") else ""
+    )
     return f'<p class="about">{text}{why}</p>'
 
 
@@ -107,18 +111,28 @@ def _tiles(story: RunStory) -> str:
             shown.append((label, _loss(series.last), under))
     if series := get("eval_accuracy"):
         shown.append(
-            ("held-out accuracy", f"{series.last:.2%}", f"best {series.finite.values.max():.2%}" if len(series.finite) else "")
+            (
+                "held-out accuracy",
+                f"{series.last:.2%}",
+                f"best {series.finite.values.max():.2%}" if len(series.finite) else "",
+            )
         )
     if series := get("step_time_s"):
         waits = get("data_wait_s")
-        waiting = f"{waits.median / series.median:.1%} of it waiting for data" if waits and series.median > 0 else ""
+        waiting = (
+            f"{waits.median / series.median:.1%} of it waiting for data"
+            if waits and series.median > 0
+            else ""
+        )
         shown.append(("median step", seconds(series.median), waiting))
     if series := get("per_s"):
         shown.append((f"{_unit(story)} a second", f"{series.median:,.0f}", "median"))
     if series := get("mfu"):
         shown.append(("MFU", f"{series.median:.1%}", "median"))
     if series := get("max_mem_gib"):
-        shown.append(("peak memory", f"{series.finite.values.max():.2f} GiB" if len(series.finite) else "?", "rank 0"))
+        shown.append(
+            ("peak memory", f"{series.finite.values.max():.2f} GiB" if len(series.finite) else "?", "rank 0")
+        )
     shown.append(("starts", str(len(story.starts)), _fell(story)))
     return tiles(shown)
 
@@ -145,7 +159,9 @@ def _about_curves(stories: Sequence[RunStory]) -> str:
     if any(start.from_step for story in stories for start in story.starts):
         words.append("A dashed line is a start that went on from there.")
     if thinned:
-        words.append("Shaded is what lies between the lowest and the highest of the steps that a point stands for.")
+        words.append(
+            "Shaded is what lies between the lowest and the highest of the steps that a point stands for."
+        )
     return " ".join(words)
 
 
@@ -155,7 +171,9 @@ def _curves(stories: Sequence[RunStory]) -> str:
 
     def of(*wanted: tuple[str, str]) -> dict[str, Series]:
         return {
-            (f"{story.name}{', ' + label if len(wanted) > 1 else ''}" if several else label): story.series[name]
+            (f"{story.name}{', ' + label if len(wanted) > 1 else ''}" if several else label): story.series[
+                name
+            ]
             for name, label in wanted
             for story in stories
             if name in story.series
@@ -178,7 +196,9 @@ def _curves(stories: Sequence[RunStory]) -> str:
     others = dict.fromkeys(name for story in stories for name in story.series if name not in KNOWN)
     charts += [draw(name, "", (name, name)) for name in others]
     drawn = [one for one in charts if one][:MOST_CHARTS]
-    return f'<div class="curves">{"".join(drawn)}</div>' if drawn else '<p class="none">no step was recorded</p>'
+    return (
+        f'<div class="curves">{"".join(drawn)}</div>' if drawn else '<p class="none">no step was recorded</p>'
+    )
 
 
 def _scaled(lines: dict[str, Series], unit: str) -> tuple[dict[str, Series], str]:
@@ -186,7 +206,9 @@ def _scaled(lines: dict[str, Series], unit: str) -> tuple[dict[str, Series], str
     factor = 100.0 if unit == "%" else 1.0
     if unit == "s" and lines and max(series.median for series in lines.values()) < 1:
         factor, unit = 1e3, "ms"
-    return ({name: Series(s.steps, s.values * factor) for name, s in lines.items()} if factor != 1 else lines), unit
+    return (
+        {name: Series(s.steps, s.values * factor) for name, s in lines.items()} if factor != 1 else lines
+    ), unit
 
 
 # ---------------------------------------------------------------- the rest
@@ -195,7 +217,9 @@ def _scaled(lines: dict[str, Series], unit: str) -> tuple[dict[str, Series], str
 def _differences(stories: Sequence[RunStory]) -> str:
     heads = ["", *(story.name for story in stories), "difference"]
     numbers = table(heads, compare.figures(*stories), numeric=heads[1:])
-    fields = table(["setting", *heads[1:-1]], compare.settings(stories), nothing="The two have the same configuration.")
+    fields = table(
+        ["setting", *heads[1:-1]], compare.settings(stories), nothing="The two have the same configuration."
+    )
     return section("What came out", numbers) + section("What was set differently", fields)
 
 
@@ -217,7 +241,9 @@ def _checkpoints(story: RunStory) -> str:
         else:
             total = sum(count for count, _ in about.files.values())
             where = f"{about.ranks} rank{'s' * (about.ranks != 1)}, {about.mesh}"
-            rows.append([f"{found.step:,}", size(total), *took, where, chip("whole", "finished"), about.reason])
+            rows.append(
+                [f"{found.step:,}", size(total), *took, where, chip("whole", "finished"), about.reason]
+            )
     heads = ("step", "size", "written in", "held steps up", "by", "state", "why")
     return table(heads, rows, numeric=heads[:4], nothing="no checkpoint")
 
@@ -225,7 +251,9 @@ def _checkpoints(story: RunStory) -> str:
 def _starts(story: RunStory) -> str:
     rows = []
     for start in story.starts:
-        nodes = ", ".join(start.nodes[:8]) + (f" and {len(start.nodes) - 8} more" if len(start.nodes) > 8 else "")
+        nodes = ", ".join(start.nodes[:8]) + (
+            f" and {len(start.nodes) - 8} more" if len(start.nodes) > 8 else ""
+        )
         to = "" if start.to_step is None else f"{start.to_step:,}"
         changed = Raw("<br>".join(cell(line) for line in start.changed))
         where = f"{start.ranks} on {nodes}" if nodes else str(start.ranks)
@@ -259,10 +287,20 @@ def _timeline(story: RunStory) -> str:
         return ""
     bars = []
     for start, following in zip(story.starts, [*story.starts[1:], None], strict=True):
-        reached = start.to_step if start.to_step is not None else following.from_step if following else story.last_step
+        reached = (
+            start.to_step
+            if start.to_step is not None
+            else following.from_step
+            if following
+            else story.last_step
+        )
         left, width = start.from_step / end * 100, max(0.4, (reached - start.from_step) / end * 100)
-        title = html.escape(f"start {start.number}: steps {start.from_step:,} to {reached:,}, {start.outcome}")
-        bars.append(f'<i class="{start.outcome}" style="left:{left:.2f}%;width:{width:.2f}%" title="{title}"></i>')
+        title = html.escape(
+            f"start {start.number}: steps {start.from_step:,} to {reached:,}, {start.outcome}"
+        )
+        bars.append(
+            f'<i class="{start.outcome}" style="left:{left:.2f}%;width:{width:.2f}%" title="{title}"></i>'
+        )
     rows = "".join(f"<div>{bar}</div>" for bar in bars[:24])
     foot = f"<p><span>step 0</span><span>{end:,}</span></p>"
     return f'<div class="timeline" role="img" aria-label="the starts over the steps">{rows}{foot}</div>'
@@ -274,5 +312,7 @@ def _configuration(stories: Sequence[RunStory]) -> str:
     changed = {name for story in stories for name in story.changed}
     heads = ("setting", *(("value",) if len(stories) == 1 else [story.name for story in stories]))
     short = table(heads, [row for row in rows if row[0] in changed], nothing="Every field has its default.")
-    whole = f"<details><summary>All {len(rows)} fields</summary>{table(heads, rows)}</details>" if rows else ""
+    whole = (
+        f"<details><summary>All {len(rows)} fields</summary>{table(heads, rows)}</details>" if rows else ""
+    )
     return section("Configuration", short + whole, "Where it is not the default.") if rows else ""

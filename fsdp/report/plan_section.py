@@ -1,4 +1,6 @@
-"""What python -m fsdp.plan predicted, beside what the run measured (fsdp/run/planned.py, at the end of each start)."""
+"""What python -m fsdp.plan predicted, beside what the run measured (fsdp/run/planned.py, at the end of each
+start).
+"""
 
 from __future__ import annotations
 
@@ -25,6 +27,8 @@ def planned(story: RunStory) -> str:
         came = story.planned.get(measured)
         if came is None and otherwise in story.series:
             came = story.series[otherwise].median
-        rows.append([name, say(expected), *(["", ""] if came is None else [say(came), f"{came / expected - 1:+.1%}"])])
+        rows.append(
+            [name, say(expected), *(["", ""] if came is None else [say(came), f"{came / expected - 1:+.1%}"])]
+        )
     heads = ("", "planned", "measured", "difference")
     return table(heads, rows, numeric=heads[1:]) if rows else ""

@@ -1,4 +1,6 @@
-"""Where a profiled run's memory went: fsdp/memory/profile.py's accounts under RUN/profile, by kind, phase and rank."""
+"""Where a profiled run's memory went: fsdp/memory/profile.py's accounts under RUN/profile, by kind, phase and
+rank.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def memory_by_rank(accounts: Mapping[int, Mapping[str, Any]]) -> str:
         return ""
     ranks = chosen(list(accounts), sorted(accounts, key=lambda rank: -accounts[rank]["peak"]["bytes"]))
     kinds = _kinds([accounts[rank]["peak"] for rank in ranks])
-    return bars({f"rank {rank}": accounts[rank]["peak"]["kinds"] for rank in ranks}, kinds, size) + _phases(accounts, ranks)
+    return bars({f"rank {rank}": accounts[rank]["peak"]["kinds"] for rank in ranks}, kinds, size) + _phases(
+        accounts, ranks
+    )
 
 
 def _kinds(peaks: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -1,7 +1,8 @@
-"""What a report shows, gathered from a run directory's own files. Missing, cut off or garbled leaves a note, not an error.
+"""What a report shows, gathered from a run directory's own files. Missing, cut off or garbled leaves a note,
+not an error.
 
-Here: what ran, when, and what is left of it. Not here: numbers over steps (series.py), the watch's files (watched.py), what
-the model says (samples.py).
+Here: what ran, when, and what is left of it. Not here: numbers over steps (series.py), the watch's files
+(watched.py), what the model says (samples.py).
 """
 
 from __future__ import annotations
@@ -78,7 +79,11 @@ class RunStory:
     @property
     def changed(self) -> dict[str, Any]:
         """The configuration, where it is not the default."""
-        return {name: value for name, value in self.config.items() if name in FIELDS and value != FIELDS[name].default}
+        return {
+            name: value
+            for name, value in self.config.items()
+            if name in FIELDS and value != FIELDS[name].default
+        }
 
     @property
     def last_step(self) -> int:
@@ -184,7 +189,11 @@ def _ended(start: Start, event: Mapping[str, Any]) -> Start:
     elif kind == "end":
         outcome = event["how"] if event.get("how") in set(Ending) else _how_by_text(why)
     return replace(
-        start, to_step=_whole(event.get("step")), ended=str(event.get("time", "")) or "?", why=why or start.why, outcome=outcome
+        start,
+        to_step=_whole(event.get("step")),
+        ended=str(event.get("time", "")) or "?",
+        why=why or start.why,
+        outcome=outcome,
     )
 
 
@@ -197,7 +206,11 @@ def _planned(run: RunDir) -> dict[str, float]:
     found: dict[str, float] = {}
     for event in read_lines(run.history):
         if event and event.get("event") == "planned":
-            found = {name: value for name, value in event.items() if type(value) in (int, float) and abs(value) < LARGEST}
+            found = {
+                name: value
+                for name, value in event.items()
+                if type(value) in (int, float) and abs(value) < LARGEST
+            }
     return found
 
 
@@ -260,5 +273,7 @@ def _saves(path: Path, notes: Notes) -> dict[int, Save]:
     for record in read_lines(path):
         with notes.left_out("saves.jsonl"):
             known = {} if record is None else record
-            saves[whole(known["step"])] = Save(number(known.get("stall_s", 0.0)), number(known.get("write_s", 0.0)))
+            saves[whole(known["step"])] = Save(
+                number(known.get("stall_s", 0.0)), number(known.get("write_s", 0.0))
+            )
     return saves

@@ -1,7 +1,7 @@
 """What the trained model says: held-out pictures with its answers, or text that it goes on with.
 
-The run's export is loaded in this process. Answering is fsdp/predict's; here it is asked for a little, within bounds, and
-whatever stands in the way becomes a sentence.
+The run's export is loaded in this process. Answering is fsdp/predict's; here it is asked for a little, within
+bounds, and whatever stands in the way becomes a sentence.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def read_samples(run: Path, trusted: Collection[str] = ()) -> SampleSection:
     except CodeRefused as error:
         return SampleSection(why_not=str(error), refused=str(error))
     except Exception as error:
-        # A model or data set can fail in any way, and so can files that are damaged; the rest of the page is worth having.
+        # A model or data set can fail in any way, and so can files that are damaged; the rest of the page is
+        # worth having.
         first = (str(error).splitlines() or [""])[0].partition(" HINT:")[0]
         return SampleSection(why_not=f"the model could not be asked ({type(error).__name__}: {first[:200]})")
 
@@ -56,7 +57,11 @@ def _missing(export: Path) -> str:
     total = sum(file.stat().st_size for file in files)
     if not files:
         return "no export in full_model/ yet: it is written at the end of a run"
-    return f"the export has {total / 2**30:.1f} GiB; python -m fsdp.predict RUN asks it" if total > LARGEST_EXPORT else ""
+    return (
+        f"the export has {total / 2**30:.1f} GiB; python -m fsdp.predict RUN asks it"
+        if total > LARGEST_EXPORT
+        else ""
+    )
 
 
 def _asked(run: Path, trusted: Collection[str]) -> SampleSection:

@@ -1,7 +1,7 @@
 """metrics.jsonl as series of numbers, read once and thinned to what a chart can show.
 
-A million lines take seconds: lines are parsed in blocks, numbers kept in arrays. Thinning keeps each bucket's lowest,
-highest and mean, so a spike of one step stays on the page. Not here: drawing.
+A million lines take seconds: lines are parsed in blocks, numbers kept in arrays. Thinning keeps each bucket's
+lowest, highest and mean, so a spike of one step stays on the page. Not here: drawing.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ class Band:
 
 
 def read_numbers(path: Path, notes: Notes) -> dict[str, Series]:
-    """Every number of every record that has a step; a line cut off by a kill, or garbled, is counted and left out."""
+    """Every number of every record that has a step; a line cut off by a kill, or garbled, is counted and left
+    out.
+    """
     steps: dict[str, array[float]] = {}
     values: dict[str, array[float]] = {}
     for record in read_lines(path):

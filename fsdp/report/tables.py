@@ -1,4 +1,6 @@
-"""Tables and tiles as HTML: every text escaped, every cell with its column's name, so that a phone can show a row as a card."""
+"""Tables and tiles as HTML: every text escaped, every cell with its column's name, so that a phone can show a
+row as a card.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ def cell(value: object) -> str:
     return str(value) if isinstance(value, Raw) else html.escape(str(value))
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[object]], *, numeric: Sequence[str] = (), nothing: str = "none") -> str:
+def table(
+    heads: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    numeric: Sequence[str] = (),
+    nothing: str = "none",
+) -> str:
     """Columns in `numeric` stand right, digit under digit."""
     lines = []
     for row in rows:
@@ -26,7 +34,9 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]], *, numeric: Se
     if not lines:
         return f'<p class="none">{html.escape(nothing)}</p>'
     top = "".join(f"<th{_class(head in numeric, head)}>{html.escape(head)}</th>" for head in heads)
-    return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+    return (
+        f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+    )
 
 
 def _class(number: bool, value: object) -> str:

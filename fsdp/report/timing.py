@@ -31,9 +31,12 @@ def time_by_rank(timing: Timing, marks: Marks) -> str:
     shown = {f"rank {rank}": {name: timing.ranks[rank][name] for name in phases} for rank in ranks}
     heads = ["rank", "step", *(WORDS.get(name, name) for name in phases)]
     rows = [
-        [rank, seconds(sum(timing.ranks[rank].values())), *(_said(timing.ranks[rank][p]) for p in phases)] for rank in ranks
+        [rank, seconds(sum(timing.ranks[rank].values())), *(_said(timing.ranks[rank][p]) for p in phases)]
+        for rank in ranks
     ]
-    return bars(shown, phases, seconds, WORDS) + table(heads, rows, numeric=heads[1:]) + _course(timing, marks)
+    return (
+        bars(shown, phases, seconds, WORDS) + table(heads, rows, numeric=heads[1:]) + _course(timing, marks)
+    )
 
 
 def _said(value: float) -> str:

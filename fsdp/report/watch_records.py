@@ -1,6 +1,8 @@
-"""What the watch left in RUN/watch (fsdp/watch/records.py says in which form): times by rank, late ranks, verdicts, spikes.
+"""What the watch left in RUN/watch (fsdp/watch/records.py says in which form): times by rank, late ranks,
+verdicts, spikes.
 
-Here it is read; faults.py beside it and timing.py show it. A line that is cut off or of another form is left out.
+Here it is read; faults.py beside it and timing.py show it. A line that is cut off or of another form is left
+out.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ class Timing:
     course: Mapping[str, Series] = field(default_factory=dict)
 
     def mean(self, phase: str) -> float | None:
-        return sum(one.get(phase, 0.0) for one in self.ranks.values()) / len(self.ranks) if self.ranks else None
+        return (
+            sum(one.get(phase, 0.0) for one in self.ranks.values()) / len(self.ranks) if self.ranks else None
+        )
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,10 @@ def _timing(folder: Path, notes: Notes) -> Timing:
         count, ranks = 0.0, dict[int, list[float]]()
         with notes.left_out("watch/timing.jsonl"):
             count = number(record["step"]) - number(record["from_step"])
-            ranks = {int(rank): [_seconds(times.get(name, 0.0)) for name in SHOWN] for rank, times in record["ranks"].items()}
+            ranks = {
+                int(rank): [_seconds(times.get(name, 0.0)) for name in SHOWN]
+                for rank, times in record["ranks"].items()
+            }
         if count <= 0 or not ranks:
             continue
         for rank, times in ranks.items():
@@ -126,7 +133,9 @@ def _timing(folder: Path, notes: Notes) -> Timing:
         for name, values in zip(SHOWN, zip(*ranks.values(), strict=True), strict=True):
             steps.setdefault(name, array("d")).append(record["step"])
             means.setdefault(name, array("d")).append(sum(values) / len(values))
-    by_rank = {rank: {name: value / counts[rank] for name, value in sums[rank].items()} for rank in sorted(sums)}
+    by_rank = {
+        rank: {name: value / counts[rank] for name, value in sums[rank].items()} for rank in sorted(sums)
+    }
     return Timing(by_rank, {name: in_order(np.array(steps[name]), np.array(means[name])) for name in steps})
 
 
@@ -159,10 +168,17 @@ def _verdict(record: Mapping[str, Any]) -> VerdictRecord:
         return str(record.get(name) or "")
 
     return VerdictRecord(
-        time=_moment(record.get("time") or 0.0), kind=words("kind"), ranks=tuple(map(whole, record.get("ranks") or ())),
-        nodes=tuple(str(node) for node in record.get("nodes") or ()), step=whole(record.get("step") or 0), what=words("what"),
-        others=words("others"), hint=words("hint"), folder=_name(words("folder")), ended=bool(record.get("ended")),
-    )  # fmt: skip
+        time=_moment(record.get("time") or 0.0),
+        kind=words("kind"),
+        ranks=tuple(map(whole, record.get("ranks") or ())),
+        nodes=tuple(str(node) for node in record.get("nodes") or ()),
+        step=whole(record.get("step") or 0),
+        what=words("what"),
+        others=words("others"),
+        hint=words("hint"),
+        folder=_name(words("folder")),
+        ended=bool(record.get("ended")),
+    )
 
 
 def _name(folder: str) -> str:
@@ -180,12 +196,16 @@ def _moment(value: Any) -> float:
 
 
 def _stacks(watch: Path, verdict: VerdictRecord) -> str:
-    """Of the first rank that is to blame, innermost frames first; one that did not answer is shown by another's wait for it."""
+    """Of the first rank that is to blame, innermost frames first; one that did not answer is shown by
+    another's wait for it.
+    """
     folder = watch / verdict.folder
     blamed = _of_rank(folder, verdict.ranks[0]) if verdict.ranks else ""
     if len(blamed) > SHORT:
         return blamed
-    others = sorted(int(found[1]) for file in folder.glob("rank-*.txt") if (found := _STACK_FILE.fullmatch(file.name)))
+    others = sorted(
+        int(found[1]) for file in folder.glob("rank-*.txt") if (found := _STACK_FILE.fullmatch(file.name))
+    )
     other = next((rank for rank in others if rank not in verdict.ranks), None)
     return blamed if other is None else f"{blamed}\n\nrank {other}:\n{_of_rank(folder, other)}".lstrip()
 
@@ -226,4 +246,6 @@ def _spikes(folder: Path, notes: Notes) -> Iterator[Spike]:
     for record in _records(folder, "spikes.jsonl", notes, "step", "grad_norm"):
         with notes.left_out("watch/spikes.jsonl"):
             samples = tuple(map(whole, record.get("samples") or ()))
-            yield Spike(whole(record["step"]), float(record["grad_norm"]), float(record.get("usual") or 0.0), samples)
+            yield Spike(
+                whole(record["step"]), float(record["grad_norm"]), float(record.get("usual") or 0.0), samples
+            )

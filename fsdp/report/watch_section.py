@@ -46,20 +46,26 @@ def _verdicts(verdicts: Sequence[VerdictRecord]) -> str:
 
 
 def _kind(verdict: VerdictRecord) -> Raw:
-    return chip(verdict.kind, "failed" if verdict.ended or verdict.kind in ("died", "fault", "exception") else "stopped")
+    return chip(
+        verdict.kind,
+        "failed" if verdict.ended or verdict.kind in ("died", "fault", "exception") else "stopped",
+    )
 
 
 def _stacks(verdict: VerdictRecord) -> str:
     of = f"rank {verdict.ranks[0]}" if verdict.ranks else "the other ranks"
     title = f"Stacks of {of}, {verdict.kind} at step {verdict.step:,}"
-    return f"<details><summary>{html.escape(title)}</summary><pre>{html.escape(verdict.stacks)}</pre></details>"
+    return (
+        f"<details><summary>{html.escape(title)}</summary><pre>{html.escape(verdict.stacks)}</pre></details>"
+    )
 
 
 def _late(late: Sequence[LateRecord]) -> str:
     if not late:
         return ""
     rows = [
-        [one.rank, one.node, f"{one.percent:.0f}%", f"{one.since_step:,}", one.over or "to the end"] for one in late[-MOST:]
+        [one.rank, one.node, f"{one.percent:.0f}%", f"{one.since_step:,}", one.over or "to the end"]
+        for one in late[-MOST:]
     ]
     return table(("rank", "node", "late by", "since step", "until"), rows, numeric=("late by", "since step"))
 
@@ -68,12 +74,16 @@ def _spikes(spikes: Sequence[Spike]) -> str:
     """The highest, in the order of the steps; what is no number is higher than all."""
     if not spikes:
         return ""
-    highest = sorted(spikes, key=lambda one: one.grad_norm if one.grad_norm == one.grad_norm else float("inf"))[-MOST:]
+    highest = sorted(
+        spikes, key=lambda one: one.grad_norm if one.grad_norm == one.grad_norm else float("inf")
+    )[-MOST:]
     rows = [
         [f"{one.step:,}", f"{one.grad_norm:.4g}", f"{one.usual:.4g}", _few(one.samples)]
         for one in sorted(highest, key=lambda one: one.step)
     ]
-    return table(("step", "gradient norm", "usual", "samples"), rows, numeric=("step", "gradient norm", "usual"))
+    return table(
+        ("step", "gradient norm", "usual", "samples"), rows, numeric=("step", "gradient norm", "usual")
+    )
 
 
 def _few(samples: Sequence[int]) -> str:

@@ -38,7 +38,9 @@ def evaluate(
     rank: DataRank,
     asked_to_stop: Callable[[], str | None],
 ) -> Evaluation:
-    """Collective. A request to stop ends it early, agreed by all ranks; what was seen by then is no evaluation."""
+    """Collective. A request to stop ends it early, agreed by all ranks; what was seen by then is no
+    evaluation.
+    """
     assert data.heldout is not None
     size = section.eval_batch or batch.micro_batch
     loss_sum = torch.zeros((), dtype=torch.float64, device=sharded.device)
@@ -48,9 +50,15 @@ def evaluate(
     with sharded.evaluating():
         on_cuda = sharded.device.type == "cuda"
         for host in heldout_batches(
-            data.heldout, batch=size, rank=rank, limit=section.eval_samples, workers=reading.workers, prefetch=reading.prefetch,
-            pin=on_cuda, device=sharded.device if reading.to_device else None,
-        ):  # fmt: skip
+            data.heldout,
+            batch=size,
+            rank=rank,
+            limit=section.eval_samples,
+            workers=reading.workers,
+            prefetch=reading.prefetch,
+            pin=on_cuda,
+            device=sharded.device if reading.to_device else None,
+        ):
             one = host.to(sharded.device)
             parts = loss_function(sharded.called, one.data, one.valid, one.valid_rows)
             loss_sum += parts.loss_sum.double()

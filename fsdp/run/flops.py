@@ -1,7 +1,8 @@
-"""How many operations a sample of training costs by the model's own arithmetic: counted once, on the meta device, unsharded.
+"""How many operations a sample of training costs by the model's own arithmetic: counted once, on the meta
+device, unsharded.
 
-What is recomputed is not counted: MFU says what share of the device went into the model. Here is the count; the devices'
-peaks are fsdp/base/devices.py's.
+What is recomputed is not counted: MFU says what share of the device went into the model. Here is the count;
+the devices' peaks are fsdp/base/devices.py's.
 """
 
 from __future__ import annotations
@@ -24,12 +25,17 @@ BACKWARD = 2.0
 
 
 def flops_per_sample(model: nn.Module, data: DataSet) -> float:
-    """Forward and backward of one sample. `model` stands on meta; one that cannot run there counts 6 a parameter and token."""
+    """Forward and backward of one sample. `model` stands on meta; one that cannot run there counts 6 a
+    parameter and token.
+    """
     try:
         return (1 + BACKWARD) * _forward(model, data)
     except (RuntimeError, NotImplementedError, ValueError, TypeError, AssertionError) as error:
         # A model that looks at its numbers cannot run without them.
-        log.info("MFU by 6 × parameters × tokens: the model cannot be counted on meta (%s)", str(error).splitlines()[0][:80])
+        log.info(
+            "MFU by 6 × parameters × tokens: the model cannot be counted on meta (%s)",
+            str(error).splitlines()[0][:80],
+        )
         return 6.0 * sum(p.numel() for p in model.parameters()) * max(1, data.info.tokens_per_sample)
 
 

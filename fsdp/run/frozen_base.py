@@ -1,5 +1,6 @@
-"""The frozen weights under adapters: where they come from, and their digest on a sharded model. What a checkpoint makes of
-them is fsdp/checkpoint/adapter_weights.py's."""
+"""The frozen weights under adapters: where they come from, and their digest on a sharded model. What a
+checkpoint makes of them is fsdp/checkpoint/adapter_weights.py's.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ def base_of(config: Config, spec: ModelSpec, dtype: torch.dtype, digest: str) ->
         seed = config.run.seed
         return (build_real(spec, seed) if spec.knows_inits else build_on_host(spec, seed)).state_dict()
 
-    origin = f"--model.weights {config.model.weights}" if config.model.weights else f"--run.seed {config.run.seed}"
+    origin = (
+        f"--model.weights {config.model.weights}" if config.model.weights else f"--run.seed {config.run.seed}"
+    )
     return Base(digest=digest, origin=origin, lora=config.lora, dtype=dtype, build=build, open=weights)
 
 

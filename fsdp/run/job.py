@@ -1,7 +1,8 @@
-"""What follows from a configuration and a number of ranks, before any process group exists: data, model, mesh, batch, steps.
+"""What follows from a configuration and a number of ranks, before any process group exists: data, model,
+mesh, batch, steps.
 
-Everything that a person can get wrong is found here, on every rank alike. `--dry-run` prints it and stops; a run prints it as
-its last start-up line.
+Everything that a person can get wrong is found here, on every rank alike. `--dry-run` prints it and stops; a
+run prints it as its last start-up line.
 """
 
 from __future__ import annotations
@@ -55,14 +56,22 @@ class Job:
 
     @property
     def data_identity(self) -> dict[str, int | str]:
-        """What must stay for a step to mean the same samples: their number, and what they are where the data say it."""
+        """What must stay for a step to mean the same samples: their number, and what they are where the data
+        say it.
+        """
         own = self.data.info.facts.get("fingerprint")
         return {"samples": len(self.data.train)} | ({"fingerprint": own} if own else {})
 
     @property
     def unit(self) -> str:
         """What a person counts: tokens where there are some, else images or samples."""
-        return "tok" if self.data.info.tokens_per_sample else "img" if self.data.info.kind == "images" else "sample"
+        return (
+            "tok"
+            if self.data.info.tokens_per_sample
+            else "img"
+            if self.data.info.kind == "images"
+            else "sample"
+        )
 
 
 def prepare(config: Config, *, world_size: int, num_nodes: int, device: torch.device) -> Job:
@@ -103,7 +112,9 @@ def _total_steps(config: Config, data: DataSet, cursor: Cursor) -> int:
 
 
 def meta_model(spec: ModelSpec) -> nn.Module:
-    """The model without its numbers. One that cannot be built so, or keeps tensors beside its buffers, is built whole first."""
+    """The model without its numbers. One that cannot be built so, or keeps tensors beside its buffers, is
+    built whole first.
+    """
     try:
         with torch.device("meta"):
             model = spec.build()
@@ -184,7 +195,9 @@ def describe(config: Config, job: Job, model: nn.Module) -> Mapping[str, str]:
 
 
 def _units(model: nn.Module, wrap: str) -> list[tuple[str, list[nn.Parameter]]]:
-    """Each communication unit by the names of its modules, with the parameters that it gathers; the root's own come last."""
+    """Each communication unit by the names of its modules, with the parameters that it gathers; the root's
+    own come last.
+    """
     names = {module: name for name, module in model.named_modules()}
     taken: set[nn.Parameter] = set()
     found = []
@@ -205,9 +218,13 @@ def units_said(model: nn.Module, wrap: str) -> str:
         return f"{len(units)} of {most} parameters, {own:,} in the root's"
     if wrap.startswith("size:"):
         parts = {sum(p.numel() for p in module.parameters()) for module in model.modules()} - {0}
-        near = next((f"size:{n}" for n in sorted(parts, reverse=True) if find_units(model, f"size:{n}")), "auto")
+        near = next(
+            (f"size:{n}" for n in sorted(parts, reverse=True) if find_units(model, f"size:{n}")), "auto"
+        )
         return f"none: --mesh.wrap {wrap} is met by no part of the model. HINT: --mesh.wrap {near}"
-    return f"none: --mesh.wrap {wrap} finds no part of the model, and the root's group holds {own:,} parameters"
+    return (
+        f"none: --mesh.wrap {wrap} finds no part of the model, and the root's group holds {own:,} parameters"
+    )
 
 
 def unit_table(model: nn.Module, wrap: str, shards: int) -> list[str]:
@@ -221,7 +238,8 @@ def unit_table(model: nn.Module, wrap: str, shards: int) -> list[str]:
 
 
 def _kept(parameter: nn.Parameter, rank: int, shards: int) -> int:
-    return cut_of(parameter.shape, rank, shards).numel if parameter.dim() else 1  # FSDP shards no 0-dim parameter
+    # FSDP shards no 0-dim parameter
+    return cut_of(parameter.shape, rank, shards).numel if parameter.dim() else 1
 
 
 def _by_rank(kept: list[int]) -> str:
@@ -241,7 +259,9 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _bytes_a_rank(config: Config, job: Job, model: nn.Module) -> str:
-    """What rests between steps: parameters, gradients, optimizer states. What a step adds is the planner's to say."""
+    """What rests between steps: parameters, gradients, optimizer states. What a step adds is the planner's to
+    say.
+    """
     size = job.dtypes.master.itemsize
     kept = sum(p.numel() * size * (2 if p.requires_grad else 1) for p in model.parameters())
     resting = (kept + state_bytes(config.optim, model.parameters(), size)) / job.sizes.shard

@@ -1,6 +1,8 @@
-"""train(): the run on one page, in the order that data meets it; and train_step(). The only file that sees everything.
+"""train(): the run on one page, in the order that data meets it; and train_step(). The only file that sees
+everything.
 
-Config → DistEnv → mesh → model → optimizer → loader → TrainState → restore → loop → sealed checkpoint → export
+Config → DistEnv → mesh → model → optimizer → loader → TrainState → restore → loop → sealed checkpoint →
+export
 """
 
 from __future__ import annotations
@@ -99,12 +101,19 @@ def train(config: Config, env: DistEnv, reporter: Reporter | None = None) -> Out
 
 
 def _train(
-    config: Config, env: DistEnv, reporter: Reporter, job: Job, run: RunDir, claim: Locks | None, watch: Watch,
+    config: Config,
+    env: DistEnv,
+    reporter: Reporter,
+    job: Job,
+    run: RunDir,
+    claim: Locks | None,
+    watch: Watch,
     witness: OutOfMemoryHandler,
-) -> Outcome:  # fmt: skip
+) -> Outcome:
     with garbage.held():
         loop = _set_up(config, env, reporter, job, run, claim, witness)
-    linecache.clearcache()  # 1.5 MiB of source, read for the traces of the fake tensors with which FSDP2 learns shapes
+    # 1.5 MiB of source, read for the traces of the fake tensors with which FSDP2 learns shapes
+    linecache.clearcache()
     loop.phases.listen(watch.phase)
     profile = _maybe_profile(loop)
     try:
@@ -129,31 +138,55 @@ def _train(
 
 
 def _set_up(
-    config: Config, env: DistEnv, reporter: Reporter, job: Job, run: RunDir, claim: Locks | None, witness: OutOfMemoryHandler
-) -> _Loop:  # fmt: skip
+    config: Config,
+    env: DistEnv,
+    reporter: Reporter,
+    job: Job,
+    run: RunDir,
+    claim: Locks | None,
+    witness: OutOfMemoryHandler,
+) -> _Loop:
     """All that stands before the first step, the newest checkpoint restored. Collective."""
     planned = maybe_planned(config.plan, env.device.type)
     job = replace(job, data=maybe_skipping(job.data, config.data.skip_unreadable, run.path, env.rank))
     mesh = build_mesh(job.sizes, env.device, config.run.process_group_timeout_s)
     kernels = maybe_compile_cache(config.speed, env)
     model = trained_model(config, job)
-    facts, mfu_of, loss_function = describe(config, job, model), setup.mfu_of(model, job, env), LossFunction(model)
+    facts, mfu_of, loss_function = (
+        describe(config, job, model),
+        setup.mfu_of(model, job, env),
+        LossFunction(model),
+    )
     sharded = shard_model(
-        model, sizes=job.sizes, mesh=mesh, device=env.device, section=config.mesh,
-        precision=config.precision, memory=config.memory, speed=config.speed, comm=config.comm,
+        model,
+        sizes=job.sizes,
+        mesh=mesh,
+        device=env.device,
+        section=config.mesh,
+        precision=config.precision,
+        memory=config.memory,
+        speed=config.speed,
+        comm=config.comm,
         hooks=job.hooks,
-    )  # fmt: skip
+    )
     shelf = maybe_shelf(config.memory, config.optim, sharded.root, sharded.units, sharded.dtypes.master)
     checkpointer = Checkpointer(
         config.checkpoint, run.path, env, job.sizes, config_hash=config_hash(config), claim=claim, room=shelf
-    )  # fmt: skip
+    )
     # A checkpoint of adapters alone does not hold what they lie over.
-    setup.give_weights(config, env, job, sharded, shelf, restored=not config.lora.rank and checkpointer.finds())
+    setup.give_weights(
+        config, env, job, sharded, shelf, restored=not config.lora.rank and checkpointer.finds()
+    )
     checkpointer.base = maybe_base(config, job.spec, job.dtypes.master, sharded.root)
     scene = OomContext(
-        sizes=job.sizes, batch=job.batch, dtypes=(sharded.dtypes.master, sharded.dtypes.param, sharded.dtypes.reduce),
-        build=partial(trained_model, config, job), samples=job.data.train, root=sharded.root, units=sharded.units,
-    )  # fmt: skip
+        sizes=job.sizes,
+        batch=job.batch,
+        dtypes=(sharded.dtypes.master, sharded.dtypes.param, sharded.dtypes.reduce),
+        build=partial(trained_model, config, job),
+        samples=job.data.train,
+        root=sharded.root,
+        units=sharded.units,
+    )
     witness.sees(scene)
     optimizer = build_optimizer(config.optim, sharded.root)
     state = TrainState(model=sharded.root, optimizer=optimizer, loss_scale=config.precision.loss_scale)
@@ -161,28 +194,59 @@ def _set_up(
         restored = checkpointer.restore(state)
     apply_hyperparameters(config.optim, optimizer)
     loader = Loader(
-        job.data.train, job.cursor, micro_batch=job.batch.micro_batch, accumulation=job.batch.accumulation,
-        rank=data_rank(env), workers=config.data.workers, prefetch=config.data.prefetch, pin=env.device.type == "cuda",
+        job.data.train,
+        job.cursor,
+        micro_batch=job.batch.micro_batch,
+        accumulation=job.batch.accumulation,
+        rank=data_rank(env),
+        workers=config.data.workers,
+        prefetch=config.data.prefetch,
+        pin=env.device.type == "cuda",
         device=env.device if config.data.to_device else None,
-    )  # fmt: skip
+    )
     stopper = Stopper(
-        config.stop, env, run.path, reporter.should_stop, end_time=end_time(), timeout_s=config.run.process_group_timeout_s,
-        every_minutes=config.checkpoint.every_minutes, save_seconds=lambda: checkpointer.save_seconds,
-    )  # fmt: skip
+        config.stop,
+        env,
+        run.path,
+        reporter.should_stop,
+        end_time=end_time(),
+        timeout_s=config.run.process_group_timeout_s,
+        every_minutes=config.checkpoint.every_minutes,
+        save_seconds=lambda: checkpointer.save_seconds,
+    )
     setup.records(config, env, run, state.step, job.data_identity)
     recorder = Recorder(
-        run, env, reporter, setup.console(config, env, job), from_step=state.step,
-        sinks=setup.sinks(config, env, run, job, planned), mfu_of=mfu_of,
-    )  # fmt: skip
+        run,
+        env,
+        reporter,
+        setup.console(config, env, job),
+        from_step=state.step,
+        sinks=setup.sinks(config, env, run, job, planned),
+        mfu_of=mfu_of,
+    )
     if env.is_main:
         setup.say_start(run, facts, restored)
     scene.optimizer, scene.phases = optimizer, Phases()
     return _Loop(
-        config=config, env=env, job=job, run=run, sharded=sharded, state=state, loss_function=loss_function,
-        loader=loader, checkpointer=checkpointer, stopper=stopper, recorder=recorder, phases=scene.phases,
-        update=build_update(optimizer, shelf), in_turn=None if shelf is None else shelf.in_turn,
-        claim=claim, numbers=Numbers(config.watch, env, run.path, sharded), planned=planned, kernels=kernels,
-    )  # fmt: skip
+        config=config,
+        env=env,
+        job=job,
+        run=run,
+        sharded=sharded,
+        state=state,
+        loss_function=loss_function,
+        loader=loader,
+        checkpointer=checkpointer,
+        stopper=stopper,
+        recorder=recorder,
+        phases=scene.phases,
+        update=build_update(optimizer, shelf),
+        in_turn=None if shelf is None else shelf.in_turn,
+        claim=claim,
+        numbers=Numbers(config.watch, env, run.path, sharded),
+        planned=planned,
+        kernels=kernels,
+    )
 
 
 def _maybe_profile(loop: _Loop) -> Profile | None:
@@ -192,7 +256,9 @@ def _maybe_profile(loop: _Loop) -> Profile | None:
         return None
     from fsdp.memory import profile
 
-    return profile.start(section, loop.run.path, loop.env, loop.sharded.root, loop.state.optimizer, loop.phases)
+    return profile.start(
+        section, loop.run.path, loop.env, loop.sharded.root, loop.state.optimizer, loop.phases
+    )
 
 
 # ---------------------------------------------------------------- a step
@@ -234,11 +300,17 @@ class _Loop:
         self.gradients = Gradients(self.sharded.root.parameters(), group, self.in_turn)
         self.scaler = LossScaler(self.state) if self.job.dtypes.needs_loss_scale else None
         self.verdicts = Verdicts(
-            self.config.train, self.gradients, self.state.optimizer, self.sharded.root, scaler=self.scaler,
+            self.config.train,
+            self.gradients,
+            self.state.optimizer,
+            self.sharded.root,
+            scaler=self.scaler,
             whole_update=isinstance(self.update, Whole),
-        )  # fmt: skip
+        )
         self.branches = Branches(self.sharded)
-        self.scales = maybe_scales(self.sharded.root, self.config.speed, sharded=self.job.sizes.strategy != "ddp")
+        self.scales = maybe_scales(
+            self.sharded.root, self.config.speed, sharded=self.job.sizes.strategy != "ddp"
+        )
         self.stopped: str | None = None
         self.evaluation: Evaluation | None = None
         self.last_saved = self.state.step if self.state.step else -1
@@ -253,7 +325,11 @@ class _Loop:
             self.stopped = f"{StopReason.STOP_AFTER} {last}"
         if self.stopped is None and self.job.data.heldout is not None and not self._evaluated_now():
             self._evaluate()
-        wanted = self.config.checkpoint.every_steps or self.config.checkpoint.every_minutes or self.config.checkpoint.export
+        wanted = (
+            self.config.checkpoint.every_steps
+            or self.config.checkpoint.every_minutes
+            or self.config.checkpoint.export
+        )
         if self.last_saved != self.state.step and (wanted or self.stopped):
             self._save(self.stopped or "the end", wait=True)
         self.phases.enter("end")
@@ -269,10 +345,12 @@ class _Loop:
         return len(self.job.cursor.indices(self.state.step)) < whole
 
     def _learn_the_loss(self, *, resumed: bool) -> None:
-        """A forward of one or two samples, which all ranks make, before the first step that depends on what it shows.
+        """A forward of one or two samples, which all ranks make, before the first step that depends on what
+        it shows.
 
-        A model that receives its labels: what its own loss is a mean over. A resumed run with a short first batch: whether the
-        model has a loss of its own (short batches are cut for one and masked otherwise, which differs in the last bits).
+        A model that receives its labels: what its own loss is a mean over. A resumed run with a short first
+        batch: whether the model has a loss of its own (short batches are cut for one and masked otherwise,
+        which differs in the last bits).
         """
         short = resumed and self._first_batch_is_short()
         if not (self.loss_function.may_own or short):
@@ -295,7 +373,9 @@ class _Loop:
         batch = self.loader.step(self.state.step)
         waited = time.perf_counter() - began
         if self.claim is not None and self.claim.lost is not None:
-            raise CheckpointError(f"step {step}: {self.claim.lost}.", "squeue or ps shows which of the two should live")
+            raise CheckpointError(
+                f"step {step}: {self.claim.lost}.", "squeue or ps shows which of the two should live"
+            )
         self.stopper.begin(step)
         lr = lr_at(self.config.optim, step, self.job.total_steps)
         result = self.train_step(batch, lr)
@@ -304,10 +384,17 @@ class _Loop:
         self.phases.enter("record")
         self.recorder.step(
             Pending(
-                step=step, loss=result.loss, grad_norm=result.grad_norm, lr=lr, samples=batch.samples, tokens=result.tokens,
-                began=began, step_time_s=time.perf_counter() - began, data_wait_s=waited,
+                step=step,
+                loss=result.loss,
+                grad_norm=result.grad_norm,
+                lr=lr,
+                samples=batch.samples,
+                tokens=result.tokens,
+                began=began,
+                step_time_s=time.perf_counter() - began,
+                data_wait_s=waited,
             )
-        )  # fmt: skip
+        )
         if self.recorder.wants(step):
             self._look()
         agreed = self.stopper.agreed()
@@ -347,7 +434,9 @@ class _Loop:
         return StepResult(loss, norm, tokens, applied)
 
     def _accumulate(self, batch: StepBatch) -> tuple[collectives.Sum, float, int]:
-        """The gradient of the global batch's mean: a reduction averages over ranks, so each multiplies by their number."""
+        """The gradient of the global batch's mean: a reduction averages over ranks, so each multiplies by
+        their number.
+        """
         counted = self._tokens_of(batch)
         scale = self.scaler.scale if self.scaler is not None else 1.0
         total: Tensor | None = None
@@ -374,7 +463,9 @@ class _Loop:
         info = self.job.data.info
         if not self.loss_function.shifts and (info.class_names or not info.masks_targets):
             return _Tokens(batch.samples * info.tokens_per_sample)
-        return _Tokens(sum(self.loss_function.tokens(micro.counted) for micro in batch.micro), over_ranks=True)
+        return _Tokens(
+            sum(self.loss_function.tokens(micro.counted) for micro in batch.micro), over_ranks=True
+        )
 
     def _count(self, batch: StepBatch, result: StepResult) -> None:
         self.state.step += 1
@@ -384,7 +475,9 @@ class _Loop:
     # ------------------------------------------------------------ between steps
 
     def _look(self) -> None:
-        """The numbers of the steps since the last look. On CUDA the device is waited for here and nowhere else."""
+        """The numbers of the steps since the last look. On CUDA the device is waited for here and nowhere
+        else.
+        """
         self.recorder.flush()
         self.verdicts.settle()
 
@@ -395,9 +488,15 @@ class _Loop:
     def _evaluate(self) -> None:
         self.phases.enter("evaluate")
         found = evaluate(
-            self.sharded, self.loss_function, self.job.data, section=self.config.train, reading=self.config.data,
-            batch=self.job.batch, rank=data_rank(self.env), asked_to_stop=self._between_batches,
-        )  # fmt: skip
+            self.sharded,
+            self.loss_function,
+            self.job.data,
+            section=self.config.train,
+            reading=self.config.data,
+            batch=self.job.batch,
+            rank=data_rank(self.env),
+            asked_to_stop=self._between_batches,
+        )
         if found.stopped:
             self.stopped = found.stopped
             return
@@ -425,7 +524,7 @@ class _Loop:
         for sealed in self.checkpointer.sealed():
             self.recorder.saved(
                 sealed.step, sealed.path, stall_s=sealed.stall_s, write_s=sealed.write_s, size=sealed.bytes
-            )  # fmt: skip
+            )
 
     def _leave(self) -> Outcome:
         if self.stopped is None and self.config.checkpoint.export and self.last_saved == self.state.step:
@@ -438,7 +537,9 @@ class _Loop:
             paths.record_end(self.run, step=self.state.step, why=why, how=how)
             if self.planned is not None and (compared := self.planned.compared()) is not None:
                 log.info("%s", compared)
-                paths.append_if_possible(self.run.history, {"event": "planned", "step": self.state.step, **compared.record()})
+                paths.append_if_possible(
+                    self.run.history, {"event": "planned", "step": self.state.step, **compared.record()}
+                )
         return Outcome(self.run.path, self.state.step, self.stopped, self.evaluation)
 
 

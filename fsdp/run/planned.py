@@ -58,7 +58,9 @@ class Planned:
         if not self._times:
             return None
         step_s = statistics.median(self._times[WARM_UP:] or self._times)
-        return Compared(self._plan.predicted_peak_gib, self._peak - self._idle, self._plan.predicted_step_s, step_s)
+        return Compared(
+            self._plan.predicted_peak_gib, self._peak - self._idle, self._plan.predicted_step_s, step_s
+        )
 
 
 def maybe_planned(plan: PlanSection, device: str) -> Planned | None:

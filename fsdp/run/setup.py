@@ -1,4 +1,5 @@
-"""What stands around a run's first step: whose the run directory is, what is written as it begins, how weights become real.
+"""What stands around a run's first step: whose the run directory is, what is written as it begins, how
+weights become real.
 
 The order of a start is fsdp/run/loop.py's.
 """
@@ -38,8 +39,9 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def claimed_run(config: Config, env: DistEnv) -> Iterator[tuple[RunDir, Locks | None]]:
-    """Rank 0 makes and holds the run directory and the store of its checkpoints; the others receive where it is, or
-    who else holds one of them."""
+    """Rank 0 makes and holds the run directory and the store of its checkpoints; the others receive where it
+    is, or who else holds one of them.
+    """
     held: list[Locks] = []
 
     def open_run() -> str:
@@ -98,15 +100,20 @@ def say_start(run: RunDir, facts: Mapping[str, str], restored: Restored | None) 
 
 def give_weights(
     config: Config, env: DistEnv, job: Job, sharded: Sharded, shelf: Shelf | None, *, restored: bool
-) -> None:  # fmt: skip
+) -> None:
     """From meta to real; where a checkpoint gives the values, memory for them alone."""
     weights = config.model.weights
     materialize(
-        sharded, spec=job.spec, seed=config.run.seed, init=config.model.init, rank=env.rank,
+        sharded,
+        spec=job.spec,
+        seed=config.run.seed,
+        init=config.model.init,
+        rank=env.rank,
         weights=(lambda: open_full_state(weights)) if weights else None,
         rest_device=torch.device("cpu") if config.memory.cpu_offload else None,
-        shelf=shelf, restored=restored,
-    )  # fmt: skip
+        shelf=shelf,
+        restored=restored,
+    )
     if shelf is not None:
         shelf.watch()
     replicate(sharded)

@@ -15,7 +15,9 @@ def summary(outcome: Outcome, config: Config, command: str) -> str:
     shown = str(outcome.run_dir) if where.startswith("..") else where
     lines = []
     if outcome.evaluation is not None and outcome.evaluation.accuracy is not None:
-        lines.append(f"held-out accuracy {outcome.evaluation.accuracy:.2%}  loss {outcome.evaluation.loss:.4f}")
+        lines.append(
+            f"held-out accuracy {outcome.evaluation.accuracy:.2%}  loss {outcome.evaluation.loss:.4f}"
+        )
     how = f"stopped by {outcome.stopped}" if outcome.stopped else "finished"
     lines += [f"{how} at step {outcome.step}: {shown}", "next:"]
     run = shlex.quote(shown)
@@ -23,7 +25,9 @@ def summary(outcome: Outcome, config: Config, command: str) -> str:
     asked = " ".join([run, *(f"--trust-code {shlex.quote(name)}" for name in dict.fromkeys(named))])
     resume = f"{command} --config {shlex.quote(shown + '/config.toml')} --run.dir {run}"
     if outcome.stopped:
-        lines.append(f"  {resume}{' --train.stop_after 0' if config.train.stop_after else ''}   # goes on from here")
+        lines.append(
+            f"  {resume}{' --train.stop_after 0' if config.train.stop_after else ''}   # goes on from here"
+        )
     else:
         if config.checkpoint.export:
             lines.append(f"  python -m fsdp.predict {asked}")

@@ -1,11 +1,12 @@
 """Who writes a run directory: one live job, and every other is refused by name.
 
-The claim is a file that names its holder and carries a count that the holder raises every few seconds. A dead holder of this
-machine is seen by its process; one elsewhere by a count that stands still while we watch, which needs no two clocks to agree.
-"This machine" means the same machine id, boot id and PID namespace. Where /proc does not give these (macOS, a container
-that masks it) or hides the holder's process (hidepid), the process proves nothing and the count decides.
-Taking over replaces the file, so a holder that was cut off and comes back finds another's name in it and stops writing.
-Only O_EXCL, link and rename are used: no lock that a shared folder may not have.
+The claim is a file that names its holder and carries a count that the holder raises every few seconds. A dead
+holder of this machine is seen by its process; one elsewhere by a count that stands still while we watch,
+which needs no two clocks to agree. "This machine" means the same machine id, boot id and PID namespace. Where
+/proc does not give these (macOS, a container that masks it) or hides the holder's process (hidepid), the
+process proves nothing and the count decides. Taking over replaces the file, so a holder that was cut off and
+comes back finds another's name in it and stops writing. Only O_EXCL, link and rename are used: no lock that a
+shared folder may not have.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ def here(launcher: str, job: str = "") -> Holder:
 def this_place() -> str:
     """One value for all processes that share process ids; empty where this system does not tell.
 
-    Host names may be equal in a cluster, and machine ids where nodes boot from one image; each boot draws a new boot id.
-    The first PID namespace has the same number on every machine.
+    Host names may be equal in a cluster, and machine ids where nodes boot from one image; each boot draws a
+    new boot id. The first PID namespace has the same number on every machine.
     """
     try:
         if Path("/proc/self").readlink() != Path(str(os.getpid())):
@@ -85,7 +86,9 @@ def _machine_id() -> str:
 
 
 def _state_and_birth(pid: int) -> tuple[str, str] | None:
-    """State and start time in the kernel's ticks, which tells a reused process id. None where /proc does not show it."""
+    """State and start time in the kernel's ticks, which tells a reused process id. None where /proc does not
+    show it.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -171,7 +174,9 @@ class Claim:
                     log.warning("the claim on %s cannot be renewed: %s", self._path.parent, error)
             else:
                 if missed:
-                    log.warning("the claim on %s is renewed again, %d beats failed", self._path.parent, missed)
+                    log.warning(
+                        "the claim on %s is renewed again, %d beats failed", self._path.parent, missed
+                    )
                 missed = 0
 
 
@@ -242,18 +247,24 @@ def _read_patiently(claim: Path) -> tuple[Holder | None, bytes]:
 
 
 def _start(job: str) -> tuple[str, int, int]:
-    """`Slurm job 12, start 3, try 2` (fsdp/dist/env.py) as what can be compared; another text is the only start of its kind."""
+    """`Slurm job 12, start 3, try 2` (fsdp/dist/env.py) as what can be compared; another text is the only
+    start of its kind.
+    """
     found = re.fullmatch(r"(Slurm job \d+), start (\d+)(?:, try (\d+))?", job)
     return (found[1], int(found[2]), int(found[3] or 1)) if found else (job, 0, 0)
 
 
 def succeeds(job: str, other: str) -> bool:
-    """A later start of the same job: the scheduler has ended the other, even if its processes live on without their slurmd."""
+    """A later start of the same job: the scheduler has ended the other, even if its processes live on without
+    their slurmd.
+    """
     ours, theirs = _start(job), _start(other)
     return ours[0] == theirs[0] and ours[1:] > theirs[1:]
 
 
-def _clear_dead(run_dir: Path, stale_s: float, job: str = "", watch: Callable[[Path, bytes, float], bool] | None = None) -> str:
+def _clear_dead(
+    run_dir: Path, stale_s: float, job: str = "", watch: Callable[[Path, bytes, float], bool] | None = None
+) -> str:
     """Make way if the holder is dead, and say so; RefusedError if it lives. Empty if it went by itself."""
     claim = run_dir / FILE
     try:
@@ -297,8 +308,9 @@ def _changes(claim: Path, data: bytes, stale_s: float) -> bool:
 
 
 def _remove(run_dir: Path, data: bytes) -> None:
-    """Take a dead claim away, and only that one: of two who saw it dead, the slower finds another's file in its hand and
-    puts it back."""
+    """Take a dead claim away, and only that one: of two who saw it dead, the slower finds another's file in
+    its hand and puts it back.
+    """
     aside = run_dir / f".{FILE}-dead-{secrets.token_hex(8)}"
     try:
         (run_dir / FILE).rename(aside)

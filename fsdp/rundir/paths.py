@@ -8,7 +8,8 @@
 Only rank 0 writes here, apart from checkpoints. Who may write at all is fsdp/rundir/lock.py's.
 
 A line file (`*.jsonl`) holds one JSON object a line. Every reader and writer of one uses `read_lines`,
-`read_records`, `append` or `Appender` below: a torn line is left out when read, and ended before the next write.
+`read_records`, `append` or `Appender` below: a torn line is left out when read, and ended before the next
+write.
 """
 
 from __future__ import annotations
@@ -272,8 +273,9 @@ def append_if_possible(path: Path, record: Mapping[str, Any]) -> None:
 class Appender:
     """Appends whole records to an optional file, which it holds open. Its methods do not raise OSError.
 
-    While the file cannot be written (a full disk, a server that is away) it keeps up to KEPT_BYTES of records and
-    retries every RETRY_S and at `close`. It logs when that begins, and how many records were kept and lost at its end.
+    While the file cannot be written (a full disk, a server that is away) it keeps up to KEPT_BYTES of records
+    and retries every RETRY_S and at `close`. It logs when that begins, and how many records were kept and
+    lost at its end.
     """
 
     def __init__(self, path: Path, *, lines: bool = True, buffer_bytes: int = 0) -> None:
@@ -398,13 +400,17 @@ def truncate_metrics(run: RunDir, step: int) -> None:
 
 
 def other_data(run: RunDir, data: Mapping[str, Any]) -> list[str]:
-    """A line where the last start trained on other data than this one: step n would no longer mean the same samples."""
+    """A line where the last start trained on other data than this one: step n would no longer mean the same
+    samples.
+    """
     starts = [event for event in read_records(run.history) if event["event"] == "start"]
     before = starts[-1].get("data", data) if starts else data
     return (
         []
         if before == data or not isinstance(before, Mapping)
-        else [f"the data: {_said(before)} → {_said(data)}; a step's samples are not what they would have been"]
+        else [
+            f"the data: {_said(before)} → {_said(data)}; a step's samples are not what they would have been"
+        ]
     )
 
 
@@ -413,7 +419,13 @@ def _said(data: Mapping[str, Any]) -> str:
 
 
 def record_start(
-    run: RunDir, env: DistEnv, *, from_step: int, changed: list[str], nodes: list[str], data: Mapping[str, Any]
+    run: RunDir,
+    env: DistEnv,
+    *,
+    from_step: int,
+    changed: list[str],
+    nodes: list[str],
+    data: Mapping[str, Any],
 ) -> None:
     for marker in (run.stopped, run.done, run.failed):
         marker.unlink(missing_ok=True)

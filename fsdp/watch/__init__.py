@@ -18,6 +18,7 @@
     files.py      what stays in RUN/watch/, written by a thread that may wait for storage
     numbers.py    replicas compared, gradient norms by unit, the samples of a spike
 
-The monitor imports crew, look, evidence, verdict, cells, ledger, lateness, nodes, orders and files: none of them may import
-torch. A rank that is stopped, dead or stuck with Python's lock in its hand cannot speak; its page can still be read.
+The monitor imports crew, look, evidence, verdict, cells, ledger, lateness, nodes, orders and files: none of
+them may import torch. A rank that is stopped, dead or stuck with Python's lock in its hand cannot speak; its
+page can still be read.
 """

@@ -1,11 +1,12 @@
-"""Do all ranks run the same parts of the model? FSDP pairs collectives by their order alone: ranks that take different branches
-(LayerDrop with a stream of its own on each rank, an expert that one rank alone uses) reduce the gradient of one parameter into
-another, without an error where shapes agree.
+"""Do all ranks run the same parts of the model? FSDP pairs collectives by their order alone: ranks that take
+different branches (LayerDrop with a stream of its own on each rank, an expert that one rank alone uses)
+reduce the gradient of one parameter into another, without an error where shapes agree.
 
-Each step's forward order of units and the parameters of its reductions make one number, the signature. It travels with the
-sum of the step's loss; ranks that differ are found before the update on CPU, and behind the next step on a device, whose loss
-the host does not wait for. Measured on CPU for 58 parameters in 7 groups (292 in 33): 1.2 (1.7) µs with warm caches, 17 (32) µs
-within a step. Not here: ranks that issue a different number of collectives; they hang, which fsdp/watch/hang_verdict.py reports.
+Each step's forward order of units and the parameters of its reductions make one number, the signature. It
+travels with the sum of the step's loss; ranks that differ are found before the update on CPU, and behind the
+next step on a device, whose loss the host does not wait for. Measured on CPU for 58 parameters in 7 groups
+(292 in 33): 1.2 (1.7) µs with warm caches, 17 (32) µs within a step. Not here: ranks that issue a different
+number of collectives; they hang, which fsdp/watch/hang_verdict.py reports.
 """
 
 from __future__ import annotations
@@ -27,16 +28,20 @@ BITS = 20
 """Of a signature: its square, summed over 4,096 ranks, is still exact in float64."""
 
 _Seen = tuple[list[Any], list[list[Any]], list[tuple[int, list[bool]]]]
-"""Groups in the order of their forwards; the parameters of each reduction; of groups that are not reduced yet, which have a
-gradient."""
+"""Groups in the order of their forwards; the parameters of each reduction; of groups that are not reduced
+yet, which have a gradient.
+"""
 
 _Ran = tuple[list[str], list[str]]
-"""The names of a rank's units in the order of their forwards, and of its parameters in the order of their reductions."""
+"""The names of a rank's units in the order of their forwards, and of its parameters in the order of their
+reductions.
+"""
 
 
 class Branches:
-    """One sharded model, watched from building to close(). On one rank there is nothing to compare, nor under DDP, where
-    Sharded.micro_batch names what the reducer misses."""
+    """One sharded model, watched from building to close(). On one rank there is nothing to compare, nor under
+    DDP, where Sharded.micro_batch names what the reducer misses.
+    """
 
     def __init__(self, sharded: Sharded) -> None:
         self._ranks = sharded.ranks
@@ -59,15 +64,21 @@ class Branches:
         return self._original(parameters, *rest, **named)
 
     def signature(self) -> int:
-        """Called when the backward has computed all gradients and before FSDP ends it: the root's group is not reduced yet,
-        nor a group whose inputs need no gradient, and the order of the forwards is still there."""
+        """Called when the backward has computed all gradients and before FSDP ends it: the root's group is
+        not reduced yet, nor a group whose inputs need no gradient, and the order of the forwards is still
+        there.
+        """
         if not self._groups:
             return 0
         done = TrainingState.POST_BACKWARD
-        late = [(at, _unreduced(group)) for at, group in enumerate(self._groups) if group._training_state is not done]
+        late = [
+            (at, _unreduced(group))
+            for at, group in enumerate(self._groups)
+            if group._training_state is not done
+        ]
         seen = self._groups[0].comm_ctx.post_forward_order, self._reductions, late
-        # Lists of the same objects are equal by their addresses: no parameter is touched, which out of cache takes a
-        # microsecond each.
+        # Lists of the same objects are equal by their addresses: no parameter is touched, which out of cache
+        # takes a microsecond each.
         self._before, self._reductions = self._now, []
         if seen != self._now:
             self._now = list(seen[0]), *seen[1:]
@@ -75,8 +86,10 @@ class Branches:
         return self._signature
 
     def check(self, step: int, sums: Sequence[float], *, last: bool = True) -> None:
-        """`sums`: over all ranks, of the signatures and of their squares, of the last step or of the one before it. They are
-        those of equal numbers only where all are equal: every rank comes to the same verdict. Collective where they differ."""
+        """`sums`: over all ranks, of the signatures and of their squares, of the last step or of the one
+        before it. They are those of equal numbers only where all are equal: every rank comes to the same
+        verdict. Collective where they differ.
+        """
         first, second = (int(number) for number in sums)
         if self._ranks * second != first**2:
             raise _difference(step, collectives.everyones(self._ran(self._now if last else self._before)))
@@ -85,7 +98,9 @@ class Branches:
         order, reductions, late = seen
         reduced = [one._param_fqn for parameters in reductions for one in parameters]
         for at, held in late:
-            reduced += [one._param_fqn for one, has in zip(self._groups[at].fsdp_params, held, strict=True) if has]
+            reduced += [
+                one._param_fqn for one, has in zip(self._groups[at].fsdp_params, held, strict=True) if has
+            ]
         return [group._module_fqn or "the root" for group in order], reduced
 
 
@@ -94,7 +109,9 @@ def _unreduced(group: Any) -> list[bool]:
     found = []
     for one in group.fsdp_params:
         gathered = getattr(one, "_unsharded_param", None)
-        found.append(one.unsharded_accumulated_grad is not None or (gathered is not None and gathered.grad is not None))
+        found.append(
+            one.unsharded_accumulated_grad is not None or (gathered is not None and gathered.grad is not None)
+        )
     return found
 
 

@@ -1,8 +1,10 @@
-"""The collectives of the training thread, told as they begin and end: torch.distributed's functions, wrapped while a run lasts.
+"""The collectives of the training thread, told as they begin and end: torch.distributed's functions, wrapped
+while a run lasts.
 
-FSDP2, our own reductions and users' code call them as attributes of the module, so one place sees them all; DDP's buckets are
-reduced in C++ and are not seen. On CPU the time inside is the time that a rank waits for others; on CUDA that of the call.
-Another thread's collectives (a save's) pass through untold: they have an order of their own.
+FSDP2, our own reductions and users' code call them as attributes of the module, so one place sees them all;
+DDP's buckets are reduced in C++ and are not seen. On CPU the time inside is the time that a rank waits for
+others; on CUDA that of the call. Another thread's collectives (a save's) pass through untold: they have an
+order of their own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Where a step's time goes on CUDA: events on the compute stream, read when they have passed, never waited for.
+"""Where a step's time goes on CUDA: events on the compute stream, read when they have passed, never waited
+for.
 
-The host only queues work, so its clocks say nothing of forward and backward. An event is recorded as each phase begins, and
-around the places where FSDP2 makes the compute stream wait for an all-gather or for the last reductions: the communication that
-nothing hid (the copy out of the gathered buffer stands in it too). Not here: the host's phases (cells.py).
+The host only queues work, so its clocks say nothing of forward and backward. An event is recorded as each
+phase begins, and around the places where FSDP2 makes the compute stream wait for an all-gather or for the
+last reductions: the communication that nothing hid (the copy out of the gathered buffer stands in it too).
+Not here: the host's phases (cells.py).
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from fsdp.base.phases import PHASES
 from fsdp.watch.status_page import ON_DEVICE, SPENT, WAITED, Writer
 
 MOST_OPEN = 64
-"""Steps whose events have not passed yet: the host never runs so far ahead, and if it does the oldest are forgotten."""
+"""Steps whose events have not passed yet: the host never runs so far ahead, and if it does the oldest are
+forgotten.
+"""
 WAITS = ("wait_for_unshard", "finalize_backward")
 
 
@@ -89,7 +93,9 @@ class DeviceClock:
     # ------------------------------------------------------------ where FSDP2 waits
 
     def wrap(self, group_class: Any) -> None:
-        """FSDPParamGroup: private to torch, so a name that is not there is left alone and its waiting not told."""
+        """FSDPParamGroup: private to torch, so a name that is not there is left alone and its waiting not
+        told.
+        """
         for name in WAITS:
             original = getattr(group_class, name, None)
             if original is not None:

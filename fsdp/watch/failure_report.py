@@ -11,7 +11,14 @@ import time
 import traceback
 from typing import Any
 
-from fsdp.base.errors import CheckpointError, ConfigError, LaunchError, NotFiniteError, ShardrunError, TrainingError
+from fsdp.base.errors import (
+    CheckpointError,
+    ConfigError,
+    LaunchError,
+    NotFiniteError,
+    ShardrunError,
+    TrainingError,
+)
 from fsdp.dist.collectives import Elsewhere, lost_a_neighbour
 from fsdp.dist.env import DistEnv
 from fsdp.memory.oom import OutOfMemory
@@ -25,7 +32,11 @@ KNOWN = (
     (r"out of memory|can't allocate memory|Cannot allocate memory", "memory", _MEMORY),
     (r"ENOSPC|No space left on device|EDQUOT|Disk quota exceeded", "full disk", _DISK),
     (r"Too many open files", "exception", "ulimit -n 65536 before the start, or fewer --data.workers"),
-    (r"device-side assert", "exception", "CUDA_LAUNCH_BLOCKING=1 names the line; an index beyond a table is the usual cause"),
+    (
+        r"device-side assert",
+        "exception",
+        "CUDA_LAUNCH_BLOCKING=1 names the line; an index beyond a table is the usual cause",
+    ),
     (r"No module named '", "exception", "pip install it on every node, or set PYTHONPATH"),
     (r"ECC error|illegal memory access|Xid", "exception", _DEVICE),
     (r"unhandled (system|cuda) error", "exception", "NCCL_DEBUG=INFO says which call"),
@@ -56,7 +67,9 @@ def last_words(error: BaseException, env: DistEnv) -> dict[str, Any]:
 def _echo(error: BaseException) -> bool:
     """Of another rank's end: whatever gloo's or NCCL's transport says is about the other side."""
     transport = ("gloo/transport", "NCCL communicator was aborted", "Broken pipe")
-    return lost_a_neighbour(error) or (isinstance(error, RuntimeError) and any(words in str(error) for words in transport))
+    return lost_a_neighbour(error) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in transport)
+    )
 
 
 def _named(message: str) -> list[int]:

@@ -1,9 +1,9 @@
 """From what was found of every rank to who it was. Pure: nothing is read here, nothing done, no clock asked.
 
-The order of the questions is the point. Words come before silence (an exception names itself), a death before a stillness, a
-stopped process before one that waits; and where every rank waits in a collective, the one that waits in another than most.
-A rank that computes slowly because the machine is full is none of these: it waited for a processor, and the kernel counted.
-What can be said of one rank alone is evidence.py's.
+The order of the questions is the point. Words come before silence (an exception names itself), a death before
+a stillness, a stopped process before one that waits; and where every rank waits in a collective, the one that
+waits in another than most. A rank that computes slowly because the machine is full is none of these: it
+waited for a processor, and the kernel counted. What can be said of one rank alone is evidence.py's.
 """
 
 from __future__ import annotations
@@ -43,19 +43,26 @@ class Verdict:
         return self.kind in RECOVERABLE
 
     def lines(self) -> list[str]:
-        return [self.what, *([f"  {self.others}"] if self.others else []), *([f"  HINT: {self.hint}"] if self.hint else [])]
+        return [
+            self.what,
+            *([f"  {self.others}"] if self.others else []),
+            *([f"  HINT: {self.hint}"] if self.hint else []),
+        ]
 
 
 # ---------------------------------------------------------------- judging
 
 
 def judge(found: Sequence[Evidence], *, ranks: int = 0, endless_s: float = math.inf) -> Verdict | None:
-    """None if the evidence does not prove anything. `ranks`: how many the run has; some may be missing from `found`.
-    `endless_s`: processor time that no step takes, which proves a loop where other processes have the processors too."""
+    """None if the evidence does not prove anything. `ranks`: how many the run has; some may be missing from
+    `found`. `endless_s`: processor time that no step takes, which proves a loop where other processes have
+    the processors too.
+    """
     live = [e for e in found if e.alive and not e.over]
     if live and all(e.state == "T" for e in live):
         return None  # the scheduler has suspended the job
-    # Ranks that are not seen may be the ones at fault: comparing the collectives of the others would blame one of these.
+    # Ranks that are not seen may be the ones at fault: comparing the collectives of the others would blame
+    # one of these.
     all_seen = len(found) >= ranks and not any(e.silent_node_s for e in found)
     absent = partial(_absent, endless_s=endless_s)
     for one in (_words, _dead, _echoes, _unseen, _stopped, _apart, absent, _network):
@@ -121,7 +128,9 @@ def _dead(found: Sequence[Evidence]) -> Verdict | None:
     longest = max(e.dead_s for e in dead)
     first = [e for e in dead if e.dead_s > longest - AT_ONCE_S]
     who = tuple(e.rank for e in first)
-    others = _waiting(found, [e.rank for e in dead]) or _after([e.rank for e in found if e.rank not in who and not e.over])
+    others = _waiting(found, [e.rank for e in dead]) or _after(
+        [e.rank for e in found if e.rank not in who and not e.over]
+    )
     faults = [e for e in first if e.fatal]
     if faults and faults[0].aborted and not unseen and (verdict := _differing(_called(found))) is not None:
         return verdict
@@ -131,12 +140,15 @@ def _dead(found: Sequence[Evidence]) -> Verdict | None:
         return Verdict("fault", (one.rank,), what, others, "the stacks are in its file under RUN/watch/")
     name = _who(first[0]) if len(who) == 1 else _named(who)
     what = f"{name} died without a word (killed, or out of memory): {_at(first[0])}"
-    return Verdict("died", who, what, others, "dmesg or the scheduler says who killed it; memory is the usual reason")
+    return Verdict(
+        "died", who, what, others, "dmesg or the scheduler says who killed it; memory is the usual reason"
+    )
 
 
 def _called(found: Sequence[Evidence]) -> list[Evidence]:
-    """Those whose last collective is known: they are in it, or it was what failed. gloo ends a rank that is sent more than it
-    asked for, and that is a neighbour of the one to blame."""
+    """Those whose last collective is known: they are in it, or it was what failed. gloo ends a rank that is
+    sent more than it asked for, and that is a neighbour of the one to blame.
+    """
     return [e for e in found if e.in_call or (e.words is not None and e.words["secondary"])]
 
 
@@ -150,7 +162,9 @@ def _after(ranks: Sequence[int]) -> str:
 
 
 def _unseen(found: Sequence[Evidence]) -> Verdict | None:
-    """Ranks whose node's monitor is not heard of: the node is out of reach, or it answers and the processes are gone."""
+    """Ranks whose node's monitor is not heard of: the node is out of reach, or it answers and the processes
+    are gone.
+    """
     unseen = [e for e in found if e.silent_node_s]
     if not unseen:
         return None
@@ -174,9 +188,12 @@ def _partition(found: Sequence[Evidence], silent: Sequence[Evidence]) -> Verdict
     ranks, seconds = _named([e.rank for e in silent]), silent[0].silent_node_s
     what = f"node {nodes} ({ranks}) cannot be reached{from_here} for {seconds:.1f} s"
     return Verdict(
-        "partition", tuple(e.rank for e in silent), what, _waiting(found, [e.rank for e in silent]),
+        "partition",
+        tuple(e.rank for e in silent),
+        what,
+        _waiting(found, [e.rank for e in silent]),
         f"its network or its power; leave it out: sbatch --exclude={nodes.replace(', ', ',')}",
-    )  # fmt: skip
+    )
 
 
 def _nodes(found: Sequence[Evidence]) -> str:
@@ -189,7 +206,9 @@ def _stopped(found: Sequence[Evidence]) -> Verdict | None:
         return None
     who = [e.rank for e in stopped]
     what = f"{', '.join(_who(e) for e in stopped)} is stopped (SIGSTOP): {_at(stopped[0])}"
-    return Verdict("stopped", tuple(who), what, _waiting(found, who), f"kill -CONT {stopped[0].pid} on {stopped[0].node}")
+    return Verdict(
+        "stopped", tuple(who), what, _waiting(found, who), f"kill -CONT {stopped[0].pid} on {stopped[0].node}"
+    )
 
 
 def _apart(found: Sequence[Evidence]) -> Verdict | None:
@@ -220,7 +239,9 @@ def _differing_pair(calling: Sequence[Evidence]) -> Verdict | None:
             f"{_at(behind)}"
         )
         hint = "do both ranks run the same layers (LayerDrop, experts)? What is left out must be the same on every rank"
-        return Verdict("shapes" if behind.op == ahead.op else "collective", (behind.rank, ahead.rank), what, hint=hint)
+        return Verdict(
+            "shapes" if behind.op == ahead.op else "collective", (behind.rank, ahead.rank), what, hint=hint
+        )
     return _odd([ahead], behind.place, behind.op, behind.numel, _waiting(calling, [ahead.rank]))
 
 

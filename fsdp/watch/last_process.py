@@ -1,8 +1,10 @@
-"""How a rank that has failed leaves: after the monitor has printed the failure, then its atexit handlers, within a bound.
+"""How a rank that has failed leaves: after the monitor has printed the failure, then its atexit handlers,
+within a bound.
 
-A launcher that sees a rank end ends the others, and the screen may be gone: so the rank waits for the monitor first, for
-TELLS_S at most. The interpreter's own teardown comes after the atexit handlers and may wait for ever: gloo's threads for
-a collective that the other ranks never enter, NCCL's for kernels that never end. The process ends before it.
+A launcher that sees a rank end ends the others, and the screen may be gone: so the rank waits for the monitor
+first, for TELLS_S at most. The interpreter's own teardown comes after the atexit handlers and may wait for
+ever: gloo's threads for a collective that the other ranks never enter, NCCL's for kernels that never end. The
+process ends before it.
 """
 
 from __future__ import annotations
@@ -21,11 +23,15 @@ from fsdp.watch.status_page import MONITOR, SAID, Cells
 TELLS_S = 5.0
 """Longer than the monitor waits for a first failure that is not another's echo."""
 LEAVE_S = 20.0
-"""For non-daemon threads and atexit handlers after a failure; a wandb run takes some seconds to send its last lines."""
+"""For non-daemon threads and atexit handlers after a failure; a wandb run takes some seconds to send its last
+lines.
+"""
 
 
 class Farewell:
-    """Built before anything registers an atexit handler: they are called last in, first out, and this one comes last."""
+    """Built before anything registers an atexit handler: they are called last in, first out, and this one
+    comes last.
+    """
 
     def __init__(self) -> None:
         self._code = 0
@@ -65,7 +71,9 @@ def wake(monitor: int) -> None:
 
 
 def _may_come(monitor: int) -> bool:
-    """None yet: it may be on its way. A monitor that this very process has started is its child, and a zombie when it ends."""
+    """None yet: it may be on its way. A monitor that this very process has started is its child, and a zombie
+    when it ends.
+    """
     if not monitor:
         return True
     try:

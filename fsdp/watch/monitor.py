@@ -1,10 +1,13 @@
-"""A process of its own on each node, without torch: it looks at its ranks, judges what it sees, says it, and ends the job.
+"""A process of its own on each node, without torch: it looks at its ranks, judges what it sees, says it, and
+ends the job.
 
-Started by the first rank of a node with what it must know as one JSON argument; its standard input is that rank's, and closes
-with it. It ends when its ranks have. On several nodes the head's judges for all; a node that is cut off judges for itself.
+Started by the first rank of a node with what it must know as one JSON argument; its standard input is that
+rank's, and closes with it. It ends when its ranks have. On several nodes the head's judges for all; a node
+that is cut off judges for itself.
 
-Here lives the order of looking, judging, saying and ending, and how long each is waited for. What is done to the ranks of the
-node is crew.py's; what the evidence means, verdict.py's; the lines between nodes are nodes.py's.
+Here lives the order of looking, judging, saying and ending, and how long each is waited for. What is done to
+the ranks of the node is crew.py's; what the evidence means, verdict.py's; the lines between nodes are
+nodes.py's.
 
 Exit code of the ranks that it ends: 7, or 137 (killed) of one that cannot hear any more.
 """
@@ -35,7 +38,9 @@ from fsdp.watch.timing import Ledger, Told
 
 BEAT_S = 0.2
 SHORT_STEP_S, SHORT_BEAT_S = 0.05, 0.1
-"""Where steps are short a late rank is to be named before many of them have passed. A look costs half a millisecond."""
+"""Where steps are short a late rank is to be named before many of them have passed. A look costs half a
+millisecond.
+"""
 ASK_S = 1.5
 """Stillness after which the ranks are asked, at least; a verdict comes with the second answer."""
 STEPS_STILL = 6
@@ -48,10 +53,13 @@ HANG_LEAST_S, HANG_STEPS = 60.0, 30
 UNREACHED_S = 10.0
 """A node that has not reached the head by then judges for itself what it sees."""
 CERTAIN_S, SETTLE_S, ECHO_S = 0.5, 1.5, 3.0
-"""Wait after a first failure for the words of other ranks: if a rank has told an error of its own or is dead, when those of
-an earlier error are on their way; if none has, or gloo has aborted it; if all words are echoes."""
+"""Wait after a first failure for the words of other ranks: if a rank has told an error of its own or is dead,
+when those of an earlier error are on their way; if none has, or gloo has aborted it; if all words are echoes.
+"""
 GRACE_S, FAILED_S = 5.0, 15.0
-"""After the verdict, until the ranks that have not failed are ended; until those are that have, and do not leave."""
+"""After the verdict, until the ranks that have not failed are ended; until those are that have, and do not
+leave.
+"""
 PR_SET_PDEATHSIG = 1
 
 
@@ -101,7 +109,11 @@ class Monitor:
     def _nothing_left(self, now: float) -> bool:
         """All have ended here: is there still something to be said?"""
         bad = any(not e.over for e in self.crew.seen)
-        return not bad or self.shown is not None or (self._trouble_at > 0 and now - self._trouble_at > ECHO_S + 1)
+        return (
+            not bad
+            or self.shown is not None
+            or (self._trouble_at > 0 and now - self._trouble_at > ECHO_S + 1)
+        )
 
     def _leave(self) -> None:
         if self.peer is not None:
@@ -171,7 +183,9 @@ class Monitor:
 
     def _judge(self, now: float) -> None:
         found = self._everyone()
-        bad = [e for e in found if e.words is not None or (not e.alive and not e.over and not e.silent_node_s)]
+        bad = [
+            e for e in found if e.words is not None or (not e.alive and not e.over and not e.silent_node_s)
+        ]
         if bad and (self.shown is None or self.shown.recoverable):
             self._judge_failure(now, found)
         elif self.shown is not None and not self.shown.recoverable:
@@ -187,9 +201,12 @@ class Monitor:
         """Wait a moment for everyone's words; longer where all that was said is that somebody else is gone."""
         self._trouble_at = self._trouble_at or now
         waited = now - self._trouble_at
-        certain = any(not e.words["secondary"] if e.words else not (e.alive or e.over or e.aborted) for e in found)
+        certain = any(
+            not e.words["secondary"] if e.words else not (e.alive or e.over or e.aborted) for e in found
+        )
         all_ended = all(e.words is not None or e.over or not e.alive for e in found)
-        # Where all have ended a second look is enough: one may have left its words and died between two reads of the first.
+        # Where all have ended a second look is enough: one may have left its words and died between two reads
+        # of the first.
         if waited < (CERTAIN_S if certain else SETTLE_S) and not (all_ended and waited > 0):
             return
         verdict = judge(found, ranks=self.orders.world_size)
@@ -205,7 +222,11 @@ class Monitor:
         still = min((e.still_s for e in live), default=0.0)
         steps = self._step_s()
         if self.shown is not None and still < ASK_S:
-            say([f"watch: the run goes on, {now - self.shown_at + self._shown_still:.0f} s after it stood still"])
+            say(
+                [
+                    f"watch: the run goes on, {now - self.shown_at + self._shown_still:.0f} s after it stood still"
+                ]
+            )
             self.shown = None
         if still < self._suspicious_s() or self.orders.hang_s == 0:
             self._candidate = None
@@ -234,7 +255,9 @@ class Monitor:
             self._end_everyone()
 
     def _hang_s(self) -> float:
-        return self.orders.hang_s if self.orders.hang_s > 0 else max(HANG_LEAST_S, HANG_STEPS * self._step_s())
+        return (
+            self.orders.hang_s if self.orders.hang_s > 0 else max(HANG_LEAST_S, HANG_STEPS * self._step_s())
+        )
 
     def _ask_everyone(self) -> list[Evidence]:
         if self.head is not None and self.head.lines:
@@ -277,7 +300,9 @@ class Monitor:
         self.crew.keep(folder)
 
     def _let_go(self) -> None:
-        """Ranks that have failed wait until their story is told: with the last of them the screen may be gone."""
+        """Ranks that have failed wait until their story is told: with the last of them the screen may be
+        gone.
+        """
         if self.shown is None or self.shown.recoverable:
             return
         if self.head is not None:
@@ -295,7 +320,8 @@ class Monitor:
         if not self.crew.end(failed):
             return
         self.files.append(
-            "verdicts.jsonl", {"time": time.time(), "kind": "ended", "ranks": list(self.orders.ranks), "what": "by the watch"}
+            "verdicts.jsonl",
+            {"time": time.time(), "kind": "ended", "ranks": list(self.orders.ranks), "what": "by the watch"},
         )
 
     def _told(self) -> Told:
@@ -303,14 +329,19 @@ class Monitor:
         steps, spent = self.crew.steps(), self.crew.spent()
         for word in words:
             # JSON has no numbers for keys and no tuples
-            steps |= {int(rank): {int(step): (a, b) for step, (a, b) in rows.items()} for rank, rows in word["steps"].items()}
+            steps |= {
+                int(rank): {int(step): (a, b) for step, (a, b) in rows.items()}
+                for rank, rows in word["steps"].items()
+            }
             spent |= {int(rank): values for rank, values in word["spent"].items()}
         first = self.crew.ranks[0].beat
         return Told(steps, spent, count=first.steps, step=first.step)
 
 
 def _unseen_since(line: Line) -> dict[str, Any]:
-    """What a connection adds to the evidence of its node's ranks; nothing while the node's monitor is heard of."""
+    """What a connection adds to the evidence of its node's ranks; nothing while the node's monitor is heard
+    of.
+    """
     if line.closed:
         return {"silent_node_s": max(line.silent_s, 1e-3), "monitor_ended": True}
     return {"silent_node_s": line.silent_s} if line.silent_s > SILENT_S else {}
@@ -318,7 +349,9 @@ def _unseen_since(line: Line) -> dict[str, Any]:
 
 def _told_by(verdict: Verdict, found: Sequence[Evidence]) -> dict[str, Any] | None:
     """The last words of whoever is blamed; else those that say the same."""
-    words = next((e.words for e in found if e.words and e.rank == verdict.ranks[0] and not e.words["secondary"]), None)
+    words = next(
+        (e.words for e in found if e.words and e.rank == verdict.ranks[0] and not e.words["secondary"]), None
+    )
     return words or next((e.words for e in found if e.words and e.words["message"] == verdict.what), None)
 
 
@@ -333,7 +366,8 @@ def main(argument: str) -> None:
     # Ctrl-C and the scheduler's TERM are for the ranks; this process ends with them
     for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(one, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)  # stopped by somebody, it still ends with its run
+    # stopped by somebody, it still ends with its run
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
     data = json.loads(argument)
     data["ranks"] = {int(rank): path for rank, path in data["ranks"].items()}
     data["addresses"] = tuple((host, port) for host, port in data["addresses"])

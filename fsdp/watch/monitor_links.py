@@ -1,8 +1,9 @@
 """The monitors of several nodes: the head's listens, the others connect and tell every beat what they see.
 
-Words are JSON lines. Nobody waits for anybody: what cannot be sent at once is dropped, and who is not heard of for SILENT_S is
-said to be out of reach, on either side of the cut. Not over the run directory: shared storage may keep what it is told to
-itself for longer than that, and may be there where the ranks' own network is gone.
+Words are JSON lines. Nobody waits for anybody: what cannot be sent at once is dropped, and who is not heard
+of for SILENT_S is said to be out of reach, on either side of the cut. Not over the run directory: shared
+storage may keep what it is told to itself for longer than that, and may be there where the ranks' own network
+is gone.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ class Line:
         self.closed = False
 
     def look(self) -> None:
-        """Before this beat's word: has the other kernel confirmed all the earlier ones? Then it is in reach, though its monitor
-        may wait for a processor."""
+        """Before this beat's word: has the other kernel confirmed all the earlier ones? Then it is in reach,
+        though its monitor may wait for a processor.
+        """
         left = array("i", [0])
         if self.closed or self._going:
             return

@@ -1,6 +1,8 @@
-"""The ranks of one node as their monitor handles them: all looked at, all asked, their stacks kept, let go, ended.
+"""The ranks of one node as their monitor handles them: all looked at, all asked, their stacks kept, let go,
+ended.
 
-What one rank shows is look.py's. Not here: what follows from it (verdict.py, monitor.py) and the other nodes (nodes.py).
+What one rank shows is look.py's. Not here: what follows from it (verdict.py, monitor.py) and the other nodes
+(nodes.py).
 """
 
 from __future__ import annotations
@@ -59,19 +61,31 @@ class Crew:
         return {one.rank: status_page.ring(one.cells.numbers) for one in self.ranks}
 
     def spent(self) -> dict[int, dict[str, float]]:
-        return {one.rank: {**status_page.spent(one.cells.numbers), "starved": one.starved_s} for one in self.ranks}
+        return {
+            one.rank: {**status_page.spent(one.cells.numbers), "starved": one.starved_s} for one in self.ranks
+        }
 
     def report(self, asked: bool = False) -> dict[str, Any]:
         """What the head is told; `asked`: it follows from a question."""
         ranks = [e.encoded() for e in self.seen]
-        return {"ranks": ranks, "step_s": self.step_s, "steps": self.steps(), "spent": self.spent(), "asked": asked}
+        return {
+            "ranks": ranks,
+            "step_s": self.step_s,
+            "steps": self.steps(),
+            "spent": self.spent(),
+            "asked": asked,
+        }
 
     # ------------------------------------------------------------ asking
 
     def ask(self) -> None:
-        """Look again, and ask each where it stands: what its witness says, or the kernel for it, is then in `seen`."""
+        """Look again, and ask each where it stands: what its witness says, or the kernel for it, is then in
+        `seen`.
+        """
         answers = self._answers("look")
-        self.seen = [one.with_answer(answers[one.rank]) if one.evidence.alive else one.evidence for one in self.ranks]
+        self.seen = [
+            one.with_answer(answers[one.rank]) if one.evidence.alive else one.evidence for one in self.ranks
+        ]
 
     def _answers(self, word: str) -> dict[int, dict[str, Any] | None]:
         asked = [(one, one.ask(word) if self._can_answer(one) else None) for one in self.ranks]
@@ -90,7 +104,9 @@ class Crew:
             answer = answers[one.rank]
             if answer is None:
                 trace = one.evidence.words["trace"] if one.evidence.words else ""
-                self._files.write(f"{folder}/rank-{one.rank}.txt", trace or one.all_stacks() or "did not answer\n")
+                self._files.write(
+                    f"{folder}/rank-{one.rank}.txt", trace or one.all_stacks() or "did not answer\n"
+                )
                 continue
             stacks = {"training": answer["training"], **answer["threads"]}
             text = "".join(
@@ -107,8 +123,10 @@ class Crew:
             one.hear_that_it_is_said()
 
     def end(self, failed: bool = False) -> bool:
-        """By a word, so that the exit code tells; by the kernel where nobody hears. Those that have failed leave by themselves,
-        unless their teardown holds them: `failed` ends them as well. Whether there was any to end."""
+        """By a word, so that the exit code tells; by the kernel where nobody hears. Those that have failed
+        leave by themselves, unless their teardown holds them: `failed` ends them as well. Whether there was
+        any to end.
+        """
         spared = (OVER,) if failed else (OVER, FAILED)
         ending = [one for one in self.ranks if one.evidence.alive and one.beat.state not in spared]
         for one in ending:

@@ -1,6 +1,8 @@
-"""What one look found of one rank, and what its stack alone says: waits, prepares, writes. Pure, and without torch.
+"""What one look found of one rank, and what its stack alone says: waits, prepares, writes. Pure, and without
+torch.
 
-Here: one rank by itself. Not here: how it is found (look.py), and what follows from all of them together (verdict.py).
+Here: one rank by itself. Not here: how it is found (look.py), and what follows from all of them together
+(verdict.py).
 """
 
 from __future__ import annotations
@@ -59,9 +61,13 @@ class Evidence:
     dead_s: float = 0.0
     """For how long it has been gone."""
     silent_node_s: float = 0.0
-    """Its node's monitor has not been heard of for so long; more than 0 if the rest of this evidence is out of date."""
+    """Its node's monitor has not been heard of for so long; more than 0 if the rest of this evidence is out
+    of date.
+    """
     monitor_ended: bool = False
-    """The node's kernel has closed its monitor's connection: the node can be reached, and the monitor's process is gone."""
+    """The node's kernel has closed its monitor's connection: the node can be reached, and the monitor's
+    process is gone.
+    """
 
     @property
     def place(self) -> tuple[int, int]:
@@ -96,7 +102,9 @@ def decode(data: dict[str, Any]) -> Evidence:
 
 def _foreign(frame: Frame) -> bool:
     """Of Python itself, of torch or of the watch: not the line that a person would look at."""
-    python_or_torch = re.search(r"<frozen|<string>|/lib/python3[^/]*/(?!site-packages)|/site-packages/torch/", frame[0])
+    python_or_torch = re.search(
+        r"<frozen|<string>|/lib/python3[^/]*/(?!site-packages)|/site-packages/torch/", frame[0]
+    )
     return bool(python_or_torch) or frame[0].startswith(WATCH)
 
 
@@ -133,7 +141,9 @@ def prepares(e: Evidence) -> bool:
     """Compiles or imports: long, and no fault."""
     packages = ("torch._dynamo", "torch._inductor", "torch._functorch", "triton")
     stacks = (e.stack, *e.threads.values())
-    return any(_stands_in(stack, *packages) or any("importlib" in frame[0] for frame in stack) for stack in stacks)
+    return any(
+        _stands_in(stack, *packages) or any("importlib" in frame[0] for frame in stack) for stack in stacks
+    )
 
 
 def writes(e: Evidence) -> bool:

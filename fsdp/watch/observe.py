@@ -1,6 +1,8 @@
-"""What one look at a rank of this node finds: its cells, the kernel's counts, and its witness's answer. Linux's /proc.
+"""What one look at a rank of this node finds: its cells, the kernel's counts, and its witness's answer.
+Linux's /proc.
 
-A process number may be given again: a rank is known by its number and its birth. Not here: what follows from it.
+A process number may be given again: a rank is known by its number and its birth. Not here: what follows from
+it.
 """
 
 from __future__ import annotations
@@ -102,18 +104,32 @@ class LocalRank:
         start = self._at_move
         self.starved_s = kept.starved_s if kept is not None else self.starved_s
         self.evidence = Evidence(
-            rank=self.rank, node=self.node, pid=self.pid, alive=alive, over=beat.state == OVER,
-            state=kept.state if kept is not None else "X", phase=beat.phase, step=beat.step, begun=beat.begun,
-            ended=beat.ended, op=beat.op, numel=beat.numel, cuda=beat.cuda, still_s=now - self._moved_at,
+            rank=self.rank,
+            node=self.node,
+            pid=self.pid,
+            alive=alive,
+            over=beat.state == OVER,
+            state=kept.state if kept is not None else "X",
+            phase=beat.phase,
+            step=beat.step,
+            begun=beat.begun,
+            ended=beat.ended,
+            op=beat.op,
+            numel=beat.numel,
+            cuda=beat.cuda,
+            still_s=now - self._moved_at,
             cpu_s=kept.cpu_s - start.cpu_s if kept and start else 0.0,
-            does=beat.does, behind=beat.behind,
+            does=beat.does,
+            behind=beat.behind,
             starved_s=kept.starved_s - start.starved_s if kept and start else 0.0,
             words=self.cells.told(),
-        )  # fmt: skip
+        )
         if not alive:
             fatal = self._fault()
             self._died_at = self._died_at or now
-            self.evidence = replace(self.evidence, fatal=fatal, stack=parse_stacks(fatal), dead_s=now - self._died_at)
+            self.evidence = replace(
+                self.evidence, fatal=fatal, stack=parse_stacks(fatal), dead_s=now - self._died_at
+            )
         return self.evidence
 
     def _fault(self) -> str:
@@ -198,7 +214,9 @@ def _frames(rows: list[list[Any]]) -> tuple[Frame, ...]:
 
 
 def parse_stacks(text: str) -> tuple[Frame, ...]:
-    """faulthandler's words of the current thread, or of the last thread it names (the main thread): innermost first."""
+    """faulthandler's words of the current thread, or of the last thread it names (the main thread): innermost
+    first.
+    """
     blocks = text.split("hread 0x")[1:]
     current = [block for at, block in enumerate(blocks) if text.split("hread 0x")[at].endswith("Current t")]
     chosen = current[0] if current else (blocks[-1] if blocks else "")

@@ -3,8 +3,9 @@
     with Watch(config.watch, env, run.path) as watch:
         phases.listen(watch.phase)
 
-Building one costs a collective and, on each node's first rank, the start of a small process. Leaving by an exception hands the
-rank's last words to the monitor, who tells the first failure of all; told(error) then waits for that, and says whether it came.
+Building one costs a collective and, on each node's first rank, the start of a small process. Leaving by an
+exception hands the rank's last words to the monitor, who tells the first failure of all; told(error) then
+waits for that, and says whether it came.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class Watch:
         if not self._section.enabled or not Path("/proc/self/task").is_dir():
             return self  # other systems than Linux show nothing to look at
         sweep()
-        self._cells = own = status_page.create(f"shardrun-{_space()}-{os.getpid()}-{secrets.token_hex(4)}.cells")
+        self._cells = own = status_page.create(
+            f"shardrun-{_space()}-{os.getpid()}-{secrets.token_hex(4)}.cells"
+        )
         own.numbers[PID], own.numbers[THREAD] = os.getpid(), threading.get_native_id()
         own.numbers[status_page.CUDA] = self._env.device.type == "cuda"
         self._writer = Writer(own.numbers)
@@ -73,7 +76,9 @@ class Watch:
             if self._device is not None:
                 self._device.phase(name, step)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._cells is None:
             return
         LAST_ACTS.remove(self._over)
@@ -132,13 +137,18 @@ class Watch:
             names = _node_names(places, {place: host for place, host, _, _ in told})
             meeting = told[0][3] if len(places) > 1 else None
             orders = Orders(
-                node=names[mine], run=str(self._run), ranks={rank: told[rank][2] for rank in of_place[mine]},
-                nodes={names[place]: ranks for place, ranks in of_place.items()}, hang_s=self._section.hang_s,
-                late_percent=self._section.late_percent, token=meeting[0] if meeting else "", head=self._env.is_main,
+                node=names[mine],
+                run=str(self._run),
+                ranks={rank: told[rank][2] for rank in of_place[mine]},
+                nodes={names[place]: ranks for place, ranks in of_place.items()},
+                hang_s=self._section.hang_s,
+                late_percent=self._section.late_percent,
+                token=meeting[0] if meeting else "",
+                head=self._env.is_main,
                 ear=ear.fileno() if ear is not None and meeting is not None else -1,
                 addresses=tuple(meeting[1]) if meeting and not self._env.is_main else (),
                 tells_failures=self._env.launcher != "ray",
-            )  # fmt: skip
+            )
             self._monitor = _spawn(orders)
         if ear is not None:
             ear.close()
@@ -189,13 +199,20 @@ def _spawn(orders: Orders) -> subprocess.Popen[bytes]:
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     words = json.dumps(asdict(orders))
     return subprocess.Popen(
-        [sys.executable, "-S", "-m", "fsdp.watch.monitor", words], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-        stderr=_screen(), env=environ, pass_fds=(orders.ear,) if orders.ear >= 0 else (), cwd="/",
-    )  # fmt: skip
+        [sys.executable, "-S", "-m", "fsdp.watch.monitor", words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=_screen(),
+        env=environ,
+        pass_fds=(orders.ear,) if orders.ear >= 0 else (),
+        cwd="/",
+    )
 
 
 def _screen() -> int | None:
-    """Where this process's errors are read: under Ray a file that the driver follows, which is not descriptor 2."""
+    """Where this process's errors are read: under Ray a file that the driver follows, which is not descriptor
+    2.
+    """
     try:
         return sys.stderr.fileno()
     except (AttributeError, OSError, ValueError):
@@ -203,19 +220,25 @@ def _screen() -> int | None:
 
 
 def tell_torchrun(words: dict[str, Any]) -> None:
-    """Its own summary, the last thing on the screen, then shows the first failure's line and not `error_file: <N/A>`."""
+    """Its own summary, the last thing on the screen, then shows the first failure's line and not `error_file:
+    <N/A>`.
+    """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         line = "another rank ended first" if words["secondary"] else words["message"]
         # whole seconds, and of two equal ones torchrun takes the lower rank's: an echo comes after its cause
         extra = {"py_callstack": line, "timestamp": str(int(words["time"]) + words["secondary"])}
         with contextlib.suppress(OSError):  # the failure itself has been told
-            Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}), encoding="utf-8")
+            Path(file).write_text(
+                json.dumps({"message": {"message": line, "extraInfo": extra}}), encoding="utf-8"
+            )
 
 
 def told(error: Exception) -> bool:
-    """Has the monitor printed what happened? It knows what came first, and who only fell after it. The last thing that a rank
-    asks before its process ends: a launcher that ends the other ranks does not interrupt it any more."""
+    """Has the monitor printed what happened? It knows what came first, and who only fell after it. The last
+    thing that a rank asks before its process ends: a launcher that ends the other ranks does not interrupt it
+    any more.
+    """
     left: Cells | None = getattr(error, "told", None)
     if left is None:
         return False

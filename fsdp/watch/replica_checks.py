@@ -1,9 +1,11 @@
-"""For a number that looks wrong: replicas held against each other, gradient norms by unit, the samples behind a spike.
+"""For a number that looks wrong: replicas held against each other, gradient norms by unit, the samples behind
+a spike.
 
     RUN/watch/spikes.jsonl       step, grad_norm, usual (the median before it), samples: the indices of that global batch
     RUN/watch/gradients.jsonl    step, units: the gradient norm of each communication unit, before clipping
 
-`gradients` and `compare` are collective, every so many steps and on every rank alike; a Spikes hears what rank 0 records.
+`gradients` and `compare` are collective, every so many steps and on every rank alike; a Spikes hears what
+rank 0 records.
 """
 
 from __future__ import annotations
@@ -118,10 +120,18 @@ class Numbers:
         ranks = dist.get_process_group_ranks(self._replicas)
         odd = odd_ones([one[differ[0]] for one in everyones], ranks) if differ else []
         # shards differ in what they hold: all hear of it if any does
-        found = [one for one in collectives.everyones((named[differ[0]][0] if differ else "", odd, len(differ))) if one[0]]
+        found = [
+            one
+            for one in collectives.everyones((named[differ[0]][0] if differ else "", odd, len(differ)))
+            if one[0]
+        ]
         if found:
             raise _diverged(
-                step, _clean(found[0][0]), sorted({rank for one in found for rank in one[1]}), len(named), found[0][2]
+                step,
+                _clean(found[0][0]),
+                sorted({rank for one in found for rank in one[1]}),
+                len(named),
+                found[0][2],
             )
 
 
@@ -162,7 +172,9 @@ def _clean(name: str) -> str:
 
 
 def _square(parameters: Sequence[nn.Parameter], first: bool) -> Tensor:
-    """This rank's part of the sum of squares; what is not sharded is whole on each, and counts on the first alone."""
+    """This rank's part of the sum of squares; what is not sharded is whole on each, and counts on the first
+    alone.
+    """
     total: Tensor | None = None
     for parameter in parameters:
         grad = parameter.grad

@@ -1,10 +1,12 @@
-"""A thread of the rank that answers the monitor. Where it does not, somebody holds Python's lock, or the process is stopped.
+"""A thread of the rank that answers the monitor. Where it does not, somebody holds Python's lock, or the
+process is stopped.
 
     look          the stacks of all threads and the newest collectives, as one JSON line
     dump          the same with all that PyTorch's flight recorder has
     leave CODE    end this process at once
 
-Without the lock a signal (SIGNAL below) still makes faulthandler write the stacks, in C, into a file beside the cells.
+Without the lock a signal (SIGNAL below) still makes faulthandler write the stacks, in C, into a file beside
+the cells.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class Responder:
         threading.Thread(target=self._serve, name="witness", daemon=True).start()
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # some systems know it of connections alone; Linux wakes the thread with it
+        # some systems know it of connections alone; Linux wakes the thread with it
+        with contextlib.suppress(OSError):
             self._ear.shutdown(socket.SHUT_RDWR)
         self._ear.close()
         if SIGNAL is not None:

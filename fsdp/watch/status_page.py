@@ -1,7 +1,9 @@
-"""One rank's page: where it stands, since when, and what it spent its time on. Numbers only, each a double of its own.
+"""One rank's page: where it stands, since when, and what it spent its time on. Numbers only, each a double of
+its own.
 
-The training thread writes with plain stores and never waits; anyone who maps the file reads. A double that lies on
-its own eight bytes is never seen half written; two of them may be of different moments, and readers must bear that.
+The training thread writes with plain stores and never waits; anyone who maps the file reads. A double that
+lies on its own eight bytes is never seen half written; two of them may be of different moments, and readers
+must bear that.
 """
 
 from __future__ import annotations
@@ -28,9 +30,26 @@ TEXT_MOST = PAGE - TEXT_AT - 8
 STARTING, TRAINING, OVER, FAILED = range(4)
 
 (
-    PID, THREAD, STATE, STEP, PHASE, SINCE, BEGUN, ENDED, OP, NUMEL, WAITED, STEPS, TEXT, STEP_S, CUDA,
-    MONITOR, SAID, DOES, BEHIND,
-) = range(19)  # fmt: skip
+    PID,
+    THREAD,
+    STATE,
+    STEP,
+    PHASE,
+    SINCE,
+    BEGUN,
+    ENDED,
+    OP,
+    NUMEL,
+    WAITED,
+    STEPS,
+    TEXT,
+    STEP_S,
+    CUDA,
+    MONITOR,
+    SAID,
+    DOES,
+    BEHIND,
+) = range(19)
 """DOES and BEHIND: the activities of the training thread and of the thread that saves behind it."""
 SPENT = 32
 """From here one cell a phase: seconds in it so far, less the waiting in collectives, which is WAITED's."""
@@ -79,7 +98,10 @@ class Cells:
 def _fitting(words: dict[str, Any]) -> bytes:
     data = json.dumps(words).encode()
     if len(data) > TEXT_MOST:  # a traceback's end says more than its beginning
-        cut = {key: value[-TEXT_MOST // 12 :] if isinstance(value, str) else value for key, value in words.items()}
+        cut = {
+            key: value[-TEXT_MOST // 12 :] if isinstance(value, str) else value
+            for key, value in words.items()
+        }
         data = json.dumps(cut).encode()
     return data
 
@@ -140,11 +162,22 @@ class Beat:
 def read(numbers: memoryview[float]) -> Beat:
     n = numbers
     return Beat(
-        pid=int(n[PID]), thread=int(n[THREAD]), state=int(n[STATE]), step=int(n[STEP]), phase=PHASES[int(n[PHASE])],
-        since=n[SINCE], begun=int(n[BEGUN]), ended=int(n[ENDED]), op=OPS[int(n[OP])], numel=int(n[NUMEL]),
-        steps=int(n[STEPS]), step_s=n[STEP_S], cuda=bool(n[CUDA]),
-        does=Activity(int(n[DOES])), behind=Activity(int(n[BEHIND])),
-    )  # fmt: skip
+        pid=int(n[PID]),
+        thread=int(n[THREAD]),
+        state=int(n[STATE]),
+        step=int(n[STEP]),
+        phase=PHASES[int(n[PHASE])],
+        since=n[SINCE],
+        begun=int(n[BEGUN]),
+        ended=int(n[ENDED]),
+        op=OPS[int(n[OP])],
+        numel=int(n[NUMEL]),
+        steps=int(n[STEPS]),
+        step_s=n[STEP_S],
+        cuda=bool(n[CUDA]),
+        does=Activity(int(n[DOES])),
+        behind=Activity(int(n[BEHIND])),
+    )
 
 
 def spent(numbers: memoryview[float]) -> dict[str, float]:
@@ -155,7 +188,11 @@ def spent(numbers: memoryview[float]) -> dict[str, float]:
 def ring(numbers: memoryview[float]) -> dict[int, tuple[float, float]]:
     """The last steps: own work and whole time of each, in seconds."""
     flat = numbers[RING : RING + 3 * RING_STEPS].tolist()
-    return {int(step): (work, whole) for step, work, whole in zip(flat[::3], flat[1::3], flat[2::3], strict=True) if step}
+    return {
+        int(step): (work, whole)
+        for step, work, whole in zip(flat[::3], flat[1::3], flat[2::3], strict=True)
+        if step
+    }
 
 
 ON_DEVICE = tuple(name in ("forward", "backward", "reduce", "optimizer") for name in PHASES)

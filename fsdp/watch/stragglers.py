@@ -1,10 +1,11 @@
-"""Who arrives late at the collectives, by its own work: what a rank does between the end of one wait and its next arrival.
+"""Who arrives late at the collectives, by its own work: what a rank does between the end of one wait and its
+next arrival.
 
-How long a collective takes says nothing: all wait in it for the last one, who itself hardly waits. So the own work of each step
-(data, forward, backward, optimizer, without the waiting) is compared between ranks, step by step. A rank is late where its
-excess over the others is as large as asked for and stands out of the noise, which two measures tell: how much the steps of
-the window differ, and how much the means of a few steps have wandered in the run so far (noise that lasts for some steps is
-seen by the second alone).
+How long a collective takes says nothing: all wait in it for the last one, who itself hardly waits. So the own
+work of each step (data, forward, backward, optimizer, without the waiting) is compared between ranks, step by
+step. A rank is late where its excess over the others is as large as asked for and stands out of the noise,
+which two measures tell: how much the steps of the window differ, and how much the means of a few steps have
+wandered in the run so far (noise that lasts for some steps is seen by the second alone).
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ BLOCK = 7
 HISTORY = 480
 """Steps that are remembered of each rank, four bytes each."""
 CHANCE = 2e-6
-"""How rarely noise alone may make a window of any rank stand out: an hour has 100,000 windows. tests/watch/test_stragglers.py
-tries it with noise of several kinds."""
+"""How rarely noise alone may make a window of any rank stand out: an hour has 100,000 windows.
+tests/watch/test_stragglers.py tries it with noise of several kinds.
+"""
 LEAST_S = 2e-4
 """What a rank must be late by at least: less is the noise of the clocks and of the Python around a step."""
 
@@ -67,7 +69,9 @@ class Lateness:
         self._work: dict[int, dict[int, float]] = {}
         self._seen = 0
         self._excess: dict[int, array[float]] = {}
-        """Of each rank, by step up to the last seen: the logarithm of its work over the median of the others'."""
+        """Of each rank, by step up to the last seen: the logarithm of its work over the median of the
+        others'.
+        """
         self._typical = 0.0
         self.late: dict[int, Straggler] = {}
 

@@ -1,6 +1,7 @@
 """The head's books while nothing is wrong: who is late, and where each rank's time goes.
 
-Fed every beat with what all ranks have told; says a late rank on the screen, and writes late.jsonl and timing.jsonl.
+Fed every beat with what all ranks have told; says a late rank on the screen, and writes late.jsonl and
+timing.jsonl.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from fsdp.watch.records import Files
 from fsdp.watch.stragglers import WINDOW, Lateness, Over, Straggler, Work
 
 PAUSE = 20
-"""Times what a look took pass before the next one: with thousands of ranks that is more than a beat of the monitor."""
+"""Times what a look took pass before the next one: with thousands of ranks that is more than a beat of the
+monitor.
+"""
 TIMING_S = 2.0
 
 
@@ -32,7 +35,11 @@ class Told:
 
 class Ledger:
     def __init__(
-        self, late_percent: float, nodes: Mapping[str, list[int]], files: Files, say: Callable[[list[str]], None]
+        self,
+        late_percent: float,
+        nodes: Mapping[str, list[int]],
+        files: Files,
+        say: Callable[[list[str]], None],
     ) -> None:
         self._nodes, self._files, self._say = nodes, files, say
         self._lateness = Lateness(late_percent) if late_percent else None
@@ -58,7 +65,9 @@ class Ledger:
         for rank, steps in told.steps.items():
             self._lateness.feed(rank, steps)
         if not self._starved or told.step > self._starved[-1][0]:
-            self._starved.append((told.step, {rank: spent.get("starved", 0.0) for rank, spent in told.spent.items()}))
+            self._starved.append(
+                (told.step, {rank: spent.get("starved", 0.0) for rank, spent in told.spent.items()})
+            )
         for said in self._lateness.judge():
             if isinstance(said, Over):
                 self._tell_over(said)
@@ -72,7 +81,11 @@ class Ledger:
             return
         slow = {name for name, ranks in self._nodes.items() if len(ranks) > 1 and late >= set(ranks)}
         for node in sorted(slow - self._slow_nodes):
-            self._say([f"watch: all ranks of {node} are late: it is the node. HINT: python -m fsdp.doctor compares the nodes"])
+            self._say(
+                [
+                    f"watch: all ranks of {node} are late: it is the node. HINT: python -m fsdp.doctor compares the nodes"
+                ]
+            )
         self._slow_nodes = slow
 
     def _tell_late(self, said: Straggler) -> None:
@@ -81,7 +94,13 @@ class Ledger:
         starved = self._waits_for_a_processor(said)
         why = f": it waits for a processor that other processes have. HINT: top, on {node or 'its node'}, shows which"
         self._say([line + why * starved])
-        record = {"time": time.time(), "rank": said.rank, "node": node, "percent": round(said.percent, 1), "starved": starved}
+        record = {
+            "time": time.time(),
+            "rank": said.rank,
+            "node": node,
+            "percent": round(said.percent, 1),
+            "starved": starved,
+        }
         self._files.append("late.jsonl", {**record, "since_step": said.since_step, "step": said.step})
 
     def _waits_for_a_processor(self, late: Straggler) -> bool:
@@ -97,7 +116,9 @@ class Ledger:
     def _tell_over(self, said: Over) -> None:
         line = f"rank {said.rank} is not late any more, at step {said.step}"
         self._say([f"watch: {line}"])
-        self._files.append("late.jsonl", {"time": time.time(), "over": line, "of": said.rank, "step": said.step})
+        self._files.append(
+            "late.jsonl", {"time": time.time(), "over": line, "of": said.rank, "step": said.step}
+        )
 
     def _time(self, now: float, told: Told, last: bool) -> None:
         """One line an interval, which grows with the run to a hundredth of what has passed."""
@@ -109,9 +130,16 @@ class Ledger:
         if steps <= 0 or not (last or now - then >= max(TIMING_S, 0.01 * (now - self._began))):
             return
         means = {
-            str(rank): {name: round((value - before.spent[rank][name]) / steps, 7) for name, value in values.items()}
+            str(rank): {
+                name: round((value - before.spent[rank][name]) / steps, 7) for name, value in values.items()
+            }
             for rank, values in sorted(told.spent.items())
         }
-        record = {"time": time.time(), "from_step": told.step - steps, "step": told.step, "seconds": round(now - then, 3)}
+        record = {
+            "time": time.time(),
+            "from_step": told.step - steps,
+            "step": told.step,
+            "seconds": round(now - then, 3),
+        }
         self._files.append("timing.jsonl", {**record, "ranks": means})
         self._since = (now, told)

@@ -1,4 +1,6 @@
-"""What each bench makes of its measurements, on numbers made up here; all of them take their flags; the cheap ones in short."""
+"""What each bench makes of its measurements, on numbers made up here; all of them take their flags; the cheap
+ones in short.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def test_make_bench_takes_no_other_word(capsys: pytest.CaptureFixture[str]) -> N
     assert "python -m bench" in capsys.readouterr().err
 
 
-def test_make_bench_names_what_it_leaves_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_make_bench_names_what_it_leaves_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     began: list[str] = []
 
     def slow(command: list[str], check: bool) -> subprocess.CompletedProcess[str]:
@@ -70,8 +74,13 @@ def test_replicated_is_held_against_replicated() -> None:
     def seen(wall_s: float) -> train.Seen:
         return train.Seen(wall_s=[wall_s] * 3, cpu_s=[1.0] * 3)
 
-    found = train.rows({"bare": seen(2.0), "ours": seen(2.0), "ddp": seen(3.0), "ours-ddp": seen(1.0)}, samples=1)
-    assert {row["name"]: row["ours_over_it"].value for row in found if "ours_over_it" in row} == {"bare": 1.0, "ddp": 3.0}
+    found = train.rows(
+        {"bare": seen(2.0), "ours": seen(2.0), "ddp": seen(3.0), "ours-ddp": seen(1.0)}, samples=1
+    )
+    assert {row["name"]: row["ours_over_it"].value for row in found if "ours_over_it" in row} == {
+        "bare": 1.0,
+        "ddp": 3.0,
+    }
 
 
 def test_another_work_is_no_comparison() -> None:
@@ -88,7 +97,9 @@ def test_start_is_judged_by_half_of_the_fastest_frameworks_extra(ours_s: float, 
     assert "| shardrun, train.py | " + f"{ours_s} ({ours_s} to {ours_s})" in text
 
 
-@pytest.mark.parametrize(("ours_s", "lost", "word"), [(3.0, 10, "reached"), (3.5, 3, "not reached"), (3.0, 11, "not reached")])
+@pytest.mark.parametrize(
+    ("ours_s", "lost", "word"), [(3.0, 10, "reached"), (3.5, 3, "not reached"), (3.0, 11, "not reached")]
+)
 def test_restart_is_judged_by_a_third_and_one_interval(ours_s: float, lost: int, word: str) -> None:
     seen = {"local": [restart.Back(1.0, ours_s, lost)] * 3, "bare": [restart.Back(8.0, 10.0, 5)] * 3}
     assert restart.verdict(seen, every=10).endswith(f"{lost} steps lost at most: {word}.")
@@ -102,13 +113,18 @@ def test_goodput_is_of_new_steps_at_the_undisturbed_rate() -> None:
 
 
 def test_rays_tutorial_is_the_lower_row_of_the_ratio() -> None:
-    seen = {"tutorial": [ray_tutorial.Seen(20.0, 2.0, 1.0, 2.0)] * 2, "ours": [ray_tutorial.Seen(10.0, 3.0, 0.5, 1.0)] * 2}
+    seen = {
+        "tutorial": [ray_tutorial.Seen(20.0, 2.0, 1.0, 2.0)] * 2,
+        "ours": [ray_tutorial.Seen(10.0, 3.0, 0.5, 1.0)] * 2,
+    }
     last = ray_tutorial.table(seen).splitlines()[-1]
     assert [cell.split()[0] for cell in last.split("|")[2:6]] == ["0.500", "1.500", "0.500", "0.500"]
 
 
 def test_memory_at_start_is_bound_by_shard_block_and_150() -> None:
-    ranks = [{"parameters": 1e8, "shard_mb": 100, "block_mb": 20, "peak_mb": 271, "rest_mb": 1, "seconds": 2}] * 2
+    ranks = [
+        {"parameters": 1e8, "shard_mb": 100, "block_mb": 20, "peak_mb": 271, "rest_mb": 1, "seconds": 2}
+    ] * 2
     assert start_memory.table({"ours, drawn": ranks}).endswith("| 271 | 271 | 1 | 2.0 | no |")
     assert "150 = 270 MB" in start_memory.table({"ours, drawn": ranks})
 
@@ -124,13 +140,19 @@ def test_added_rounds_keep_both_loads() -> None:
     )
 
 
-def test_rounds_are_added_for_the_same_contenders_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rounds_are_added_for_the_same_contenders_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     back = vars(restart.Back(1.0, 2.0, 3))
     tables.write(
-        "restart", title="R", command="c", about="a", text="t",
+        "restart",
+        title="R",
+        command="c",
+        about="a",
+        text="t",
         numbers={"machine": "load 1", "kills": {"local": [back], "bare": [back]}},
-    )  # fmt: skip
+    )
     with pytest.raises(SystemExit):
         restart.main(["--add", "--only", "bare"])
     drawn = []
@@ -147,7 +169,9 @@ def test_rounds_are_added_for_the_same_contenders_alone(monkeypatch: pytest.Monk
     assert "--rounds 3`" in (tmp_path / "restart.md").read_text()
 
 
-def test_one_that_does_not_come_back_is_left_out_with_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_one_that_does_not_come_back_is_left_out_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
 
     def kill(name: str, ranks: int, every: int, at: int, draw: object) -> restart.Back:
@@ -175,7 +199,9 @@ def test_the_line_that_says_why_a_command_ended(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- peers
 
 
-def test_a_peer_that_takes_too_long_is_listed_and_not_waited_for_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_peer_that_takes_too_long_is_listed_and_not_waited_for_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(setup, "HOME", tmp_path)
     began = time.monotonic()
     setup.set_up_all(["accelerate"], bound_s=0.0)
@@ -207,5 +233,7 @@ def test_a_peer_that_nobody_knows_is_a_mistake(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.slow
 def test_simulated_ranks_from_the_command_line() -> None:
-    said = subprocess.check_output([sys.executable, "-m", "bench.simulated", "256", "--preset", "toy"], text=True)
+    said = subprocess.check_output(
+        [sys.executable, "-m", "bench.simulated", "256", "--preset", "toy"], text=True
+    )
     assert json.loads(said)["ranks"] == 256

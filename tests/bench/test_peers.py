@@ -31,7 +31,9 @@ def losses(name: str) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("name", sample_are([], [name for name in ROSTER if name not in ("bare", "torchtitan")]))
+@pytest.mark.parametrize(
+    "name", sample_are([], [name for name in ROSTER if name not in ("bare", "torchtitan")])
+)
 def test_same_work(name: str, bare: list[float]) -> None:
     if ROSTER[name].missing:
         pytest.skip(f"{name}: {ROSTER[name].missing}")
@@ -64,7 +66,9 @@ def test_the_same_seed_kills_at_the_same_moments() -> None:
 def test_a_watched_command_says_when_its_steps_were_done(tmp_path: object) -> None:
     from pathlib import Path
 
-    run = launched.Launched([sys.executable, "-c", "print('step  1/2 x'); print('step  2/2 x')"], Path(str(tmp_path), "log"))
+    run = launched.Launched(
+        [sys.executable, "-c", "print('step  1/2 x'); print('step  2/2 x')"], Path(str(tmp_path), "log")
+    )
     run.wait_for(2, 20)
     run.end()
     assert [step for _, step in run.steps] == [1, 2]
@@ -75,7 +79,9 @@ def test_a_rank_is_killed_and_no_other(tmp_path: object) -> None:
     from pathlib import Path
 
     two = "import subprocess, sys; [p.wait() for p in [subprocess.Popen(['sleep', '60']) for _ in 'ab']]"
-    run = launched.Launched([sys.executable, "-c", f"print('step 1/9', flush=True); {two}"], Path(str(tmp_path), "log"))
+    run = launched.Launched(
+        [sys.executable, "-c", f"print('step 1/9', flush=True); {two}"], Path(str(tmp_path), "log")
+    )
     try:
         run.wait_for(1, 20)
         while len(run.ranks()) < 2:

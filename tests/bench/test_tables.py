@@ -44,7 +44,9 @@ def test_each_contender_is_first_equally_often() -> None:
     assert all(sorted(order) == ["a", "b", "c"] for order in orders)
 
 
-@pytest.mark.parametrize(("value", "text"), [(0.01234, "0.0123"), (1234567.0, "1,230,000"), (12.34, "12.3"), (0.0, "0")])
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.01234, "0.0123"), (1234567.0, "1,230,000"), (12.34, "12.3"), (0.0, "0")]
+)
 def test_figures_are_short(value: float, text: str) -> None:
     assert tables.short(value) == text
 
@@ -70,4 +72,8 @@ def test_a_piece_replaces_its_own_section_alone(tmp_path: Path, monkeypatch: pyt
     page = (tmp_path / "x.md").read_text()
     assert "first" not in page
     assert page.index("third") < page.index("second")
-    assert json.loads((tmp_path / "x.json").read_text())["pieces"]["two"]["i"] == {"value": 1, "low": 0, "high": 2}
+    assert json.loads((tmp_path / "x.json").read_text())["pieces"]["two"]["i"] == {
+        "value": 1,
+        "low": 0,
+        "high": 2,
+    }

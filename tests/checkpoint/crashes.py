@@ -1,9 +1,10 @@
 """A crash simulator for folders of checkpoints, as ALICE and CrashMonkey are for file systems.
 
-Recorder notes what the product asks of the file system below one folder: names made, renamed and deleted, bytes
-written, fsyncs. `states` then gives what a power cut after each of these may leave. A file keeps the bytes of its last
-fsync for certain; later ones may be there, in part, or not. A folder keeps the names of its last fsync for certain; of
-the changes since then any may be there, whatever their order. Not here: what must hold in each state.
+Recorder notes what the product asks of the file system below one folder: names made, renamed and deleted,
+bytes written, fsyncs. `states` then gives what a power cut after each of these may leave. A file keeps the
+bytes of its last fsync for certain; later ones may be there, in part, or not. A folder keeps the names of its
+last fsync for certain; of the changes since then any may be there, whatever their order. Not here: what must
+hold in each state.
 """
 
 from __future__ import annotations
@@ -79,7 +80,10 @@ class Recorder:
                 named = {**more, **({} if dir_fd is None else {"dir_fd": dir_fd})}
                 before = str(Path(f"/proc/self/fd/{dir_fd}").readlink()) if dir_fd is not None else ""
                 result = real(*args, **named)
-                then(result, *(str(Path(before, arg)) if before and isinstance(arg, str) else arg for arg in args))
+                then(
+                    result,
+                    *(str(Path(before, arg)) if before and isinstance(arg, str) else arg for arg in args),
+                )
                 return result
 
         return noted
@@ -147,7 +151,9 @@ class Recorder:
         if old is None or new is None or old[1] not in old[0].names:
             return
         assert old[0] is new[0], "a rename between folders has no model here"
-        self._add(Change("names", old[0], str(source), leaves=old[1], comes=new[1], what=old[0].names[old[1]]))
+        self._add(
+            Change("names", old[0], str(source), leaves=old[1], comes=new[1], what=old[0].names[old[1]])
+        )
 
     def _on_mkdir(self, _: None, path: Any, *__: Any) -> None:
         self._come(path, folder=True)
@@ -169,7 +175,9 @@ def states(recorder: Recorder) -> Iterator[tuple[int, Tree]]:
         changes = recorder.changes[:done]
         synced = {id(change.node): at for at, change in enumerate(changes) if change.kind == "fsync"}
         open_names = [
-            at for at, change in enumerate(changes) if change.kind == "names" and synced.get(id(change.node), -1) < at
+            at
+            for at, change in enumerate(changes)
+            if change.kind == "names" and synced.get(id(change.node), -1) < at
         ]
         for kept in _subsets(open_names):
             names = _names(changes, set(open_names) - set(kept))
@@ -204,7 +212,9 @@ def _names(changes: Sequence[Change], lost: set[int]) -> dict[int, dict[str, Nod
 
 
 def _contents(changes: Sequence[Change], synced: dict[int, int]) -> Iterator[dict[int, bytes]]:
-    """Each file's bytes: those of its last fsync, and where there are later ones also these, and half of these."""
+    """Each file's bytes: those of its last fsync, and where there are later ones also these, and half of
+    these.
+    """
     certain: dict[int, bytes] = {}
     later: dict[int, bytes] = {}
     for at, change in enumerate(changes):

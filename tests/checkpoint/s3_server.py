@@ -1,7 +1,7 @@
 """A real server of the S3 protocol for tests, and a proxy before it that now and then answers 503.
 
-The server is moto's, in an environment of its own (its botocore is not aiobotocore's): SHARDRUN_MOTO names the program, or it
-lies under .cache/moto, where this makes it:
+The server is moto's, in an environment of its own (its botocore is not aiobotocore's): SHARDRUN_MOTO names
+the program, or it lies under .cache/moto, where this makes it:
 
     python -m venv .cache/moto && .cache/moto/bin/pip install 'moto[server]==5.2.5'
 """
@@ -19,7 +19,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-KEYS = {"AWS_ACCESS_KEY_ID": "test-key-id", "AWS_SECRET_ACCESS_KEY": "do-not-print-me", "AWS_DEFAULT_REGION": "us-east-1"}
+KEYS = {
+    "AWS_ACCESS_KEY_ID": "test-key-id",
+    "AWS_SECRET_ACCESS_KEY": "do-not-print-me",
+    "AWS_DEFAULT_REGION": "us-east-1",
+}
 
 
 def program() -> Path | None:
@@ -27,7 +31,9 @@ def program() -> Path | None:
     return place if place.exists() else None
 
 
-MISSING = "no moto_server: SHARDRUN_MOTO names none and .cache/moto has none (see tests/checkpoint/s3_server.py)"
+MISSING = (
+    "no moto_server: SHARDRUN_MOTO names none and .cache/moto has none (see tests/checkpoint/s3_server.py)"
+)
 
 
 @contextmanager
@@ -35,7 +41,9 @@ def s3_server() -> Iterator[str]:
     """Its URL; it chooses a free port itself and says which."""
     command = [str(program()), "-H", "127.0.0.1", "-p", "0"]
     environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ
+    ) as process:
         assert process.stdout is not None
         try:
             for line in process.stdout:
@@ -69,7 +77,9 @@ def without_conditions(url: str) -> Iterator[str]:
     """A server that knows no conditional writes: it answers 501 to them, as S3's reference says."""
 
     def conditional(request: BaseHTTPRequestHandler) -> bool:
-        return request.command in ("PUT", "DELETE") and bool({"If-Match", "If-None-Match"} & set(request.headers))
+        return request.command in ("PUT", "DELETE") and bool(
+            {"If-Match", "If-None-Match"} & set(request.headers)
+        )
 
     with _proxy(url, conditional, 501, "NotImplemented") as (found, _):
         yield found
@@ -89,7 +99,9 @@ def _proxy(
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             if refuses(self):
                 refused.append(f"{self.command} {self.path}")
-                self.answer(status, {}, f"<Error><Code>{code}</Code><Message>refused</Message></Error>".encode())
+                self.answer(
+                    status, {}, f"<Error><Code>{code}</Code><Message>refused</Message></Error>".encode()
+                )
                 return
             upstream = http.client.HTTPConnection(host, timeout=60)
             upstream.request(self.command, self.path, body, dict(self.headers.items()))

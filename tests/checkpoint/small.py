@@ -1,4 +1,6 @@
-"""A small training run for checkpoint tests: a model with what is awkward to save, the same samples on any mesh."""
+"""A small training run for checkpoint tests: a model with what is awkward to save, the same samples on any
+mesh.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ class Run:
         """One optimizer step on this step's samples, sliced over ranks; returns the global mean loss."""
         generator = torch.Generator().manual_seed(1000 + self.state.step)
         tokens = torch.randint(0, 13, (GLOBAL_BATCH, 2), generator=generator)
-        mine = tokens[self.env.rank * GLOBAL_BATCH // self.env.world_size :][: GLOBAL_BATCH // self.env.world_size]
+        mine = tokens[self.env.rank * GLOBAL_BATCH // self.env.world_size :][
+            : GLOBAL_BATCH // self.env.world_size
+        ]
         loss = nn.functional.cross_entropy(self.runs(mine[:, 0]), mine[:, 1])
         loss.backward()
         self.checkpointer.before_update()
@@ -91,12 +95,18 @@ def build_state(
     model, sizes = Model(width, dtype), mesh_sizes(kind, env.world_size)
     runs: nn.Module = model
     if kind == "ddp":
-        runs = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True) if env.world_size > 1 else model
+        runs = (
+            nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+            if env.world_size > 1
+            else model
+        )
     else:
         mesh = build_mesh(sizes, env.device)
         mesh = mesh if sizes.replicate > 1 else mesh["dp_shard"]
         # By columns a shard is no contiguous stretch of the whole.
-        fully_shard(model.first, mesh=mesh, shard_placement_fn=(lambda p: Shard(p.dim() - 1)) if columns else None)
+        fully_shard(
+            model.first, mesh=mesh, shard_placement_fn=(lambda p: Shard(p.dim() - 1)) if columns else None
+        )
         fully_shard(model, mesh=mesh)
     parameters = list(model.parameters())
     made: torch.optim.Optimizer = (
@@ -108,7 +118,12 @@ def build_state(
 
 
 def build(
-    env: DistEnv, kind: Kind, run_dir: str, claim: Lock | None = None, section: Mapping[str, Any] | None = None, **how: Any
+    env: DistEnv,
+    kind: Kind,
+    run_dir: str,
+    claim: Lock | None = None,
+    section: Mapping[str, Any] | None = None,
+    **how: Any,
 ) -> Run:
     state, runs, sizes = build_state(env, kind, **how)
     checkpointer = Checkpointer(
@@ -135,7 +150,12 @@ def _crc(tensor: torch.Tensor) -> int:
 
 
 def save_once(
-    env: DistEnv, kind: Kind, run_dir: str, steps: int = 3, section: Mapping[str, Any] | None = None, **how: Any
+    env: DistEnv,
+    kind: Kind,
+    run_dir: str,
+    steps: int = 3,
+    section: Mapping[str, Any] | None = None,
+    **how: Any,
 ) -> dict[str, int]:
     """Train some steps, save, and return the bits saved."""
     run = build(env, kind, run_dir, section=section, **how)

@@ -1,4 +1,6 @@
-"""What is not whole is never loaded: it is set aside with one loud line, and the checkpoint before it is taken."""
+"""What is not whole is never loaded: it is set aside with one loud line, and the checkpoint before it is
+taken.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +128,10 @@ def test_a_damaged_newest_gives_way_to_the_one_before(run_dir: Path, damage: str
     assert "CHECKPOINT step-00000004 is NOT whole" in lines[0]
     assert f"step-00000004.broken-{why}" in lines[0]
     assert results[1][1] == [], "one line, not one a rank"
-    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["step-00000002", f"step-00000004.broken-{why}"]
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == [
+        "step-00000002",
+        f"step-00000004.broken-{why}",
+    ]
 
 
 def test_what_is_loaded_after_a_broken_one_is_all_of_the_one_before(run_dir: Path) -> None:
@@ -216,7 +221,9 @@ def test_a_manifest_that_reads_well_and_was_altered_is_not_believed(run_dir: Pat
 def lead_out(stored: Metadata) -> None:
     """A tensor that is said to lie in a file of another checkpoint."""
     key = next(iter(stored.storage_data))
-    stored.storage_data[key] = replace(stored.storage_data[key], relative_path="../step-00000002/__0_0.distcp")
+    stored.storage_data[key] = replace(
+        stored.storage_data[key], relative_path="../step-00000002/__0_0.distcp"
+    )
 
 
 def leave_a_gap(stored: Metadata) -> None:
@@ -249,7 +256,9 @@ def reseal(folder: Path, metadata: bytes) -> None:
 
 @pytest.mark.parametrize("sealed", [True, False])
 def test_a_metadata_that_runs_code_is_refused_and_runs_nothing(run_dir: Path, sealed: bool) -> None:
-    """Sealed: by somebody who made the manifest fit. Not sealed: a bare folder that --checkpoint.resume points at."""
+    """Sealed: by somebody who made the manifest fit. Not sealed: a bare folder that --checkpoint.resume
+    points at.
+    """
     folder, proof = run_dir / "checkpoints" / "step-00000004", run_dir / "was-here"
     evil = pickle.dumps({"state_dict_metadata": Evil(str(proof))})
     if sealed:
@@ -268,7 +277,9 @@ def test_a_metadata_that_runs_code_is_refused_and_runs_nothing(run_dir: Path, se
 
 
 def test_a_newer_format_is_refused_and_left_alone(run_dir: Path) -> None:
-    """Whole, for all that this program knows: not to be set aside, and not to be passed over for an older one."""
+    """Whole, for all that this program knows: not to be set aside, and not to be passed over for an older
+    one.
+    """
     file = run_dir / "checkpoints" / "step-00000004" / MANIFEST
     body = json.loads(file.read_text())["manifest"]
     text = json.dumps({**body, "format": 2}, sort_keys=True, ensure_ascii=False)
@@ -276,12 +287,16 @@ def test_a_newer_format_is_refused_and_left_alone(run_dir: Path) -> None:
     for step, _, said, _ in run_world(RANKS, restore, str(run_dir), {}):
         assert step is None
         assert "a checkpoint of step 4 has format 2; this program knows 1" in said
-    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["step-00000002", "step-00000004"]
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == [
+        "step-00000002",
+        "step-00000004",
+    ]
 
 
 def test_a_checkpoint_of_another_model_is_not_called_broken(run_dir: Path) -> None:
     with pytest.raises(
-        AssertionError, match=r"is not of this model: its model.embed.weight is \(13, 37\) and this model's \(13, 41\)"
+        AssertionError,
+        match=r"is not of this model: its model.embed.weight is \(13, 37\) and this model's \(13, 41\)",
     ):
         run_world(1, restore_wider, str(run_dir))
     assert (run_dir / "checkpoints" / "step-00000004").is_dir()

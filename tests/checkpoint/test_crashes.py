@@ -1,4 +1,6 @@
-"""Whenever the power is cut, what was sealed is whole: each state that a crash may leave, of a run that saves and prunes."""
+"""Whenever the power is cut, what was sealed is whole: each state that a crash may leave, of a run that saves
+and prunes.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,21 @@ from tests.checkpoint.crashes import Change, Left, Recorder, Tree, states
 from tests.checkpoint.small import build
 
 ENV = DistEnv(
-    rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, num_nodes=1, device=torch.device("cpu"),
+    rank=0,
+    world_size=1,
+    local_rank=0,
+    local_world_size=1,
+    node_rank=0,
+    num_nodes=1,
+    device=torch.device("cpu"),
     launcher="tests",
-)  # fmt: skip
+)
 
 
 def record(folder: Path, forgets: Callable[[Change], bool] = lambda change: False) -> Recorder:
-    """Two starts of a run that keeps two: four saves and two prunings, a save that dies, its sweep, two more saves."""
+    """Two starts of a run that keeps two: four saves and two prunings, a save that dies, its sweep, two more
+    saves.
+    """
     with Recorder(folder / "checkpoints", forgets) as recorder, pytest.MonkeyPatch.context() as patch:
         seal = LocalStore.seal
 
@@ -55,7 +65,9 @@ def wrong(tree: Tree, sealed: int, deleting: set[str]) -> str:
         return f"the newest whole one is {[found.step for found in whole][:1]} and step {sealed} was sealed"
     for found in founds:
         if found not in whole and found.folder not in deleting:
-            return f"{found.folder} has its final name and is not whole: {found.detail or 'a checksum differs'}"
+            return (
+                f"{found.folder} has its final name and is not whole: {found.detail or 'a checksum differs'}"
+            )
     for folder in store.folders():
         going = (name := file_names.parse(folder)) is not None and name.kind == "gone"
         if going and file_names.MANIFEST in tree[folder] and _damage(store, inspect.look(store, folder)):
@@ -107,7 +119,9 @@ def test_no_crash_loses_what_was_sealed(tmp_path: Path) -> None:
 
 
 def no_fsync_of(what: str) -> Callable[[Change], bool]:
-    """fsyncs that the product is supposed not to make: of files, of staged folders, of the folder of checkpoints."""
+    """fsyncs that the product is supposed not to make: of files, of staged folders, of the folder of
+    checkpoints.
+    """
 
     def forgets(change: Change) -> bool:
         if change.kind != "fsync":
@@ -166,7 +180,9 @@ def prune_first(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Saver, "_seal", late)
 
 
-@pytest.mark.parametrize("fault", [seal_before_the_manifest, delete_sealed, prune_first], ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize(
+    "fault", [seal_before_the_manifest, delete_sealed, prune_first], ids=lambda fault: fault.__name__
+)
 def test_a_wrong_order_is_found(tmp_path: Path, fault: Callable[[pytest.MonkeyPatch], None]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         fault(patch)

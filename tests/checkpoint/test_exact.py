@@ -1,4 +1,6 @@
-"""What is loaded is what was saved, to the bit, at any number of ranks; and training goes on as if nothing had happened."""
+"""What is loaded is what was saved, to the bit, at any number of ranks; and training goes on as if nothing
+had happened.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from tests.support.world import run_world
 LATER = 20
 
 
-def unbroken(env: DistEnv, kind: Kind, run_dir: str, steps: int, how: dict[str, Any]) -> tuple[list[float], dict[str, int]]:
+def unbroken(
+    env: DistEnv, kind: Kind, run_dir: str, steps: int, how: dict[str, Any]
+) -> tuple[list[float], dict[str, int]]:
     """Train on; a save begins after step 3 and is written behind the next steps."""
     run = build(env, kind, run_dir, **how)
     losses = []
@@ -27,7 +31,9 @@ def unbroken(env: DistEnv, kind: Kind, run_dir: str, steps: int, how: dict[str, 
     return losses, bits(run.state)
 
 
-def resumed(env: DistEnv, kind: Kind, run_dir: str, steps: int, how: dict[str, Any]) -> tuple[list[float], dict[str, int]]:
+def resumed(
+    env: DistEnv, kind: Kind, run_dir: str, steps: int, how: dict[str, Any]
+) -> tuple[list[float], dict[str, int]]:
     run = build(env, kind, run_dir, seed=99, **how)  # other weights: all must come from the checkpoint
     found = run.checkpointer.restore(run.state)
     assert found is not None
@@ -70,7 +76,11 @@ def load_bits(env: DistEnv, kind: Kind, run_dir: str, how: dict[str, Any]) -> di
 @pytest.mark.slow
 def test_shards_by_columns_are_saved_and_loaded_into_rows_and_back(tmp_path: Path) -> None:
     by_rows, by_columns = {"width": 36}, {"width": 36, "columns": True}
-    for mine, theirs, ranks in ((by_columns, by_rows, 3), (by_rows, by_columns, 4), (by_columns, by_columns, 3)):
+    for mine, theirs, ranks in (
+        (by_columns, by_rows, 3),
+        (by_rows, by_columns, 4),
+        (by_columns, by_columns, 3),
+    ):
         run_dir = str(tmp_path / f"{len(mine)}{len(theirs)}{ranks}")
         saved = run_world(2, save_with, run_dir, mine)
         assert all(found == saved[0] for found in run_world(ranks, load_bits, "fsdp", run_dir, theirs))

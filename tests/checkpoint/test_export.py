@@ -29,7 +29,10 @@ def save_and_export(env: DistEnv, run_dir: str) -> tuple[dict[str, torch.Tensor]
     run.save(wait=True)
     files = run.checkpointer.export(Path(run_dir, "full_model"))
     run.checkpointer.close()
-    whole = {name: getattr(one, "full_tensor", lambda one=one: one)() for name, one in run.state.model.state_dict().items()}
+    whole = {
+        name: getattr(one, "full_tensor", lambda one=one: one)()
+        for name, one in run.state.model.state_dict().items()
+    }
     return {name: tensor.clone() for name, tensor in whole.items()}, sorted(file.name for file in files)
 
 
@@ -48,7 +51,9 @@ def same(found: object, whole: dict[str, torch.Tensor]) -> None:
     assert all(torch.equal(found[name], whole[name]) for name in whole)
 
 
-def test_torch_loads_the_export_and_tied_weights_stay_tied(exported: tuple[Path, dict[str, torch.Tensor]]) -> None:
+def test_torch_loads_the_export_and_tied_weights_stay_tied(
+    exported: tuple[Path, dict[str, torch.Tensor]],
+) -> None:
     run_dir, whole = exported
     found = torch.load(run_dir / "full_model/full-model.pt", weights_only=True)
     same(found, whole)
@@ -57,17 +62,23 @@ def test_torch_loads_the_export_and_tied_weights_stay_tied(exported: tuple[Path,
     same(torch.load(run_dir / "full_model/full-model.pt", weights_only=True, mmap=True), whole)
 
 
-def test_safetensors_reads_the_files_that_the_index_names(exported: tuple[Path, dict[str, torch.Tensor]]) -> None:
+def test_safetensors_reads_the_files_that_the_index_names(
+    exported: tuple[Path, dict[str, torch.Tensor]],
+) -> None:
     run_dir, whole = exported
     index = json.loads((run_dir / "full_model/model.safetensors.index.json").read_text())["weight_map"]
     files = {name: load_file(run_dir / "full_model" / name) for name in set(index.values())}
     assert len(files) > 1
-    assert all(sum(t.nbytes for t in tensors.values()) <= max(4096, 37 * 29 * 4) for tensors in files.values())
+    assert all(
+        sum(t.nbytes for t in tensors.values()) <= max(4096, 37 * 29 * 4) for tensors in files.values()
+    )
     same({name: files[index[name]][name] for name in whole}, whole)
 
 
 @pytest.mark.parametrize("what", ["full_model", "full_model/full-model.pt", ""])
-def test_a_full_state_is_read_lazily_by_name(exported: tuple[Path, dict[str, torch.Tensor]], what: str) -> None:
+def test_a_full_state_is_read_lazily_by_name(
+    exported: tuple[Path, dict[str, torch.Tensor]], what: str
+) -> None:
     run_dir, whole = exported
     found = open_full_state(run_dir / what)
     assert set(found) == set(whole)
@@ -75,7 +86,9 @@ def test_a_full_state_is_read_lazily_by_name(exported: tuple[Path, dict[str, tor
     assert found.get("nothing") is None
 
 
-def test_writing_to_a_mapped_tensor_leaves_the_file_alone(exported: tuple[Path, dict[str, torch.Tensor]]) -> None:
+def test_writing_to_a_mapped_tensor_leaves_the_file_alone(
+    exported: tuple[Path, dict[str, torch.Tensor]],
+) -> None:
     run_dir, whole = exported
     open_full_state(run_dir / "full_model")["first.bias"].fill_(7)
     assert torch.equal(open_full_state(run_dir / "full_model")["first.bias"], whole["first.bias"])
@@ -89,7 +102,11 @@ def test_names_that_wrappers_made_are_understood(tmp_path: Path, wrapping: str) 
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [(b"not a file of torch", "is no state dict of torch.save"), (None, "does not exist"), ([1], "holds something else")],
+    [
+        (b"not a file of torch", "is no state dict of torch.save"),
+        (None, "does not exist"),
+        ([1], "holds something else"),
+    ],
 )
 def test_a_file_that_is_no_state_dict_is_named(tmp_path: Path, content: object, said: str) -> None:
     file = tmp_path / "weights.pt"
@@ -135,7 +152,10 @@ def test_an_export_holds_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytes
 
 def command(*words: object) -> tuple[int, str]:
     done = subprocess.run(
-        [sys.executable, "-m", "fsdp.checkpoint.__main__", *map(str, words)], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-m", "fsdp.checkpoint.__main__", *map(str, words)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     return done.returncode, done.stdout + done.stderr
 
@@ -179,14 +199,20 @@ def test_verify_and_prune_in_either_order(run_dir: Path, capsys: pytest.CaptureF
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-00000003"]
 
 
-def test_export_by_command_takes_the_step_asked_for(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_by_command_takes_the_step_asked_for(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = [str(run_dir), "export", "--format", "both", "--step", "2", "--out", str(run_dir / "out")]
     assert checkpoints.main(words) == 0
     assert capsys.readouterr().out.count("\n") == 3
-    assert set(open_full_state(run_dir / "out")) == set(torch.load(run_dir / "out" / full_state.TORCH_FILE, weights_only=True))
+    assert set(open_full_state(run_dir / "out")) == set(
+        torch.load(run_dir / "out" / full_state.TORCH_FILE, weights_only=True)
+    )
 
 
-def test_an_export_of_a_damaged_checkpoint_fails_and_leaves_no_file(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_export_of_a_damaged_checkpoint_fails_and_leaves_no_file(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     flip(run_dir / "checkpoints/step-00000003/__1_0.distcp")
     assert checkpoints.main([str(run_dir), "export"]) == 4
     assert "is not what was saved: its digest differs" in capsys.readouterr().err
@@ -195,7 +221,11 @@ def test_an_export_of_a_damaged_checkpoint_fails_and_leaves_no_file(run_dir: Pat
 
 @pytest.mark.parametrize(
     ("words", "code", "said"),
-    [(["/nowhere"], 4, "does not exist"), (["RUN", "list", "verify"], 2, "one RUN and one command"), ([], 2, "usage")],
+    [
+        (["/nowhere"], 4, "does not exist"),
+        (["RUN", "list", "verify"], 2, "one RUN and one command"),
+        ([], 2, "usage"),
+    ],
 )
 def test_a_wrong_command_says_what_is_wanted(
     words: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]

@@ -1,4 +1,6 @@
-"""File systems as they are in life: full, and read-only. Real ones, mounted in a mount space of the test's own."""
+"""File systems as they are in life: full, and read-only. Real ones, mounted in a mount space of the test's
+own.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,12 @@ except CheckpointError as error:
 
 
 def mounted(mount: str, *words: object, then: str = "true") -> str:
-    """Run PROGRAM where `mount` (a shell command) has been done, for it alone; `then` still sees what it left."""
-    space = ["unshare", "--mount"] if os.getuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount"]
+    """Run PROGRAM where `mount` (a shell command) has been done, for it alone; `then` still sees what it
+    left.
+    """
+    space = (
+        ["unshare", "--mount"] if os.getuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount"]
+    )
     shell = f'{mount} && "$0" -c "$PROGRAM" "$@" && {then}'
     command = [*space, "sh", "-c", shell, sys.executable, *map(str, words)]
     environ = {**os.environ, "PROGRAM": PROGRAM, "OMP_NUM_THREADS": "1"}
@@ -66,7 +72,9 @@ def test_a_full_disk_costs_the_new_save_and_never_an_old_one(checkpoints: Path, 
     assert "CHECKPOINT of step 2 was NOT saved: rank 0: " in said
     assert "ENOSPC, No space left on device. The run goes on." in said
     assert "CheckpointError: the save of step 3 failed, as did the one before" in said
-    assert sorted(path.name for path in kept.iterdir()) == ["step-00000001"], "and nothing half-written stays in the way"
+    assert sorted(path.name for path in kept.iterdir()) == ["step-00000001"], (
+        "and nothing half-written stays in the way"
+    )
     found = inspect.look(LocalStore(kept), "step-00000001")
     assert found.manifest is not None
     for file, (size, crc) in found.manifest.files.items():

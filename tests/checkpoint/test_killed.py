@@ -1,4 +1,6 @@
-"""Real runs of train.py: killed with SIGKILL and started again with the same command; and a second job on one directory."""
+"""Real runs of train.py: killed with SIGKILL and started again with the same command; and a second job on one
+directory.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,16 @@ def test_under_torchrun_the_same_command_again_goes_on(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_second_job_on_a_run_directory_is_refused_by_name(tmp_path: Path) -> None:
     claim = Claim.acquire(tmp_path, "srun", "Slurm job 7")
-    command = [sys.executable, "train.py", "--run.dir", str(tmp_path), "--model.name", "mlp", "--train.steps", "1"]
+    command = [
+        sys.executable,
+        "train.py",
+        "--run.dir",
+        str(tmp_path),
+        "--model.name",
+        "mlp",
+        "--train.steps",
+        "1",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     claim.release()
     assert done.returncode == 4

@@ -16,7 +16,7 @@ def layout() -> WritePlan:
     told = [
         [Described((("model.w", ("model", "w")),), (4, 2), (2 * rank, 0), (2, 2), torch.float32)]
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     shares = write_plan.share_out(told)
     made, ends = write_plan.lay_out(told, shares)
     return WritePlan("", shares[0], made, ends)
@@ -36,9 +36,13 @@ def test_packed_once_while_lengths_stay_the_same() -> None:
 def test_a_value_that_grows_goes_or_comes_is_told_where_it_lies() -> None:
     agreed = layout()
     write_plan.metadata_bytes(agreed, [value("step", b"1"), value("gone", b"22")])
-    read = metadata.read(write_plan.metadata_bytes(agreed, [value("step", b"4444"), value("new", b"7777777")]))
+    read = metadata.read(
+        write_plan.metadata_bytes(agreed, [value("step", b"4444"), value("new", b"7777777")])
+    )
     fresh = layout()
-    whole = metadata.read(write_plan.metadata_bytes(fresh, [value("step", b"4444"), value("new", b"7777777")]))
+    whole = metadata.read(
+        write_plan.metadata_bytes(fresh, [value("step", b"4444"), value("new", b"7777777")])
+    )
     assert pickle.dumps(read.storage_data) == pickle.dumps(whole.storage_data)
     assert read == whole
     kept = [key for key, entry in read.state_dict_metadata.items() if isinstance(entry, BytesStorageMetadata)]

@@ -1,4 +1,6 @@
-"""One job writes in a store: in a folder that two run directories share, in an object store (a real S3 server)."""
+"""One job writes in a store: in a folder that two run directories share, in an object store (a real S3
+server).
+"""
 
 from __future__ import annotations
 

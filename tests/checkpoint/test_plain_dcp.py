@@ -31,7 +31,9 @@ def their_state(run: Run) -> dict[str, Any]:
 
 
 def load_with_dcp(env: DistEnv, kind: Kind, run_dir: str) -> dict[str, int]:
-    """No line of ours: dcp.load into a model that has trained one step, so that its optimizer has the same keys."""
+    """No line of ours: dcp.load into a model that has trained one step, so that its optimizer has the same
+    keys.
+    """
     run = build(env, kind, run_dir + "-other", seed=99)
     run.state.model.unused.requires_grad_(False)  # type: ignore[union-attr, operator]
     run.step()
@@ -39,14 +41,18 @@ def load_with_dcp(env: DistEnv, kind: Kind, run_dir: str) -> dict[str, int]:
     del theirs["optim"]["param_groups"]
     dcp.load(theirs, checkpoint_id=f"{run_dir}/checkpoints/step-00000003")
     set_model_state_dict(run.state.model, theirs["model"])
-    theirs["optim"]["param_groups"] = get_optimizer_state_dict(run.state.model, run.state.optimizer)["param_groups"]
+    theirs["optim"]["param_groups"] = get_optimizer_state_dict(run.state.model, run.state.optimizer)[
+        "param_groups"
+    ]
     set_optimizer_state_dict(run.state.model, run.state.optimizer, theirs["optim"])
     run.checkpointer.close()
     return {name: value for name, value in bits(run.state).items() if name not in run.state.counters()}
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [("fsdp", 2), ("ddp", 3)])
-def test_dcp_load_reads_a_sealed_checkpoint_without_this_project(tmp_path: Path, kind: Kind, ranks: int) -> None:
+def test_dcp_load_reads_a_sealed_checkpoint_without_this_project(
+    tmp_path: Path, kind: Kind, ranks: int
+) -> None:
     saved = run_world(2, save_once, "fsdp", str(tmp_path))[0]
     for loaded in run_world(ranks, load_with_dcp, kind, str(tmp_path)):
         assert loaded == {name: saved[name] for name in loaded}
@@ -69,7 +75,10 @@ def test_the_keys_are_those_that_dcp_itself_would_write(tmp_path: Path) -> None:
     ours = metadata.read((tmp_path / "checkpoints/step-00000000/.metadata").read_bytes())
     theirs = metadata.read((tmp_path / "theirs/.metadata").read_bytes())
     assert ours.planner_data == theirs.planner_data
-    sizes = [{key: getattr(entry, "size", None) for key, entry in one.state_dict_metadata.items()} for one in (ours, theirs)]
+    sizes = [
+        {key: getattr(entry, "size", None) for key, entry in one.state_dict_metadata.items()}
+        for one in (ours, theirs)
+    ]
     assert sizes[0] == sizes[1]
 
 
@@ -106,8 +115,13 @@ def save_theirs(env: DistEnv, form: str, place: str) -> dict[str, int]:
         "nested": their_state(run),
         "ray": {"app": App(run)},
         "bare": dict(get_model_state_dict(model)),
-        "wrapped": {"state": {f"module.{name}": value for name, value in get_model_state_dict(model).items()}},
-        "optimizer": {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)},
+        "wrapped": {
+            "state": {f"module.{name}": value for name, value in get_model_state_dict(model).items()}
+        },
+        "optimizer": {
+            "model": get_model_state_dict(model),
+            "optimizer": get_optimizer_state_dict(model, optimizer),
+        },
     }
     dcp.save(forms[form], checkpoint_id=place)
     run.checkpointer.close()
@@ -155,7 +169,8 @@ def test_a_path_that_is_no_checkpoint_of_this_model_is_refused(tmp_path: Path) -
     (tmp_path / "empty").mkdir()
     run_world(1, save_stranger, str(tmp_path / "stranger"))
     said = {
-        name: run_world(2, start_from_nothing, str(tmp_path / name), str(tmp_path / "run"))[1] for name in ("empty", "stranger")
+        name: run_world(2, start_from_nothing, str(tmp_path / name), str(tmp_path / "run"))[1]
+        for name in ("empty", "stranger")
     }
     assert "is no checkpoint: it has no .metadata" in said["empty"]
     assert "does not hold this model" in said["stranger"]
@@ -184,7 +199,12 @@ def wrapped_names(env: DistEnv) -> list[set[str]]:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     found = []
-    wrappers: list[Any] = [lambda model: model, torch.compile, checkpoint_wrapper, torch.nn.parallel.DistributedDataParallel]
+    wrappers: list[Any] = [
+        lambda model: model,
+        torch.compile,
+        checkpoint_wrapper,
+        torch.nn.parallel.DistributedDataParallel,
+    ]
     for wrap in wrappers:
         model: Any = Model()
         model.first = checkpoint_wrapper(model.first)

@@ -26,9 +26,21 @@ from tests.support.world import run_world
 
 def whole(step: int, **metrics: float) -> CheckpointListing:
     about = Manifest(
-        step=step, attempt="", created=0.0, torch="", strategy="fsdp", replicate=1, shard=1, ranks=1, config="", reason="",
-        counters={}, metrics=metrics, files={}, digests={},
-    )  # fmt: skip
+        step=step,
+        attempt="",
+        created=0.0,
+        torch="",
+        strategy="fsdp",
+        replicate=1,
+        shard=1,
+        ranks=1,
+        config="",
+        reason="",
+        counters={},
+        metrics=metrics,
+        files={},
+        digests={},
+    )
     return CheckpointListing(f"step-{step}", step, about)
 
 
@@ -83,7 +95,9 @@ def test_only_whole_ones_count_and_others_are_left_to_people(tmp_path: Path) -> 
 
 
 def test_pruning_neither_counts_nor_deletes_what_is_not_sealed(tmp_path: Path) -> None:
-    """The seal of the newest is gone (a deletion that a power cut stopped, say): the two whole ones are the last two."""
+    """The seal of the newest is gone (a deletion that a power cut stopped, say): the two whole ones are the
+    last two.
+    """
     run_world(1, save_all, str(tmp_path), {}, 3)
     (tmp_path / "checkpoints" / "step-00000003" / file_names.MANIFEST).unlink()
     place = LocalStore(tmp_path / "checkpoints")
@@ -104,7 +118,9 @@ def test_what_a_dead_attempt_left_is_swept_by_the_next(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_pruning_deletes_a_link_and_leaves_what_it_leads_to(tmp_path: Path) -> None:
-    """A person keeps checkpoints on another disk, with a link in the run. The run prunes, and starts again afterwards."""
+    """A person keeps checkpoints on another disk, with a link in the run. The run prunes, and starts again
+    afterwards.
+    """
     place, elsewhere = tmp_path / "run" / "checkpoints", tmp_path / "elsewhere"
     elsewhere.mkdir()
     run_world(2, save_all, str(tmp_path / "run"), {}, 2)
@@ -192,17 +208,23 @@ def test_a_failure_after_the_rename_is_no_lost_save_and_costs_no_older_one(tmp_p
     run_world(2, save_all, str(tmp_path), {}, 2)
     results = run_world(2, fail_after_the_rename, str(tmp_path))
     for left, sealed, _, _ in results:
-        assert left == ["step-00000001", "step-00000002", "step-00000003"], "it may not outlive a power cut: none is pruned"
+        assert left == ["step-00000001", "step-00000002", "step-00000003"], (
+            "it may not outlive a power cut: none is pruned"
+        )
         assert sealed == [3]
     (_, _, (line,), later), (_, _, others, _) = results
     assert later == ["step-00000004"]
-    assert line.startswith(f"checkpoint of step 3 is whole in {tmp_path}/checkpoints/step-00000003, but rank 0: ")
+    assert line.startswith(
+        f"checkpoint of step 3 is whole in {tmp_path}/checkpoints/step-00000003, but rank 0: "
+    )
     assert "EIO, Input/output error" in line
     assert others == []
 
 
 def lose_the_answer(env: DistEnv, run_dir: str, answers_later: bool) -> tuple[list[int], str, list[str]]:
-    """An object store puts the manifest and its answer is lost; with `answers_later` it can be asked what it has."""
+    """An object store puts the manifest and its answer is lost; with `answers_later` it can be asked what it
+    has.
+    """
     run, heard = build(env, "ddp", run_dir, section={"dir": "memory://bucket/lost"}), Heard()
     logging.getLogger("fsdp.checkpoint").addHandler(heard)
     run.checkpointer.restore(run.state)
@@ -229,13 +251,17 @@ def lose_the_answer(env: DistEnv, run_dir: str, answers_later: bool) -> tuple[li
         RemoteStore.write, RemoteStore.sizes = write, sizes  # type: ignore[method-assign]
         run.checkpointer.close()
         logging.getLogger("fsdp.checkpoint").removeHandler(heard)
-    whole = [found.step for found in inspect.scan(open_store("memory://bucket/lost")) if found.manifest is not None]
+    whole = [
+        found.step for found in inspect.scan(open_store("memory://bucket/lost")) if found.manifest is not None
+    ]
     open_store("memory://bucket/lost")._fs.rm("/bucket", recursive=True)  # type: ignore[attr-defined]
     return whole, said, heard.lines
 
 
 def test_what_an_object_store_has_decides_how_a_save_ended(tmp_path: Path) -> None:
-    """A manifest that is there is a checkpoint; where the store cannot be asked, nothing is claimed and nothing deleted."""
+    """A manifest that is there is a checkpoint; where the store cannot be asked, nothing is claimed and
+    nothing deleted.
+    """
     ((whole, said, lines),) = run_world(1, lose_the_answer, str(tmp_path / "one"), True)
     assert (whole, said) == ([1], "")
     assert "checkpoint of step 1 is whole in memory://bucket/lost/step-00000001-" in lines[0]
@@ -247,7 +273,9 @@ def test_what_an_object_store_has_decides_how_a_save_ended(tmp_path: Path) -> No
 
 
 def save_ousted(env: DistEnv, run_dir: str, when: str) -> str:
-    """Another job takes the run directory over: before a save, while its files are written, or as it has been sealed."""
+    """Another job takes the run directory over: before a save, while its files are written, or as it has been
+    sealed.
+    """
     claim = Claim.acquire(Path(run_dir), "torchrun") if env.is_main else None
     run = build(env, "fsdp", run_dir, claim=claim, section={"keep_last": 1})
     run.checkpointer.restore(run.state)

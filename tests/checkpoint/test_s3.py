@@ -1,4 +1,6 @@
-"""Checkpoints in a real server of the S3 protocol: saved, killed, resumed, pruned; a busy server; no key ever printed."""
+"""Checkpoints in a real server of the S3 protocol: saved, killed, resumed, pruned; a busy server; no key ever
+printed.
+"""
 
 from __future__ import annotations
 
@@ -89,14 +91,19 @@ def killed_in_a_save(env: DistEnv, url: str, place: str, run_dir: str) -> None:
 
 
 @pytest.mark.slow
-def test_killed_before_the_seal_the_one_before_is_resumed_and_the_rest_swept(bucket: str, server: str, tmp_path: Path) -> None:
+def test_killed_before_the_seal_the_one_before_is_resumed_and_the_rest_swept(
+    bucket: str, server: str, tmp_path: Path
+) -> None:
     place = f"{bucket}/runs/one"
     with pytest.raises(WorldError):
         run_world(2, killed_in_a_save, server, place, str(tmp_path))
     store = open_store(place)
     assert [name.kind for folder in store.folders() if (name := file_names.parse(folder))] == ["final", "tmp"]
     assert {step for step, _ in run_world(2, train, server, place, str(tmp_path), {}, 1)} == {1}
-    assert [name.kind for folder in store.folders() if (name := file_names.parse(folder))] == ["final", "final"]
+    assert [name.kind for folder in store.folders() if (name := file_names.parse(folder))] == [
+        "final",
+        "final",
+    ]
 
 
 @pytest.mark.slow
@@ -114,7 +121,9 @@ def test_a_damaged_one_is_marked_and_the_one_before_taken(bucket: str, server: s
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_server_that_is_busy_now_and_then_costs_time_and_nothing_else(bucket: str, server: str, tmp_path: Path) -> None:
+def test_a_server_that_is_busy_now_and_then_costs_time_and_nothing_else(
+    bucket: str, server: str, tmp_path: Path
+) -> None:
     place = f"{bucket}/runs/one"
     with s3_server.busy_proxy(server, every=4) as (url, refused):
         saved = run_world(2, train, url, place, str(tmp_path), {}, 2)
@@ -152,7 +161,11 @@ def speak_of_secrets(env: DistEnv, url: str, place: str, run_dir: str) -> str:
 @pytest.mark.slow
 def test_no_key_is_ever_printed(bucket: str, server: str, tmp_path: Path) -> None:
     said = run_world(
-        1, speak_of_secrets, server, "s3://user:do-not-print-me@no-such-bucket/x?token=do-not-print-me", str(tmp_path)
+        1,
+        speak_of_secrets,
+        server,
+        "s3://user:do-not-print-me@no-such-bucket/x?token=do-not-print-me",
+        str(tmp_path),
     )
     assert "s3://no-such-bucket/x cannot be written" in said[0]
     assert "do-not-print-me" not in said[0]

@@ -1,4 +1,6 @@
-"""Threads that touch tensors work on their rank's GPU. torch.cuda is a stand-in here that records what is asked of it."""
+"""Threads that touch tensors work on their rank's GPU. torch.cuda is a stand-in here that records what is
+asked of it.
+"""
 
 from __future__ import annotations
 
@@ -53,19 +55,35 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 
 def test_the_savers_thread(calls: Calls, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    staging = SimpleNamespace(copy=calls.noting("copy", lambda *_: SimpleNamespace(data=b"", staged=[])), event=lambda: None)
+    staging = SimpleNamespace(
+        copy=calls.noting("copy", lambda *_: SimpleNamespace(data=b"", staged=[])), event=lambda: None
+    )
     monkeypatch.setattr("fsdp.checkpoint.saver.Staging", lambda device, room: staging)
     about = Manifest(
-        step=1, attempt="", created=0.0, torch="", strategy="fsdp", replicate=1, shard=1, ranks=1, config="", reason="",
-        counters={}, metrics={}, files={}, digests={},
-    )  # fmt: skip
+        step=1,
+        attempt="",
+        created=0.0,
+        torch="",
+        strategy="fsdp",
+        replicate=1,
+        shard=1,
+        ranks=1,
+        config="",
+        reason="",
+        counters={},
+        metrics={},
+        files={},
+        digests={},
+    )
     saver = Saver(LocalStore(tmp_path), Talk(), GPU, "00000000", lambda: None, lambda: None)
     saver.put(SaveJob(1, Snapshot([], {}), about))
     saver.stop()
     assert calls.of == {"checkpoint": [GPU, "copy"]}
 
 
-def test_the_threads_that_read_a_checkpoint(calls: Calls, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_threads_that_read_a_checkpoint(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     prepared = SimpleNamespace(file="", start=0, end=0, views=[], targets=[])
     monkeypatch.setattr(tensor_reader, "_prepare", calls.noting("read", lambda *_: prepared))
     monkeypatch.setattr(tensor_reader, "_fulfil", calls.noting("copy", lambda *_: None))
@@ -94,7 +112,9 @@ def test_the_loaders_threads(calls: Calls) -> None:
     """They pin memory, and copy to the device where they are asked to."""
     order = SimpleNamespace(indices=lambda step: np.arange(4))
     samples: Any = Samples(calls)
-    loader = Loader(samples, order, micro_batch=4, accumulation=1, rank=DataRank(0, 1), workers=2, prefetch=2, pin=False)
+    loader = Loader(
+        samples, order, micro_batch=4, accumulation=1, rank=DataRank(0, 1), workers=2, prefetch=2, pin=False
+    )
     for step in range(6):
         loader.step(step)
     loader.close()
@@ -112,13 +132,19 @@ WITHOUT_TENSORS = {
     "launch/ray_own.py": 1, "launch/ray_trainer.py": 1, "launch/ray_worker.py": 1,
 }  # fmt: skip
 """Threads that read files, sockets and signals, and touch no tensor: how many a file starts."""
-WITH_TENSORS = {"fsdp/checkpoint/saver.py": 1, "fsdp/checkpoint/tensor_reader.py": 1, "fsdp/data/reader_threads.py": 1}
+WITH_TENSORS = {
+    "fsdp/checkpoint/saver.py": 1,
+    "fsdp/checkpoint/tensor_reader.py": 1,
+    "fsdp/data/reader_threads.py": 1,
+}
 ABORTS = {"fsdp/dist/env.py": 1}
 """Aborts process groups after an exception, with torch.cuda.set_device first."""
 
 
 def test_every_thread_that_touches_tensors_is_among_these() -> None:
-    """A new one calls fsdp/base/devices.py: set_thread_device first and is entered, with a test, above; or touches none."""
+    """A new one calls fsdp/base/devices.py: set_thread_device first and is entered, with a test, above; or
+    touches none.
+    """
     started = re.compile(r"\b(?:Thread|Timer|ThreadPoolExecutor)\(")
     found = {
         str(path.relative_to(ROOT)): count

@@ -1,4 +1,6 @@
-"""The bytes of a tensor are those that torch.save would have written, and checksums of parts make that of the whole."""
+"""The bytes of a tensor are those that torch.save would have written, and checksums of parts make that of the
+whole.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,17 @@ from fsdp.checkpoint.crc import combine
 from fsdp.checkpoint.tensor_reader import ByteRange
 
 DTYPES = [
-    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.complex64,
-    torch.float8_e4m3fn, torch.uint16,
-]  # fmt: skip
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.float8_e4m3fn,
+    torch.uint16,
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

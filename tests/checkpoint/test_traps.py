@@ -43,7 +43,9 @@ def save_twice(env: DistEnv, run_dir: str) -> list[int]:
 
 def test_a_sealed_step_is_never_written_over(tmp_path: Path) -> None:
     first = run_world(2, save_twice, str(tmp_path))[0]
-    assert [path.stat().st_ino for path in sorted((tmp_path / CHECKPOINTS / "step-00000001").iterdir())] == first
+    assert [
+        path.stat().st_ino for path in sorted((tmp_path / CHECKPOINTS / "step-00000001").iterdir())
+    ] == first
     assert folders(tmp_path) == ["step-00000001"]
 
 
@@ -63,7 +65,8 @@ def fail_then_mend(env: DistEnv, run_dir: str, rank: int, failures: int, mode: s
             run.save()
             run.step()
             if run.checkpointer._flight is not None:
-                run.checkpointer._flight.done.wait()  # or the limit would be lifted before the file is written
+                # or the limit would be lifted before the file is written
+                run.checkpointer._flight.done.wait()
             sealed += [one.step for one in run.checkpointer.sealed()]
     except CheckpointError as error:
         said = str(error)
@@ -74,7 +77,9 @@ def fail_then_mend(env: DistEnv, run_dir: str, rank: int, failures: int, mode: s
 
 
 @pytest.mark.parametrize(("rank", "mode"), [(0, "async"), (1, "async"), (1, "blocking")])
-def test_one_rank_that_cannot_write_leaves_no_seal_and_the_run_goes_on(tmp_path: Path, rank: int, mode: str) -> None:
+def test_one_rank_that_cannot_write_leaves_no_seal_and_the_run_goes_on(
+    tmp_path: Path, rank: int, mode: str
+) -> None:
     assert run_world(2, fail_then_mend, str(tmp_path), rank, 1, mode) == [([3, 5, 7], "")] * 2
     assert folders(tmp_path) == ["step-00000003", "step-00000005", "step-00000007"]
 
@@ -96,7 +101,9 @@ def fail_at_the_end(env: DistEnv, run_dir: str) -> str:
 
 
 def test_a_run_does_not_end_quietly_with_its_last_save_lost(tmp_path: Path) -> None:
-    assert all("step 1 was not saved: rank 0: " in said for said in run_world(2, fail_at_the_end, str(tmp_path)))
+    assert all(
+        "step 1 was not saved: rank 0: " in said for said in run_world(2, fail_at_the_end, str(tmp_path))
+    )
 
 
 def test_the_second_failure_in_a_row_ends_the_run_and_names_rank_and_reason(tmp_path: Path) -> None:
@@ -168,7 +175,9 @@ def resume_before_first_step(env: DistEnv, run_dir: str) -> tuple[dict[str, int]
 
 
 def test_a_save_before_the_first_step_counts_no_step(tmp_path: Path) -> None:
-    assert run_world(2, save_before_first_step, str(tmp_path)) == run_world(2, resume_before_first_step, str(tmp_path))
+    assert run_world(2, save_before_first_step, str(tmp_path)) == run_world(
+        2, resume_before_first_step, str(tmp_path)
+    )
 
 
 # ---- 5: with gradients about, the optimizer's part comes out empty, and nothing says so
@@ -197,7 +206,8 @@ def test_gradients_that_exist_do_not_empty_the_optimizer(tmp_path: Path) -> None
     assert run_world(2, load_bits, str(tmp_path)) == saved
 
 
-# ---- 6: a save in another thread on the default group meets the step's own collectives and aborts the process
+# ---- 6: a save in another thread on the default group meets the step's own collectives and aborts the
+# process
 
 
 def save_amid_collectives(env: DistEnv, run_dir: str) -> int:
@@ -216,7 +226,8 @@ def test_saves_run_beside_the_default_groups_collectives(tmp_path: Path) -> None
     assert folders(tmp_path) == ["step-00000011", "step-00000012"]
 
 
-# ---- 7: another dtype is cast in silence, 8: keys that nobody wants are ignored, 9: a smaller optimizer is filled in part
+# ---- 7: another dtype is cast in silence, 8: keys that nobody wants are ignored, 9: a smaller optimizer is
+# filled in part
 
 
 def restore_as(env: DistEnv, run_dir: str, how: dict[str, Any]) -> str:
@@ -245,7 +256,9 @@ class Smaller(torch.nn.Module):
 def restore_smaller(env: DistEnv, run_dir: str) -> str:
     model = Smaller()
     state = TrainState(model, torch.optim.AdamW(model.parameters()))
-    checkpointer = Checkpointer(CheckpointSection(), Path(run_dir), env, build_state(env, "ddp")[2], config_hash="another")
+    checkpointer = Checkpointer(
+        CheckpointSection(), Path(run_dir), env, build_state(env, "ddp")[2], config_hash="another"
+    )
     try:
         checkpointer.restore(state)
     except CheckpointError as error:
@@ -283,7 +296,10 @@ def test_optimizer_state_of_what_is_no_longer_trained_is_refused_by_name(tmp_pat
 def restore_regrouped(env: DistEnv, run_dir: str) -> tuple[list[float], int]:
     run = build(env, "fsdp", run_dir)
     parameters = list(run.state.model.parameters())
-    groups: list[dict[str, Any]] = [{"params": parameters[:2], "lr": 0.5}, {"params": parameters[2:], "lr": 0.25}]
+    groups: list[dict[str, Any]] = [
+        {"params": parameters[:2], "lr": 0.5},
+        {"params": parameters[2:], "lr": 0.25},
+    ]
     run.state.optimizer = torch.optim.AdamW(groups)
     run.checkpointer.restore(run.state)
     run.checkpointer.close()
@@ -337,12 +353,18 @@ def test_each_rank_writes_its_part_once(tmp_path: Path) -> None:
     for kind, ranks in (("ddp", 1), ("ddp", 4), ("hsdp", 4)):
         run_dir = tmp_path / f"{kind}{ranks}"
         run_world(ranks, save_with_width, kind, str(run_dir))
-        about = json.loads((run_dir / CHECKPOINTS / "step-00000001" / "manifest.json").read_text())["manifest"]
-        sizes[f"{kind}{ranks}"] = [size for file, (size, _) in about["files"].items() if file.endswith(".distcp")]
+        about = json.loads((run_dir / CHECKPOINTS / "step-00000001" / "manifest.json").read_text())[
+            "manifest"
+        ]
+        sizes[f"{kind}{ranks}"] = [
+            size for file, (size, _) in about["files"].items() if file.endswith(".distcp")
+        ]
     whole = sizes["ddp1"][0]
     for shape in ("ddp4", "hsdp4"):
         assert sum(sizes[shape]) == pytest.approx(whole, rel=0.02), "written once"
-        assert max(sizes[shape]) == pytest.approx(whole / 4, rel=0.1), "by all alike, but for rows that do not divide"
+        assert max(sizes[shape]) == pytest.approx(whole / 4, rel=0.1), (
+            "by all alike, but for rows that do not divide"
+        )
 
 
 def save_with_width(env: DistEnv, kind: Any, run_dir: str) -> None:

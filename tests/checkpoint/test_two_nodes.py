@@ -1,4 +1,6 @@
-"""One run directory and two hosts: the second job is refused by name; when the first host's power goes, it takes over."""
+"""One run directory and two hosts: the second job is refused by name; when the first host's power goes, it
+takes over.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,25 @@ def reached(run_dir: Path) -> int:
 
 
 def train(run_dir: Path, node: str, steps: int) -> list[str]:
-    words = ["python", "train.py", "--run.dir", str(run_dir), "--model.name", "mlp", "--checkpoint.every_steps", "10"]
-    words += ["--data.name", "tests.slurm.slow:digits"]  # or the holder would take a core for as long as it is watched
+    words = [
+        "python",
+        "train.py",
+        "--run.dir",
+        str(run_dir),
+        "--model.name",
+        "mlp",
+        "--checkpoint.every_steps",
+        "10",
+    ]
+    # or the holder would take a core for as long as it is watched
+    words += ["--data.name", "tests.slurm.slow:digits"]
     words += ["--train.global_batch", "16", "--train.steps", "100000", "--train.stop_after", str(steps)]
     return ["srun", "-N1", "-n1", "--overlap", "-w", node, "--export=ALL,SLOW_S=0.05", *words]
 
 
-def test_a_job_on_another_node_is_refused_and_takes_over_when_the_holder_is_gone(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_job_on_another_node_is_refused_and_takes_over_when_the_holder_is_gone(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
     with cluster.popen(*train(run_dir, "n1", 100_000)) as first:
         eventually("step 25 on n1", lambda: reached(run_dir) >= 25, 120)

@@ -31,8 +31,14 @@ def hint_of(*typed: str) -> str:
         ("--precision bf16-mixed", "--precision.param bf16"),
         ("--output_dir out", "--run.dir out"),
         ("--num_workers 4", "--data.workers 4"),
-        ("--local_rank 0", "leave it out: the launcher makes the ranks, as in torchrun --nproc_per_node=2 train.py"),
-        ("--local-rank=0", "leave it out: the launcher makes the ranks, as in torchrun --nproc_per_node=2 train.py"),
+        (
+            "--local_rank 0",
+            "leave it out: the launcher makes the ranks, as in torchrun --nproc_per_node=2 train.py",
+        ),
+        (
+            "--local-rank=0",
+            "leave it out: the launcher makes the ranks, as in torchrun --nproc_per_node=2 train.py",
+        ),
         ("--sharding_strategy FULL_SHARD", "--mesh.strategy fsdp"),
         ("--sharding_strategy ShardingStrategy.HYBRID_SHARD", "--mesh.strategy hsdp"),
         ("--fsdp_sharding_strategy SHARD_GRAD_OP", "--mesh.strategy fsdp --mesh.reshard_after_forward false"),
@@ -75,6 +81,7 @@ def row(alias: Alias) -> str:
     ours = f"`{alias.flags}`" if alias.flags.startswith("--") else alias.flags
     others = dict.fromkeys(f"`{flags}`" for flags in alias.values.values() if flags != alias.flags)
     by_value = "; ".join(
-        f"{', '.join(value for value, flags in alias.values.items() if f'`{flags}`' == other)} → {other}" for other in others
+        f"{', '.join(value for value, flags in alias.values.items() if f'`{flags}`' == other)} → {other}"
+        for other in others
     )
     return f"| {names} | {ours.replace('{}', 'VALUE')} | {by_value} |"

@@ -1,4 +1,6 @@
-"""What a person can get wrong: one line that names field and value, a HINT that works as typed, exit code 2, said once."""
+"""What a person can get wrong: one line that names field and value, a HINT that works as typed, exit code 2,
+said once.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +123,9 @@ def hinted(text: str) -> list[str]:
     """The hint's flags, where it is one to be typed."""
     hint = text.partition("HINT: ")[2].split(", or ")[0].removeprefix("did you mean ").rstrip("?")
     words = shlex.split(hint)
-    return words if len(words) == 2 and words[0].startswith("--") and words[1] not in ("VALUE", "NAME") else []
+    return (
+        words if len(words) == 2 and words[0].startswith("--") and words[1] not in ("VALUE", "NAME") else []
+    )
 
 
 def mended(words: str, text: str) -> list[str]:
@@ -177,10 +181,18 @@ def test_a_recipe_that_is_a_folder_or_not_readable(tmp_path: Path) -> None:
 
 
 def train_py(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environ = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "SLURM_PROCID")}
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "SLURM_PROCID")
+    }
     return subprocess.run(
-        [sys.executable, "train.py", *words], cwd=ROOT, capture_output=True, text=True, env={**environ, **variables}
-    )  # fmt: skip
+        [sys.executable, "train.py", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**environ, **variables},
+    )
 
 
 def test_it_is_said_in_one_line_by_rank_0_alone() -> None:
@@ -199,13 +211,34 @@ def test_what_the_number_of_ranks_contradicts_is_said_before_they_meet() -> None
     said = [train_py("--mesh.shard", "4", **variables, RANK=str(r), LOCAL_RANK=str(r)) for r in range(2)]
     assert [process.returncode for process in said] == [2, 2]
     lines = said[0].stderr.splitlines()
-    assert lines == ["train.py: replicate 1 × shard 4 = 4 ranks, but 2 were started. HINT: --mesh.shard 2, or start 4"]
+    assert lines == [
+        "train.py: replicate 1 × shard 4 = 4 ranks, but 2 were started. HINT: --mesh.shard 2, or start 4"
+    ]
     assert said[1].stderr == ""
 
 
 def test_dry_run_prints_what_follows_and_makes_nothing(tmp_path: Path) -> None:
-    words = ["--dry-run", "--mesh.replicate", "2", "--mesh.shard", "4", "--train.micro_batch", "3", "--data.name", "text"]
-    words += ["--model.name", "transformer", "--model.preset", "toy", "--train.steps", "7", "--run.dir", str(tmp_path / "r")]
+    words = [
+        "--dry-run",
+        "--mesh.replicate",
+        "2",
+        "--mesh.shard",
+        "4",
+        "--train.micro_batch",
+        "3",
+        "--data.name",
+        "text",
+    ]
+    words += [
+        "--model.name",
+        "transformer",
+        "--model.preset",
+        "toy",
+        "--train.steps",
+        "7",
+        "--run.dir",
+        str(tmp_path / "r"),
+    ]
     done = train_py(*words)
     assert done.returncode == 0, done.stderr
     facts = {line[:15].strip(): line[15:].strip() for line in done.stdout.splitlines()}

@@ -106,7 +106,9 @@ def test_help_lists_every_field_with_what_it_is() -> None:
     assert text.startswith("the doc")
     lines = text.splitlines()
     for name, spec in FIELDS.items():
-        at = next(i for i, line in enumerate(lines) if line.split()[:1] in ([f"--{name}"], [f"--{name}.NAME"]))
+        at = next(
+            i for i, line in enumerate(lines) if line.split()[:1] in ([f"--{name}"], [f"--{name}.NAME"])
+        )
         assert spec.meta["help"] in lines[at + 1]
         if not spec.is_args and spec.meta["unit"] and spec.default != "":
             assert f"{spec.meta['unit']})" in lines[at + 1]
@@ -120,9 +122,19 @@ def test_the_configuration_is_frozen() -> None:
 
 def test_the_hash_names_what_is_trained_and_not_where() -> None:
     base = config_hash(Config())
-    for words in (["--run.dir", "x"], ["--mesh.strategy", "ddp"], ["--backend", "ray"], ["--train.stop_after", "3"]):
+    for words in (
+        ["--run.dir", "x"],
+        ["--mesh.strategy", "ddp"],
+        ["--backend", "ray"],
+        ["--train.stop_after", "3"],
+    ):
         assert config_hash(load(words)) == base, words
-    for words in (["--run.seed", "1"], ["--optim.lr", "2e-3"], ["--model.args.width", "8"], ["--train.global_batch", "32"]):
+    for words in (
+        ["--run.seed", "1"],
+        ["--optim.lr", "2e-3"],
+        ["--model.args.width", "8"],
+        ["--train.global_batch", "32"],
+    ):
         assert config_hash(load(words)) != base, words
 
 

@@ -1,4 +1,6 @@
-"""The global order: each sample once an epoch, a function of seed and step alone, computed where it is looked at."""
+"""The global order: each sample once an epoch, a function of seed and step alone, computed where it is looked
+at.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def test_every_batch_but_the_last_of_an_epoch_is_full() -> None:
 
 def test_epochs_and_seeds_differ_and_repeat_themselves() -> None:
     orders = {
-        (seed, epoch): epoch_of(Cursor(seed=seed, samples=1797, global_batch=64), epoch) for seed in (0, 1) for epoch in (0, 1)
+        (seed, epoch): epoch_of(Cursor(seed=seed, samples=1797, global_batch=64), epoch)
+        for seed in (0, 1)
+        for epoch in (0, 1)
     }
     again = epoch_of(Cursor(seed=1, samples=1797, global_batch=64), 1)
     assert np.array_equal(orders[1, 1], again)

@@ -46,7 +46,8 @@ def test_all_1797_digits_are_there_and_a_tenth_is_held_out(digits: DataSet) -> N
 def test_no_heldout_digit_is_trained_on(digits: DataSet) -> None:
     assert digits.heldout is not None
     pictures = [
-        {x.tobytes() for x in part.batch(np.arange(len(part)))["inputs"].numpy()} for part in (digits.train, digits.heldout)
+        {x.tobytes() for x in part.batch(np.arange(len(part)))["inputs"].numpy()}
+        for part in (digits.train, digits.heldout)
     ]
     assert not pictures[0] & pictures[1]
 
@@ -101,5 +102,7 @@ def test_reading_digits_imports_neither_torchvision_nor_pillow() -> None:
         "print([name for name in ('torchvision', 'PIL', 'fsdp.data.download', 'fsdp.data.folder') if name in sys.modules])"
     )
     root = Path(__file__).parents[2]
-    output = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
+    ).stdout
     assert output == "[]\n"

@@ -1,4 +1,6 @@
-"""FashionMNIST: had once a node, whole or not at all, and normalised as its tutorial says. Served here by a local server."""
+"""FashionMNIST: had once a node, whole or not at all, and normalised as its tutorial says. Served here by a
+local server.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def idx(array: np.ndarray) -> bytes:
-    return struct.pack(">HBB", 0, 8, array.ndim) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+    return (
+        struct.pack(">HBB", 0, 8, array.ndim) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+    )
 
 
 def pictures(count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -90,7 +94,9 @@ def address(mirror: Mirror) -> str:
 
 
 def fashion(folder: Path, mirror: str = "") -> DataSet:
-    return build_dataset(DataSection(name="fashion_mnist", dir=str(folder), args={"mirror": mirror} if mirror else {}))
+    return build_dataset(
+        DataSection(name="fashion_mnist", dir=str(folder), args={"mirror": mirror} if mirror else {})
+    )
 
 
 def raw_of(folder: Path) -> Path:
@@ -105,7 +111,9 @@ def test_downloaded_once_then_read_offline(tmp_path: Path, mirror: Mirror) -> No
     again = fashion(tmp_path, "http://127.0.0.1:1/")  # where nobody answers
     assert again.heldout is not None
     assert (len(again.train), len(again.heldout)) == (50, 20)
-    assert np.array_equal(again.train.batch(np.arange(50))["inputs"], first.train.batch(np.arange(50))["inputs"])
+    assert np.array_equal(
+        again.train.batch(np.arange(50))["inputs"], first.train.batch(np.arange(50))["inputs"]
+    )
     left = {path.name for path in (tmp_path / "FashionMNIST" / "raw").iterdir()}
     assert left == {*module.FILES, ".download.lock"}
 
@@ -118,7 +126,9 @@ def test_normalised_to_the_bit_as_the_tutorials_transforms_do(tmp_path: Path, mi
     from torchvision.transforms import Compose, Normalize, ToTensor
 
     ours = fashion(tmp_path, address(mirror))
-    theirs = FashionMNIST(str(tmp_path), train=True, transform=Compose([ToTensor(), Normalize((0.5,), (0.5,))]))
+    theirs = FashionMNIST(
+        str(tmp_path), train=True, transform=Compose([ToTensor(), Normalize((0.5,), (0.5,))])
+    )
     batch = ours.train.batch(np.arange(50))
     for place, (picture, label) in enumerate(theirs):
         assert np.array_equal(batch["inputs"][place], picture)
@@ -182,7 +192,11 @@ def test_a_mirror_that_gives_something_else_is_refused(tmp_path: Path, mirror: M
     name = "train-labels-idx1-ubyte.gz"
     body = bytearray(mirror.files[name])
     body[len(body) // 2] ^= 1
-    mirror.files[name] = {"flipped": bytes(body), "another file": gzip.compress(b"<html>"), "not gzip": b"<html>"}[damage]
+    mirror.files[name] = {
+        "flipped": bytes(body),
+        "another file": gzip.compress(b"<html>"),
+        "not gzip": b"<html>",
+    }[damage]
     with pytest.raises(ConfigError, match=r"train-labels-idx1-ubyte\.gz is not whole"):
         fashion(tmp_path, address(mirror))
     assert not list(tmp_path.rglob("train-labels*"))
@@ -192,7 +206,9 @@ def test_the_published_place_must_give_the_published_files(
     tmp_path: Path, mirror: Mirror, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MIRROR", address(mirror))
-    with pytest.raises(ConfigError, match=r"train-images-idx3-ubyte\.gz is not the published file \(md5 differs\)"):
+    with pytest.raises(
+        ConfigError, match=r"train-images-idx3-ubyte\.gz is not the published file \(md5 differs\)"
+    ):
         fashion(tmp_path)
 
 
@@ -209,7 +225,9 @@ def test_where_neither_goes_the_hint_says_which_files_go_where(tmp_path: Path) -
     assert "\n" not in message
 
 
-def test_who_waited_for_a_failure_reports_it_and_does_not_try_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waited_for_a_failure_reports_it_and_does_not_try_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     waiting, tries = threading.Event(), []
 
     def flock(descriptor: int, how: int) -> None:
@@ -227,7 +245,9 @@ def test_who_waited_for_a_failure_reports_it_and_does_not_try_again(tmp_path: Pa
             download.fetch(tmp_path, lambda: ["file"], get)
         return str(caught.value)
 
-    monkeypatch.setattr(download, "fcntl", SimpleNamespace(flock=flock, LOCK_EX=fcntl.LOCK_EX, LOCK_NB=fcntl.LOCK_NB))
+    monkeypatch.setattr(
+        download, "fcntl", SimpleNamespace(flock=flock, LOCK_EX=fcntl.LOCK_EX, LOCK_NB=fcntl.LOCK_NB)
+    )
     with ThreadPoolExecutor(2) as pool:
         answers = [future.result() for future in [pool.submit(rank), pool.submit(rank)]]
     assert answers == ["no route"] * 2

@@ -1,4 +1,6 @@
-"""Folders of pictures: torchvision's layout, a tensor as torchvision's transforms make it, broken pictures by name."""
+"""Folders of pictures: torchvision's layout, a tensor as torchvision's transforms make it, broken pictures by
+name.
+"""
 
 from __future__ import annotations
 
@@ -111,8 +113,10 @@ def test_a_broken_picture_is_named_with_rank_and_step(tmp_path: Path) -> None:
     cursor = Cursor(seed=0, samples=8, global_batch=8)
     loader = Loader(
         train, cursor, micro_batch=8, accumulation=1, rank=DataRank(0, 1), workers=1, prefetch=1, pin=False
-    )  # fmt: skip
-    with pytest.raises(TrainingError, match=r"rank 0, step 0: sample 6 cannot be read: OSError: .*red/02.png"):
+    )
+    with pytest.raises(
+        TrainingError, match=r"rank 0, step 0: sample 6 cannot be read: OSError: .*red/02.png"
+    ):
         loader.step(0)
     loader.close()
 

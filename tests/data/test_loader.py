@@ -48,7 +48,10 @@ def valid_numbers(batches: list[Batch]) -> list[int]:
 def test_ranks_and_micro_batches_together_are_the_global_batch(ranks: int, accumulation: int) -> None:
     cursor = Cursor(seed=1, samples=101, global_batch=16)
     micro = math.ceil(math.ceil(16 / ranks) / accumulation)
-    loaders = [make(Numbers(101), cursor, rank, ranks, micro_batch=micro, accumulation=accumulation) for rank in range(ranks)]
+    loaders = [
+        make(Numbers(101), cursor, rank, ranks, micro_batch=micro, accumulation=accumulation)
+        for rank in range(ranks)
+    ]
     for step in (0, 5, 6, 7):
         batches = [loader.step(step) for loader in loaders]
         assert {len(batch.micro) for batch in batches} == {accumulation}
@@ -60,12 +63,16 @@ def test_ranks_and_micro_batches_together_are_the_global_batch(ranks: int, accum
 def test_padding_is_spread_and_marked_at_the_end() -> None:
     cursor = Cursor(seed=0, samples=10, global_batch=10)
     micro = [
-        one for rank in range(4) for one in make(Numbers(10), cursor, rank, 4, micro_batch=2, accumulation=2).step(0).micro
+        one
+        for rank in range(4)
+        for one in make(Numbers(10), cursor, rank, 4, micro_batch=2, accumulation=2).step(0).micro
     ]
     assert [one.valid_rows for one in micro] == [2, 1, 2, 1, 1, 1, 1, 1]
     for one in micro:
         assert one.valid.tolist() == [True] * one.valid_rows + [False] * (2 - one.valid_rows)
-        assert one.data["inputs"][one.valid_rows :].tolist() == [int(one.data["inputs"][0])] * (2 - one.valid_rows)
+        assert one.data["inputs"][one.valid_rows :].tolist() == [int(one.data["inputs"][0])] * (
+            2 - one.valid_rows
+        )
 
 
 def test_a_rank_with_nothing_repeats_a_sample_that_counts_nowhere() -> None:
@@ -137,7 +144,8 @@ def test_a_sample_that_cannot_be_read_is_named_with_rank_and_step(workers: int) 
     loader.step(0)
     loader.step(1)
     with pytest.raises(
-        TrainingError, match=rf"^rank 1, step 2: sample {bad} cannot be read: OSError: disk says no to \[{bad}\]"
+        TrainingError,
+        match=rf"^rank 1, step 2: sample {bad} cannot be read: OSError: disk says no to \[{bad}\]",
     ):
         loader.step(2)
     loader.step(3)  # an error is of its step, not of the loader
@@ -158,7 +166,10 @@ def test_too_few_rows_are_not_trained_on() -> None:
     ("count", "batch", "ranks", "limit"), [(179, 32, 1, 0), (179, 32, 3, 0), (5, 4, 4, 0), (179, 7, 2, 50)]
 )
 def test_each_heldout_sample_is_seen_once_by_one_rank(count: int, batch: int, ranks: int, limit: int) -> None:
-    parts = [list(heldout_batches(Numbers(count), batch=batch, rank=DataRank(r, ranks), limit=limit)) for r in range(ranks)]
+    parts = [
+        list(heldout_batches(Numbers(count), batch=batch, rank=DataRank(r, ranks), limit=limit))
+        for r in range(ranks)
+    ]
     assert len({len(part) for part in parts}) == 1
     assert {len(one.valid) for part in parts for one in part} == {batch}
     seen = sorted(n for part in parts for n in valid_numbers(part))

@@ -27,14 +27,34 @@ def build(name: str, facts: dict[str, Any] | None = None, seq_len: int = 256, **
     [
         ("digit", {}, r"--data.name digit is not digits, fashion_mnist, .*HINT: --data.name digits$"),
         ("imagenet", {}, r"HINT: --data.name package.module:factory"),
-        ("digits", {"size": 3}, r"--data.args.size is no argument of --data.name digits. HINT: it takes none"),
-        ("synthetic", {"sample": 3}, r"no argument of --data.name synthetic. HINT: --data.args.samples VALUE"),
-        ("synthetic", {"samples": "many"}, r"--data.args.samples many is not a whole number. HINT: --data.args.samples 1"),
-        ("synthetic", {"samples": 0}, r"--data.args.samples 0 is not at least 1. HINT: --data.args.samples 1"),
+        (
+            "digits",
+            {"size": 3},
+            r"--data.args.size is no argument of --data.name digits. HINT: it takes none",
+        ),
+        (
+            "synthetic",
+            {"sample": 3},
+            r"no argument of --data.name synthetic. HINT: --data.args.samples VALUE",
+        ),
+        (
+            "synthetic",
+            {"samples": "many"},
+            r"--data.args.samples many is not a whole number. HINT: --data.args.samples 1",
+        ),
+        (
+            "synthetic",
+            {"samples": 0},
+            r"--data.args.samples 0 is not at least 1. HINT: --data.args.samples 1",
+        ),
         ("synthetic", {"samples": True}, r"--data.args.samples True is not a whole number"),
         ("synthetic", {"kind": "sounds"}, r"--data.args.kind sounds is not auto or images or tokens"),
         ("synthetic", {"kind": "tokens", "channels": 3}, r"--data.args.channels 3 says nothing to tokens"),
-        ("synthetic", {"kind": "images", "vocab_size": 3}, r"--data.args.vocab_size 3 says nothing to images"),
+        (
+            "synthetic",
+            {"kind": "images", "vocab_size": 3},
+            r"--data.args.vocab_size 3 says nothing to images",
+        ),
         ("tokens", {"heldout": 2}, r"--data.args.heldout 2.0 is not between 0 and 0.5"),
         ("text", {"max_mb": "big"}, r"--data.args.max_mb big is not a number"),
     ],
@@ -46,14 +66,18 @@ def test_each_mistake_has_a_line_that_mends_it(name: str, args: dict[str, Any], 
 
 
 def test_arguments_come_from_flags() -> None:
-    section = load(["--data.name", "synthetic", "--data.args.image_size", "32", "--data.args.channels", "3"]).data
+    section = load(
+        ["--data.name", "synthetic", "--data.args.image_size", "32", "--data.args.channels", "3"]
+    ).data
     assert build_dataset(section).train.batch(np.arange(2))["inputs"].shape == (2, 3, 32, 32)
 
 
 # ---------------------------------------------------------------- a file or folder by its path
 
 
-def test_a_name_that_is_a_path_is_read_by_what_lies_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_is_a_path_is_read_by_what_lies_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "words").mkdir()
     (tmp_path / "words" / "a.txt").write_text("words " * 500, encoding="utf-8")
     (tmp_path / "ids").mkdir()
@@ -76,7 +100,9 @@ def test_a_built_in_goes_before_a_folder_of_its_name(tmp_path: Path, monkeypatch
 
 
 def test_two_paths_are_one_too_many(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--data.name .* is a path, and --data.dir elsewhere is another. HINT: leave one"):
+    with pytest.raises(
+        ConfigError, match=r"--data.name .* is a path, and --data.dir elsewhere is another. HINT: leave one"
+    ):
         build_dataset(DataSection(name=str(tmp_path), dir="elsewhere"))
 
 
@@ -191,10 +217,21 @@ def test_a_dataset_of_ones_own_trains_in_the_global_order() -> None:
     assert data.info.facts == {"num_classes": 2, "channels": 3, "image_size": 4}
     cursor = Cursor(seed=0, samples=20, global_batch=8)
     loader = Loader(
-        data.train, cursor, micro_batch=4, accumulation=2, rank=DataRank(0, 1), workers=2, prefetch=2, pin=False
-    )  # fmt: skip
+        data.train,
+        cursor,
+        micro_batch=4,
+        accumulation=2,
+        rank=DataRank(0, 1),
+        workers=2,
+        prefetch=2,
+        pin=False,
+    )
     for step in range(3):
-        rows = [row for one in loader.step(step).micro for row in one.data["inputs"][one.valid][:, 0, 0, 0].tolist()]
+        rows = [
+            row
+            for one in loader.step(step).micro
+            for row in one.data["inputs"][one.valid][:, 0, 0, 0].tolist()
+        ]
         assert rows == cursor.indices(step).tolist()
     loader.close()
 
@@ -240,7 +277,11 @@ def test_the_factory_is_offered_what_it_has_parameters_for() -> None:
             {"cuont": 3},
             r"--data.args.cuont is no argument of my_own_data:pairs. HINT: --data.args.count VALUE",
         ),
-        ("my_own_data:with_heldout", {}, r"my_own_data:with_heldout needs count. HINT: --data.args.count VALUE"),
+        (
+            "my_own_data:with_heldout",
+            {},
+            r"my_own_data:with_heldout needs count. HINT: --data.args.count VALUE",
+        ),
         ("my_own_data:stream", {}, r"gives a Stream, which has no length or no items by index"),
         (
             "my_own_data:bad",
@@ -260,7 +301,9 @@ def test_what_is_wrong_with_ones_own_is_said(factory: str, args: dict[str, Any],
 
 
 def test_a_folder_is_refused_where_the_factory_takes_none(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--data.dir .* says nothing to my_own_data:pairs: it has no parameter dir"):
+    with pytest.raises(
+        ConfigError, match=r"--data.dir .* says nothing to my_own_data:pairs: it has no parameter dir"
+    ):
         build_dataset(DataSection(name="my_own_data:pairs", dir=str(tmp_path)))
 
 
@@ -268,9 +311,15 @@ def test_an_item_that_fails_later_is_named() -> None:
     data = build("my_own_data:pairs")
     data.train.items.count = 3  # type: ignore[attr-defined]
     loader = Loader(
-        data.train, Cursor(seed=0, samples=12, global_batch=12), micro_batch=12, accumulation=1, rank=DataRank(0, 1),
-        workers=0, prefetch=1, pin=False,
-    )  # fmt: skip
+        data.train,
+        Cursor(seed=0, samples=12, global_batch=12),
+        micro_batch=12,
+        accumulation=1,
+        rank=DataRank(0, 1),
+        workers=0,
+        prefetch=1,
+        pin=False,
+    )
     with pytest.raises(TrainingError, match=r"samples 3, 4, 5, 6, 7, 8, 9, 10 … cannot be read: IndexError"):
         loader.step(0)
 
@@ -325,8 +374,15 @@ def all_in_one(data: DataSet) -> Loader:
     count = len(data.train)
     cursor = Cursor(seed=0, samples=count, global_batch=count)
     return Loader(
-        data.train, cursor, micro_batch=count, accumulation=1, rank=DataRank(0, 1), workers=0, prefetch=1, pin=False
-    )  # fmt: skip
+        data.train,
+        cursor,
+        micro_batch=count,
+        accumulation=1,
+        rank=DataRank(0, 1),
+        workers=0,
+        prefetch=1,
+        pin=False,
+    )
 
 
 @pytest.mark.usefixtures("ragged")
@@ -358,7 +414,11 @@ def test_a_subset_has_its_datasets_collate() -> None:
 
 @pytest.mark.usefixtures("ragged")
 def test_a_collate_that_is_wrong_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"my_ragged_data:numbered: collate is of type int, which cannot be called"):
+    with pytest.raises(
+        ConfigError, match=r"my_ragged_data:numbered: collate is of type int, which cannot be called"
+    ):
         build("my_ragged_data:numbered")
-    with pytest.raises(TrainingError, match=r"12 samples were asked for, and \{'inputs': 11, 'targets': 11\} rows came"):
+    with pytest.raises(
+        TrainingError, match=r"12 samples were asked for, and \{'inputs': 11, 'targets': 11\} rows came"
+    ):
         all_in_one(build("my_ragged_data:dropping")).step(0)

@@ -23,7 +23,9 @@ def text(**fields: Any) -> DataSet:
 
 
 def tokens(folder: Path, seq_len: int = 8, **args: Any) -> DataSet:
-    return build_dataset(DataSection(name="tokens", dir=str(folder), seq_len=seq_len, args={"vocab_size": 1000, **args}))
+    return build_dataset(
+        DataSection(name="tokens", dir=str(folder), seq_len=seq_len, args={"vocab_size": 1000, **args})
+    )
 
 
 def rows_of(samples: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -52,13 +54,18 @@ def test_every_byte_of_a_split_is_an_input_once(tmp_path: Path) -> None:
         (tmp_path / f"{n}.py").write_bytes(bytes([65 + n]) * 101)
     data = text(dir=str(tmp_path), seq_len=10)
     assert data.heldout is not None
-    assert "".join(map(chr, rows_of(data.train)[0].reshape(-1))) == "".join(chr(65 + n) * 101 for n in range(9))[:900]
+    assert (
+        "".join(map(chr, rows_of(data.train)[0].reshape(-1)))
+        == "".join(chr(65 + n) * 101 for n in range(9))[:900]
+    )
     assert set(rows_of(data.heldout)[0].reshape(-1)) == {65 + 9}
 
 
 def test_the_fingerprint_tells_other_sources_apart(tmp_path: Path) -> None:
     whole, again, part = text(), text(), text(args={"max_mb": 1})
-    assert whole.info.facts["fingerprint"] == again.info.facts["fingerprint"] != part.info.facts["fingerprint"]
+    assert (
+        whole.info.facts["fingerprint"] == again.info.facts["fingerprint"] != part.info.facts["fingerprint"]
+    )
     assert {**whole.info.facts, "fingerprint": ""} == {"vocab_size": 256, "seq_len": 256, "fingerprint": ""}
     assert whole.info.tokens_per_sample == 256
     assert whole.info.preprocess["tokenizer"] == "bytes"
@@ -71,7 +78,9 @@ def test_text_is_bounded() -> None:
 
 
 def test_too_little_text_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has 0 bytes to train on, no sample of --data.seq_len 256.*HINT: .*--data.dir"):
+    with pytest.raises(
+        ConfigError, match=r"has 0 bytes to train on, no sample of --data.seq_len 256.*HINT: .*--data.dir"
+    ):
         text(dir=str(tmp_path))
 
 
@@ -111,7 +120,9 @@ def test_a_byte_order_mark_is_understood(tmp_path: Path, encoding: str) -> None:
 
 def test_bytes_that_are_no_utf_8_are_named_and_the_hint_mends_them(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"x" * 700 + "é".encode("latin-1") + b"y" * 700)
-    with pytest.raises(ConfigError, match=r"a.txt is not UTF-8 at byte 700: .* HINT: iconv -f latin1") as caught:
+    with pytest.raises(
+        ConfigError, match=r"a.txt is not UTF-8 at byte 700: .* HINT: iconv -f latin1"
+    ) as caught:
         text(dir=str(tmp_path))
     command = str(caught.value.hint).partition(";")[0]
     assert subprocess.run(["sh", "-c", command]).returncode == 0
@@ -130,7 +141,9 @@ def test_files_are_chosen_by_a_pattern(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_sources_gives_what_it_gave(tmp_path: Path) -> None:
-    """Bytes of any encoding, tests left out: the samples of runs that began when sources were all that was read."""
+    """Bytes of any encoding, tests left out: the samples of runs that began when sources were all that was
+    read.
+    """
     for n in range(10):
         (tmp_path / f"{n}.py").write_bytes(bytes([0xE0 + n]) * 300)
     (tmp_path / "notes.txt").write_text("x" * 300, encoding="utf-8")
@@ -138,7 +151,8 @@ def test_a_folder_of_sources_gives_what_it_gave(tmp_path: Path) -> None:
     (tmp_path / "tests" / "a.py").write_text("y" * 300, encoding="utf-8")
     data = text(dir=str(tmp_path), args={"files": "*.py"})
     assert (
-        data.info.facts["fingerprint"] == hashlib.sha256(b"".join(bytes([0xE0 + n]) * 300 for n in range(10))).hexdigest()[:16]
+        data.info.facts["fingerprint"]
+        == hashlib.sha256(b"".join(bytes([0xE0 + n]) * 300 for n in range(10))).hexdigest()[:16]
     )
 
 
@@ -219,13 +233,18 @@ def test_a_token_beyond_the_vocabulary_deep_inside_is_seen_when_read(tmp_path: P
     row[150_000] = 1500
     row.tofile(tmp_path / "a.bin")
     data = tokens(tmp_path)
-    with pytest.raises(TrainingError, match=r"a.bin: the token at position 150000 is 1500, beyond --data.args.vocab_size 1000"):
+    with pytest.raises(
+        TrainingError,
+        match=r"a.bin: the token at position 150000 is 1500, beyond --data.args.vocab_size 1000",
+    ):
         data.train.batch(np.array([150_000 // 8]))
 
 
 def test_files_that_are_not_tokens_are_named(tmp_path: Path) -> None:
     (tmp_path / "odd.bin").write_bytes(b"123")
-    with pytest.raises(ConfigError, match=r"odd.bin has 3 bytes, not whole tokens of 2. HINT: copy it again$"):
+    with pytest.raises(
+        ConfigError, match=r"odd.bin has 3 bytes, not whole tokens of 2. HINT: copy it again$"
+    ):
         tokens(tmp_path)
     (tmp_path / "odd.bin").unlink()
     np.save(tmp_path / "float.npy", np.zeros(100))
@@ -252,10 +271,14 @@ def inputs_of(data: DataSet) -> np.ndarray:
 def test_a_file_that_looks_wider_than_it_is_read_is_refused_and_the_hint_works(
     tmp_path: Path, written: str, below: int
 ) -> None:
-    """Read as uint16 such a file is tokens with zeros between them, which a model learns well: that is no language."""
+    """Read as uint16 such a file is tokens with zeros between them, which a model learns well: that is no
+    language.
+    """
     row = numbers(below=below)
     row.astype(written).tofile(tmp_path / "a.bin")
-    with pytest.raises(ConfigError, match=r"a.bin is read as uint16 and looks like u?int\d\d: .*zeros") as caught:
+    with pytest.raises(
+        ConfigError, match=r"a.bin is read as uint16 and looks like u?int\d\d: .*zeros"
+    ) as caught:
         tokens(tmp_path)
     dtype = str(caught.value).partition("HINT: --data.args.dtype ")[2].partition(";")[0]
     data = tokens(tmp_path, dtype=dtype)
@@ -264,7 +287,9 @@ def test_a_file_that_looks_wider_than_it_is_read_is_refused_and_the_hint_works(
 
 def test_large_tokens_read_too_narrow_are_refused_too(tmp_path: Path) -> None:
     numbers(below=128_256).astype(np.uint32).tofile(tmp_path / "a.bin")
-    with pytest.raises(ConfigError, match=r"a.bin is read as uint16 and looks like uint32: .*HINT: --data.args.dtype uint32"):
+    with pytest.raises(
+        ConfigError, match=r"a.bin is read as uint16 and looks like uint32: .*HINT: --data.args.dtype uint32"
+    ):
         tokens(tmp_path, vocab_size=50_257)
 
 
@@ -289,7 +314,8 @@ def test_a_narrow_file_of_a_large_vocabulary_has_a_hint_that_works(tmp_path: Pat
     row = numbers(below=60_000)
     row.astype(np.uint16).tofile(tmp_path / "a.bin")
     with pytest.raises(
-        ConfigError, match=r"position 0 is \d+ as uint32, outside the .* 128256. HINT: --data.args.dtype uint16$"
+        ConfigError,
+        match=r"position 0 is \d+ as uint32, outside the .* 128256. HINT: --data.args.dtype uint16$",
     ):
         tokens(tmp_path, vocab_size=128_256)
     data = tokens(tmp_path, vocab_size=128_256, dtype="uint16")
@@ -304,7 +330,9 @@ def test_a_sidecar_says_the_width_and_the_vocabulary(tmp_path: Path, sidecar: st
     data = build_dataset(DataSection(name="tokens", dir=str(tmp_path), seq_len=8))
     assert data.info.facts == {"vocab_size": 1234, "seq_len": 8}
     assert np.array_equal(inputs_of(data), row[: len(data.train) * 8])
-    with pytest.raises(ConfigError, match=rf"{sidecar} says int64, and --data.args.dtype says uint16. HINT: leave"):
+    with pytest.raises(
+        ConfigError, match=rf"{sidecar} says int64, and --data.args.dtype says uint16. HINT: leave"
+    ):
         tokens(tmp_path, dtype="uint16")
 
 
@@ -315,7 +343,10 @@ def test_a_sidecar_says_the_width_and_the_vocabulary(tmp_path: Path, sidecar: st
         ("[]", r"a.bin.json: dtype \[\] is not one of uint16, uint32"),
         ('{"dtype": "float32"}', r"a.bin.json: dtype \"float32\" is not one of uint16, uint32"),
         ('{"dtype": "uint16", "vocab_size": "big"}', r"a.bin.json: vocab_size \"big\" is not a whole number"),
-        ('{"dtype": "uint16", "tokens": 4999}', r"a.bin has 5000 tokens, and .*a.bin.json says 4999. HINT: copy it again"),
+        (
+            '{"dtype": "uint16", "tokens": 4999}',
+            r"a.bin has 5000 tokens, and .*a.bin.json says 4999. HINT: copy it again",
+        ),
     ],
 )
 def test_a_sidecar_that_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:

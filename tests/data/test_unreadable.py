@@ -1,4 +1,6 @@
-"""--data.skip_unreadable: what stands in for a sample that cannot be read, the bound, and any number of ranks."""
+"""--data.skip_unreadable: what stands in for a sample that cannot be read, the bound, and any number of
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ BROKEN_DATA = "--data.name tests.data.own:broken --train.steps 6 --precision.mas
 
 
 def skipping(tmp_path: Path, allowed: int, broken: tuple[int, ...] = BROKEN) -> DataSet:
-    data = DataSet(train=ItemSamples(Files(broken)), heldout=ItemSamples(Files(broken)), info=DataInfo(kind="other"))
+    data = DataSet(
+        train=ItemSamples(Files(broken)), heldout=ItemSamples(Files(broken)), info=DataInfo(kind="other")
+    )
     return maybe_skipping(data, allowed, tmp_path, rank=0)
 
 

@@ -1,4 +1,6 @@
-"""A sum over the ranks that is begun behind a backward: not before it, not twice, and not forgotten where none comes."""
+"""A sum over the ranks that is begun behind a backward: not before it, not twice, and not forgotten where
+none comes.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Which device a rank takes, and what follows where two ranks of a node have one GPU. This machine has none: torch.cuda's
-answers are a stand-in's, the store and the ranks are real."""
+"""Which device a rank takes, and what follows where two ranks of a node have one GPU. This machine has none:
+torch.cuda's answers are a stand-in's, the store and the ranks are real.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fsdp.base.errors import LaunchError
 from fsdp.config import StopSection
 from fsdp.dist.env import DistEnv, check_devices_differ, pick_device, process_group
-from fsdp.base.errors import LaunchError
 from fsdp.dist.mesh import MeshSizes, build_mesh
 from fsdp.dist.stop import Stopper
 from tests.support.world import run_world
@@ -47,13 +48,17 @@ def test_a_rank_takes_the_gpu_of_its_local_rank_or_the_only_one(
 
 def test_a_rank_beyond_the_visible_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     StandInForCuda(monkeypatch, 2)
-    with pytest.raises(LaunchError, match=r"local rank 2 has no device: 2 are visible .* HINT: --nproc_per_node=2"):
+    with pytest.raises(
+        LaunchError, match=r"local rank 2 has no device: 2 are visible .* HINT: --nproc_per_node=2"
+    ):
         pick_device(2)
 
 
 def test_run_device_cuda_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     StandInForCuda(monkeypatch, 0)
-    with pytest.raises(LaunchError, match=r"--run.device cuda, but torch .* sees no GPU on .* HINT: --run.device cpu"):
+    with pytest.raises(
+        LaunchError, match=r"--run.device cuda, but torch .* sees no GPU on .* HINT: --run.device cpu"
+    ):
         pick_device(0, "cuda")
 
 
@@ -86,8 +91,20 @@ def refusal(env: DistEnv, launcher: str, devices: list[str]) -> str:
     ("launcher", "devices", "ranks", "there", "hint"),
     [
         ("torchrun", ["n1 GPU-a", "n1 GPU-a"], "0, 1", "2 ranks and 1 GPU are there", "--nproc_per_node=1"),
-        ("srun", ["n1 GPU-a", "n1 GPU-b", "n1 GPU-a"], "0, 2", "3 ranks and 2 GPUs are there", "--ntasks-per-node=2"),
-        ("launch.local", ["n1 GPU-a", "n2 GPU-b", "n2 GPU-b"], "1, 2", "2 ranks and 1 GPU are there", "--ranks 1"),
+        (
+            "srun",
+            ["n1 GPU-a", "n1 GPU-b", "n1 GPU-a"],
+            "0, 2",
+            "3 ranks and 2 GPUs are there",
+            "--ntasks-per-node=2",
+        ),
+        (
+            "launch.local",
+            ["n1 GPU-a", "n2 GPU-b", "n2 GPU-b"],
+            "1, 2",
+            "2 ranks and 1 GPU are there",
+            "--ranks 1",
+        ),
     ],
 )
 def test_two_ranks_on_one_gpu_are_refused_on_every_rank(
@@ -106,7 +123,9 @@ def test_equal_numbers_on_different_hosts_are_different_gpus() -> None:
 
 
 def devices_set(env: DistEnv) -> list[str]:
-    """The devices that a rank's process selects where somebody else (Ray, fsdp.parity) has made the process group."""
+    """The devices that a rank's process selects where somebody else (Ray, fsdp.parity) has made the process
+    group.
+    """
     chosen: list[str] = []
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(torch.cuda, "set_device", lambda device: chosen.append(str(device)))

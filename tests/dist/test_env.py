@@ -1,4 +1,6 @@
-"""Who a process is, from torchrun's variables or none; who speaks before that is known; which torch is too old."""
+"""Who a process is, from torchrun's variables or none; who speaks before that is known; which torch is too
+old.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,8 @@ import time
 import pytest
 
 import train
-from fsdp.dist.env import check_torch, from_environment, speaks_for_all
 from fsdp.base.errors import LaunchError
+from fsdp.dist.env import check_torch, from_environment, speaks_for_all
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2",
@@ -27,7 +29,9 @@ def test_alone() -> None:
 
 
 def test_a_variable_that_is_no_number() -> None:
-    with pytest.raises(LaunchError, match=r"WORLD_SIZE is 'two' and not a number\. HINT: start with torchrun, srun"):
+    with pytest.raises(
+        LaunchError, match=r"WORLD_SIZE is 'two' and not a number\. HINT: start with torchrun, srun"
+    ):
         from_environment({**TORCHRUN, "WORLD_SIZE": "two"})
 
 
@@ -44,7 +48,9 @@ def test_one_process_speaks_for_all(environ: dict[str, str], speaks: bool) -> No
 def test_under_torchrun_an_error_of_all_ranks_is_printed_before_rank_0_is_ended(
     rank: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """torchrun ends all ranks as soon as one has ended: rank 1 waits, or rank 0 is ended before it has printed."""
+    """torchrun ends all ranks as soon as one has ended: rank 1 waits, or rank 0 is ended before it has
+    printed.
+    """
     waited: list[float] = []
     monkeypatch.setattr(time, "sleep", waited.append)
     for name, value in {**TORCHRUN, "RANK": rank}.items():
@@ -55,11 +61,14 @@ def test_under_torchrun_an_error_of_all_ranks_is_printed_before_rank_0_is_ended(
 
 
 @pytest.mark.parametrize(
-    ("version", "old"), [("2.10.1", True), ("1.13.0+cu117", True), ("2.11.0", False), ("2.13.0+cpu", False), ("3.0.0", False)]
+    ("version", "old"),
+    [("2.10.1", True), ("1.13.0+cu117", True), ("2.11.0", False), ("2.13.0+cpu", False), ("3.0.0", False)],
 )
 def test_an_old_torch_is_refused_in_a_line(version: str, old: bool) -> None:
     if not old:
         check_torch(version)
         return
-    with pytest.raises(LaunchError, match=r"torch .* is older than 2\.11\. HINT: pip install torch==2\.13\.0"):
+    with pytest.raises(
+        LaunchError, match=r"torch .* is older than 2\.11\. HINT: pip install torch==2\.13\.0"
+    ):
         check_torch(version)

@@ -1,11 +1,13 @@
-"""From a strategy and a number of ranks to two sizes, from a global batch to micro-batches: or the equation of why not."""
+"""From a strategy and a number of ranks to two sizes, from a global batch to micro-batches: or the equation
+of why not.
+"""
 
 from __future__ import annotations
 
 import pytest
 
-from fsdp.config import MeshSection, TrainSection
 from fsdp.base.errors import ConfigError
+from fsdp.config import MeshSection, TrainSection
 from fsdp.dist.mesh import BatchPlan, MeshSizes, plan_batch, resolve
 
 
@@ -68,7 +70,9 @@ def test_what_does_not_fit_and_what_would(flags: dict[str, object], ranks: int, 
         ({"global_batch": 2}, 4, (2, 1, 1)),
     ],
 )
-def test_a_global_batch_becomes_micro_batches(train: dict[str, int], ranks: int, expected: tuple[int, ...]) -> None:
+def test_a_global_batch_becomes_micro_batches(
+    train: dict[str, int], ranks: int, expected: tuple[int, ...]
+) -> None:
     plan = plan_batch(TrainSection(**train), ranks)  # type: ignore[arg-type]
     assert plan == BatchPlan(*expected)
     assert plan.micro_batch * plan.accumulation * ranks >= plan.global_batch

@@ -1,4 +1,6 @@
-"""What every start looks at: on real ranks whose programs, names or folders differ, and on none of them for long."""
+"""What every start looks at: on real ranks whose programs, names or folders differ, and on none of them for
+long.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp.dist import preflight
-from fsdp.config import load
-from fsdp.dist.env import DistEnv
 from fsdp.base.errors import LaunchError
-from fsdp.run.loop import train
+from fsdp.config import load
+from fsdp.dist import preflight
+from fsdp.dist.env import DistEnv
 from fsdp.dist.preflight import RankFacts, check, check_names, differences
+from fsdp.run.loop import train
 from tests.doctor.patients import AILMENTS
 from tests.support.world import run_world
 
@@ -100,9 +102,15 @@ def test_it_costs_a_start_next_to_nothing(tmp_path: Path) -> None:
 
 def two_nodes() -> DistEnv:
     return DistEnv(
-        rank=1, world_size=2, local_rank=0, local_world_size=1, node_rank=1, num_nodes=2, device=torch.device("cpu"),
+        rank=1,
+        world_size=2,
+        local_rank=0,
+        local_world_size=1,
+        node_rank=1,
+        num_nodes=2,
+        device=torch.device("cpu"),
         launcher="srun",
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(

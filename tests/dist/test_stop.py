@@ -12,17 +12,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp.dist import stop
-from fsdp.config import StopSection
-from fsdp.dist.env import DistEnv
 from fsdp.base.phases import StopReason
+from fsdp.config import StopSection
+from fsdp.dist import stop
+from fsdp.dist.env import DistEnv
 from fsdp.dist.stop import Agreed, Stopper
 from tests.support.world import run_world
 
 ROOT = Path(__file__).parents[2]
 
 
-def steps_until_stop(stopper: Stopper, before_step: dict[int, object], most: int = 6) -> tuple[int, str | None]:
+def steps_until_stop(
+    stopper: Stopper, before_step: dict[int, object], most: int = 6
+) -> tuple[int, str | None]:
     """Run empty steps; what `before_step` holds for a step is called while it runs."""
     for step in range(most):
         stopper.begin(step)
@@ -95,7 +97,9 @@ def test_the_stop_file_stops_this_run_and_not_the_next(tmp_path: Path) -> None:
     assert not (tmp_path / "STOP").exists()
 
 
-def stopped_by_deadline(env: DistEnv, run_dir: str, deadline_s: float, save_s: float) -> tuple[int, str | None]:
+def stopped_by_deadline(
+    env: DistEnv, run_dir: str, deadline_s: float, save_s: float
+) -> tuple[int, str | None]:
     section = StopSection(deadline_s=stop.process_age_s() + deadline_s)
     stopper = Stopper(section, env, Path(run_dir), lambda: None, save_seconds=lambda: save_s)
     try:
@@ -135,7 +139,9 @@ def test_the_launcher_of_one_rank_stops_all(tmp_path: Path) -> None:
 
 
 def saves_by_the_clock(env: DistEnv, run_dir: str) -> list[Agreed]:
-    stopper = Stopper(StopSection(), env, Path(run_dir), lambda: None, every_minutes=1e-9 if env.is_main else 1e9)
+    stopper = Stopper(
+        StopSection(), env, Path(run_dir), lambda: None, every_minutes=1e-9 if env.is_main else 1e9
+    )
     seen = []
     for step in range(2):
         stopper.begin(step)
@@ -194,7 +200,8 @@ stopper = stop.Stopper(StopSection(), from_environment({}), Path(sys.argv[1]), l
 print("ready", flush=True)
 if sys.argv[3] == "stuck":
     mutex = (ctypes.c_char * 64)()
-    for _ in range(2): ctypes.CDLL(None).pthread_mutex_lock(mutex)  # the second never returns and hears no signal
+    # the second never returns and hears no signal
+    for _ in range(2): ctypes.CDLL(None).pthread_mutex_lock(mutex)
 while stopper._marks.first is None: pass
 sys.stdin.read()
 print("marked", stopper._marks.first.name)
@@ -203,7 +210,9 @@ print("marked", stopper._marks.first.name)
 
 def interrupt_twice(tmp_path: Path, again_s: float, how: str) -> tuple[int, str]:
     command = [sys.executable, "-c", STUCK, str(tmp_path), str(again_s), how]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGINT)

@@ -65,7 +65,12 @@ def wrong_products() -> Iterator[None]:
         torch.mm = real
 
 
-AILMENTS = {"well": well, "another torch": another_torch, "a slow device": a_slow_device, "wrong products": wrong_products}
+AILMENTS = {
+    "well": well,
+    "another torch": another_torch,
+    "a slow device": a_slow_device,
+    "wrong products": wrong_products,
+}
 
 
 def examined(env: DistEnv, folder: str, ailment: str, patient: int) -> NodeReports | None:

@@ -48,7 +48,9 @@ def test_what_one_rank_has_is_found_in_it(ailment: str, says: str, tmp_path: Pat
 @pytest.mark.slow
 def test_the_command_alone_starts_its_own_ranks_and_leaves_a_page(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fsdp.doctor", "--ranks", "2", "--dir", str(tmp_path)]
-    said = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    said = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+    )
     lines = said.stdout.splitlines()
     assert lines[-1].startswith("verdict: "), said.stderr
     assert said.returncode == (0 if "fit to train" in lines[-1] and "not fit" not in lines[-1] else 3)
@@ -69,9 +71,13 @@ def test_it_ends_in_its_own_time_and_names_who_is_waited_for(tmp_path: Path) -> 
     flags = ["--dir", str(tmp_path), "--limit-s", "15"]
     began = time.monotonic()
     said = subprocess.run(
-        [*starter, "tests.doctor.patients", *flags], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=90,
-    )  # fmt: skip
+        [*starter, "tests.doctor.patients", *flags],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
     assert time.monotonic() - began < 60
     assert said.returncode != 0
     blamed = [line for line in said.stdout.splitlines() if line.startswith("OUT ")]

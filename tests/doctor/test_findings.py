@@ -43,9 +43,20 @@ def look(rank: int) -> dict[str, Any]:
     }  # fmt: skip
     if rank % 2 == 0:
         seen["links"]["between"] = {str(n): dict(LINK) for n in ((node - 1) % 4, (node + 1) % 4)}
-        seen["network"] = {"host": HOSTS[node], "host_resolves": "10.0.0.1", "address": "10.0.0.1", "interface": False}
+        seen["network"] = {
+            "host": HOSTS[node],
+            "host_resolves": "10.0.0.1",
+            "address": "10.0.0.1",
+            "interface": False,
+        }
         seen["ports"] = {str(n): "" for n in range(4) if n != node}
-        seen["storage"] = {"folder": "/shared", "write_mb_s": 500.0, "read_mb_s": 900.0, "unseen": [], "free": 1 << 40}
+        seen["storage"] = {
+            "folder": "/shared",
+            "write_mb_s": 500.0,
+            "read_mb_s": 900.0,
+            "unseen": [],
+            "free": 1 << 40,
+        }
     return seen
 
 
@@ -67,7 +78,9 @@ def put(rank: int, *path: str, value: Any) -> Callable[[dict[int, dict[str, Any]
     return change
 
 
-def both(*changes: Callable[[dict[int, dict[str, Any]]], None]) -> Callable[[dict[int, dict[str, Any]]], None]:
+def both(
+    *changes: Callable[[dict[int, dict[str, Any]]], None],
+) -> Callable[[dict[int, dict[str, Any]]], None]:
     def change(looks: dict[int, dict[str, Any]]) -> None:
         for one in changes:
             one(looks)
@@ -94,12 +107,24 @@ def test_sound_nodes_are_fit() -> None:
         (put(3, "device", "product", value=81.7), "n1", "computes wrong"),
         (put(3, "device", "product", value=float("nan")), "n1", "computes wrong"),
         (put(3, "device", "memory_free", value=20 << 30), "n1", "60.0 of 80 GiB of its device are taken"),
-        (put(3, "device", "health", value=["uncorrected memory errors: 2"]), "n1", "uncorrected memory errors"),
+        (
+            put(3, "device", "health", value=["uncorrected memory errors: 2"]),
+            "n1",
+            "uncorrected memory errors",
+        ),
         (put(4, "links", "within", value=SLOW_LINK), "n2", "3 GB/s within the node"),
         (put(4, "storage", "unseen", value=[0]), "n2", "does not see what n0 wrote into /shared"),
-        (put(4, "storage", "error", value="cannot be written (Read-only file system)"), "n2", "Read-only file system"),
+        (
+            put(4, "storage", "error", value="cannot be written (Read-only file system)"),
+            "n2",
+            "Read-only file system",
+        ),
         (put(4, "network", "host_resolves", value=""), "n2", "does not resolve"),
-        (put(2, "ports", "2", value="Connection timed out"), "n2", "no connection between it and n1 (Connection timed out)"),
+        (
+            put(2, "ports", "2", value="Connection timed out"),
+            "n2",
+            "no connection between it and n1 (Connection timed out)",
+        ),
         (lambda looks: looks.pop(7), "n3", "ranks 7 never came"),
     ],
 )
@@ -119,7 +144,10 @@ def test_the_node_with_the_fault_falls_out_alone(change: Any, excluded: str, say
         (put(6, "links", "clock_s", value=-7.5), "its clock is 7.5 s behind the first node's"),
         (put(6, "storage", "write_mb_s", value=30.0), "writes 30 MB/s, where 500 is usual"),
         (put(2, "links", "between", "2", value=SLOW_LINK), "3 GB/s to n2, where 38 is usual"),
-        (both(*(put(rank, "device", "tflops", value=400.0) for rank in range(8))), "400 of 989 TFLOP/s that its maker gives"),
+        (
+            both(*(put(rank, "device", "tflops", value=400.0) for rank in range(8))),
+            "400 of 989 TFLOP/s that its maker gives",
+        ),
     ],
 )
 def test_what_is_only_odd_is_told_and_excludes_nobody(change: Any, says: str) -> None:
@@ -142,7 +170,12 @@ def test_a_node_that_nobody_reaches_is_blamed_and_not_those_that_tried() -> None
 
 
 def test_when_most_fall_out_no_node_is_at_fault() -> None:
-    change = both(*(put(rank, "storage", "error", value="cannot be written (Permission denied)") for rank in (0, 2, 4, 6)))
+    change = both(
+        *(
+            put(rank, "storage", "error", value="cannot be written (Permission denied)")
+            for rank in (0, 2, 4, 6)
+        )
+    )
     verdict = judge(scene(change))
     assert not verdict.fit
     assert not verdict.exclude
@@ -166,7 +199,10 @@ def test_a_group_is_tried_only_when_every_connection_stood() -> None:
 def test_devices_of_two_kinds_are_each_held_against_their_own() -> None:
     slower = facts(0, device="NVIDIA A100-SXM4-80GB")
     change = both(
-        *(both(put(r, "facts", value={**slower, "rank": r}), put(r, "device", "tflops", value=220.0)) for r in range(4))
+        *(
+            both(put(r, "facts", value={**slower, "rank": r}), put(r, "device", "tflops", value=220.0))
+            for r in range(4)
+        )
     )
     assert not slow_ranks(scene(change).looks)
 
@@ -214,7 +250,9 @@ def test_devices_of_two_kinds_stand_in_the_table() -> None:
 
 def test_many_ranks_have_a_row_a_node() -> None:
     looks = {rank: look(0) for rank in range(64)}
-    many = NodeReports(looks, [list(range(n * 8, n * 8 + 8)) for n in range(8)], [f"m{n}" for n in range(8)], {})
+    many = NodeReports(
+        looks, [list(range(n * 8, n * 8 + 8)) for n in range(8)], [f"m{n}" for n in range(8)], {}
+    )
     shown = text(many, judge(many), 1.0)
     assert sum(bool(re.match(r"m\d +\d+\* ", line)) for line in shown.splitlines()) == 8
     assert "slowest rank of its node" in shown

@@ -12,9 +12,15 @@ from launch.command import rank_command, ray_command
 
 def env(launcher: str, nodes: int = 1, each: int = 2) -> DistEnv:
     return DistEnv(
-        rank=0, world_size=nodes * each, local_rank=0, local_world_size=each, node_rank=0, num_nodes=nodes,
-        device=torch.device("cpu"), launcher=launcher,
-    )  # fmt: skip
+        rank=0,
+        world_size=nodes * each,
+        local_rank=0,
+        local_world_size=each,
+        node_rank=0,
+        num_nodes=nodes,
+        device=torch.device("cpu"),
+        launcher=launcher,
+    )
 
 
 @pytest.mark.parametrize(
@@ -33,7 +39,11 @@ def env(launcher: str, nodes: int = 1, each: int = 2) -> DistEnv:
             {"SHARDRUN_LAUNCHER": "torchrun"},
             "sbatch --nodes=2 --ntasks-per-node=2 slurm/fsdp.sbatch",
         ),
-        (env("srun"), {"SHARDRUN_LAUNCHER": "srun"}, "LAUNCHER=srun sbatch --nodes=1 --ntasks-per-node=2 slurm/fsdp.sbatch"),
+        (
+            env("srun"),
+            {"SHARDRUN_LAUNCHER": "srun"},
+            "LAUNCHER=srun sbatch --nodes=1 --ntasks-per-node=2 slurm/fsdp.sbatch",
+        ),
         (env("srun", nodes=2), {}, "srun --nodes=2 --ntasks=4 python train.py"),
         (
             env("submitit (slurm)", nodes=2),

@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.base.errors import CheckpointError, ConfigError, LaunchError, OneRankError, RefusedError, TrainingError
+from fsdp.base.errors import (
+    CheckpointError,
+    ConfigError,
+    LaunchError,
+    OneRankError,
+    RefusedError,
+    TrainingError,
+)
 from fsdp.config import load
 from fsdp.dist.collectives import Elsewhere
 from fsdp.memory.oom import OutOfMemory
@@ -55,7 +62,9 @@ def test_a_marker_is_read_by_its_own_start_alone(tmp_path: Path) -> None:
     assert Marker(run, "job 7, try 2").read() is None
 
 
-@pytest.mark.parametrize("failure", [Failure(Kind.REFUSED, 4, "held"), Failure(Kind.ERROR, 1, "peer", echo=True)])
+@pytest.mark.parametrize(
+    "failure", [Failure(Kind.REFUSED, 4, "held"), Failure(Kind.ERROR, 1, "peer", echo=True)]
+)
 def test_a_refused_start_and_an_echo_leave_none(tmp_path: Path, failure: Failure) -> None:
     Marker(RunDir(tmp_path), "1").write(failure, rank=0)
     assert list(tmp_path.iterdir()) == []
@@ -75,10 +84,31 @@ def test_a_mistake_found_before_the_lock_is_asked_is_not_written(tmp_path: Path)
 @pytest.mark.long
 def test_torchruns_own_restarts_do_not_train_to_the_same_error_again(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
-    flags = ["--run.dir", str(run), *SMALL, "--train.steps", "9", "--optim.lr", "1e30", "--train.clip_grad_norm", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--max-restarts=2",
+    ]
+    flags = [
+        "--run.dir",
+        str(run),
+        *SMALL,
+        "--train.steps",
+        "9",
+        "--optim.lr",
+        "1e30",
+        "--train.clip_grad_norm",
+        "0",
+    ]
     done = subprocess.run(
-        [*command, "train.py", *flags], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+        [*command, "train.py", *flags],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 1, "torchrun's own code"
     assert done.stderr.count("train.py: not tried again, it would fail the same way: step ") == 2

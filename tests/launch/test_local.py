@@ -1,4 +1,6 @@
-"""launch.local: ranks as forks, one that dies, what is not tried again, and a signal that is meant for the ranks."""
+"""launch.local: ranks as forks, one that dies, what is not tried again, and a signal that is meant for the
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,13 @@ def start(run: Path, *flags: str, ranks: int = 2) -> subprocess.Popen[str]:
     words = ["--ranks", str(ranks), "--run.dir", str(run), *SMALL, *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [sys.executable, "-m", "launch.local", *words], cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE,
+        [sys.executable, "-m", "launch.local", *words],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    )
 
 
 def steps(run: Path) -> list[int]:
@@ -126,7 +132,9 @@ def test_numbers_that_are_not_finite_are_final_and_leave_a_marker(tmp_path: Path
     ],
 )
 def test_a_wrong_flag_is_one_line(words: list[str], said: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "launch.local", *words], cwd=ROOT, text=True, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "launch.local", *words], cwd=ROOT, text=True, capture_output=True
+    )
     assert done.returncode == 2
     assert said in done.stderr
     assert done.stderr.count("\n") == 1

@@ -22,7 +22,9 @@ OWN_CODES = {Kind.FINAL: (2, 5), Kind.ERROR: (1, 3, 4, 5, 6)}
 
 def table() -> list[dict[str, str]]:
     """The first table of the page, a dictionary a row."""
-    lines = [line.strip("| \n").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    lines = [
+        line.strip("| \n").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| ")
+    ]
     head, rows = lines[0], [line for line in lines[1:] if len(line) == len(lines[0])]
     return [dict(zip(head, row, strict=True)) for row in rows]
 
@@ -36,7 +38,9 @@ def test_the_page_names_every_end() -> None:
 def test_the_page_says_what_follows_on_each_launcher(row: dict[str, str], launcher: str) -> None:
     kind = Kind(row["how a start ended"])
     for code in OWN_CODES.get(kind, (9,)):
-        decision = decide(End(kind, step=10, code=code, why="SIGTERM"), Past(idle_stops=0, unmet=1), LAUNCHERS[launcher])
+        decision = decide(
+            End(kind, step=10, code=code, why="SIGTERM"), Past(idle_stops=0, unmet=1), LAUNCHERS[launcher]
+        )
         if row[launcher] == "–":
             continue  # cannot happen there
         assert decision.act.value == row[launcher]
@@ -68,15 +72,34 @@ AT_ONE_PLACE = [
     ("a death, then an error at that step", [crash(20, DIED)], crash(20), Act.END),
     ("a crash while starting, after one at a step", [crash(20)], crash(20, starting=True), Act.AGAIN),
     ("an error while starting twice", [crash(0, starting=True)], crash(0, starting=True), Act.END),
-    ("a death while starting twice", [crash(0, DIED, starting=True)], crash(0, DIED, starting=True), Act.AGAIN),
-    ("three deaths while starting", [crash(0, DIED, starting=True)] * 2, crash(0, DIED, starting=True), Act.END),
-    ("while starting, with a step between", [crash(0, starting=True), crash(20)], crash(20, starting=True), Act.AGAIN),
+    (
+        "a death while starting twice",
+        [crash(0, DIED, starting=True)],
+        crash(0, DIED, starting=True),
+        Act.AGAIN,
+    ),
+    (
+        "three deaths while starting",
+        [crash(0, DIED, starting=True)] * 2,
+        crash(0, DIED, starting=True),
+        Act.END,
+    ),
+    (
+        "while starting, with a step between",
+        [crash(0, starting=True), crash(20)],
+        crash(20, starting=True),
+        Act.AGAIN,
+    ),
 ]
 
 
 @pytest.mark.parametrize("launcher", ["sbatch", "launch.local", "Ray"])
-@pytest.mark.parametrize(("earlier", "end", "act"), [case[1:] for case in AT_ONE_PLACE], ids=[case[0] for case in AT_ONE_PLACE])
-def test_a_run_is_tried_again_while_it_gets_further(launcher: str, earlier: list[End], end: End, act: Act) -> None:
+@pytest.mark.parametrize(
+    ("earlier", "end", "act"), [case[1:] for case in AT_ONE_PLACE], ids=[case[0] for case in AT_ONE_PLACE]
+)
+def test_a_run_is_tried_again_while_it_gets_further(
+    launcher: str, earlier: list[End], end: End, act: Act
+) -> None:
     decision = decide(end, Past(crashes=earlier), LAUNCHERS[launcher])
     assert decision.act is act
     if act is Act.END:
@@ -88,7 +111,9 @@ def test_the_third_crash_in_an_allocation_is_requeued() -> None:
     earlier = [crash(10), crash(20)]
     decision = decide(crash(30), Past(crashes=earlier, crashes_here=2), LAUNCHERS["sbatch"])
     assert decision.act is Act.REQUEUE
-    assert decide(crash(30), Past(crashes=earlier, crashes_here=2), LAUNCHERS["launch.local"]).act is Act.AGAIN
+    assert (
+        decide(crash(30), Past(crashes=earlier, crashes_here=2), LAUNCHERS["launch.local"]).act is Act.AGAIN
+    )
 
 
 def test_no_restart_left_ends_with_the_errors_own_code() -> None:
@@ -105,7 +130,9 @@ def test_a_rank_that_the_watch_ended_keeps_its_code() -> None:
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_stops_without_a_step_have_one_bound(kind: Kind, launcher: str) -> None:
     bound = policy.STOPS_WITHOUT_A_STEP
-    codes = [decide(End(kind), Past(idle_stops=count), LAUNCHERS[launcher]).code for count in (bound - 1, bound)]
+    codes = [
+        decide(End(kind), Past(idle_stops=count), LAUNCHERS[launcher]).code for count in (bound - 1, bound)
+    ]
     assert codes == [0, 1]
 
 

@@ -1,12 +1,13 @@
-"""Does a run fit into memory that a third of its optimizer states would fill? In files it does, killed and resumed, to the bit.
+"""Does a run fit into memory that a third of its optimizer states would fill? In files it does, killed and
+resumed, to the bit.
 
     python -m tests.memory.bound                    # a few minutes, 4 GB of disk, 4 GB of memory for the comparison
     python -m tests.memory.bound --limit-mib 512 --dir /local/nvme
 
-The limit is on anonymous memory that is resident (RssAnon, looked at all the time): what cannot leave but by swapping. A limit
-by RLIMIT_DATA would count stacks and arenas that nobody touches. Three starts of train.py on one process: in memory, which must
-exceed the limit; in files, killed after its checkpoint; and the same command again. Compared are the losses and the digests of
-every parameter and every state at the end.
+The limit is on anonymous memory that is resident (RssAnon, looked at all the time): what cannot leave but by
+swapping. A limit by RLIMIT_DATA would count stacks and arenas that nobody touches. Three starts of train.py
+on one process: in memory, which must exceed the limit; in files, killed after its checkpoint; and the same
+command again. Compared are the losses and the digests of every parameter and every state at the end.
 """
 
 from __future__ import annotations
@@ -68,7 +69,14 @@ def compare(folder: Path, limit: int, disk: Path) -> Iterator[str]:
 
 
 def _command(run: Path, layers: int, more: Sequence[str]) -> list[str]:
-    arguments = {"width": WIDTH, "heads": 4, "layers": layers, "ffn": 4 * WIDTH, "vocab_size": 256, "max_seq_len": 16}
+    arguments = {
+        "width": WIDTH,
+        "heads": 4,
+        "layers": layers,
+        "ffn": 4 * WIDTH,
+        "vocab_size": 256,
+        "max_seq_len": 16,
+    }
     words = [word for name, value in arguments.items() for word in (f"--model.args.{name}", str(value))]
     return [
         sys.executable, "train.py", "--run.dir", str(run), "--model.name", "transformer", *words,
@@ -95,11 +103,17 @@ def _run(run: Path, layers: int, more: Sequence[str], kill_after: int = 0) -> St
     run.mkdir(parents=True, exist_ok=True)
     most, began = 0, time.monotonic()
     with (run / "said").open("ab") as said:
-        process = subprocess.Popen(_command(run, layers, more), cwd=ROOT, env=environ, stdout=said, stderr=said)
+        process = subprocess.Popen(
+            _command(run, layers, more), cwd=ROOT, env=environ, stdout=said, stderr=said
+        )
     try:
         while process.poll() is None:
             most = max(most, _anonymous(process.pid))
-            if kill_after and any(run.glob("checkpoints/step-*/manifest.json")) and len(_losses(run)) > kill_after:
+            if (
+                kill_after
+                and any(run.glob("checkpoints/step-*/manifest.json"))
+                and len(_losses(run)) > kill_after
+            ):
                 break
             time.sleep(LOOK_S)
     finally:

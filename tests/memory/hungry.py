@@ -1,4 +1,6 @@
-"""A model whose activations are large and whose parameters are not, on ranks whose address space is bounded as it starts."""
+"""A model whose activations are large and whose parameters are not, on ranks whose address space is bounded
+as it starts.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class Hungry(nn.Module):
     def __init__(self, blocks: int, room: int, rank: int, unlike: bool) -> None:
         super().__init__()
         self.stem = nn.Linear(12, WIDTH)
-        self.blocks = nn.ModuleList(nn.Sequential(Wide()) if unlike and n % 2 else Wide() for n in range(blocks))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(Wide()) if unlike and n % 2 else Wide() for n in range(blocks)
+        )
         self.head = nn.Linear(WIDTH, 5)
         self._room, self._rank = room, rank
 

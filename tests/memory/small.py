@@ -53,9 +53,15 @@ def made(env: DistEnv, name: str, folder: Path, everything: bool) -> Trained:
     with torch.device("meta"):
         model = spec.build()
     sharded = shard_model(
-        model, sizes=sizes, mesh=build_mesh(sizes, env.device), device=env.device, section=MeshSection(),
-        precision=PrecisionSection(), memory=memory, speed=SpeedSection(),
-    )  # fmt: skip
+        model,
+        sizes=sizes,
+        mesh=build_mesh(sizes, env.device),
+        device=env.device,
+        section=MeshSection(),
+        precision=PrecisionSection(),
+        memory=memory,
+        speed=SpeedSection(),
+    )
     shelf = maybe_shelf(memory, OptimSection(), sharded.root, sharded.units, torch.float32)
     assert shelf is not None
     materialize(sharded, spec=spec, seed=0, init="shard", rank=env.rank, shelf=shelf)

@@ -1,4 +1,6 @@
-"""The account equals arithmetic: a known model on a known mesh, what rests and what a step adds, by kind and phase."""
+"""The account equals arithmetic: a known model on a known mesh, what rests and what a step adds, by kind and
+phase.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,10 @@ def accounts(folder: Path, *more: str, ranks: int = RANKS) -> list[dict[str, Any
 
 
 def end_of(account: dict[str, Any], phase: str) -> dict[str, int]:
-    """What stood when the phase ended for the last time in a step, of each kind the least of the steps: a thread of gloo's
-    holds a finished collective's tensors until it runs again, on a busy machine now and then into the next phase."""
+    """What stood when the phase ended for the last time in a step, of each kind the least of the steps: a
+    thread of gloo's holds a finished collective's tensors until it runs again, on a busy machine now and then
+    into the next phase.
+    """
     by_step = {end["step"]: end["kinds"] for end in account["ends"] if end["phase"] == phase}
     return {kind: min(kinds[kind] for kinds in by_step.values()) for kind in account["ends"][0]["kinds"]}
 
@@ -55,10 +59,14 @@ def test_parameters_gradients_and_adam_are_what_arithmetic_says(tmp_path: Path) 
         assert reduced["gradients"] == shard_bytes(everything)
         assert between["gradients"] == 0
         # Two moments of the rows that this rank holds, and a step counter a parameter.
-        assert reduced["optimizer"] == between["optimizer"] == 2 * local_bytes(everything, rank) + 4 * len(everything)
+        assert (
+            reduced["optimizer"]
+            == between["optimizer"]
+            == 2 * local_bytes(everything, rank) + 4 * len(everything)
+        )
         assert between["gathered"] == between["communication"] == 0
-        # Its own loss, kept to tell whose it was; the sum of all, and beside it two numbers that tell ranks apart and the wish
-        # to stop, which is read later.
+        # Its own loss, kept to tell whose it was; the sum of all, and beside it two numbers that tell ranks
+        # apart and the wish to stop, which is read later.
         assert between["activations"] == 8 + 4 * 8
         assert account["peak"]["bytes"] == sum(account["peak"]["kinds"].values())
         assert account["parameters"] == sum(p.numel() for p in everything)
@@ -80,14 +88,17 @@ def test_buffers_of_collectives_are_seen_where_they_are(tmp_path: Path) -> None:
     block = shard_bytes(list(user_code.Block(13).parameters()))
     for account in accounts(tmp_path):
         curves = account["timeline"]["kinds"]["communication"]
-        # A reduce-scatter's input is the whole unit's gradients; its output becomes the gradients and is counted there.
+        # A reduce-scatter's input is the whole unit's gradients; its output becomes the gradients and is
+        # counted there.
         assert max(curves) >= RANKS * block
         assert end_of(account, "reduce")["communication"] == 0
 
 
 @pytest.mark.slow
 def test_activations_grow_with_the_micro_batch_and_only_with_it(tmp_path: Path) -> None:
-    """12 samples a step on two ranks in micro-batches of 1, 2 and 3: the end of a forward keeps as much more each time."""
+    """12 samples a step on two ranks in micro-batches of 1, 2 and 3: the end of a forward keeps as much more
+    each time.
+    """
     ends = []
     for rows in (1, 2, 3):
         account = accounts(tmp_path / str(rows), f"--train.micro_batch {rows}")[0]
@@ -120,7 +131,9 @@ def test_replicas_hold_everything(tmp_path: Path) -> None:
 def test_the_losses_of_a_profiled_run_are_those_of_another(tmp_path: Path) -> None:
     words = "--train.steps 4 --checkpoint.export true"
     plain = runs.run(RANKS, tmp_path / "plain", words)
-    seen = runs.run(RANKS, tmp_path / "seen", words, "--profile.memory true --profile.trace true --profile.steps 2:3")
+    seen = runs.run(
+        RANKS, tmp_path / "seen", words, "--profile.memory true --profile.trace true --profile.steps 2:3"
+    )
     assert [r["loss"] for r in plain.records] == [r["loss"] for r in seen.records]
     assert not (tmp_path / "plain" / "profile").exists()
     names = {path.name for path in (tmp_path / "seen" / "profile").iterdir()}
@@ -138,7 +151,9 @@ def test_off_costs_nothing() -> None:
 
 
 def test_the_allocator_s_history_by_kind() -> None:
-    """A parameter from before, a gathered buffer, activations that go in backward, gradients known when they are reduced."""
+    """A parameter from before, a gathered buffer, activations that go in backward, gradients known when they
+    are reduced.
+    """
     timeline = Timeline(("parameters", "gathered", "gradients", "activations", "communication", "other"))
     events = [
         ("alloc", 200, 40, 1.05), ("alloc", 300, 40, 1.06), ("free_requested", 300, 40, 1.08), ("alloc", 400, 30, 1.2),

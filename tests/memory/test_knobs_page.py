@@ -12,7 +12,9 @@ SECTIONS = ("memory.", "speed.", "comm.")
 
 
 def test_every_field_of_memory_speed_and_communication_is_there() -> None:
-    assert [name for name in configuration.FIELDS if name.startswith(SECTIONS) and f"--{name}" not in PAGE] == []
+    assert [
+        name for name in configuration.FIELDS if name.startswith(SECTIONS) and f"--{name}" not in PAGE
+    ] == []
 
 
 def test_every_flag_on_the_page_is_one() -> None:

@@ -30,11 +30,15 @@ HUNGRY = (
 
 
 def start(ranks: int, folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    )
     command = [sys.executable, *launcher, "train.py", "--run.dir", str(folder), *HUNGRY, *more]
     # Else glibc keeps what is freed, and the bound meets what no tensor holds.
     environ = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
-    return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 def first_suggestion(page: str) -> list[str]:
@@ -55,7 +59,9 @@ def test_the_rank_that_ran_out_says_so_and_its_first_suggestion_helps(tmp_path: 
     assert re.match(r"rank 1 of 2 \(.*, cpu\) ran out of memory in (forward|backward) of step 1\.", page)
     assert "not every case could be counted" not in page
     assert re.search(r"activations and buffers under way +\d+(\.\d+)? MiB", page)
-    assert re.search(r"train.py \(rank 1\): rank 1 of 2 .* ran out of memory in .* HINT: --memory.", failed.stderr)
+    assert re.search(
+        r"train.py \(rank 1\): rank 1 of 2 .* ran out of memory in .* HINT: --memory.", failed.stderr
+    )
     flags = first_suggestion(page)
     assert flags == ["--memory.activation_checkpointing", "ops"]
     passed = start(2, tmp_path / "passed", *tight, *flags)
@@ -80,9 +86,21 @@ def test_where_units_recompute_already_smaller_micro_batches_come_first(tmp_path
 
 
 NOW = Footprint(
-    units=(100, 100, 50), trained=250, shard=2, replicate=1, master=4, param=4, reduce=4, state=8.0, reshard=True,
-    accumulate="last", accumulation=1, micro=8, checkpointing="none", counted=4,
-)  # fmt: skip
+    units=(100, 100, 50),
+    trained=250,
+    shard=2,
+    replicate=1,
+    master=4,
+    param=4,
+    reduce=4,
+    state=8.0,
+    reshard=True,
+    accumulate="last",
+    accumulation=1,
+    micro=8,
+    checkpointing="none",
+    counted=4,
+)
 
 
 def activations(micro: int, checkpointing: str) -> int:
@@ -135,9 +153,20 @@ def test_several_together_where_none_alone_is_enough() -> None:
 def test_what_the_allocator_keeps_is_named_first(device: str, held: int, reserved: int) -> None:
     allocator = {"reserved": reserved, "allocated": held} if reserved else {}
     facts = OomFacts(
-        rank=0, ranks=1, host="n1", device=device, phase="backward", step=2, said="", kinds={}, held=held, asked=10,
-        process={}, allocator=allocator, limits={},
-    )  # fmt: skip
+        rank=0,
+        ranks=1,
+        host="n1",
+        device=device,
+        phase="backward",
+        step=2,
+        said="",
+        kinds={},
+        held=held,
+        asked=10,
+        process={},
+        allocator=allocator,
+        limits={},
+    )
     nothing: Any = None
     found = comes_first(Config(), nothing, facts, 2000)
     assert found is not None
@@ -160,9 +189,9 @@ def test_every_flag_that_is_suggested_parses() -> None:
     suggested = [flags for flags, _, _ in steps(wide, "cuda") if flags.startswith("--")]
     assert len(suggested) > 3
     now = ["--mesh.reshard_after_forward", "false"]
-    assert all(configuration.load([*now, *flags.split()]) != configuration.load(now) for flags in suggested), (
-        "each turns something"
-    )
+    assert all(
+        configuration.load([*now, *flags.split()]) != configuration.load(now) for flags in suggested
+    ), "each turns something"
 
 
 # ---------------------------------------------------------------- words
@@ -194,15 +223,31 @@ def test_what_was_asked_for() -> None:
 
 def test_both_pages_say_the_same() -> None:
     facts = OomFacts(
-        rank=3, ranks=8, host="n1", device="cuda:3", phase="backward", step=12, said="CUDA out of memory <x>",
-        kinds={**dict.fromkeys(KINDS, 0), "parameters": 5 * MIB, "activations": 80 * MIB}, held=85 * MIB,
-        asked=7 * MIB, process={},
-        allocator={"reserved": 100 * MIB, "allocated": 85 * MIB, "free": 0, "total": 100 * MIB}, limits={"the cgroup": 2**30},
-    )  # fmt: skip
+        rank=3,
+        ranks=8,
+        host="n1",
+        device="cuda:3",
+        phase="backward",
+        step=12,
+        said="CUDA out of memory <x>",
+        kinds={**dict.fromkeys(KINDS, 0), "parameters": 5 * MIB, "activations": 80 * MIB},
+        held=85 * MIB,
+        asked=7 * MIB,
+        process={},
+        allocator={"reserved": 100 * MIB, "allocated": 85 * MIB, "free": 0, "total": 100 * MIB},
+        limits={"the cgroup": 2**30},
+    )
     advice = advise(NOW, activations, 10_000, 10, "cuda")
     plain, page = text(facts, advice, "a note"), html_page(facts, advice, "a note")
     assert plain.startswith("rank 3 of 8 (n1, cuda:3) ran out of memory in backward of step 12.")
-    for words in ("80 MiB", "allocator holds, unused", "15 MiB", "limit: the cgroup", "turn this first", "a note"):
+    for words in (
+        "80 MiB",
+        "allocator holds, unused",
+        "15 MiB",
+        "limit: the cgroup",
+        "turn this first",
+        "a note",
+    ):
         assert words in plain
         assert words in page
     assert "&lt;x&gt;" in page

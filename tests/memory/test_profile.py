@@ -1,4 +1,6 @@
-"""What --profile writes: a page that stands alone, a trace with FSDP's ranges in it, a table whose parts are the step."""
+"""What --profile writes: a page that stands alone, a trace with FSDP's ranges in it, a table whose parts are
+the step.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,10 @@ def test_kernels_and_nccl_of_a_device() -> None:
         ("kernel", "ampere_gemm", 10, 30, 7), ("kernel", "ampere_gemm", 50, 10, 7),
         ("kernel", "ncclDevKernel_AllGather_RING_LL", 30, 50, 20),
     ]  # fmt: skip
-    events = [{"ph": "X", "cat": c, "name": n, "ts": t * 1e3, "dur": d * 1e3, "tid": tid} for c, n, t, d, tid in rows]
+    events = [
+        {"ph": "X", "cat": c, "name": n, "ts": t * 1e3, "dur": d * 1e3, "tid": tid}
+        for c, n, t, d, tid in rows
+    ]
     (step,) = table(events)["steps"]
     seconds = {part: round(step["seconds"][part] * 1e3, 6) for part in PARTS}
     assert seconds == {"compute": 40, "communication": 30, "data": 5, "host": 25}
@@ -120,17 +125,29 @@ def test_a_run_that_starts_behind_the_steps_says_so(tmp_path: Path, monkeypatch:
     said: list[str] = []
     monkeypatch.setattr(profile.log, "warning", lambda text, *args: said.append(text % args))
     alone = DistEnv(
-        rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, num_nodes=1,
-        device=torch.device("cpu"), launcher="tests",
-    )  # fmt: skip
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        local_world_size=1,
+        node_rank=0,
+        num_nodes=1,
+        device=torch.device("cpu"),
+        launcher="tests",
+    )
     model = torch.nn.Linear(2, 2)
     late = profile.Profile(
-        ProfileSection(memory=True, steps="2:3"), tmp_path, alone, model, torch.optim.AdamW(model.parameters())
+        ProfileSection(memory=True, steps="2:3"),
+        tmp_path,
+        alone,
+        model,
+        torch.optim.AdamW(model.parameters()),
     )
     for phase in ("data", "forward", "data", "end"):
         late.heard(phase, 7)
     late.close()
-    assert said == ["--profile.steps 2:3 lies behind step 7, where this start begins. HINT: --profile.steps 9:11"]
+    assert said == [
+        "--profile.steps 2:3 lies behind step 7, where this start begins. HINT: --profile.steps 9:11"
+    ]
     assert not list(tmp_path.iterdir())
 
 

@@ -1,4 +1,6 @@
-"""Small models of transformers, and texts with padding and masked labels, as --model.name and --data.name take them."""
+"""Small models of transformers, and texts with padding and masked labels, as --model.name and --data.name
+take them.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,19 @@ def gpt2() -> nn.Module:
 
     return GPT2LMHeadModel(
         GPT2Config(
-            vocab_size=WORDS, n_embd=24, n_layer=2, n_head=2, n_positions=16, use_cache=False, resid_pdrop=0.0,
-            embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+            vocab_size=WORDS,
+            n_embd=24,
+            n_layer=2,
+            n_head=2,
+            n_positions=16,
+            use_cache=False,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=0,
+            eos_token_id=0,
         )
-    )  # fmt: skip
+    )
 
 
 def bert() -> nn.Module:
@@ -59,19 +70,33 @@ def t5() -> nn.Module:
 
     return T5ForConditionalGeneration(
         T5Config(
-            vocab_size=WORDS, d_model=24, d_kv=12, d_ff=40, num_layers=2, num_heads=2, dropout_rate=0.0, use_cache=False,
-            pad_token_id=0, **START,
+            vocab_size=WORDS,
+            d_model=24,
+            d_kv=12,
+            d_ff=40,
+            num_layers=2,
+            num_heads=2,
+            dropout_rate=0.0,
+            use_cache=False,
+            pad_token_id=0,
+            **START,
         )
-    )  # fmt: skip
+    )
 
 
 def mixtral() -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
-        **SIZES, num_key_value_heads=1, num_local_experts=3, num_experts_per_tok=2, output_router_logits=True,
-        router_aux_loss_coef=0.5, use_cache=False, **EAGER,
-    )  # fmt: skip
+        **SIZES,
+        num_key_value_heads=1,
+        num_local_experts=3,
+        num_experts_per_tok=2,
+        output_router_logits=True,
+        router_aux_loss_coef=0.5,
+        use_cache=False,
+        **EAGER,
+    )
     return MixtralForCausalLM(config)
 
 
@@ -80,10 +105,17 @@ def vit() -> nn.Module:
 
     return ViTForImageClassification(
         ViTConfig(
-            hidden_size=24, num_hidden_layers=2, num_attention_heads=2, intermediate_size=40, image_size=8, patch_size=4,
-            num_channels=1, **NO_DROPOUT, **LABELS,
+            hidden_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=40,
+            image_size=8,
+            patch_size=4,
+            num_channels=1,
+            **NO_DROPOUT,
+            **LABELS,
         )
-    )  # fmt: skip
+    )
 
 
 class Texts(Dataset[dict[str, Tensor]]):
@@ -105,7 +137,9 @@ class Texts(Dataset[dict[str, Tensor]]):
         if self.kind == "causal":
             return item | {"labels": torch.where(there, self.tokens[index], -100)}
         if self.kind == "masked":
-            return item | {"labels": torch.where(there & (torch.arange(9) % 3 == index % 3), self.tokens[index], -100)}
+            return item | {
+                "labels": torch.where(there & (torch.arange(9) % 3 == index % 3), self.tokens[index], -100)
+            }
         if self.kind == "seq2seq":
             return item | {"labels": torch.where(torch.arange(5) < 1 + index % 5, self.others[index], -100)}
         return item | {"labels": index % 5}

@@ -1,4 +1,6 @@
-"""Which modules become units, for models of many shapes; and that FSDP takes every choice and computes the same."""
+"""Which modules become units, for models of many shapes; and that FSDP takes every choice and computes the
+same.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,8 @@ def test_the_models_own_units_come_first() -> None:
     large = small(vocab_size=1 << 16)
     assert names(large) == [["embedding"], ["blocks.0"], ["blocks.1"], ["norm", "head"]]
     assert names(small(vocab_size=1 << 16, tied=True)) == [["blocks.0"], ["blocks.1"]]
-    assert names(small()) == [["blocks.0"], ["blocks.1"]]  # an embedding of 512 numbers needs no collective of its own
+    # an embedding of 512 numbers needs no collective of its own
+    assert names(small()) == [["blocks.0"], ["blocks.1"]]
 
 
 def test_units_may_be_named_and_inner_ones_go_first() -> None:
@@ -117,10 +120,17 @@ def test_repeated_blocks_are_found(body: nn.Module, expected: list[str]) -> None
 def test_torchvisions_and_torchs_own_models() -> None:
     with torch.device("meta"):
         models = import_torchvision().models
-        vit, resnet, pair = models.vit_b_16(), models.resnet18(), nn.Transformer(8, 2, 3, 2, 8, batch_first=True)
+        vit, resnet, pair = (
+            models.vit_b_16(),
+            models.resnet18(),
+            nn.Transformer(8, 2, 3, 2, 8, batch_first=True),
+        )
     assert flat(vit) == [f"encoder.layers.encoder_layer_{i}" for i in range(12)]
     assert flat(resnet) == [f"layer{stage}.{i}" for stage in (1, 2, 3, 4) for i in (0, 1)]
-    assert flat(pair) == [*(f"encoder.layers.{i}" for i in range(3)), *(f"decoder.layers.{i}" for i in range(2))]
+    assert flat(pair) == [
+        *(f"encoder.layers.{i}" for i in range(3)),
+        *(f"decoder.layers.{i}" for i in range(2)),
+    ]
 
 
 def test_a_block_that_is_applied_many_times_is_one_unit() -> None:
@@ -177,7 +187,9 @@ def test_by_class_inner_units_go_first() -> None:
 
 
 @pytest.mark.parametrize("least", [1, 20, 300, 1000, 2500, 5000, 10**9])
-@pytest.mark.parametrize("make", [small, lambda: nn.Transformer(8, 2, 2, 2, 8, batch_first=True)], ids=["ours", "mha"])
+@pytest.mark.parametrize(
+    "make", [small, lambda: nn.Transformer(8, 2, 2, 2, 8, batch_first=True)], ids=["ours", "mha"]
+)
 def test_by_size_is_what_the_first_fsdp_did(least: int, make: Callable[[], nn.Module]) -> None:
     from torch.distributed.fsdp.wrap import _recursive_wrap, size_based_auto_wrap_policy
 
@@ -227,7 +239,9 @@ def test_a_wrong_wrap_is_one_line_with_a_hint(wrap: str, says: str, hint: str) -
         (lambda m: [3], "gave a int, not a module", "return modules"),
     ],
 )
-def test_wrong_units_of_a_model_are_one_line_with_a_hint(chosen: Callable[[Any], Any], says: str, hint: str) -> None:
+def test_wrong_units_of_a_model_are_one_line_with_a_hint(
+    chosen: Callable[[Any], Any], says: str, hint: str
+) -> None:
     model: Any = Ours(nn.ModuleList([Layer(), Layer()]))
     model.chosen = lambda: chosen(model)
     with pytest.raises(ConfigError) as error:
@@ -275,7 +289,11 @@ def largest_differences(env: DistEnv) -> dict[str, float]:
     for name, (make, wrap) in CHOICES.items():
         torch.manual_seed(0)
         model = make().double()
-        data = torch.randint(0, 32, (3, 8)) if isinstance(model, Transformer) else torch.randn(3, 4, dtype=torch.float64)
+        data = (
+            torch.randint(0, 32, (3, 8))
+            if isinstance(model, Transformer)
+            else torch.randn(3, 4, dtype=torch.float64)
+        )
         model(data).square().sum().backward()
         expected = {key: p.grad for key, p in model.named_parameters()}
         model.zero_grad()

@@ -1,4 +1,6 @@
-"""--model.frozen: what its patterns mean, that only the rest is trained, and what is said of a pattern that means nothing."""
+"""--model.frozen: what its patterns mean, that only the rest is trained, and what is said of a pattern that
+means nothing.
+"""
 
 from __future__ import annotations
 

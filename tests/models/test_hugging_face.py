@@ -55,7 +55,9 @@ def on_meta(spec: ModelSpec) -> nn.Module:
 def test_it_is_built_on_meta_with_nothing_left_outside(llama: ModelSpec) -> None:
     model = on_meta(llama)
     assert {p.device.type for p in [*model.parameters(), *model.buffers()]} == {"meta"}
-    assert not [(n, k) for n, m in model.named_modules() for k, v in vars(m).items() if isinstance(v, torch.Tensor)]
+    assert not [
+        (n, k) for n, m in model.named_modules() for k, v in vars(m).items() if isinstance(v, torch.Tensor)
+    ]
     assert not llama.knows_inits
     assert llama.sizes == {"vocab_size": 100}
 
@@ -83,7 +85,9 @@ def test_its_layers_are_its_units(tied: bool, tmp_path: Path, monkeypatch: pytes
 
 def test_its_weights_follow_from_the_seed_and_it_trains(llama: ModelSpec) -> None:
     first, again, other = (build_real(llama, seed) for seed in (1, 1, 2))
-    weights = [dict(model.named_parameters())["model.layers.0.mlp.up_proj.weight"] for model in (first, again, other)]
+    weights = [
+        dict(model.named_parameters())["model.layers.0.mlp.up_proj.weight"] for model in (first, again, other)
+    ]
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
     logits = first(torch.randint(0, 100, (2, 16))).logits
@@ -92,7 +96,10 @@ def test_its_weights_follow_from_the_seed_and_it_trains(llama: ModelSpec) -> Non
 
 
 def test_a_method_of_a_class_can_be_a_factory() -> None:
-    assert load_attribute("transformers:AutoModelForCausalLM.from_config", "--model.name").__name__ == "from_config"
+    assert (
+        load_attribute("transformers:AutoModelForCausalLM.from_config", "--model.name").__name__
+        == "from_config"
+    )
 
 
 # ---------------------------------------------------------------- recomputation
@@ -114,14 +121,35 @@ def as_it_comes(name: str) -> nn.Module:
     if name == "llama":
         return hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, num_key_value_heads=2))
     if name == "gemma3":
-        windows: dict[str, Any] = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
-        return hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**SMALL, **windows, num_key_value_heads=2, head_dim=8))
+        windows: dict[str, Any] = {
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention"],
+        }
+        return hf.Gemma3ForCausalLM(
+            hf.Gemma3TextConfig(**SMALL, **windows, num_key_value_heads=2, head_dim=8)
+        )
     if name == "t5":
-        encoder: dict[str, Any] = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+        encoder: dict[str, Any] = {
+            "d_model": 32,
+            "d_kv": 8,
+            "d_ff": 64,
+            "num_layers": 2,
+            "num_heads": 4,
+            "dropout_rate": 0.0,
+        }
         encoder["decoder_start_token_id"] = 0
         return hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=64, **encoder))
-    sizes: dict[str, Any] = {"n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}
-    return hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=64, **sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    sizes: dict[str, Any] = {
+        "n_positions": 32,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    return hf.GPT2LMHeadModel(
+        hf.GPT2Config(vocab_size=64, **sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    )
 
 
 def trained(name: str, *words: str) -> list[torch.Tensor]:
@@ -160,7 +188,9 @@ def test_caches_are_off_in_every_configuration() -> None:
 
 def test_a_plan_recomputes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     resolve_llama(tmp_path, monkeypatch)
-    words = "--model.name my_llama:llama --data.name synthetic --data.args.kind tokens --data.args.vocab_size 100"
+    words = (
+        "--model.name my_llama:llama --data.name synthetic --data.args.kind tokens --data.args.vocab_size 100"
+    )
     plan = "--data.seq_len 16 --plan.gpus 2 --plan.gpu h100 --train.global_batch 8"
     for how in ("ops", "full"):
         given = [*words.split(), *plan.split(), "--memory.activation_checkpointing", how]

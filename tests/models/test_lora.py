@@ -1,4 +1,6 @@
-"""Adapters on one device: where they lie, that they begin as nothing, how they are drawn and merged, and what is refused."""
+"""Adapters on one device: where they lie, that they begin as nothing, how they are drawn and merged, and what
+is refused.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,10 @@ def test_alpha_rank_and_dropout_do_what_they_say() -> None:
     ("words", "said"),
     [
         (["--lora.targets", "up"], "--lora.targets up says nothing without adapters. HINT: --lora.rank 8"),
-        (["--lora.rank", "8", "--model.frozen", "stem.*"], "--model.frozen stem.* says nothing beside --lora.rank 8"),
+        (
+            ["--lora.rank", "8", "--model.frozen", "stem.*"],
+            "--model.frozen stem.* says nothing beside --lora.rank 8",
+        ),
     ],
 )
 def test_flags_that_contradict(words: list[str], said: str) -> None:

@@ -1,4 +1,6 @@
-"""How a model is called and what it returns is weighed: logits, a loss of its own, masked tokens, padded rows."""
+"""How a model is called and what it returns is weighed: logits, a loss of its own, masked tokens, padded
+rows.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp.models.loss import AUXILIARY, BY_SAMPLES, LossFunction, TokenCounts, count_tokens, cross_entropy_parts, loss_or_logits
+from fsdp.models.loss import (
+    AUXILIARY,
+    BY_SAMPLES,
+    LossFunction,
+    TokenCounts,
+    count_tokens,
+    cross_entropy_parts,
+    loss_or_logits,
+)
 
 VALID = torch.tensor([True, True, False])
 INPUTS, TARGETS = torch.randn(3, 4), torch.tensor([1, 0, 2])
@@ -36,7 +46,13 @@ class Output:
 
 @pytest.mark.parametrize(
     "make",
-    [lambda x: x, lambda x: {"logits": x}, lambda x: Output(x), lambda x: (x, None), lambda x: {"loss": None, "logits": x}],
+    [
+        lambda x: x,
+        lambda x: {"logits": x},
+        lambda x: Output(x),
+        lambda x: (x, None),
+        lambda x: {"loss": None, "logits": x},
+    ],
 )
 def test_logits_in_any_wrapping_are_taken(make: Any) -> None:
     model = Gives(make)
@@ -45,7 +61,9 @@ def test_logits_in_any_wrapping_are_taken(make: Any) -> None:
     assert parts.loss_sum.item() == pytest.approx(expected.item(), rel=1e-6)
     assert parts.correct is None  # nobody asks for it in training
     with torch.no_grad():
-        assert LossFunction(model)(model, {"inputs": INPUTS, "targets": TARGETS}, VALID, 2).correct is not None
+        assert (
+            LossFunction(model)(model, {"inputs": INPUTS, "targets": TARGETS}, VALID, 2).correct is not None
+        )
 
 
 def test_a_loss_of_its_own_is_weighed_by_the_rows_that_count() -> None:
@@ -95,7 +113,12 @@ def test_a_model_gets_the_inputs_that_its_forward_names() -> None:
             return x * attention_mask
 
     model = Wants()
-    data = {"inputs": INPUTS, "targets": TARGETS, "attention_mask": torch.ones(3, 4), "unknown": torch.zeros(3)}
+    data = {
+        "inputs": INPUTS,
+        "targets": TARGETS,
+        "attention_mask": torch.ones(3, 4),
+        "unknown": torch.zeros(3),
+    }
     assert LossFunction(model)(model, data, VALID, 2).loss_sum.isfinite()
 
 
@@ -107,10 +130,14 @@ def test_anything_else_is_refused_by_its_type(output: Any) -> None:
 
 def test_inputs_come_in_the_parameters_precision() -> None:
     model = Gives(lambda x: x).double()
-    assert LossFunction(model)(model, {"inputs": INPUTS, "targets": TARGETS}, VALID, 2).loss_sum.dtype == torch.float64
+    assert (
+        LossFunction(model)(model, {"inputs": INPUTS, "targets": TARGETS}, VALID, 2).loss_sum.dtype
+        == torch.float64
+    )
 
 
-# ---------------------------------------------------------------- a loss of its own, and the logits it came from
+# ---------------------------------------------------------------- a loss of its own, and the logits it came
+# from
 
 TOKENS = torch.randint(0, 7, (3, 6), generator=torch.Generator().manual_seed(1))
 LABELS = torch.where(torch.arange(6) < torch.tensor([[6], [2], [4]]), TOKENS, -100)
@@ -119,10 +146,17 @@ LABELS = torch.where(torch.arange(6) < torch.tensor([[6], [2], [4]]), TOKENS, -1
 class Causal(nn.Module):
     """As transformers' heads are: labels in, their mean loss and the logits out."""
 
-    def __init__(self, shift: bool = True, smoothing: float = 0.0, auxiliary: float = 0.0, gives_logits: bool = True) -> None:
+    def __init__(
+        self, shift: bool = True, smoothing: float = 0.0, auxiliary: float = 0.0, gives_logits: bool = True
+    ) -> None:
         super().__init__()
         self.table = nn.Embedding(7, 7)
-        self.shift, self.smoothing, self.router_aux_loss_coef, self.gives_logits = shift, smoothing, auxiliary, gives_logits
+        self.shift, self.smoothing, self.router_aux_loss_coef, self.gives_logits = (
+            shift,
+            smoothing,
+            auxiliary,
+            gives_logits,
+        )
         self.losses = 0
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
@@ -176,7 +210,8 @@ def test_an_auxiliary_loss_is_weighed_by_the_labels_beside_it() -> None:
     assert said == AUXILIARY
     parts = function(model, {"inputs": TOKENS, "labels": LABELS}, VALID, 2)
     output = model(TOKENS[:2], LABELS[:2])  # padding never reaches it
-    assert parts.loss_sum.item() == pytest.approx(6 * output["loss"].item(), rel=1e-6)  # 5 and 1 labels after the first
+    # 5 and 1 labels after the first
+    assert parts.loss_sum.item() == pytest.approx(6 * output["loss"].item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("model", [Causal(smoothing=0.1), Causal(gives_logits=False)])

@@ -86,7 +86,12 @@ def spec(name: str, preset: str = "", facts: dict[str, Any] | None = None, **arg
 
 def test_sizes_come_from_args_then_preset_then_the_data_then_defaults() -> None:
     sizes = spec("transformer", "124m", {"vocab_size": 256, "seq_len": 128}, layers=3).sizes
-    assert (sizes["layers"], sizes["vocab_size"], sizes["width"], sizes["rope_theta"]) == (3, 50_304, 768, 10_000.0)
+    assert (sizes["layers"], sizes["vocab_size"], sizes["width"], sizes["rope_theta"]) == (
+        3,
+        50_304,
+        768,
+        10_000.0,
+    )
     toy = spec("transformer", "", BYTES).sizes
     assert (toy["vocab_size"], toy["max_seq_len"], toy["kv_heads"], toy["ffn"]) == (256, 128, 4, 384)
 
@@ -112,16 +117,48 @@ def test_a_spec_builds_on_meta_and_for_real() -> None:
 
 
 BAD_BUILT_IN: list[tuple[dict[str, Any], str, str]] = [
-    ({"name": "transfomer"}, "--model.name transfomer is not vit, transformer, mlp", "--model.name transformer"),
-    ({"name": "vit", "preset": "smal"}, "--model.preset smal is none of vit's: small, wide", "--model.preset small"),
-    ({"name": "transformer", "preset": "125m"}, "--model.preset 125m is none of transformer's", "--model.preset 124m"),
+    (
+        {"name": "transfomer"},
+        "--model.name transfomer is not vit, transformer, mlp",
+        "--model.name transformer",
+    ),
+    (
+        {"name": "vit", "preset": "smal"},
+        "--model.preset smal is none of vit's: small, wide",
+        "--model.preset small",
+    ),
+    (
+        {"name": "transformer", "preset": "125m"},
+        "--model.preset 125m is none of transformer's",
+        "--model.preset 124m",
+    ),
     ({"name": "transformer", "layer": 3}, "--model.args.layer is no argument", "--model.args.layers"),
-    ({"name": "mlp", "xyz": 3}, "--model.args.xyz is no argument of --model.name mlp", "in_features, hidden, classes"),
-    ({"name": "transformer", "layers": "two"}, "--model.args.layers two is not a whole number", "--model.args.layers 8"),
-    ({"name": "transformer", "layers": 1.5}, "--model.args.layers 1.5 is not a whole number", "--model.args.layers"),
-    ({"name": "transformer", "tied": 1}, "--model.args.tied 1 is not true or false", "--model.args.tied true"),
+    (
+        {"name": "mlp", "xyz": 3},
+        "--model.args.xyz is no argument of --model.name mlp",
+        "in_features, hidden, classes",
+    ),
+    (
+        {"name": "transformer", "layers": "two"},
+        "--model.args.layers two is not a whole number",
+        "--model.args.layers 8",
+    ),
+    (
+        {"name": "transformer", "layers": 1.5},
+        "--model.args.layers 1.5 is not a whole number",
+        "--model.args.layers",
+    ),
+    (
+        {"name": "transformer", "tied": 1},
+        "--model.args.tied 1 is not true or false",
+        "--model.args.tied true",
+    ),
     ({"name": "transformer", "layers": 0}, "--model.args.layers 0 is less than 1", "--model.args.layers 2"),
-    ({"name": "transformer", "dropout": 1.0}, "--model.args.dropout 1.0 is not below 1", "--model.args.dropout 0.0"),
+    (
+        {"name": "transformer", "dropout": 1.0},
+        "--model.args.dropout 1.0 is not below 1",
+        "--model.args.dropout 0.0",
+    ),
     (
         {"name": "transformer", "width": 100, "heads": 8},
         "--model.args.width 100 is not a multiple of --model.args.heads 8",
@@ -138,13 +175,21 @@ BAD_BUILT_IN: list[tuple[dict[str, Any], str, str]] = [
         "--model.args.image_size 30 is not a multiple of --model.args.patch_size 7",
         "patch_size 6",
     ),
-    ({"name": "vit", "heads": 3}, "--model.args.width 128 is not a multiple of --model.args.heads 3", "--model.args.heads 2"),
+    (
+        {"name": "vit", "heads": 3},
+        "--model.args.width 128 is not a multiple of --model.args.heads 3",
+        "--model.args.heads 2",
+    ),
     (
         {"name": "transformer", "facts": DIGITS},
         "--model.name transformer reads tokens, but the data holds images",
         "--data.name text",
     ),
-    ({"name": "vit", "facts": BYTES}, "--model.name vit reads images, but the data holds tokens", "--data.name digits"),
+    (
+        {"name": "vit", "facts": BYTES},
+        "--model.name vit reads images, but the data holds tokens",
+        "--data.name digits",
+    ),
     (
         {"name": "transformer", "facts": BYTES, "vocab_size": 100},
         "the data has 256 different tokens",
@@ -155,13 +200,27 @@ BAD_BUILT_IN: list[tuple[dict[str, Any], str, str]] = [
         "the data has 128 tokens a sample",
         "--model.args.max_seq_len 128",
     ),
-    ({"name": "vit", "facts": DIGITS, "num_classes": 5}, "the data has 10 classes", "--model.args.num_classes 10"),
-    ({"name": "vit", "facts": DIGITS, "image_size": 14}, "the data has image_size 28", "--model.args.image_size 28"),
-    ({"name": "mlp", "facts": DIGITS, "in_features": 1024}, "channels × image_size² = 784", "--model.args.in_features 784"),
+    (
+        {"name": "vit", "facts": DIGITS, "num_classes": 5},
+        "the data has 10 classes",
+        "--model.args.num_classes 10",
+    ),
+    (
+        {"name": "vit", "facts": DIGITS, "image_size": 14},
+        "the data has image_size 28",
+        "--model.args.image_size 28",
+    ),
+    (
+        {"name": "mlp", "facts": DIGITS, "in_features": 1024},
+        "channels × image_size² = 784",
+        "--model.args.in_features 784",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("given", "says", "hint"), BAD_BUILT_IN, ids=lambda v: v if isinstance(v, str) else None)
+@pytest.mark.parametrize(
+    ("given", "says", "hint"), BAD_BUILT_IN, ids=lambda v: v if isinstance(v, str) else None
+)
 def test_a_wrong_size_is_one_line_with_a_hint(given: dict[str, Any], says: str, hint: str) -> None:
     with pytest.raises(ConfigError) as error:
         spec(**given)
@@ -218,7 +277,10 @@ def test_a_factory_that_says_its_inits_is_known_to() -> None:
 
 
 def test_a_class_of_torch_itself() -> None:
-    assert spec("torch.nn:Linear", in_features=3, out_features=2).sizes == {"in_features": 3, "out_features": 2}
+    assert spec("torch.nn:Linear", in_features=3, out_features=2).sizes == {
+        "in_features": 3,
+        "out_features": 2,
+    }
 
 
 def test_looking_at_a_factory_leaves_torchs_random_numbers_alone() -> None:
@@ -257,8 +319,12 @@ BAD_FACTORIES: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("given", "says", "hint"), BAD_FACTORIES, ids=lambda v: v if isinstance(v, str) else None)
-def test_a_factory_that_does_not_work_is_one_line_with_a_hint(given: dict[str, Any], says: str, hint: str, here: Path) -> None:
+@pytest.mark.parametrize(
+    ("given", "says", "hint"), BAD_FACTORIES, ids=lambda v: v if isinstance(v, str) else None
+)
+def test_a_factory_that_does_not_work_is_one_line_with_a_hint(
+    given: dict[str, Any], says: str, hint: str, here: Path
+) -> None:
     (here / "my_broken.py").write_text("1 / 0\n")
     (here / "my_needy.py").write_text("import not_a_package.part\n")
     with pytest.raises(ConfigError) as error:

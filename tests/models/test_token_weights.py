@@ -1,6 +1,7 @@
-"""Models of transformers with labels of their own, padded and masked: each unmasked label has the same weight, on any number
-of ranks and micro-batches. Held against a loop that takes the whole global batch at once, and shares with the product the
-initial weights and the samples."""
+"""Models of transformers with labels of their own, padded and masked: each unmasked label has the same
+weight, on any number of ranks and micro-batches. Held against a loop that takes the whole global batch at
+once, and shares with the product the initial weights and the samples.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +25,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.needs("transformers")]  # importing 
 
 STEPS, BATCH = 4, 7
 RATES = {"t5": 0.005}
-"""0.05 for the others. T5 takes the variance of its norms in float32, whose rounding differs with the factor of the gradients
-(3 ranks: 2e-9 after steps of 0.05)."""
+"""0.05 for the others. T5 takes the variance of its norms in float32, whose rounding differs with the factor
+of the gradients (3 ranks: 2e-9 after steps of 0.05).
+"""
 FLAGS = (
     f"--train.steps {STEPS} --train.global_batch {BATCH} --train.clip_grad_norm 0 --precision.master fp64 --optim.name sgd "
     "--optim.momentum 0 --optim.schedule constant --optim.warmup_steps 0"
@@ -34,7 +36,14 @@ KINDS = {
     "llama": "causal", "gpt2": "causal", "bert": "masked", "t5": "seq2seq", "mixtral": "causal", "classifier": "classes",
 }  # fmt: skip
 CASES = [(model, ranks, micro) for model in KINDS for ranks in (1, 2, 3) for micro in (1, 2)]
-SAMPLE = [("llama", 2, 2), ("gpt2", 3, 1), ("bert", 2, 2), ("t5", 2, 1), ("mixtral", 2, 2), ("classifier", 3, 2)]
+SAMPLE = [
+    ("llama", 2, 2),
+    ("gpt2", 3, 1),
+    ("bert", 2, 2),
+    ("t5", 2, 1),
+    ("mixtral", 2, 2),
+    ("classifier", 3, 2),
+]
 
 
 def words_of(model: str, data: str = "texts") -> str:
@@ -47,13 +56,17 @@ def rate_of(model: str) -> float:
 
 
 def plain_loss(model: nn.Module, batch: Mapping[str, Tensor], kind: str, pieces: list[np.ndarray]) -> Tensor:
-    """The mean over the whole batch's labels; an auxiliary loss is each piece's, their mean weighed by labels."""
+    """The mean over the whole batch's labels; an auxiliary loss is each piece's, their mean weighed by
+    labels.
+    """
     given = {"labels": batch["labels"]} if kind == "seq2seq" else {}
     labels = batch["labels"][:, 1:] if kind == "causal" else batch["labels"]
     total, count = torch.zeros((), dtype=torch.float64), (labels != -100).sum()
     for rows in pieces:
         output = model(
-            batch["inputs"][rows], attention_mask=batch["attention_mask"][rows], **{k: v[rows] for k, v in given.items()}
+            batch["inputs"][rows],
+            attention_mask=batch["attention_mask"][rows],
+            **{k: v[rows] for k, v in given.items()},
         )
         logits = output.logits[:, :-1] if kind == "causal" else output.logits
         total = total + F.cross_entropy(logits.flatten(0, -2), labels[rows].flatten(), reduction="sum")

@@ -33,7 +33,9 @@ def loss_of(model: nn.Module, data: Tensor) -> Tensor:
     return F.cross_entropy(model(data[:, :-1]).flatten(0, 1), data[:, 1:].flatten())
 
 
-@pytest.mark.parametrize("changes", [{}, {"kv_heads": 2}, {"tied": True}, {"dropout": 0.1}, {"heads": 1}, {"layers": 1}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"kv_heads": 2}, {"tied": True}, {"dropout": 0.1}, {"heads": 1}, {"layers": 1}]
+)
 def test_runs_alone_forward_and_backward(changes: dict[str, Any]) -> None:
     model = small(**changes)
     loss = loss_of(model, tokens())
@@ -87,8 +89,10 @@ def test_attention_depends_on_the_distance_alone() -> None:
     model = small(max_seq_len=1000)
     q, k = torch.randn(8), torch.randn(8)
 
+    def turn(x: torch.Tensor, at: int) -> torch.Tensor:
+        return Rotary(model.rotary_cos[at : at + 1], model.rotary_sin[at : at + 1]).turn(x.view(1, 8))
+
     def score(at: int, other: int) -> float:
-        turn = lambda x, p: Rotary(model.rotary_cos[p : p + 1], model.rotary_sin[p : p + 1]).turn(x.view(1, 8))  # noqa: E731
         return float((turn(q, at) * turn(k, other)).sum())
 
     assert score(5, 2) == pytest.approx(score(903, 900), abs=1e-4)
@@ -149,7 +153,9 @@ def test_attention_and_feed_forward_are_their_formulas() -> None:
     attention, model, x = Attention(sizes).double(), small(), torch.randn(1, 16, 32, dtype=torch.float64)
     heads = [part(x).view(1, 16, 4, 8).transpose(1, 2) for part in (attention.q, attention.k, attention.v)]
     q, k = (rotate_by_hand(part, 10_000.0) for part in heads[:2])
-    scores = (q @ k.transpose(-1, -2) / math.sqrt(8)).masked_fill(torch.ones(16, 16).triu(1).bool(), -math.inf)
+    scores = (q @ k.transpose(-1, -2) / math.sqrt(8)).masked_fill(
+        torch.ones(16, 16).triu(1).bool(), -math.inf
+    )
     expected = attention.o((scores.softmax(-1) @ heads[2]).transpose(1, 2).reshape(1, 16, 32))
     actual = attention(x, Rotary(model.rotary_cos[:16], model.rotary_sin[:16]))
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
@@ -184,9 +190,13 @@ def test_the_chapter_model_has_the_chapters_shape() -> None:
 
 def test_names_are_what_a_person_would_look_for() -> None:
     names = dict(small().named_parameters())
-    assert {"embedding.weight", "blocks.0.attention.q.weight", "blocks.1.ffn.down.weight", "norm.weight", "head.weight"} <= set(
-        names
-    )
+    assert {
+        "embedding.weight",
+        "blocks.0.attention.q.weight",
+        "blocks.1.ffn.down.weight",
+        "norm.weight",
+        "head.weight",
+    } <= set(names)
     assert "head.weight" not in dict(small(tied=True).named_parameters())
     assert not [name for name in small().state_dict() if "rotary" in name]
 
@@ -197,7 +207,8 @@ def test_initial_weights_are_drawn_as_said(preset: str) -> None:
     model = build_real(spec, seed=0)
     weights = dict(model.named_parameters())
     assert weights["blocks.0.attention.q.weight"].std().item() == pytest.approx(0.02, rel=0.02)
-    assert weights["blocks.1.ffn.down.weight"].std().item() == pytest.approx(0.01, rel=0.02)  # 0.02/√(2·2 layers)
+    # 0.02/√(2·2 layers)
+    assert weights["blocks.1.ffn.down.weight"].std().item() == pytest.approx(0.01, rel=0.02)
     assert torch.equal(weights["norm.weight"], torch.ones_like(weights["norm.weight"]))
 
 

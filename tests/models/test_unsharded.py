@@ -35,7 +35,9 @@ def test_seeds_differ_and_ties_hold() -> None:
     assert a.head.weight is a.embedding.weight  # type: ignore[union-attr]
 
 
-def test_a_model_without_inits_is_built_from_the_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_inits_is_built_from_the_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "own_init.py").write_text("""
 import random
 import numpy as np

@@ -1,4 +1,6 @@
-"""What is unusual about a person's model trains, or is refused in one line with a HINT; never in a traceback of torch's."""
+"""What is unusual about a person's model trains, or is refused in one line with a HINT; never in a traceback
+of torch's.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ OTHERS = {
     f"--data.name {HERE}:many_classes": "and the model has logits for classes 0 to 4 (-100 masks a target). HINT: a model with",
     f"--comm.reduce_scatter {HERE}:without_default": "missing a required argument: 'async_op'. HINT: it is called with "
     "(output, input, group, op, async_op=False)",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("words", OTHERS)
@@ -87,4 +89,6 @@ def write_shards(env: DistEnv, file: str) -> None:
 def test_a_file_of_dtensors_is_refused(tmp_path: Path) -> None:
     run_world(2, write_shards, str(tmp_path / "shards.pt"))
     said = failures(2, tmp_path / "run", f"--model.weights {tmp_path / 'shards.pt'}")
-    assert "stem.weight is a DTensor, one rank's shard. HINT: torch.save({name: tensor.full_tensor()" in (said[0] or ""), said
+    assert "stem.weight is a DTensor, one rank's shard. HINT: torch.save({name: tensor.full_tensor()" in (
+        said[0] or ""
+    ), said

@@ -23,7 +23,13 @@ SHAPES = {"small": (10, 2, 128, 128), "wide": (12, 8, 3840, 768)}
 def plain(preset: str) -> Any:
     layers, heads, width, ffn = SHAPES[preset]
     model = import_torchvision().models.VisionTransformer(
-        image_size=28, patch_size=7, num_layers=layers, num_heads=heads, hidden_dim=width, mlp_dim=ffn, num_classes=10
+        image_size=28,
+        patch_size=7,
+        num_layers=layers,
+        num_heads=heads,
+        hidden_dim=width,
+        mlp_dim=ffn,
+        num_classes=10,
     )
     model.conv_proj = nn.Conv2d(1, width, kernel_size=7, stride=7)
     return model
@@ -37,7 +43,9 @@ def vit(preset: str = "", facts: dict[str, int] = DIGITS, **args: int | float) -
 def test_vit_has_torchvisions_parameters(preset: str) -> None:
     with torch.device("meta"):
         ours, theirs = vit(preset), plain(preset)
-    assert {n: p.shape for n, p in ours.named_parameters()} == {n: p.shape for n, p in theirs.named_parameters()}
+    assert {n: p.shape for n, p in ours.named_parameters()} == {
+        n: p.shape for n, p in theirs.named_parameters()
+    }
     assert sum(p.numel() for p in ours.parameters()) == {"small": 1_006_090, "wide": 779_298_826}[preset]
 
 

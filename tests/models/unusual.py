@@ -21,7 +21,9 @@ class Empty(Uneven):
 
 
 class Transposed(Uneven):
-    """Two weights whose memory is in the order of their columns, in the root and in a block; `plain` copies them."""
+    """Two weights whose memory is in the order of their columns, in the root and in a block; `plain` copies
+    them.
+    """
 
     def __init__(self, plain: bool = False) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""The gradient norm and clipping on any mesh, beside tensors that are not sharded, against torch's own on the whole model."""
+"""The gradient norm and clipping on any mesh, beside tensors that are not sharded, against torch's own on the
+whole model.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,14 @@ from tests.support.world import run_world
 
 
 def norms(env: DistEnv, strategy: Strategy, name: str) -> list[float]:
-    """Norm, norm after clipping to 0.3, torch's own on the whole model; then with a NaN and an infinity on one rank."""
+    """Norm, norm after clipping to 0.3, torch's own on the whole model; then with a NaN and an infinity on
+    one rank.
+    """
     sharded = made(env, getattr(user_code, name), strategy=strategy)
     parameters = [p for p in sharded.root.parameters() if p.requires_grad]
-    plain = [nn.Parameter(p.full_tensor() if hasattr(p, "full_tensor") else p.detach().clone()) for p in parameters]
+    plain = [
+        nn.Parameter(p.full_tensor() if hasattr(p, "full_tensor") else p.detach().clone()) for p in parameters
+    ]
     for parameter, whole in zip(parameters, plain, strict=True):
         parameter.grad = parameter.detach().clone() * 3
         whole.grad = whole.detach() * 3

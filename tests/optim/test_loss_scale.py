@@ -1,4 +1,6 @@
-"""fp16's loss scale over time: an overflow halves it, consecutive good steps double it, and it survives a resume."""
+"""fp16's loss scale over time: an overflow halves it, consecutive good steps double it, and it survives a
+resume.
+"""
 
 from __future__ import annotations
 

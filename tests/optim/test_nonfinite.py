@@ -1,6 +1,8 @@
-"""The verdict on a step's numbers where the device reaches it: the host asks when a line is printed, and nothing is spoilt.
+"""The verdict on a step's numbers where the device reaches it: the host asks when a line is printed, and
+nothing is spoilt.
 
-The fused kernels of the CPU read a verdict as those of CUDA do, so the whole path is tried here on gloo's ranks.
+The fused kernels of the CPU read a verdict as those of CUDA do, so the whole path is tried here on gloo's
+ranks.
 """
 
 from __future__ import annotations
@@ -79,16 +81,23 @@ def test_nothing_behind_a_bad_step_is_saved(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("optimizer", quick_are(["adamw"], ["adamw", "adam"]))
 def test_skipping_leaves_the_same_bits_as_where_the_host_decides(optimizer: str, tmp_path: Path) -> None:
-    words = f"{SPOILT} --train.nonfinite skip --train.steps 8 --run.log_every_steps 5 --optim.name {optimizer}"
+    words = (
+        f"{SPOILT} --train.nonfinite skip --train.steps 8 --run.log_every_steps 5 --optim.name {optimizer}"
+    )
     assert failures(2, tmp_path / "host", words) == [None, None]
     there = run_world(2, decided_by_device, ["--run.dir", str(tmp_path / "device"), *flags(words)])
     assert there == [(None, True)] * 2
-    models = [torch.load(tmp_path / who / "full_model/full-model.pt", weights_only=True) for who in ("host", "device")]
+    models = [
+        torch.load(tmp_path / who / "full_model/full-model.pt", weights_only=True)
+        for who in ("host", "device")
+    ]
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
 
 
 def test_skipping_has_its_bound(tmp_path: Path) -> None:
-    words = f"{SPOILT} --data.args.count 1 --data.args.spoil 0 --train.global_batch 1 --run.log_every_steps 10"
+    words = (
+        f"{SPOILT} --data.args.count 1 --data.args.spoil 0 --train.global_batch 1 --run.log_every_steps 10"
+    )
     words += " --train.nonfinite skip --train.max_skipped 3"
     for said, finite in run_world(2, decided_by_device, ["--run.dir", str(tmp_path), *flags(words)]):
         assert "step 4: loss nan" in str(said)
@@ -102,7 +111,9 @@ def test_good_steps_between_bad_ones_start_the_count_anew(tmp_path: Path) -> Non
 
 
 class _Fetches(TorchDispatchMode):
-    """Numbers taken from a tensor to the host, by step and phase; what ranks tell each other on the host is not counted."""
+    """Numbers taken from a tensor to the host, by step and phase; what ranks tell each other on the host is
+    not counted.
+    """
 
     def __init__(self, loop: _Loop, patch: pytest.MonkeyPatch) -> None:
         super().__init__()
@@ -153,9 +164,13 @@ def fetches(env: DistEnv, words: list[str]) -> dict[tuple[int, str], int]:
 
 
 @pytest.mark.parametrize(
-    "mesh", quick_are([""], ["", DDP, "--train.micro_batch 2", "--model.name tests.support.user_code:OwnLoss"])
+    "mesh",
+    quick_are([""], ["", DDP, "--train.micro_batch 2", "--model.name tests.support.user_code:OwnLoss"]),
 )
 def test_no_number_is_fetched_in_a_step_but_where_a_line_is_printed(mesh: str, tmp_path: Path) -> None:
     words = flags(mesh, "--run.log_every_steps 4 --train.steps 8")
     for found in run_world(2, fetches, ["--run.dir", str(tmp_path), *words]):
-        assert {key for key in found if key[1] not in ("start", "evaluate", "save", "end")} == {(4, "record"), (8, "record")}
+        assert {key for key in found if key[1] not in ("start", "evaluate", "save", "end")} == {
+            (4, "record"),
+            (8, "record"),
+        }

@@ -1,4 +1,6 @@
-"""A loss or gradient that is no number: all ranks stop at the same step before the update, or leave it out, with a bound."""
+"""A loss or gradient that is no number: all ranks stop at the same step before the update, or leave it out,
+with a bound.
+"""
 
 from __future__ import annotations
 
@@ -97,8 +99,12 @@ def test_good_steps_between_bad_ones_start_the_count_anew(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("ranks", "mesh"), quick_are([(1, "")], [(1, ""), (2, ""), (2, DDP)]))
-def test_an_fp16_overflow_halves_the_scale_and_training_goes_on(ranks: int, mesh: str, tmp_path: Path) -> None:
-    finished = run(ranks, tmp_path, mesh, "--precision.param fp16 --precision.loss_scale 4e6 --train.max_skipped 20")
+def test_an_fp16_overflow_halves_the_scale_and_training_goes_on(
+    ranks: int, mesh: str, tmp_path: Path
+) -> None:
+    finished = run(
+        ranks, tmp_path, mesh, "--precision.param fp16 --precision.loss_scale 4e6 --train.max_skipped 20"
+    )
     losses = [record["loss"] for record in finished.records if "loss" in record]
     norms = [record["grad_norm"] for record in finished.records if "loss" in record]
     assert all(loss == loss for loss in losses)
@@ -109,6 +115,9 @@ def test_an_fp16_overflow_halves_the_scale_and_training_goes_on(ranks: int, mesh
 
 def test_numbers_that_no_scale_mends_stop_an_fp16_run(tmp_path: Path) -> None:
     for text in failures(
-        2, tmp_path, SPOILT, "--precision.param fp16 --train.epochs 0 --train.global_batch 48 --train.steps 40"
+        2,
+        tmp_path,
+        SPOILT,
+        "--precision.param fp16 --train.epochs 0 --train.global_batch 48 --train.steps 40",
     ):
         assert "not finite" in str(text)

@@ -1,4 +1,6 @@
-"""The update of a rank's own parts: torch's numbers to the bit, states sharded as the parameters are, no DTensor on the way."""
+"""The update of a rank's own parts: torch's numbers to the bit, states sharded as the parameters are, no
+DTensor on the way.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +43,22 @@ def trained(kind: type[torch.optim.Adam], **options: Any) -> tuple[list[Tensor],
             optimizer.step()
     finally:
         adam.adam = before
-    return [local(p).detach() for p in model.parameters()], [optimizer.state[p] for p in model.parameters()], given
+    return (
+        [local(p).detach() for p in model.parameters()],
+        [optimizer.state[p] for p in model.parameters()],
+        given,
+    )
 
 
 def beside_torch(env: DistEnv, name: str, fused: bool) -> list[str]:
     """What differs."""
     theirs, ours = (trained(kind, fused=fused) for kind in KINDS[name])
     found = [] if all(types == {Tensor} or types == {nn.Parameter} for types in ours[2]) else [str(ours[2])]
-    found += [f"parameter {n}" for n, (a, b) in enumerate(zip(theirs[0], ours[0], strict=True)) if not torch.equal(a, b)]
+    found += [
+        f"parameter {n}"
+        for n, (a, b) in enumerate(zip(theirs[0], ours[0], strict=True))
+        if not torch.equal(a, b)
+    ]
     for n, (a, b) in enumerate(zip(theirs[1], ours[1], strict=True)):
         for moment in ("exp_avg", "exp_avg_sq"):
             sharded = isinstance(b[moment], DTensor) and b[moment].placements == a[moment].placements

@@ -1,4 +1,6 @@
-"""--optim.state: moments in bf16 or 8 bits train nearly as fp32's do, resume to the bit, and know no number of ranks."""
+"""--optim.state: moments in bf16 or 8 bits train nearly as fp32's do, resume to the bit, and know no number
+of ranks.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,8 @@ def test_the_table_is_the_one_that_torchao_has() -> None:
         scaled, scale = theirs.scale_tensor(moment, bits.BLOCK)
         found, ours = encode(moment, table)
         assert torch.equal(ours.flatten(), scale)
-        assert (found != theirs.quantize_8bit_with_qmap(scaled, table)).float().mean() < 0.01  # ties and last bits
+        # ties and last bits
+        assert (found != theirs.quantize_8bit_with_qmap(scaled, table)).float().mean() < 0.01
 
 
 @pytest.mark.parametrize("row", [80, 256, 300])
@@ -128,7 +131,8 @@ def test_it_moves_nearly_as_torchs_does_and_not_quite(state: Any, bound: float) 
     stepped(ours, OptimSection(state=state), 20)
     stepped(theirs, OptimSection(), 20)
     moved = [
-        {str(at): p.detach() - b for at, (p, b) in enumerate(zip(m.parameters(), start, strict=True))} for m in (ours, theirs)
+        {str(at): p.detach() - b for at, (p, b) in enumerate(zip(m.parameters(), start, strict=True))}
+        for m in (ours, theirs)
     ]
     assert 0 < relative_difference(*moved) < bound
 
@@ -142,7 +146,9 @@ def test_with_fp32_moments_it_is_torchs() -> None:
 
 
 def test_a_second_moment_that_decays_slowly_does_not_stick() -> None:
-    """With beta2 0.999 a step is a thousandth, a quarter of what bf16 shows: rounded to the nearest it would never move."""
+    """With beta2 0.999 a step is a thousandth, a quarter of what bf16 shows: rounded to the nearest it would
+    never move.
+    """
     model = nn.Linear(64, 64, bias=False)
     optimizer = build_optimizer(OptimSection(state="bf16", beta2=0.999), model)
     model.weight.grad = torch.ones(64, 64)
@@ -183,10 +189,17 @@ def losses(one: Finished) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "state", "mesh"),
-    quick_are([(2, BITS, "--mesh.strategy ddp")], [(2, BITS, ""), (3, HALF, ""), (2, BITS, "--mesh.strategy ddp")], []),
+    quick_are(
+        [(2, BITS, "--mesh.strategy ddp")],
+        [(2, BITS, ""), (3, HALF, ""), (2, BITS, "--mesh.strategy ddp")],
+        [],
+    ),
 )
-def test_a_run_that_goes_on_is_the_run_that_never_stopped(ranks: int, state: str, mesh: str, tmp_path: Path) -> None:
-    # Batches of one row a rank are left out: a CPU's product of one row is not the same to the bit in every process.
+def test_a_run_that_goes_on_is_the_run_that_never_stopped(
+    ranks: int, state: str, mesh: str, tmp_path: Path
+) -> None:
+    # Batches of one row a rank are left out: a CPU's product of one row is not the same to the bit in every
+    # process.
     words = f"{WIDE} {state} {mesh} --data.args.count 48"
     straight = run(ranks, tmp_path / "straight", words)
     cut = ["--run.dir", str(tmp_path / "cut"), *flags(words, "--train.stop_after 9")]
@@ -220,7 +233,9 @@ def test_a_checkpoint_goes_on_with_moments_of_another_kind_and_on_other_ranks(tm
 @pytest.mark.long
 def test_bf16_moments_rest_in_files_too(tmp_path: Path) -> None:
     inside = run(2, tmp_path / "inside", HALF)
-    outside = run(2, tmp_path / "outside", HALF, f"--memory.nvme optimizer --memory.nvme_dir {tmp_path / 'disk'}")
+    outside = run(
+        2, tmp_path / "outside", HALF, f"--memory.nvme optimizer --memory.nvme_dir {tmp_path / 'disk'}"
+    )
     assert losses(inside) == losses(outside)
     assert all(torch.equal(outside.parameters[name], value) for name, value in inside.parameters.items())
 
@@ -228,10 +243,19 @@ def test_bf16_moments_rest_in_files_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (f"{HALF} --optim.name sgd", r"--optim.state bf16 and --optim.name sgd do not go together. HINT: --optim.state master"),
+        (
+            f"{HALF} --optim.name sgd",
+            r"--optim.state bf16 and --optim.name sgd do not go together. HINT: --optim.state master",
+        ),
         (f"{BITS} --optim.fused true", "--optim.state 8bit and --optim.fused true do not go together"),
-        (f"{HALF} --precision.master fp64", "--optim.state bf16 and --precision.master fp64 do not go together"),
-        (f"{BITS} --memory.nvme optimizer --memory.nvme_dir /tmp", "8bit and --memory.nvme optimizer do not go together"),
+        (
+            f"{HALF} --precision.master fp64",
+            "--optim.state bf16 and --precision.master fp64 do not go together",
+        ),
+        (
+            f"{BITS} --memory.nvme optimizer --memory.nvme_dir /tmp",
+            "8bit and --memory.nvme optimizer do not go together",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(words: str, said: str) -> None:

@@ -44,7 +44,9 @@ def test_each_kind_keeps_less_and_computes_the_same() -> None:
 
 @pytest.mark.parametrize("budget", quick_are([0.5], [0.0, 0.1, 0.25, 0.5, 0.75, 0.9]))
 def test_a_budget_is_kept(budget: float) -> None:
-    """Over all blocks: at most its share of what they keep by themselves, and not much less where there is a choice."""
+    """Over all blocks: at most its share of what they keep by themselves, and not much less where there is a
+    choice.
+    """
     none, expected, _ = after(MemorySection(), dropout=0.1)
     nothing, _, _ = after(MemorySection(activation_checkpointing="full"), dropout=0.1)
     some, found, blocks = after(MemorySection(activation_budget=budget), dropout=0.1)
@@ -110,11 +112,13 @@ def test_measuring_leaves_no_trace(budget: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ranks", "words"), [(2, ""), (4, "--mesh.strategy hsdp"), (2, "--mesh.strategy ddp --train.micro_batch 3")]
+    ("ranks", "words"),
+    [(2, ""), (4, "--mesh.strategy hsdp"), (2, "--mesh.strategy ddp --train.micro_batch 3")],
 )
 def test_a_run_within_a_budget_is_the_same_run(ranks: int, words: str, tmp_path: Path) -> None:
     plain, within = (
-        run(ranks, tmp_path / name, words, more) for name, more in (("a", ""), ("b", "--memory.activation_budget 0.4"))
+        run(ranks, tmp_path / name, words, more)
+        for name, more in (("a", ""), ("b", "--memory.activation_budget 0.4"))
     )
     assert [r.get("loss") for r in plain.records] == [r.get("loss") for r in within.records]
     assert all(torch.equal(within.parameters[name], value) for name, value in plain.parameters.items())
@@ -134,7 +138,8 @@ def test_under_a_compiler_the_budget_is_its_own() -> None:
 
 def test_recomputing_without_units_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"--memory.activation_checkpointing full works on units.*HINT: --mesh.wrap class:NAME"
+        ConfigError,
+        match=r"--memory.activation_checkpointing full works on units.*HINT: --mesh.wrap class:NAME",
     ):
         apply_activation_checkpointing([], MemorySection(activation_checkpointing="full"))
     with pytest.raises(ConfigError, match=r"--memory.activation_budget 0.5 works on units"):

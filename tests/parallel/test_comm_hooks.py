@@ -1,4 +1,6 @@
-"""--comm.*: a person's own communication is called and trained with, the divisor changes no result, and bytes are as told."""
+"""--comm.*: a person's own communication is called and trained with, the divisor changes no result, and bytes
+are as told.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +38,17 @@ def called(env: DistEnv, words: list[str]) -> Counter[str]:
     return Counter(what for what, _, _ in comm_hooks.SEEN)
 
 
-OWN = f"--comm.all_gather {HERE}:gather --comm.reduce_scatter {HERE}:Scatter --comm.all_reduce_hook {HERE}:hook"
+OWN = (
+    f"--comm.all_gather {HERE}:gather --comm.reduce_scatter {HERE}:Scatter --comm.all_reduce_hook {HERE}:hook"
+)
 
 
 @pytest.mark.parametrize(("ranks", "mesh"), quick_are([(4, HSDP)], [(2, ""), (4, HSDP)], []))
 def test_a_person_s_own_is_called_and_trains_the_same(ranks: int, mesh: str, tmp_path: Path) -> None:
     words = flags(mesh, OWN, "--train.steps 3")
     for found in run_world(ranks, called, ["--run.dir", str(tmp_path / "own"), *words]):
-        # four units: three blocks and the root; the last block and the root stay gathered between forward and backward
+        # four units: three blocks and the root; the last block and the root stay gathered between forward and
+        # backward
         assert found["reduce_scatter"] == found["hook"] == 3 * 4
         assert found["all_gather"] == 3 * (4 + 2)
     own = torch.load(tmp_path / "own/full_model/full-model.pt", weights_only=True)
@@ -59,7 +64,9 @@ def test_an_all_reduce_hook_changes_what_it_is_given(tmp_path: Path) -> None:
     assert relative_difference(half, whole) < 1e-12
 
 
-@pytest.mark.parametrize(("ranks", "mesh"), [(2, ""), (4, HSDP), (2, "--train.micro_batch 2 --mesh.accumulate every")])
+@pytest.mark.parametrize(
+    ("ranks", "mesh"), [(2, ""), (4, HSDP), (2, "--train.micro_batch 2 --mesh.accumulate every")]
+)
 @pytest.mark.parametrize("factor", quick_are([], ["1", "0.25", "64"], ["64"]))
 def test_the_divisor_changes_no_result(ranks: int, mesh: str, factor: str, tmp_path: Path) -> None:
     divided = run(ranks, tmp_path / "a", FP64, mesh, f"--train.steps 4 --comm.divide_by {factor}").parameters
@@ -87,7 +94,9 @@ def test_it_changes_how_large_the_numbers_on_the_wire_are(tmp_path: Path) -> Non
     """--comm.divide_by 1 sends what is summed; the default sends as many times more as there are ranks."""
     words = flags(f"--train.steps 1 --comm.reduce_scatter {HERE}:Scatter")
     usual = max(run_world(2, largest_sent, ["--run.dir", str(tmp_path / "a"), *words]))
-    summed = max(run_world(2, largest_sent, ["--run.dir", str(tmp_path / "b"), *words, "--comm.divide_by", "1"]))
+    summed = max(
+        run_world(2, largest_sent, ["--run.dir", str(tmp_path / "b"), *words, "--comm.divide_by", "1"])
+    )
     assert usual == pytest.approx(2 * summed, rel=1e-5)
 
 
@@ -122,7 +131,9 @@ def test_ddp_has_none_of_it(words: str, said: str) -> None:
 
 
 def test_a_divisor_without_shards_is_refused(tmp_path: Path) -> None:
-    for text in failures(2, tmp_path, "--mesh.strategy hsdp --mesh.replicate 2 --mesh.shard 1 --comm.divide_by 2"):
+    for text in failures(
+        2, tmp_path, "--mesh.strategy hsdp --mesh.replicate 2 --mesh.shard 1 --comm.divide_by 2"
+    ):
         assert "divides where shards are reduced" in str(text)
 
 
@@ -144,9 +155,13 @@ def counted(env: DistEnv, words: list[str]) -> Traffic:
             if inside[0]:
                 group = more.get("group") or (args[2] if len(args) > 2 else None)
                 ranks = dist.get_world_size(group)
-                given = max((t for t in (*args, *more.values()) if isinstance(t, torch.Tensor)), key=torch.Tensor.numel)
+                given = max(
+                    (t for t in (*args, *more.values()) if isinstance(t, torch.Tensor)),
+                    key=torch.Tensor.numel,
+                )
                 times = 2 if names[name] == "all_reduce" else 1
-                if given.numel() > 1 and given.dtype != torch.float64:  # not the norm, nor the loss with the wish to stop
+                # not the norm, nor the loss with the wish to stop
+                if given.numel() > 1 and given.dtype != torch.float64:
                     sent[names[name]] += times * given.nbytes * (ranks - 1) / ranks
             was, inside[0] = inside[0], False  # one may be made of the other
             try:
@@ -196,11 +211,19 @@ CASES = [
 
 @pytest.mark.parametrize(("ranks", "words"), quick_are(CASES[::4], CASES, CASES[1::4]))
 def test_the_bytes_told_are_the_bytes_sent(ranks: int, words: str, tmp_path: Path) -> None:
-    given = ["--run.dir", str(tmp_path), *flags(words, "--train.steps 1 --checkpoint.every_steps 0 --checkpoint.export false")]
+    given = [
+        "--run.dir",
+        str(tmp_path),
+        *flags(words, "--train.steps 1 --checkpoint.every_steps 0 --checkpoint.export false"),
+    ]
     config = configuration.load(given)
     job = prepare(config, world_size=ranks, num_nodes=1, device=torch.device("cpu"))
     told = traffic(
-        trained_model(config, job), sizes=job.sizes, section=config.mesh, accumulation=job.batch.accumulation,
-        gathered=job.dtypes.param, reduced=job.dtypes.reduce,
-    )  # fmt: skip
+        trained_model(config, job),
+        sizes=job.sizes,
+        section=config.mesh,
+        accumulation=job.batch.accumulation,
+        gathered=job.dtypes.param,
+        reduced=job.dtypes.reduce,
+    )
     assert run_world(ranks, counted, given) == [told] * ranks

@@ -16,7 +16,14 @@ import pytest
 
 from fsdp.base.errors import ConfigError
 from fsdp.config import SpeedSection
-from fsdp.parallel.compile_cache import VARIABLE, CompileCache, Places, maybe_compile_cache, places, torchs_own
+from fsdp.parallel.compile_cache import (
+    VARIABLE,
+    CompileCache,
+    Places,
+    maybe_compile_cache,
+    places,
+    torchs_own,
+)
 from tests.support.runs import flags
 from tests.support.world import _env
 
@@ -49,7 +56,8 @@ def start(run_dir: Path, *more: str, **environ: str) -> dict[str, int]:
     assert done.returncode == 0, done.stderr
     counted = json.loads(done.stdout.splitlines()[-1])
     return {
-        what: counted["inductor"].get(f"fxgraph_cache_{what}", 0) + counted["aot_autograd"].get(f"autograd_cache_{what}", 0)
+        what: counted["inductor"].get(f"fxgraph_cache_{what}", 0)
+        + counted["aot_autograd"].get(f"autograd_cache_{what}", 0)
         for what in ("miss", "hit")
     }
 
@@ -72,7 +80,9 @@ def test_a_start_on_another_node_compiles_nothing(tmp_path: Path) -> None:
     counted = []
     for node in nodes:
         node.mkdir()
-        counted.append(start(tmp_path / f"run-{node.name}", TMPDIR=str(node), XDG_CACHE_HOME=str(tmp_path / "home")))
+        counted.append(
+            start(tmp_path / f"run-{node.name}", TMPDIR=str(node), XDG_CACHE_HOME=str(tmp_path / "home"))
+        )
     assert counted[0]["miss"] > 0
     assert counted[1]["miss"] == 0
     assert counted[1]["hit"] > 0
@@ -183,7 +193,9 @@ def test_without_a_usable_home_the_nodes_own_is_used(
         write(shared, evil="code")
     else:
         monkeypatch.delenv("XDG_CACHE_HOME")
-        monkeypatch.setattr(Path, "home", classmethod(lambda cls: (_ for _ in ()).throw(RuntimeError("no home"))))
+        monkeypatch.setattr(
+            Path, "home", classmethod(lambda cls: (_ for _ in ()).throw(RuntimeError("no home")))
+        )
     assert maybe_compile_cache(COMPILED, _env(0, 1)) is None
     own = Path(os.environ[VARIABLE])
     assert own.name == f"shardrun-compile-{os.getuid()}"
@@ -191,10 +203,14 @@ def test_without_a_usable_home_the_nodes_own_is_used(
     assert ("compiled kernels stay on this node" in caplog.text) == (home != "none")
 
 
-def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_others_can_write_to_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(VARIABLE, "/before")
     tmp_path.chmod(0o777)
-    with pytest.raises(ConfigError, match=r"can be written by others, and what lies there is run as code.*chmod 700"):
+    with pytest.raises(
+        ConfigError, match=r"can be written by others, and what lies there is run as code.*chmod 700"
+    ):
         maybe_compile_cache(SpeedSection(compile="true", compile_cache=str(tmp_path)), _env(0, 1))
     with pytest.raises(ConfigError, match="cannot be made"):
         maybe_compile_cache(SpeedSection(compile="true", compile_cache="/proc/nothing"), _env(0, 1))

@@ -17,7 +17,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 def test_files_on_cuda_need_the_update_on_the_host() -> None:
     memory = MemorySection(nvme="optimizer", nvme_dir="/tmp")
     with pytest.raises(
-        ConfigError, match=r"--memory.nvme optimizer keeps the optimizer on the host.*HINT: --memory.cpu_offload"
+        ConfigError,
+        match=r"--memory.nvme optimizer keeps the optimizer on the host.*HINT: --memory.cpu_offload",
     ):
         check_device(memory, CUDA)
     check_device(memory, CPU)

@@ -1,4 +1,6 @@
-"""--speed.float8: emulated, its rounding shows and is small; weights are gathered in a byte; what cannot be is refused."""
+"""--speed.float8: emulated, its rounding shows and is small; weights are gathered in a byte; what cannot be
+is refused.
+"""
 
 from __future__ import annotations
 
@@ -47,16 +49,28 @@ def test_it_trains_nearly_as_bf16_does_and_not_quite(recipe: str, tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_checkpoint_holds_each_layers_own_weights(ranks: int, tmp_path: Path) -> None:
-    """Weights that are gathered in float8 are wrapped, and a wrapper has no address: layers were taken for one tied weight."""
+    """Weights that are gathered in float8 are wrapped, and a wrapper has no address: layers were taken for
+    one tied weight.
+    """
     words = f"{WIDE} --optim.lr 1e-12 --optim.weight_decay 0"
-    plain, found = (run(ranks, tmp_path / name, words, more) for name, more in (("a", ""), ("b", f"{EMULATED} tensorwise")))
-    assert all(torch.allclose(found.parameters[name], value, atol=1e-6) for name, value in plain.parameters.items())
+    plain, found = (
+        run(ranks, tmp_path / name, words, more)
+        for name, more in (("a", ""), ("b", f"{EMULATED} tensorwise"))
+    )
+    assert all(
+        torch.allclose(found.parameters[name], value, atol=1e-6) for name, value in plain.parameters.items()
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["--mesh.strategy ddp", "--mesh.strategy hsdp --mesh.replicate 2 --mesh.shard 1"])
+@pytest.mark.parametrize(
+    "mesh", ["--mesh.strategy ddp", "--mesh.strategy hsdp --mesh.replicate 2 --mesh.shard 1"]
+)
 def test_replicas_train_in_it_too(mesh: str, tmp_path: Path) -> None:
-    bf16, found = (run(2, tmp_path / name, WIDE, mesh, more) for name, more in (("a", ""), ("b", f"{EMULATED} tensorwise")))
+    bf16, found = (
+        run(2, tmp_path / name, WIDE, mesh, more)
+        for name, more in (("a", ""), ("b", f"{EMULATED} tensorwise"))
+    )
     assert 1e-6 < relative_difference(found.parameters, bf16.parameters) < 5e-2
 
 
@@ -64,8 +78,12 @@ def test_replicas_train_in_it_too(mesh: str, tmp_path: Path) -> None:
 def test_tensorwise_gathers_weights_in_a_byte_an_element(tmp_path: Path) -> None:
     own = f"{WIDE} --comm.all_gather tests.support.comm_hooks:gather --train.steps 1"
     [bf16, _] = run_world(2, largest_gather, ["--run.dir", str(tmp_path / "a"), *flags(own)])
-    [tensorwise, _] = run_world(2, largest_gather, ["--run.dir", str(tmp_path / "b"), *flags(own, EMULATED, "tensorwise")])
-    [rowwise, _] = run_world(2, largest_gather, ["--run.dir", str(tmp_path / "c"), *flags(own, EMULATED, "rowwise")])
+    [tensorwise, _] = run_world(
+        2, largest_gather, ["--run.dir", str(tmp_path / "b"), *flags(own, EMULATED, "tensorwise")]
+    )
+    [rowwise, _] = run_world(
+        2, largest_gather, ["--run.dir", str(tmp_path / "c"), *flags(own, EMULATED, "rowwise")]
+    )
     assert rowwise == bf16
     assert tensorwise < 0.6 * bf16
 
@@ -95,7 +113,11 @@ def _train(env: DistEnv, words: list[str]) -> None:
     ],
 )
 def test_hardware_that_cannot_is_refused(
-    recipe: str, device: torch.device, capability: tuple[int, int] | None, said: str, monkeypatch: pytest.MonkeyPatch
+    recipe: str,
+    device: torch.device,
+    capability: tuple[int, int] | None,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "A100")
@@ -111,17 +133,22 @@ def test_hardware_that_cannot_is_refused(
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(float8.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=r"needs torchao, which is not installed. HINT: pip install torchao"):
+    with pytest.raises(
+        ConfigError, match=r"needs torchao, which is not installed. HINT: pip install torchao"
+    ):
         check_float8(SpeedSection(float8="tensorwise", float8_emulate=True), CPU)
 
 
 def test_a_model_without_such_sizes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no nn.Linear within the model's blocks has sizes that are multiples of 16"):
+    with pytest.raises(
+        ConfigError, match=r"no nn.Linear within the model's blocks has sizes that are multiples of 16"
+    ):
         float8.apply_float8([], SpeedSection(float8="rowwise", float8_emulate=True), sharded=True)
 
 
 @pytest.mark.parametrize(
-    "more", ["--lora.rank 2", "--memory.cpu_offload true", "--precision.master fp64", "--precision.param fp16"]
+    "more",
+    ["--lora.rank 2", "--memory.cpu_offload true", "--precision.master fp64", "--precision.param fp16"],
 )
 def test_what_does_not_go_with_it_is_refused_by_name(more: str) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -31,12 +31,15 @@ def gathers(env: DistEnv, words: list[str]) -> int:
 @pytest.mark.parametrize(
     ("policy", "a_step"),
     [
-        ("true", 3 * (2 * 2 + 2)),  # each unit twice a micro-batch; the last one and the root stay to their backward
+        # each unit twice a micro-batch; the last one and the root stay to their backward
+        ("true", 3 * (2 * 2 + 2)),
         ("false", 3 * (3 + 1)),  # each once a micro-batch
         ("step", 3 + 1),  # each once a step, whatever the micro-batches
     ],
 )
-def test_gathers_of_three_micro_batches(policy: str, a_step: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_gathers_of_three_micro_batches(
+    policy: str, a_step: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     words = f"{COUNTED} --mesh.reshard_after_forward {policy} --train.micro_batch 2 --data.args.count 48"
     counts = []
     for steps in (2, 4):
@@ -51,10 +54,17 @@ def ahead(env: DistEnv, words: list[str]) -> dict[str, list[int]]:
     sizes = resolve(config.mesh, env.world_size)
     model = user_code.Uneven()
     sharded = shard_model(
-        model, sizes=sizes, mesh=build_mesh(sizes, env.device), device=env.device, section=config.mesh,
-        precision=config.precision, memory=config.memory, speed=config.speed, comm=config.comm,
+        model,
+        sizes=sizes,
+        mesh=build_mesh(sizes, env.device),
+        device=env.device,
+        section=config.mesh,
+        precision=config.precision,
+        memory=config.memory,
+        speed=config.speed,
+        comm=config.comm,
         hooks=load_hooks(config.comm),
-    )  # fmt: skip
+    )
     seen: dict[str, list[int]] = {"forward": [], "backward": []}
 
     def note(way: str, *_: object) -> None:
@@ -69,7 +79,9 @@ def ahead(env: DistEnv, words: list[str]) -> dict[str, list[int]]:
 
 
 def test_a_deeper_look_ahead_gathers_earlier() -> None:
-    """The root and three blocks. Backward looks one ahead by itself; the first block in backward has none before it."""
+    """The root and three blocks. Backward looks one ahead by itself; the first block in backward has none
+    before it.
+    """
     [near, _] = run_world(2, ahead, [])
     assert near == {"forward": [2, 3, 4], "backward": [5, 6, 6]}
     [far, _] = run_world(2, ahead, ["--speed.prefetch_forward", "2", "--speed.prefetch_backward", "2"])

@@ -1,4 +1,6 @@
-"""Initial weights are a function of the seed alone: the same bits at any number of ranks, under any strategy, drawn or sent."""
+"""Initial weights are a function of the seed alone: the same bits at any number of ranks, under any strategy,
+drawn or sent.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +49,15 @@ def digests(env: DistEnv, words: str) -> dict[str, dict[str, int]]:
             config = configuration.load([*words.split(), "--mesh.strategy", strategy, "--model.init", init])
             job = prepare(config, world_size=env.world_size, num_nodes=1, device=env.device)
             sharded = shard_model(
-                meta_model(job.spec), sizes=job.sizes, mesh=build_mesh(job.sizes, env.device), device=env.device,
-                section=config.mesh, precision=config.precision, memory=config.memory, speed=config.speed,
-            )  # fmt: skip
+                meta_model(job.spec),
+                sizes=job.sizes,
+                mesh=build_mesh(job.sizes, env.device),
+                device=env.device,
+                section=config.mesh,
+                precision=config.precision,
+                memory=config.memory,
+                speed=config.speed,
+            )
             materialize(sharded, spec=job.spec, seed=3, init=init, rank=env.rank)
             found[f"{strategy} {init}"] = state_digest(sharded.root)
     return found

@@ -1,4 +1,6 @@
-"""From meta to real: what nobody filled is named on every rank, pretrained weights fit whole or are refused, buffers arrive."""
+"""From meta to real: what nobody filled is named on every rank, pretrained weights fit whole or are refused,
+buffers arrive.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +29,26 @@ from tests.support.world import run_world
 
 
 def made(
-    env: DistEnv, build: Callable[[], nn.Module], *, strategy: Strategy = "fsdp", init: str = "shard", weights: str = "",
+    env: DistEnv,
+    build: Callable[[], nn.Module],
+    *,
+    strategy: Strategy = "fsdp",
+    init: str = "shard",
+    weights: str = "",
     precision: PrecisionSection | None = None,
-) -> Sharded:  # fmt: skip
+) -> Sharded:
     sizes = resolve(MeshSection(strategy=strategy), env.world_size)
     spec = ModelSpec(name="own", build=build, sizes={}, knows_inits=False)
     sharded = shard_model(
-        meta_model(spec), sizes=sizes, mesh=build_mesh(sizes, env.device), device=env.device, section=MeshSection(),
-        precision=precision or PrecisionSection(), memory=MemorySection(), speed=SpeedSection(),
-    )  # fmt: skip
+        meta_model(spec),
+        sizes=sizes,
+        mesh=build_mesh(sizes, env.device),
+        device=env.device,
+        section=MeshSection(),
+        precision=precision or PrecisionSection(),
+        memory=MemorySection(),
+        speed=SpeedSection(),
+    )
     source = (lambda: open_full_state(weights)) if weights else None
     materialize(sharded, spec=spec, seed=0, init=init, rank=env.rank, weights=source)
     return sharded
@@ -163,7 +176,10 @@ def save(state: dict[str, Tensor], path: Path) -> str:
 
 def trained_state(model: nn.Module) -> dict[str, Tensor]:
     """Nothing as a constructor makes it."""
-    return {n: t + 1 if t.is_floating_point() or t.is_complex() else t.clone() for n, t in model.state_dict().items()}
+    return {
+        n: t + 1 if t.is_floating_point() or t.is_complex() else t.clone()
+        for n, t in model.state_dict().items()
+    }
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
@@ -194,11 +210,19 @@ def test_tied_weights_are_found_under_either_name(tmp_path: Path) -> None:
     ("spoil", "message"),
     [
         ("missing", "--model.weights has no blocks.1.up.bias (1 of 22 are missing). HINT: "),
-        ("shape", "--model.weights has head.weight as (7, 13), the model as (5, 13). HINT: give --model.preset"),
-        ("over", "--model.weights has blocks.3.up.bias, which the model has not (1 of 23 are left over). HINT: "),
+        (
+            "shape",
+            "--model.weights has head.weight as (7, 13), the model as (5, 13). HINT: give --model.preset",
+        ),
+        (
+            "over",
+            "--model.weights has blocks.3.up.bias, which the model has not (1 of 23 are left over). HINT: ",
+        ),
     ],
 )
-def test_a_state_dict_that_does_not_fit_is_refused_on_every_rank(spoil: str, message: str, tmp_path: Path) -> None:
+def test_a_state_dict_that_does_not_fit_is_refused_on_every_rank(
+    spoil: str, message: str, tmp_path: Path
+) -> None:
     state = trained_state(user_code.Uneven())
     if spoil == "missing":
         del state["blocks.1.up.bias"]

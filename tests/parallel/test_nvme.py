@@ -1,4 +1,6 @@
-"""What rests in files: the same numbers to the bit, in files while it trains, nothing left in the folder after."""
+"""What rests in files: the same numbers to the bit, in files while it trains, nothing left in the folder
+after.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ SAMPLE = (
 def test_the_numbers_are_those_of_a_run_in_memory(case: str, tmp_path: Path) -> None:
     ranks, what, words = CASES[case]
     inside = run(ranks, tmp_path / "inside", words)
-    outside = run(ranks, tmp_path / "outside", words, f"--memory.nvme {what} --memory.nvme_dir {tmp_path / 'disk'}")
+    outside = run(
+        ranks, tmp_path / "outside", words, f"--memory.nvme {what} --memory.nvme_dir {tmp_path / 'disk'}"
+    )
     assert [r.get("loss") for r in outside.records] == [r.get("loss") for r in inside.records]
     assert [r.get("grad_norm") for r in outside.records] == [r.get("grad_norm") for r in inside.records]
     assert all(torch.equal(outside.parameters[name], value) for name, value in inside.parameters.items())
@@ -62,7 +66,9 @@ GOES_ON = [((2, "all"), (4, "optimizer")), ((3, "off"), (2, "all")), ((2, "optim
 
 
 @pytest.mark.parametrize(("first", "then"), sample_are(GOES_ON[:1], GOES_ON))
-def test_a_checkpoint_goes_on_elsewhere(first: tuple[int, str], then: tuple[int, str], tmp_path: Path) -> None:
+def test_a_checkpoint_goes_on_elsewhere(
+    first: tuple[int, str], then: tuple[int, str], tmp_path: Path
+) -> None:
     """Saved by one way and size, resumed by another: as the same two starts in memory."""
 
     def start(folder: str, ranks: int, what: str, more: str) -> Any:
@@ -73,7 +79,9 @@ def test_a_checkpoint_goes_on_elsewhere(first: tuple[int, str], then: tuple[int,
     for folder, ways in (("plain", ("off", "off")), ("files", (first[1], then[1]))):
         small.begin(first[0], tmp_path / folder, cut, ways[0], tmp_path / "disk")
         start(folder, then[0], ways[1], "--checkpoint.every_steps 5")
-    plain, mapped = (torch.load(tmp_path / f / "full_model/full-model.pt", weights_only=True) for f in ("plain", "files"))
+    plain, mapped = (
+        torch.load(tmp_path / f / "full_model/full-model.pt", weights_only=True) for f in ("plain", "files")
+    )
     assert all(torch.equal(mapped[name], value) for name, value in plain.items())
     assert small.digests(tmp_path / "plain") == small.digests(tmp_path / "files")
 
@@ -85,7 +93,9 @@ def lies_where(env: DistEnv, folder: str, everything: bool) -> dict[str, set[str
 
     def of(tensors: list[Any]) -> set[str]:
         local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
-        return {next((n for n, f in shelf._files.items() if f.holds(t)), "memory") for t in local if t.numel()}
+        return {
+            next((n for n, f in shelf._files.items() if f.holds(t)), "memory") for t in local if t.numel()
+        }
 
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     states = [value for p in trained for name, value in optimizer.state[p].items() if name != "step"]
@@ -100,7 +110,9 @@ def test_what_lies_in_files(tmp_path: Path) -> None:
 
 
 def test_a_part_leaves_before_the_next_one_comes(tmp_path: Path) -> None:
-    """128 MiB of states in parts of 8: what is resident of the file never reaches two parts and a page of each tensor."""
+    """128 MiB of states in parts of 8: what is resident of the file never reaches two parts and a page of
+    each tensor.
+    """
     [most] = run_world(1, small.most_resident, str(tmp_path))
     assert most["whole"] > 120 << 20
     assert most["update"] < 2 * most["part"] + (1 << 20), most
@@ -120,7 +132,9 @@ def test_a_disk_that_is_too_small_is_said_before_training(tmp_path: Path) -> Non
 
 def test_a_folder_that_cannot_be_is_said_with_the_rank(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    said = failures(2, tmp_path / "run", f"--memory.nvme optimizer --memory.nvme_dir {tmp_path / 'file' / 'in'}")
+    said = failures(
+        2, tmp_path / "run", f"--memory.nvme optimizer --memory.nvme_dir {tmp_path / 'file' / 'in'}"
+    )
     assert said[0] is not None
     assert "cannot be used on rank 0 (Not a directory)" in said[0]
 
@@ -130,7 +144,10 @@ def test_a_folder_that_cannot_be_is_said_with_the_rank(tmp_path: Path) -> None:
     [
         ("--memory.nvme optimizer", "has no folder to put files in. HINT: --memory.nvme_dir"),
         ("--memory.nvme_dir /tmp", "alone says nothing"),
-        ("--memory.nvme all --memory.nvme_dir /tmp --mesh.strategy ddp", "moves shards, and --mesh.strategy ddp has none"),
+        (
+            "--memory.nvme all --memory.nvme_dir /tmp --mesh.strategy ddp",
+            "moves shards, and --mesh.strategy ddp has none",
+        ),
         (
             "--memory.nvme optimizer --memory.nvme_dir /tmp --optim.name sgd --optim.momentum 0",
             "has no states without momentum",

@@ -38,10 +38,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", quick_are(["ddp"], CASES, ["zero-2, micro-batches", "tied, a block used twice"]))
+@pytest.mark.parametrize(
+    "case", quick_are(["ddp"], CASES, ["zero-2, micro-batches", "tied, a block used twice"])
+)
 def test_the_numbers_are_those_of_a_run_without(case: str, tmp_path: Path) -> None:
     ranks, words = CASES[case]
-    here, there = (run(ranks, tmp_path / name, words, more) for name, more in (("here", ""), ("there", OFFLOAD)))
+    here, there = (
+        run(ranks, tmp_path / name, words, more) for name, more in (("here", ""), ("there", OFFLOAD))
+    )
     assert [r.get("loss") for r in there.records] == [r.get("loss") for r in here.records]
     assert all(torch.equal(there.parameters[name], value) for name, value in here.parameters.items())
 
@@ -132,11 +136,19 @@ def test_what_waits_for_what_where_there_are_streams(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(carrier, "streams", lambda: (out, back))
     loss = model(torch.randn(6, 12)).square().sum()
-    copied = ["out waits for all of main", "out records out1", "out waits for all of main", "out records out2"]
+    copied = [
+        "out waits for all of main",
+        "out records out1",
+        "out waits for all of main",
+        "out records out2",
+    ]
     assert said == [*copied, "main waits for out1"]
     said.clear()
     loss.backward()
-    second, first = ["back records back1", "main waits for back1"], ["back waits for out1", "back records back2"]
+    second, first = (
+        ["back records back1", "main waits for back1"],
+        ["back waits for out1", "back records back2"],
+    )
     assert said == [*second, *first, "main waits for back2"]
 
 
@@ -146,7 +158,11 @@ def test_a_second_backward_over_the_same_graph() -> None:
     loss.backward(retain_graph=True)
     first = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     loss.backward()
-    assert all(torch.allclose(p.grad, 2 * g) for p, g in zip(model.parameters(), first, strict=True) if p.grad is not None)
+    assert all(
+        torch.allclose(p.grad, 2 * g)
+        for p, g in zip(model.parameters(), first, strict=True)
+        if p.grad is not None
+    )
 
 
 def test_a_model_without_units_is_refused_by_name(tmp_path: Path) -> None:
@@ -158,5 +174,7 @@ def test_a_model_without_units_is_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("words", ["--memory.activation_checkpointing ops", "--memory.activation_budget 0.5"])
 def test_what_no_hook_sees_is_refused(words: str) -> None:
     flag, value = words.split()
-    with pytest.raises(ConfigError, match=f"--memory.activation_offload true and {flag} {value} do not go together"):
+    with pytest.raises(
+        ConfigError, match=f"--memory.activation_offload true and {flag} {value} do not go together"
+    ):
         load([*OFFLOAD.split(), *words.split()])

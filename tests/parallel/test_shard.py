@@ -1,4 +1,6 @@
-"""What becomes a unit is sharded as asked, and nothing else about the model changes: names, modes, what rests between steps."""
+"""What becomes a unit is sharded as asked, and nothing else about the model changes: names, modes, what rests
+between steps.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,15 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 def sharded_of(env: DistEnv, name: str, section: MeshSection) -> Sharded:
     sizes = resolve(section, env.world_size)
     return shard_model(
-        getattr(user_code, name)(), sizes=sizes, mesh=build_mesh(sizes, env.device), device=env.device, section=section,
-        precision=PrecisionSection(), memory=MemorySection(), speed=SpeedSection(),
-    )  # fmt: skip
+        getattr(user_code, name)(),
+        sizes=sizes,
+        mesh=build_mesh(sizes, env.device),
+        device=env.device,
+        section=section,
+        precision=PrecisionSection(),
+        memory=MemorySection(),
+        speed=SpeedSection(),
+    )
 
 
 def unit_names(env: DistEnv, name: str, wrap: str) -> list[str]:
@@ -79,10 +87,15 @@ def after_evaluation(env: DistEnv, policy: str) -> tuple[bool, bool]:
     """(all parameters are shards again, the model is in training mode)"""
     sizes = resolve(MeshSection(), env.world_size)
     sharded = shard_model(
-        user_code.Uneven(), sizes=sizes, mesh=build_mesh(sizes, env.device), device=env.device,
-        section=MeshSection(reshard_after_forward=policy), precision=PrecisionSection(), memory=MemorySection(),
+        user_code.Uneven(),
+        sizes=sizes,
+        mesh=build_mesh(sizes, env.device),
+        device=env.device,
+        section=MeshSection(reshard_after_forward=policy),
+        precision=PrecisionSection(),
+        memory=MemorySection(),
         speed=SpeedSection(),
-    )  # fmt: skip
+    )
     with sharded.evaluating():
         sharded.called(torch.zeros(2, 12))
     return all(isinstance(p, DTensor) for p in sharded.root.parameters()), sharded.root.training

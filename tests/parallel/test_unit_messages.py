@@ -1,4 +1,6 @@
-"""--dry-run lists the units with each rank's shard, the start names their number, and a wrap that finds none says so."""
+"""--dry-run lists the units with each rank's shard, the start names their number, and a wrap that finds none
+says so.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,15 @@ from tests.support.runs import flags
 from tests.support.world import run_world
 
 ALONE = DistEnv(
-    rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, num_nodes=1, device=torch.device("cpu"),
+    rank=0,
+    world_size=1,
+    local_rank=0,
+    local_world_size=1,
+    node_rank=0,
+    num_nodes=1,
+    device=torch.device("cpu"),
     launcher="tests",
-)  # fmt: skip
+)
 
 
 def said(*more: str) -> list[str]:
@@ -59,7 +67,8 @@ def _of_rank(row: str, rank: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("wrap", "hint"), [("size:3000000", "HINT: --mesh.wrap size:444"), ("root", "the root's group holds 1,571 parameters")]
+    ("wrap", "hint"),
+    [("size:3000000", "HINT: --mesh.wrap size:444"), ("root", "the root's group holds 1,571 parameters")],
 )
 def test_a_wrap_that_wraps_nothing_says_so(wrap: str, hint: str) -> None:
     line = fact(said(f"--mesh.wrap {wrap}"), "units")

@@ -1,4 +1,5 @@
-"""Parameters after 20 steps on every mesh, against a plain loop in one process that knows nothing of fsdp/'s training.
+"""Parameters after 20 steps on every mesh, against a plain loop in one process that knows nothing of fsdp/'s
+training.
 
 float64 shows a wrong reduction that rounding would hide; the lower precisions have bounds of their own.
 """
@@ -92,7 +93,13 @@ def _worth_it(mesh: str, dtype: str) -> bool:
 ON_MESHES = [(mesh, dtype) for dtype in BOUNDS for mesh in MESHES if _worth_it(mesh, dtype)]
 QUICK_MESHES = [("hsdp 2×2", "fp32"), ("fsdp of 2", "bf16")]
 QUICK = ("gathered once a step", "ddp, 3 micro-batches")
-SAMPLE_MESHES = [("fsdp of 3", "fp64"), ("ddp of 2", "fp16"), ("fsdp of 4", "fp64"), ("hsdp 2×2", "fp64"), ("ddp of 3", "fp64")]
+SAMPLE_MESHES = [
+    ("fsdp of 3", "fp64"),
+    ("ddp of 2", "fp16"),
+    ("fsdp of 4", "fp64"),
+    ("hsdp 2×2", "fp64"),
+    ("ddp of 3", "fp64"),
+]
 SAMPLE = (
     "tied", "hsdp, scattered each time", "scalars", "own loss", "zero-2", "reshard to 2 of 4", "uneven micro-batches",
     "clipped hard, hsdp", "sent and not drawn", "frozen, hsdp", "smaller than the mesh",
@@ -109,7 +116,11 @@ def _what_is_trained(words: str) -> str:
     """The flags that a plain loop must know of: the others may not change a number."""
     kept = ("model.name", "model.args", "data.name", "train.global_batch", "train.clip_grad_norm", "optim.")
     pairs = words.split()
-    return " ".join(f"{name} {value}" for name, value in zip(pairs[::2], pairs[1::2], strict=True) if name[2:].startswith(kept))
+    return " ".join(
+        f"{name} {value}"
+        for name, value in zip(pairs[::2], pairs[1::2], strict=True)
+        if name[2:].startswith(kept)
+    )
 
 
 def check(ranks: int, words: str, dtype: str, folder: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp.parity import Row, Comparison, relative_differences, rows
+from fsdp.parity import Comparison, Row, relative_differences, rows
 from fsdp.parity.__main__ import _show
 from fsdp.parity.measure import ParityDifference
 from fsdp.parity.options import ParityOptions
@@ -27,7 +27,9 @@ SMALL = [
 
 
 def parity(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "fsdp.parity", *words], cwd=ROOT, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-m", "fsdp.parity", *words], cwd=ROOT, capture_output=True, text=True
+    )
 
 
 @pytest.mark.slow
@@ -77,19 +79,26 @@ def test_a_difference_is_measured_against_what_moved() -> None:
 
 def test_what_differs_stands_under_its_mesh(capsys: pytest.CaptureFixture[str]) -> None:
     row = Row("hsdp", 2, 1, "true", 1)
-    same = [ParityDifference(training, "the loss of step 1", 1e-16, 1e-10) for training in Training]
-    wrong = ParityDifference(Training.GRADIENT, "the gradient of head.bias", 1.0, 1e-10, factor=2.0)
-    later = ParityDifference(Training.SGD, "the parameter head.bias", 1.0, 1e-10)
+    same = [ParityDifference(training, "the loss of step 1", 1e-16, 1e-10) for training in Comparison]
+    wrong = ParityDifference(Comparison.GRADIENT, "the gradient of head.bias", 1.0, 1e-10, factor=2.0)
+    later = ParityDifference(Comparison.SGD, "the parameter head.bias", 1.0, 1e-10)
     asked = ParityOptions([], 2, "fp64", 20)
     assert _show(asked, iter([(row, same)])) == 0
     assert _show(asked, iter([(row, [*same, wrong, later])])) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[-3].endswith("DIFFERS")
-    assert lines[-2] == "  gradients: the gradient of head.bias differs by 1.0e+00, bound 1e-10: it is 2 times the plain loop's"
+    assert (
+        lines[-2]
+        == "  gradients: the gradient of head.bias differs by 1.0e+00, bound 1e-10: it is 2 times the plain loop's"
+    )
     assert lines[-1] == "PARITY FAILS: 1 of 1 meshes differ, 20 steps on 2 ranks in fp64"
 
 
 def test_the_plain_loop_shares_no_code_that_computes() -> None:
     """The model, its weights and the samples, and nothing of the run."""
-    named = {module.split(".")[1] for _, module in imports(ROOT / "fsdp/parity/reference.py") if module.startswith("fsdp.")}
+    named = {
+        module.split(".")[1]
+        for _, module in imports(ROOT / "fsdp/parity/reference.py")
+        if module.startswith("fsdp.")
+    }
     assert named == {"parity", "config", "job", "models", "checkpoint"}

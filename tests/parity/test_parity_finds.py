@@ -1,4 +1,6 @@
-"""What python -m fsdp.parity finds with its default flags: each way to break a reduction, and nothing where none is broken."""
+"""What python -m fsdp.parity finds with its default flags: each way to break a reduction, and nothing where
+none is broken.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,8 @@ def test_a_broken_reduction_is_found(name: str, tmp_path: Path) -> None:
     if name in FACTORS:
         for row, apart in found.items():
             first = [d for d in apart if d.training is Comparison.GRADIENT]
-            assert [d.factor for d in first] == pytest.approx([FACTORS[name]] * 2), row  # the norm, and the worst parameter
+            # the norm, and the worst parameter
+            assert [d.factor for d in first] == pytest.approx([FACTORS[name]] * 2), row
             assert f"it is {FACTORS[name]:g} times the plain loop's" in str(first[-1])
     if name == "divisor of one axis":
         assert all(math.isclose(d.factor, 0.5, rel_tol=1e-6) for d in found[Row("hsdp", 2, 1, "true", 1)][:2])

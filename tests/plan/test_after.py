@@ -23,14 +23,42 @@ PLANNED = PlanSection(gpu="cpu", predicted_peak_gib=0.5, predicted_step_s=0.1)
 def test_a_planned_run_compares_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe, run = tmp_path / "planned.toml", tmp_path / "run"
     question = ["--plan.fix", "true", "--plan.gpu", "cpu", "--plan.write", str(recipe), "--train.steps", "5"]
-    question += ["--mesh.replicate", "1", "--mesh.shard", "1", "--mesh.strategy", "fsdp", "--checkpoint.export", "false"]
-    assert main([*question, "--model.name", "mlp", "--model.args.in_features", "784", "--train.eval_samples", "10"]) == 0
+    question += [
+        "--mesh.replicate",
+        "1",
+        "--mesh.shard",
+        "1",
+        "--mesh.strategy",
+        "fsdp",
+        "--checkpoint.export",
+        "false",
+    ]
+    assert (
+        main(
+            [
+                *question,
+                "--model.name",
+                "mlp",
+                "--model.args.in_features",
+                "784",
+                "--train.eval_samples",
+                "10",
+            ]
+        )
+        == 0
+    )
     done = subprocess.run(
-        [sys.executable, "train.py", "--config", str(recipe), "--run.dir", str(run)], cwd=ROOT, capture_output=True, text=True,
-        timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        [sys.executable, "train.py", "--config", str(recipe), "--run.dir", str(run)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert done.returncode == 0, done.stderr
-    assert re.search(r"planned [\d.]+ GiB and \S+ s a step; came [\d.]+ GiB \([+-][\d.]+%\) and \S+ s", done.stderr)
+    assert re.search(
+        r"planned [\d.]+ GiB and \S+ s a step; came [\d.]+ GiB \([+-][\d.]+%\) and \S+ s", done.stderr
+    )
     events = [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
     assert [event["event"] for event in events] == ["start", "end", "planned"]
     assert events[-1]["peak_gib"] > 0
@@ -43,7 +71,10 @@ def test_the_median_leaves_the_first_steps_out() -> None:
         planned.scalars(step, {"train/step_time_s": seconds, "train/max_mem_gib": 0.1 * step})
     planned.scalars(5, {"eval/eval_loss": 1.0})
     assert planned.compared() == Compared(0.5, 0.5, 0.1, 0.2)
-    assert str(planned.compared()) == "planned 0.500 GiB and 0.1 s a step; came 0.500 GiB (+0.0%) and 0.2 s (+100.0%)"
+    assert (
+        str(planned.compared())
+        == "planned 0.500 GiB and 0.1 s a step; came 0.500 GiB (+0.0%) and 0.2 s (+100.0%)"
+    )
 
 
 def test_nothing_is_compared_where_nothing_was_planned_or_came() -> None:

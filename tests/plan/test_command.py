@@ -1,4 +1,6 @@
-"""python -m fsdp.plan as a person types it: the table, the line to paste, the recipe, and what is said of mistakes."""
+"""python -m fsdp.plan as a person types it: the table, the line to paste, the recipe, and what is said of
+mistakes.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ from fsdp.plan.__main__ import main
 from tests.plan.asked import SMALL
 
 ROOT = Path(__file__).parents[2]
-QUICK = (*SMALL, "--plan.gpus", "4", "--memory.activation_checkpointing", "none", "--mesh.reshard_after_forward", "true")
+QUICK = (
+    *SMALL,
+    "--plan.gpus",
+    "4",
+    "--memory.activation_checkpointing",
+    "none",
+    "--mesh.reshard_after_forward",
+    "true",
+)
 """Few enough questions that they are answered in this process."""
 
 
@@ -27,22 +37,33 @@ def said(capsys: pytest.CaptureFixture[str], *flags: str, code: int = 0) -> str:
 
 
 def best_flags(text: str) -> list[str]:
-    return shlex.split(next(line for line in text.splitlines() if line.startswith("  best: ")).removeprefix("  best: "))
+    return shlex.split(
+        next(line for line in text.splitlines() if line.startswith("  best: ")).removeprefix("  best: ")
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.long
 def test_the_command_of_the_page_as_typed() -> None:
     command = next(
-        line for line in (ROOT / "README.md").read_text().splitlines() if line.strip().startswith("python -m fsdp.plan")
+        line
+        for line in (ROOT / "README.md").read_text().splitlines()
+        if line.strip().startswith("python -m fsdp.plan")
     ).strip()
     words = [sys.executable, *shlex.split(command.partition("#")[0])[1:]]
     done = subprocess.run(
-        words, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120
+        words,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     assert re.search(
-        r"^  mesh +reshard +checkpointing +micro-batch +peak GiB +fits 79 +step s +tok/s/GPU +MFU +bound by$", done.stdout, re.M
+        r"^  mesh +reshard +checkpointing +micro-batch +peak GiB +fits 79 +step s +tok/s/GPU +MFU +bound by$",
+        done.stdout,
+        re.M,
     )
     assert re.search(r"^  \d+×\d+ +(true|false) ", done.stdout, re.M)
     assert "not modelled: torch.compile" in done.stdout
@@ -74,7 +95,11 @@ def test_a_recipe_is_written_that_train_py_takes(capsys: pytest.CaptureFixture[s
     assert config.plan.predicted_step_s > 0
     assert f"--train.micro_batch {config.train.micro_batch}" in text
     done = subprocess.run(
-        [sys.executable, "train.py", "--config", str(recipe), "--dry-run"], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "train.py", "--config", str(recipe), "--dry-run"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr
     assert f"{config.mesh.replicate or 1} × shard {config.mesh.shard or 1}" in done.stdout
@@ -83,7 +108,17 @@ def test_a_recipe_is_written_that_train_py_takes(capsys: pytest.CaptureFixture[s
 @pytest.mark.slow
 def test_a_recipe_says_what_rank_0_will_see(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     own = ("--model.name", "tests.plan.own:Words", "--data.name", "synthetic", "--data.args.kind", "tokens")
-    fixed = (*own, "--data.args.vocab_size", "257", "--plan.fix", "true", "--plan.gpus", "4", "--train.global_batch", "8")
+    fixed = (
+        *own,
+        "--data.args.vocab_size",
+        "257",
+        "--plan.fix",
+        "true",
+        "--plan.gpus",
+        "4",
+        "--train.global_batch",
+        "8",
+    )
     recipes = [tmp_path / "first.toml", tmp_path / "last.toml"]
     for recipe, rank in zip(recipes, ("0", "3"), strict=True):
         said(capsys, *fixed, "--plan.rank", rank, "--plan.write", str(recipe))
@@ -131,7 +166,10 @@ QUICK_KNOBS = ("--memory.activation_checkpointing", "none")
 @pytest.mark.slow
 @pytest.mark.long
 def test_as_many_rows_as_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [len([line for line in said(capsys, *QUICK, "--plan.rows", n).splitlines() if "×" in line]) for n in ("1", "3")]
+    rows = [
+        len([line for line in said(capsys, *QUICK, "--plan.rows", n).splitlines() if "×" in line])
+        for n in ("1", "3")
+    ]
     assert rows[1] - rows[0] == 2
 
 
@@ -140,7 +178,17 @@ def test_what_is_measured_here_is_kept(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    fixed = (*SMALL, "--plan.fix", "true", "--plan.gpu", "cpu", "--plan.gpus", "2", "--train.global_batch", "4")
+    fixed = (
+        *SMALL,
+        "--plan.fix",
+        "true",
+        "--plan.gpu",
+        "cpu",
+        "--plan.gpus",
+        "2",
+        "--train.global_batch",
+        "4",
+    )
     first = said(capsys, *fixed, "--plan.calibrate", "true")
     assert re.match(r"cpu here: bf16 \S+ and fp32 \S+ TFLOP/s, \S+ GB/s; kept in ", first)
     assert (tmp_path / "shardrun" / "rates.json").exists()

@@ -15,7 +15,9 @@ from fsdp.plan.report import details
 from tests.plan.asked import plan
 
 HOUR = 3600.0
-COSTS = Costs(checkpoint_bytes=1e11, write_s=20.0, stall_s=2.0, start_s=60.0, failures_per_rank_s=1 / (1000 * 24 * HOUR))
+COSTS = Costs(
+    checkpoint_bytes=1e11, write_s=20.0, stall_s=2.0, start_s=60.0, failures_per_rank_s=1 / (1000 * 24 * HOUR)
+)
 
 
 def test_what_was_measured_is_what_stands_in_the_results() -> None:
@@ -26,7 +28,12 @@ def test_what_was_measured_is_what_stands_in_the_results() -> None:
     assert saved["ways"]["ours"]["stall_s"] / state_gb == pytest.approx(STALL_S_A_GB, rel=0.05)
     pieces = json.loads((results / "start.json").read_text(encoding="utf-8"))["pieces"]
     # After a failure the packages' files are in the page cache still.
-    starts = [row["wall_s"] for name, piece in pieces.items() if name.startswith("warm") for row in piece["rounds"]["ours"]]
+    starts = [
+        row["wall_s"]
+        for name, piece in pieces.items()
+        if name.startswith("warm")
+        for row in piece["rounds"]["ours"]
+    ]
     assert statistics.median(starts) == pytest.approx(START_S, rel=0.05)
 
 
@@ -63,7 +70,10 @@ def test_a_checkpoint_has_each_parameter_once_on_any_mesh() -> None:
     assert costs_of(many, many.config).checkpoint_bytes == costs_of(one, one.config).checkpoint_bytes
     assert costs_of(one, one.config).checkpoint_bytes == pytest.approx(one.memory.state, rel=0.05)
     adapters = plan("--lora.rank", "4")
-    assert costs_of(adapters, adapters.config).checkpoint_bytes < 0.2 * costs_of(one, one.config).checkpoint_bytes
+    assert (
+        costs_of(adapters, adapters.config).checkpoint_bytes
+        < 0.2 * costs_of(one, one.config).checkpoint_bytes
+    )
 
 
 def test_the_details_say_hours_and_the_stores_seconds() -> None:

@@ -46,7 +46,18 @@ def test_the_draw_is_the_same_each_time_and_has_every_kind() -> None:
     drawn = draw(random.Random(7), 48)
     assert drawn == draw(random.Random(7), 48)
     words = {word for case in drawn for word in case.flags}
-    assert {"ddp", "hsdp", "fsdp", "full", "ops", "bf16", "sgd", "mlp", "vit", "bench.plan_cases:half_frozen"} <= words
+    assert {
+        "ddp",
+        "hsdp",
+        "fsdp",
+        "full",
+        "ops",
+        "bf16",
+        "sgd",
+        "mlp",
+        "vit",
+        "bench.plan_cases:half_frozen",
+    } <= words
     assert {case.ranks for case in drawn} == {1, 2, 4}
 
 

@@ -31,7 +31,8 @@ def kinds(*flags: str, gpus: int = 4) -> dict[str, float]:
 @pytest.mark.slow
 def test_parameters_and_states_are_divided_by_the_shards() -> None:
     one, four = plan(*WIDE, "--mesh.strategy", "fsdp", gpus=1), plan(*WIDE, "--mesh.strategy", "fsdp", gpus=4)
-    assert four.memory.state == pytest.approx(one.memory.state / 4, rel=0.02)  # and rounded to the allocator's grains
+    # and rounded to the allocator's grains
+    assert four.memory.state == pytest.approx(one.memory.state / 4, rel=0.02)
 
 
 def test_replicas_hold_what_their_shards_hold() -> None:
@@ -44,7 +45,9 @@ def test_replicas_hold_what_their_shards_hold() -> None:
 
 @pytest.mark.slow
 def test_each_way_to_reshard() -> None:
-    gathered = {how: kinds("--mesh.reshard_after_forward", how)["gathered"] for how in ("true", "2", "false", "step")}
+    gathered = {
+        how: kinds("--mesh.reshard_after_forward", how)["gathered"] for how in ("true", "2", "false", "step")
+    }
     assert gathered["true"] < gathered["false"] <= gathered["step"]
     assert peak("--mesh.reshard_after_forward", "true") < peak("--mesh.reshard_after_forward", "2")
 
@@ -54,7 +57,10 @@ def test_accumulation_keeps_whole_gradients_or_their_shards() -> None:
     many = ("--train.global_batch", "24", "--train.micro_batch", "2", "--precision.param", "fp32")
     kept = {how: plan(*many, "--mesh.accumulate", how).memory.peak for how in ("last", "shard", "every")}
     assert kept["shard"] == kept["every"] < kept["last"]
-    assert peak("--train.global_batch", "8", "--train.micro_batch", "2", "--precision.param", "fp32") < kept["last"]
+    assert (
+        peak("--train.global_batch", "8", "--train.micro_batch", "2", "--precision.param", "fp32")
+        < kept["last"]
+    )
 
 
 def test_ddp_keeps_gradients_beside_its_buckets_until_it_synchronises() -> None:
@@ -67,7 +73,9 @@ def test_ddp_computes_in_its_dtype_and_keeps_a_copy_of_what_it_casts() -> None:
     wide = ("--mesh.strategy", "ddp", *WIDE)
     whole, half = (kinds(*wide, "--precision.param", dtype) for dtype in ("fp32", "bf16"))
     assert half["activations"] > whole["activations"]
-    assert peak(*LONG, "--mesh.strategy", "ddp") < peak(*LONG, "--mesh.strategy", "ddp", "--precision.param", "fp32")
+    assert peak(*LONG, "--mesh.strategy", "ddp") < peak(
+        *LONG, "--mesh.strategy", "ddp", "--precision.param", "fp32"
+    )
 
 
 def test_units_are_what_is_gathered_at_once() -> None:
@@ -87,7 +95,16 @@ def test_the_first_rank_holds_most_of_uneven_shards() -> None:
 # ---------------------------------------------------------------- knobs
 
 LONG = ("--data.seq_len", "128", "--precision.param", "bf16")
-WIDE = ("--data.seq_len", "8", "--model.args.width", "256", "--train.micro_batch", "1", "--train.global_batch", "4")
+WIDE = (
+    "--data.seq_len",
+    "8",
+    "--model.args.width",
+    "256",
+    "--train.micro_batch",
+    "1",
+    "--train.global_batch",
+    "4",
+)
 LESS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "--memory.activation_checkpointing full": (LONG, ()),
     "--memory.activation_checkpointing ops": (LONG, ()),
@@ -107,14 +124,18 @@ LESS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("knob", quick_are(["--memory.activation_budget 0.5", "--memory.cpu_offload true"], LESS))
+@pytest.mark.parametrize(
+    "knob", quick_are(["--memory.activation_budget 0.5", "--memory.cpu_offload true"], LESS)
+)
 def test_a_knob_that_saves_memory_is_seen_to(knob: str) -> None:
     common, without = LESS[knob]
     assert plan(*common, *knob.split()).memory.peak < plan(*common, *without).memory.peak
 
 
 def test_an_update_that_is_not_fused_has_temporaries() -> None:
-    fused, single = (plan(*WIDE, "--optim.fused", how).memory.phases["optimizer"] for how in ("auto", "false"))
+    fused, single = (
+        plan(*WIDE, "--optim.fused", how).memory.phases["optimizer"] for how in ("auto", "false")
+    )
     assert fused < single
     grouped = plan(*WIDE, "--optim.fused", "false", "--mesh.strategy", "ddp").memory
     assert grouped.phases["optimizer"] - grouped.resting > 0.9 * grouped.kinds["parameters"]
@@ -129,7 +150,9 @@ def test_tied_weights_are_counted_once() -> None:
 def test_recomputing_each_second_unit_saves_half() -> None:
     long = ("--data.seq_len", "256")
     none, full, second = (
-        kinds(*long, "--memory.activation_checkpointing", kind, "--memory.activation_checkpointing_every", every)["activations"]
+        kinds(
+            *long, "--memory.activation_checkpointing", kind, "--memory.activation_checkpointing_every", every
+        )["activations"]
         for kind, every in (("none", "1"), ("full", "1"), ("full", "2"))
     )
     assert second == pytest.approx((none + full) / 2, rel=0.15)
@@ -187,7 +210,9 @@ def test_what_is_not_modelled_is_named(flags: str) -> None:
 
 
 def test_nothing_is_named_where_all_is_counted() -> None:
-    assert not list(not_modelled(load([*SMALL, "--speed.compile", "false", "--memory.activation_checkpointing", "ops"])))
+    assert not list(
+        not_modelled(load([*SMALL, "--speed.compile", "false", "--memory.activation_checkpointing", "ops"]))
+    )
 
 
 # ---------------------------------------------------------------- composition
@@ -204,7 +229,16 @@ COMPOSED = {
 @pytest.mark.parametrize("flags", sample_are(list(COMPOSED)[1:2], COMPOSED))
 def test_few_blocks_stand_for_all_of_them(flags: str) -> None:
     gpu, layers = COMPOSED[flags]
-    words = [*SMALL, "--model.args.layers", str(layers), "--train.global_batch", "8", "--plan.gpu", gpu, *flags.split()]
+    words = [
+        *SMALL,
+        "--model.args.layers",
+        str(layers),
+        "--train.global_batch",
+        "8",
+        "--plan.gpu",
+        gpu,
+        *flags.split(),
+    ]
     ask = ask_for(load(words), 4)
     counted, whole = count(ask), watch(dataclasses.replace(ask, blocks=0))
     assert len(counted.extras) == 2
@@ -214,7 +248,15 @@ def test_few_blocks_stand_for_all_of_them(flags: str) -> None:
 @pytest.mark.slow
 @pytest.mark.long
 def test_blocks_that_are_alike_and_act_differently_run_whole() -> None:
-    words = [*SMALL, "--model.name", "tests.plan.own:Growing", "--model.args.layers", "12", "--train.global_batch", "8"]
+    words = [
+        *SMALL,
+        "--model.name",
+        "tests.plan.own:Growing",
+        "--model.args.layers",
+        "12",
+        "--train.global_batch",
+        "8",
+    ]
     ask = ask_for(load([word for word in words if word != "--model.args.heads"]), 4)
     counted = count(ask)
     assert len(counted.extras) == 1
@@ -233,7 +275,10 @@ def test_small_and_large_blocks_come_from_segments_of_their_own() -> None:
 
 def test_what_is_given_back_is_given_out_again() -> None:
     assert reserved_for([(1, 30 * MIB), (1, -30 * MIB), (2, 14 * MIB), (3, 14 * MIB)]) == 30 * MIB
-    assert reserved_for([(1, 14 * MIB), (2, 14 * MIB), (1, -14 * MIB), (2, -14 * MIB), (3, 28 * MIB)]) == 56 * MIB
+    assert (
+        reserved_for([(1, 14 * MIB), (2, 14 * MIB), (1, -14 * MIB), (2, -14 * MIB), (3, 28 * MIB)])
+        == 56 * MIB
+    )
 
 
 def test_free_neighbours_become_one_block() -> None:

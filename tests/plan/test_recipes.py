@@ -1,4 +1,6 @@
-"""Each recipe that ships is planned for the hardware that it names, as typed: it fits, as fast as its own comment says."""
+"""Each recipe that ships is planned for the hardware that it names, as typed: it fits, as fast as its own
+comment says.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,17 @@ from fsdp.plan.__main__ import main
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
-ROW = re.compile(r"^(?:# )? +(?P<mesh>\d+×\d+) .* (?P<peak>\d+\.\d) +(?P<fits>yes|no) +(?P<step>\d+\.\d{3}) ", re.MULTILINE)
+ROW = re.compile(
+    r"^(?:# )? +(?P<mesh>\d+×\d+) .* (?P<peak>\d+\.\d) +(?P<fits>yes|no) +(?P<step>\d+\.\d{3}) ", re.MULTILINE
+)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_fits_its_hardware_as_its_comment_says(
     recipe: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # rates that somebody measured here are not the table's
+    # rates that somebody measured here are not the table's
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.chdir(ROOT)
     assert load(["--config", str(recipe)]).plan.gpus > 0
     assert main(["--config", f"recipes/{recipe.name}"]) == 0
@@ -30,6 +35,7 @@ def test_a_recipe_fits_its_hardware_as_its_comment_says(
     assert now is not None
     assert said is not None, printed
     assert (now["mesh"], now["fits"]) == (said["mesh"], "yes")
-    # Other versions of torch keep and launch a little more or less; the last printed digit counts for small figures.
+    # Other versions of torch keep and launch a little more or less; the last printed digit counts for small
+    # figures.
     assert float(said["peak"]) == pytest.approx(float(now["peak"]), rel=0.02, abs=0.1), printed
     assert float(said["step"]) == pytest.approx(float(now["step"]), rel=0.05, abs=0.001), printed

@@ -1,4 +1,6 @@
-"""What is chosen: the fastest that fits with its margin, on as few GPUs as are enough, and never what train.py would refuse."""
+"""What is chosen: the fastest that fits with its margin, on as few GPUs as are enough, and never what
+train.py would refuse.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,12 @@ def test_what_was_given_stays() -> None:
 
 @pytest.mark.slow
 def test_a_strategy_that_was_given_is_kept() -> None:
-    assert {plan.sizes.strategy for plan in found("--plan.gpus", "4", "--mesh.strategy", "fsdp").plans} == {"fsdp"}
-    assert {plan.sizes.strategy for plan in found("--plan.gpus", "4", "--mesh.strategy", "ddp").plans} == {"ddp"}
+    assert {plan.sizes.strategy for plan in found("--plan.gpus", "4", "--mesh.strategy", "fsdp").plans} == {
+        "fsdp"
+    }
+    assert {plan.sizes.strategy for plan in found("--plan.gpus", "4", "--mesh.strategy", "ddp").plans} == {
+        "ddp"
+    }
 
 
 @pytest.mark.slow
@@ -53,13 +59,19 @@ def test_a_strategy_that_was_given_is_kept() -> None:
 def test_nothing_is_proposed_that_train_py_refuses() -> None:
     """DDP takes no factor of its own, so it is not among the choices."""
     assert "ddp" in {plan.sizes.strategy for plan in found("--plan.gpus", "4").plans}
-    assert {plan.sizes.strategy for plan in found("--plan.gpus", "4", "--comm.divide_by", "4").plans} == {"fsdp", "hsdp"}
+    assert {plan.sizes.strategy for plan in found("--plan.gpus", "4", "--comm.divide_by", "4").plans} == {
+        "fsdp",
+        "hsdp",
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.long
 def test_the_margin_decides_what_fits() -> None:
-    needed = found("--plan.gpus", "4", "--mesh.strategy", "fsdp", "--train.micro_batch", "1").plans[0].needed / 2**30
+    needed = (
+        found("--plan.gpus", "4", "--mesh.strategy", "fsdp", "--train.micro_batch", "1").plans[0].needed
+        / 2**30
+    )
     room = (
         "--plan.gpus",
         "4",
@@ -77,13 +89,27 @@ def test_the_margin_decides_what_fits() -> None:
 @pytest.mark.slow
 @pytest.mark.long
 def test_the_fewest_ranks_that_are_enough() -> None:
-    wide = ("--model.args.width", "768", "--train.micro_batch", "1", "--mesh.strategy", "fsdp", "--memory.cpu_offload", "false")
+    wide = (
+        "--model.args.width",
+        "768",
+        "--train.micro_batch",
+        "1",
+        "--mesh.strategy",
+        "fsdp",
+        "--memory.cpu_offload",
+        "false",
+    )
     whole = found(*wide, "--plan.gpus", "1").plans[0]
     fixed = whole.rates.overhead / 2**30
     least = found(*wide, "--plan.memory_gib", f"{fixed + 0.5 * (whole.needed / 2**30 - fixed):.4f}")
     assert least.ranks > 1
     assert least.fitting
-    half = ("--plan.gpus", str(least.ranks // 2), "--plan.memory_gib", f"{fixed + 0.5 * (whole.needed / 2**30 - fixed):.4f}")
+    half = (
+        "--plan.gpus",
+        str(least.ranks // 2),
+        "--plan.memory_gib",
+        f"{fixed + 0.5 * (whole.needed / 2**30 - fixed):.4f}",
+    )
     assert not found(*wide, *half).fitting
 
 
@@ -96,21 +122,37 @@ def test_without_a_number_of_ranks_the_mesh_gives_it() -> None:
 @pytest.mark.slow
 def test_no_number_of_ranks_is_tried_that_the_batch_does_not_divide() -> None:
     tight = ("--train.global_batch", "3", "--plan.memory_gib", "1.5", "--memory.cpu_offload", "false")
-    with pytest.raises(ConfigError, match=r"no number of H100 SXM up to 4096 holds this model. HINT: --plan.gpu with more"):
+    with pytest.raises(
+        ConfigError, match=r"no number of H100 SXM up to 4096 holds this model. HINT: --plan.gpu with more"
+    ):
         found(*tight)
 
 
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_process_beside_this_one_finds_the_same() -> None:
-    asks = [dataclasses.replace(ask_for(load([*SMALL, "--train.global_batch", "8"]), 4), rank=rank) for rank in range(3)]
+    asks = [
+        dataclasses.replace(ask_for(load([*SMALL, "--train.global_batch", "8"]), 4), rank=rank)
+        for rank in range(3)
+    ]
     beside = _beside(asks)
-    assert {ask: peak_of(trace) for ask, trace in beside.items()} == {ask: peak_of(watch(ask)) for ask in asks}
+    assert {ask: peak_of(trace) for ask, trace in beside.items()} == {
+        ask: peak_of(watch(ask)) for ask in asks
+    }
 
 
 @pytest.mark.slow
 def test_offload_is_tried_where_nothing_else_fits() -> None:
-    wide = ("--model.args.width", "768", "--train.micro_batch", "1", "--mesh.strategy", "fsdp", "--plan.gpus", "2")
+    wide = (
+        "--model.args.width",
+        "768",
+        "--train.micro_batch",
+        "1",
+        "--mesh.strategy",
+        "fsdp",
+        "--plan.gpus",
+        "2",
+    )
     without = min(plan.needed for plan in found(*wide, "--memory.cpu_offload", "false").plans)
     tight = found(*wide, "--plan.memory_gib", f"{without / 2**30 * 0.95:.4f}")
     assert tight.plans[0].config.memory.cpu_offload

@@ -1,4 +1,6 @@
-"""Seconds: each figure of a device or a link changes what it should, and communication hides where FSDP hides it."""
+"""Seconds: each figure of a device or a link changes what it should, and communication hides where FSDP hides
+it.
+"""
 
 from __future__ import annotations
 
@@ -35,12 +37,22 @@ def seconds(*flags: str, gpus: int = 16) -> float:
 FASTER = {
     "--plan.tflops 2000": (),
     "--plan.memory_gb_s 20000": (),
-    "--plan.link_gb_s 5000 --plan.node_link_gb_s 8000": ("--plan.link_gb_s", "10", "--plan.node_link_gb_s", "8"),
+    "--plan.link_gb_s 5000 --plan.node_link_gb_s 8000": (
+        "--plan.link_gb_s",
+        "10",
+        "--plan.node_link_gb_s",
+        "8",
+    ),
     "--plan.node_link_gb_s 800": ("--plan.node_link_gb_s", "2"),
     "--plan.gpus_per_node 16": ("--plan.gpus_per_node", "2", "--plan.node_link_gb_s", "4"),
     "--plan.gpu b200": ("--plan.gpu", "a100"),
     "--memory.activation_checkpointing none": ("--memory.activation_checkpointing", "full"),
-    "--mesh.reshard_after_forward false": ("--mesh.reshard_after_forward", "true", "--plan.node_link_gb_s", "2"),
+    "--mesh.reshard_after_forward false": (
+        "--mesh.reshard_after_forward",
+        "true",
+        "--plan.node_link_gb_s",
+        "2",
+    ),
     "--memory.cpu_offload false": ("--memory.cpu_offload", "true"),
 }
 
@@ -68,11 +80,15 @@ def test_a_gather_within_a_node_is_a_ring_of_its_links() -> None:
 
 
 def test_between_nodes_the_adapters_are_shared() -> None:
-    """Two nodes of eight, sharded within: each of eight groups of two sends its shard's part over a node's adapters."""
+    """Two nodes of eight, sharded within: each of eight groups of two sends its shard's part over a node's
+    adapters.
+    """
     rates = rates_for(load(["--plan.node_link_gb_s", "100"]))
     links = Links(MeshSizes("hsdp", 2, 8), rates)
     shard = 1e9
-    assert links.seconds("all_reduce", shard, replicas=True) == pytest.approx(2 * shard / 2 / (80e9 / 8), rel=0.01)
+    assert links.seconds("all_reduce", shard, replicas=True) == pytest.approx(
+        2 * shard / 2 / (80e9 / 8), rel=0.01
+    )
 
 
 def test_communication_is_hidden_behind_what_computes() -> None:
@@ -90,13 +106,16 @@ def test_accumulation_repeats_the_middle_micro_batch() -> None:
     times = [seconds("--train.global_batch", str(16 * n), "--train.micro_batch", "1") for n in (3, 4, 5)]
     assert times[2] - times[1] == pytest.approx(times[1] - times[0], rel=1e-6)
     flops = [
-        plan(*BIG, "--train.global_batch", str(16 * n), "--train.micro_batch", "1", gpus=16).step.flops for n in (1, 2, 3, 5)
+        plan(*BIG, "--train.global_batch", str(16 * n), "--train.micro_batch", "1", gpus=16).step.flops
+        for n in (1, 2, 3, 5)
     ]
     assert flops[1:] == pytest.approx([flops[0] * n for n in (2, 3, 5)], rel=0.02)
 
 
 def test_an_update_reads_and_writes_its_states() -> None:
-    """Parameters, gradients and two moments are read, all but the gradients are written, four bytes an element."""
+    """Parameters, gradients and two moments are read, all but the gradients are written, four bytes an
+    element.
+    """
     one = plan(*BIG, gpus=8)
     elements = one.memory.state / 12
     assert one.step.parts["optimizer"] * one.rates.bandwidth == pytest.approx(elements * 4 * 7, rel=0.05)

@@ -1,4 +1,6 @@
-"""python -m fsdp.predict on run directories as training leaves them: a number, a picture, text, and plain errors."""
+"""python -m fsdp.predict on run directories as training leaves them: a number, a picture, text, and plain
+errors.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,10 @@ def test_the_accuracy_is_that_of_the_heldout_digits(digits: Made, say: Say) -> N
     batch = heldout.batch(np.arange(len(heldout)))
     right = int((model(batch["inputs"]).argmax(-1) == batch["targets"]).sum())
     assert right > 0.85 * len(heldout)
-    assert f"accuracy  {right / len(heldout):.2%} of the held-out samples, {right} of {len(heldout)}\n" in say(run)
+    assert (
+        f"accuracy  {right / len(heldout):.2%} of the held-out samples, {right} of {len(heldout)}\n"
+        in say(run)
+    )
 
 
 def test_samples_are_shown_with_their_classes_and_probabilities(digits: Made, say: Say) -> None:
@@ -124,7 +129,8 @@ def test_a_picture_of_the_samples_is_drawn(digits: Made, say: Say, tmp_path: Pat
         colours = np.unique(np.asarray(sheet.convert("RGB")).reshape(-1, 3), axis=0).tolist()
         assert sheet.width > 450
         assert sheet.height > 450
-    assert any(green > red + 60 and green > blue + 60 for red, green, blue in colours)  # what is right stands in green
+    # what is right stands in green
+    assert any(green > red + 60 and green > blue + 60 for red, green, blue in colours)
     say(run, "--samples", 1, "--out", tmp_path / "new" / "one.jpg")
     with Image.open(tmp_path / "new" / "one.jpg") as sheet:
         assert sheet.format == "JPEG"
@@ -135,7 +141,9 @@ def test_the_training_samples_can_be_asked_about(digits: Made, say: Say) -> None
 
 
 def test_a_picture_of_ones_own_goes_the_way_of_training(digits: Made, say: Say, tmp_path: Path) -> None:
-    """A digit of the data, painted large and in colour as a person would send it, is read as the data's own is."""
+    """A digit of the data, painted large and in colour as a person would send it, is read as the data's own
+    is.
+    """
     run, _, _ = digits
     with np.load(ROOT / "fsdp" / "data" / "digits.npz") as file:
         source, labels = file["images"], file["labels"]
@@ -146,7 +154,9 @@ def test_a_picture_of_ones_own_goes_the_way_of_training(digits: Made, say: Say, 
         Image.fromarray(255 - large).save(tmp_path / f"dark{index}.png")
     files = [word for index in range(20) for word in ("--image", tmp_path / f"{index}.png")]
     light = say(run, *files, "--out", tmp_path / "sheet.png").splitlines()
-    dark = say(run, "--invert", *[str(word).replace(f"{tmp_path}/", f"{tmp_path}/dark") for word in files]).splitlines()
+    dark = say(
+        run, "--invert", *[str(word).replace(f"{tmp_path}/", f"{tmp_path}/dark") for word in files]
+    ).splitlines()
     for index in range(20):
         assert light[index].split()[1:] == dark[index].split()[1:]
         right += light[index].split()[1] == str(labels[index])
@@ -173,7 +183,10 @@ def test_a_safetensors_export_says_the_same(digits: Made, say: Say, tmp_path: Pa
 
 def test_a_float64_run_is_not_rounded(tmp_path: Path, say: Say) -> None:
     run, model, _ = make_run(tmp_path / "run", MLP | {"precision.master": "fp64"})
-    torch.save({name: value.double() for name, value in model.state_dict().items()}, run / "full_model" / "full-model.pt")
+    torch.save(
+        {name: value.double() for name, value in model.state_dict().items()},
+        run / "full_model" / "full-model.pt",
+    )
     assert "accuracy" in say(run)
 
 
@@ -237,7 +250,9 @@ class Wrapped(nn.Module):
 """
 
 
-def test_outputs_with_logits_are_understood(tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_with_logits_are_understood(
+    tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "hf_like_model.py").write_text(MODEL_LIKE_HF, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     fields = {name: value for name, value in LANGUAGE.items() if not name.startswith("model.")}
@@ -257,7 +272,10 @@ def test_no_such_run(tmp_path: Path, complain: Say) -> None:
 def test_no_export_and_how_to_make_one(tmp_path: Path, complain: Say) -> None:
     run, _, _ = make_run(tmp_path / "run", MLP)
     (run / "full_model" / "full-model.pt").unlink()
-    assert f"{run} has no exported model in {run}/full_model. HINT: python -m fsdp.checkpoint export {run}" in complain(run)
+    assert (
+        f"{run} has no exported model in {run}/full_model. HINT: python -m fsdp.checkpoint export {run}"
+        in complain(run)
+    )
 
 
 def test_an_export_of_another_model(tmp_path: Path, complain: Say) -> None:
@@ -306,11 +324,22 @@ def test_pictures_say_nothing_to_a_language_model(language: Made, complain: Say)
 @pytest.mark.slow
 def test_the_commands_as_typed_say_what_training_said(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
-    flags = ["--model.name", "mlp", "--train.steps", "40", "--train.global_batch", "48", "--checkpoint.mode", "blocking"]
+    flags = [
+        "--model.name",
+        "mlp",
+        "--train.steps",
+        "40",
+        "--train.global_batch",
+        "48",
+        "--checkpoint.mode",
+        "blocking",
+    ]
     trained = command("train.py", "--run.dir", run, *flags)
     told = re.search(r"held-out accuracy (\d+\.\d\d%)", trained)
     assert told is not None, trained
-    assert f"accuracy  {told.group(1)} of the held-out samples" in command("-m", "fsdp.predict", run, "--samples", "2")
+    assert f"accuracy  {told.group(1)} of the held-out samples" in command(
+        "-m", "fsdp.predict", run, "--samples", "2"
+    )
 
 
 def command(*argv: str) -> str:
@@ -321,5 +350,7 @@ def command(*argv: str) -> str:
 
 @pytest.mark.slow
 def test_the_command_without_a_run_exits_with_2() -> None:
-    missing = subprocess.run([sys.executable, "-m", "fsdp.predict", "runs/none"], cwd=ROOT, capture_output=True, text=True)
+    missing = subprocess.run(
+        [sys.executable, "-m", "fsdp.predict", "runs/none"], cwd=ROOT, capture_output=True, text=True
+    )
     assert (missing.returncode, missing.stderr.count("\n")) == (2, 1)

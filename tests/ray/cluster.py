@@ -1,7 +1,8 @@
-"""A Ray cluster of several nodes on this machine: each `ray start --block` has its own address and so is its own node.
+"""A Ray cluster of several nodes on this machine: each `ray start --block` has its own address and so is its
+own node.
 
-Free ports, a folder and a token of its own: two clusters do not meet. It ends its own processes, known by that token;
-`ray stop`, which ends every Ray of the user, is never called.
+Free ports, a folder and a token of its own: two clusters do not meet. It ends its own processes, known by
+that token; `ray stop`, which ends every Ray of the user, is never called.
 """
 
 from __future__ import annotations
@@ -67,13 +68,23 @@ class Cluster:
         role = head if number == 0 else [f"--address={self.address}"]
         log = self.folder / f"node-{number}-{secrets.token_hex(2)}.log"
         ray = str(Path(sys.executable).with_name("ray"))
-        flags = [f"--node-ip-address={self._net}.{2 + number}", f"--num-cpus={self._cpus[number]:g}", *NODE_FLAGS]
+        flags = [
+            f"--node-ip-address={self._net}.{2 + number}",
+            f"--num-cpus={self._cpus[number]:g}",
+            *NODE_FLAGS,
+        ]
         with log.open("wb") as output:
             self._nodes[number] = subprocess.Popen(
-                [ray, "start", "--block", *role, *flags], env=self.environment(), stdout=output, stderr=output,
-                stdin=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
-        eventually(f"Ray's node {number}", lambda: "Ray runtime started" in log.read_text(), 90, log.read_text)
+                [ray, "start", "--block", *role, *flags],
+                env=self.environment(),
+                stdout=output,
+                stderr=output,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        eventually(
+            f"Ray's node {number}", lambda: "Ray runtime started" in log.read_text(), 90, log.read_text
+        )
 
     def alive(self) -> bool:
         return all(node.poll() is None for node in self._nodes.values())

@@ -1,4 +1,5 @@
-"""One cluster of three nodes that the tests of this room share, and the undisturbed run that they compare with.
+"""One cluster of three nodes that the tests of this room share, and the undisturbed run that they compare
+with.
 
 Without Ray these tests skip and say why; where SHARDRUN_CI_REQUIRE names ray, they fail.
 """

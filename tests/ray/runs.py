@@ -34,7 +34,9 @@ class Run:
     @property
     def losses(self) -> dict[int, float]:
         """By step: JSON keeps every bit of a float."""
-        return {record["step"]: record["loss"] for record in self._records("metrics.jsonl") if "loss" in record}
+        return {
+            record["step"]: record["loss"] for record in self._records("metrics.jsonl") if "loss" in record
+        }
 
     @property
     def steps(self) -> list[int]:
@@ -59,13 +61,28 @@ class Driver:
     def __init__(self, run: Path, *flags: str, cluster: Cluster | None = None) -> None:
         self.run = Run(run)
         address = ("--ray.address", cluster.address) if cluster else ()
-        command = [sys.executable, "train.py", "--backend", "ray", *address, *FLAGS, *flags, "--run.dir", str(run)]
+        command = [
+            sys.executable,
+            "train.py",
+            "--backend",
+            "ray",
+            *address,
+            *FLAGS,
+            *flags,
+            "--run.dir",
+            str(run),
+        ]
         # files, not pipes: a pipe that nobody reads while the test waits for a step would stop the run
         self._out, self._err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115  (as long as this lives)
         self.marker = f"SHARDRUN_TEST={run}"
         environment = (cluster.environment if cluster else clean_environment)(SHARDRUN_TEST=str(run))
         self.process = subprocess.Popen(
-            command, cwd=REPOSITORY, env=environment, stdout=self._out, stderr=self._err, start_new_session=True
+            command,
+            cwd=REPOSITORY,
+            env=environment,
+            stdout=self._out,
+            stderr=self._err,
+            start_new_session=True,
         )
 
     def until(self, step: int, starts: int = 1, timeout_s: float = 120) -> None:
@@ -121,11 +138,22 @@ def _all_of(file: Any) -> str:
 
 def torchrun(run: Path, ranks: int, *flags: str) -> Run:
     """The same flags under torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "train.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+        "train.py",
+    ]
     done = subprocess.run(
-        [*command, *FLAGS, *flags, "--run.dir", str(run)], cwd=REPOSITORY, env=clean_environment(), capture_output=True,
-        text=True, timeout=180,
-    )  # fmt: skip
+        [*command, *FLAGS, *flags, "--run.dir", str(run)],
+        cwd=REPOSITORY,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return Run(run)
 

@@ -22,7 +22,9 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 def readme_command() -> str:
     """`torchrun --nproc_per_node=4 train.py --config RUN/config.toml --run.dir RUN`, as printed."""
-    found = re.search(r"`(torchrun [^`]*--config RUN/config\.toml --run\.dir RUN)`", (REPOSITORY / "README.md").read_text())
+    found = re.search(
+        r"`(torchrun [^`]*--config RUN/config\.toml --run\.dir RUN)`", (REPOSITORY / "README.md").read_text()
+    )
     assert found is not None
     return found[1]
 
@@ -30,19 +32,31 @@ def readme_command() -> str:
 def typed(command: str, run: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     """A printed command with RUN filled in and `torchrun`, `python` as this Python's own."""
     words = shlex.split(command.replace("RUN", str(run)))
-    programs = {"torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"], "python": [sys.executable]}
+    programs = {
+        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
+        "python": [sys.executable],
+    }
     return subprocess.run(
-        [*programs[words[0]], *words[1:], *flags], cwd=REPOSITORY, env=clean_environment(), capture_output=True, text=True,
+        [*programs[words[0]], *words[1:], *flags],
+        cwd=REPOSITORY,
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
         timeout=120,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.long
-def test_begun_under_ray_continued_by_the_readmes_command_and_ended_as_plain_python(tmp_path: Path, undisturbed: Run) -> None:
+def test_begun_under_ray_continued_by_the_readmes_command_and_ended_as_plain_python(
+    tmp_path: Path, undisturbed: Run
+) -> None:
     place = tmp_path / "run"
     driver = Driver(place, "--ray.num_workers", "2", "--train.stop_after", "8")
     run = driver.finish()
-    assert f"python train.py --backend ray --config {place}/config.toml --run.dir {place} --train.stop_after 0" in driver.out
+    assert (
+        f"python train.py --backend ray --config {place}/config.toml --run.dir {place} --train.stop_after 0"
+        in driver.out
+    )
     kept = tomllib.loads((place / "config.toml").read_text())
     assert "backend" not in kept
     assert "ray" not in kept

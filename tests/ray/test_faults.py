@@ -1,4 +1,6 @@
-"""A Ray of the run's own: the same bits; a node that is lost, a driver that dies or is told to stop; mistakes in few words."""
+"""A Ray of the run's own: the same bits; a node that is lost, a driver that dies or is told to stop; mistakes
+in few words.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,15 @@ def test_a_ray_of_its_own_trains_to_the_same_bits_and_is_gone(tmp_path: Path, un
     assert (run.path / "DONE").exists()
     assert (run.path / "full_model" / "full-model.pt").exists()
     assert run.starts[0]["launcher"] == "ray"
-    eventually("no process left", lambda: not pids_with(driver.marker), 15, lambda: str(pids_with(driver.marker)))
+    eventually(
+        "no process left", lambda: not pids_with(driver.marker), 15, lambda: str(pids_with(driver.marker))
+    )
 
 
 @pytest.mark.long
-def test_the_driver_is_killed_and_started_again_with_the_same_command(tmp_path: Path, undisturbed: Run) -> None:
+def test_the_driver_is_killed_and_started_again_with_the_same_command(
+    tmp_path: Path, undisturbed: Run
+) -> None:
     first = Driver(tmp_path / "run", *SLOWLY)
     reached = first.until_resumable(6)
     first.process.kill()
@@ -90,9 +96,20 @@ def test_a_node_that_will_be_taken_away_is_left_with_a_checkpoint(tmp_path: Path
 
 @pytest.mark.long
 def test_elastic_it_goes_on_with_what_there_is(tmp_path: Path) -> None:
-    """Four workers on two nodes, a node lost, two go on; the node is back, four again: the same samples all the way."""
+    """Four workers on two nodes, a node lost, two go on; the node is back, four again: the same samples all
+    the way.
+    """
     with Cluster([2, 2]) as cluster:
-        flags = ("--ray.num_workers", "2:4", "--mesh.strategy", "fsdp", "--train.steps", "200", "--data.args.seconds", "0.4")
+        flags = (
+            "--ray.num_workers",
+            "2:4",
+            "--mesh.strategy",
+            "fsdp",
+            "--train.steps",
+            "200",
+            "--data.args.seconds",
+            "0.4",
+        )
         driver = Driver(tmp_path / "run", *SLOWLY, *flags, "--optim.schedule", "constant", cluster=cluster)
         driver.until(6)
         cluster.lose(1)
@@ -104,7 +121,13 @@ def test_elastic_it_goes_on_with_what_there_is(tmp_path: Path) -> None:
     assert [start["ranks"] for start in run.starts] == [4, 2, 4]
     assert run.steps == list(range(1, run.steps[-1] + 1))
     whole = torchrun(
-        tmp_path / "whole", 2, *flags[2:6], "--train.stop_after", str(run.steps[-1]), "--optim.schedule", "constant"
+        tmp_path / "whole",
+        2,
+        *flags[2:6],
+        "--train.stop_after",
+        str(run.steps[-1]),
+        "--optim.schedule",
+        "constant",
     )
     for step, loss in whole.losses.items():
         assert run.losses[step] == pytest.approx(loss, abs=1e-5)

@@ -26,8 +26,11 @@ pytestmark = pytest.mark.ray
 def hold(tmp: Path) -> tuple[subprocess.Popen[str], Path]:
     holder = subprocess.Popen(
         [*dies_with_us(), sys.executable, "-c", HOLD, str(tmp)],
-        cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        cwd=REPOSITORY,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert holder.stdout is not None
     return holder, Path(holder.stdout.readline().strip())
 

@@ -1,6 +1,8 @@
-"""Runs inside a Ray cluster that was there before: the same losses, the words once, checkpoints ours, killed workers back.
+"""Runs inside a Ray cluster that was there before: the same losses, the words once, checkpoints ours, killed
+workers back.
 
-All that share the cluster stand in this file: another one would be another process of pytest, with a cluster of its own.
+All that share the cluster stand in this file: another one would be another process of pytest, with a cluster
+of its own.
 """
 
 from __future__ import annotations
@@ -30,14 +32,18 @@ def driver(tmp_path_factory: pytest.TempPathFactory, joined: Cluster) -> Driver:
 
 def test_progress_is_shown_once_and_the_end_as_torchrun_says_it(driver: Driver) -> None:
     lines = driver.out.splitlines()
-    assert [line.split()[1] for line in lines if line.startswith("step")] == [f"{step}/{STEPS}" for step in range(1, STEPS + 1)]
+    assert [line.split()[1] for line in lines if line.startswith("step")] == [
+        f"{step}/{STEPS}" for step in range(1, STEPS + 1)
+    ]
     assert sum(line.startswith("finished at step") for line in lines) == 1
     assert any(line.startswith("held-out accuracy") for line in lines)
     assert "(RayTrainWorker" not in driver.said()
     assert driver.err.count("rank 0(2)") == 1
 
 
-@pytest.mark.parametrize(("ranks", "mesh"), [(4, HSDP), (2, ("--mesh.strategy", "ddp"))], ids=["hsdp 2×2", "ddp"])
+@pytest.mark.parametrize(
+    ("ranks", "mesh"), [(4, HSDP), (2, ("--mesh.strategy", "ddp"))], ids=["hsdp 2×2", "ddp"]
+)
 def test_losses_on_every_mesh(tmp_path: Path, joined: Cluster, ranks: int, mesh: tuple[str, ...]) -> None:
     under_ray = Driver(tmp_path / "ray", "--ray.num_workers", str(ranks), *mesh, cluster=joined).finish()
     assert under_ray.losses == torchrun(tmp_path / "torchrun", ranks, *mesh).losses
@@ -63,7 +69,9 @@ def test_checkpoints_are_told_to_ray_and_kept_by_us(driver: Driver) -> None:
     assert not list(run.path.glob("checkpoint_0*")), "no copy of Ray's own"
 
 
-def test_a_killed_worker_costs_at_most_one_interval(tmp_path: Path, joined: Cluster, undisturbed: Run) -> None:
+def test_a_killed_worker_costs_at_most_one_interval(
+    tmp_path: Path, joined: Cluster, undisturbed: Run
+) -> None:
     driver = Driver(tmp_path / "run", *SLOWLY, cluster=joined)
     at, rank = random.randrange(5, 12), random.randrange(2)
     reached = driver.until_resumable(at)
@@ -73,7 +81,9 @@ def test_a_killed_worker_costs_at_most_one_interval(tmp_path: Path, joined: Clus
     assert driver.err.count("the workers are started again (1 of 3)") == 1
 
 
-def test_ctrl_c_at_the_driver_seals_a_checkpoint_and_leaves_with_0(tmp_path: Path, joined: Cluster, undisturbed: Run) -> None:
+def test_ctrl_c_at_the_driver_seals_a_checkpoint_and_leaves_with_0(
+    tmp_path: Path, joined: Cluster, undisturbed: Run
+) -> None:
     driver = Driver(tmp_path / "run", *SLOWLY, cluster=joined)
     driver.until(5)
     driver.signal(signal.SIGINT)
@@ -89,7 +99,10 @@ def test_ctrl_c_at_the_driver_seals_a_checkpoint_and_leaves_with_0(tmp_path: Pat
 def test_more_workers_than_the_cluster_has_is_said_at_once(tmp_path: Path, joined: Cluster) -> None:
     driver = Driver(tmp_path / "run", "--ray.num_workers", "9", cluster=joined)
     assert driver.wait(60) == 3
-    assert "9 workers × 1 CPU do not fit on 2 nodes of 2 CPU, 2 CPU: room for 4. HINT: --ray.num_workers 4" in driver.err
+    assert (
+        "9 workers × 1 CPU do not fit on 2 nodes of 2 CPU, 2 CPU: room for 4. HINT: --ray.num_workers 4"
+        in driver.err
+    )
     assert "Traceback" not in driver.err
     assert not driver.run.starts
 

@@ -33,14 +33,20 @@ with ray_own.own_ray(RaySection()) as own:
 
 def run(*command: str, open_files: int = 4096) -> subprocess.CompletedProcess[str]:
     words = ["bash", "-c", f'ulimit -n {open_files}; exec "$@"', "bash", sys.executable, *command]
-    return subprocess.run(words, cwd=REPOSITORY, env=clean_environment(), capture_output=True, text=True, timeout=150)
+    return subprocess.run(
+        words, cwd=REPOSITORY, env=clean_environment(), capture_output=True, text=True, timeout=150
+    )
 
 
 def test_a_start_that_fails_once_is_made_again() -> None:
     done = run("-c", MENDED)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"Ray \d\S+, started here\n", done.stdout)
-    assert re.search(r"^Ray did not come up here: .*shardrun-driver.*\. It is started once more\.$", done.stderr, re.MULTILINE)
+    assert re.search(
+        r"^Ray did not come up here: .*shardrun-driver.*\. It is started once more\.$",
+        done.stderr,
+        re.MULTILINE,
+    )
 
 
 @pytest.mark.long  # Ray waits half a minute, twice, for a process of its own that has ended

@@ -1,4 +1,6 @@
-"""slurm/ray.sbatch on a real Slurm: a Ray cluster on two nodes, asked to stop in the first start, done in the second."""
+"""slurm/ray.sbatch on a real Slurm: a Ray cluster on two nodes, asked to stop in the first start, done in the
+second.
+"""
 
 from __future__ import annotations
 

@@ -25,9 +25,13 @@ STILL = ("--model.name", "vit", "--train.steps", "1", "--optim.lr", "1e-30", "--
 def written(tmp_path_factory: pytest.TempPathFactory, joined: Cluster) -> Path:
     folder = tmp_path_factory.mktemp("tutorial")
     done = subprocess.run(
-        [sys.executable, "-m", "bench.ray_peer", str(folder), "--steps", "4", "--every", "2"], cwd=REPOSITORY, text=True,
-        env=joined.environment(RAY_ADDRESS=joined.address, PYTHONPATH=str(REPOSITORY)), capture_output=True, timeout=180,
-    )  # fmt: skip
+        [sys.executable, "-m", "bench.ray_peer", str(folder), "--steps", "4", "--every", "2"],
+        cwd=REPOSITORY,
+        text=True,
+        env=joined.environment(RAY_ADDRESS=joined.address, PYTHONPATH=str(REPOSITORY)),
+        capture_output=True,
+        timeout=180,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     newest: Path = max((folder / "tutorial").glob("checkpoint_*/.metadata")).parent
     return newest
@@ -44,4 +48,6 @@ def test_its_weights_and_optimizer_are_gone_on_from(tmp_path: Path, written: Pat
         assert torch.equal(ours[name], tensor), name
     updates = {"optim.state.class_token.step": torch.zeros(())}
     dcp.load(updates, checkpoint_id=run.path / "checkpoints" / "step-00000001")
-    assert updates["optim.state.class_token.step"] == 5, "four updates of theirs and one of ours: the moments came along"
+    assert updates["optim.state.class_token.step"] == 5, (
+        "four updates of theirs and one of ours: the moments came along"
+    )

@@ -32,7 +32,12 @@ def test_a_death_is_told_before_what_followed_from_it_and_is_tried_again() -> No
     from launch.ray_failure import tell
     from launch.ray_worker import _last_words
 
-    story = tell({0: _last_words(0, RuntimeError("NCCL communicator was aborted")), 1: OSError("The actor died.\nlong")})
+    story = tell(
+        {
+            0: _last_words(0, RuntimeError("NCCL communicator was aborted")),
+            1: OSError("The actor died.\nlong"),
+        }
+    )
     assert story.message == "rank 1 died (The actor died.)"
     assert story.kind is Kind.DIED
 
@@ -69,7 +74,10 @@ def test_a_refusal_is_final(tmp_path: Path) -> None:
     from launch.ray_failure import GivenUp, Referee
     from launch.ray_worker import _last_words
 
-    refused = {0: _last_words(0, RefusedError("RUN is being written by process 1.")), 1: _last_words(1, Elsewhere(0, "no", 4))}
+    refused = {
+        0: _last_words(0, RefusedError("RUN is being written by process 1.")),
+        1: _last_words(1, Elsewhere(0, "no", 4)),
+    }
     with pytest.raises(GivenUp) as given_up:
         Referee(tmp_path, tmp_path, max_failures=5).after_exception(None, dict(refused))
     assert given_up.value.args[1:3] == (4, Kind.REFUSED)

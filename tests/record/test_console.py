@@ -58,7 +58,9 @@ class Terminal:
         return said.decode()
 
 
-def drawn(columns: int, monkeypatch: pytest.MonkeyPatch, no_color: str = "", **changes: object) -> tuple[str, str]:
+def drawn(
+    columns: int, monkeypatch: pytest.MonkeyPatch, no_color: str = "", **changes: object
+) -> tuple[str, str]:
     """The last live line as it was sent, and as it is seen."""
     monkeypatch.setenv("NO_COLOR", no_color)
     monkeypatch.setenv("TERM", "xterm")
@@ -135,7 +137,9 @@ def logged(steps: list[StepMetrics], total: int = 100_000) -> list[str]:
 
 def test_a_log_has_one_plain_line_a_record_in_columns_that_stand_still() -> None:
     times = [(1, 9.5), (10, 0.1), (100_000, 12.0)]
-    lines = logged([metrics(step, loss=loss, grad_norm=grad) for step, loss in times for grad in (0.01, 123.4)])
+    lines = logged(
+        [metrics(step, loss=loss, grad_norm=grad) for step, loss in times for grad in (0.01, 123.4)]
+    )
     assert len(lines) == 6
     assert all(len(line) <= LOG_COLUMNS and not ESCAPE.search(line) for line in lines)
     assert len({line.index("tok/s") for line in lines[:4]}) == 1
@@ -205,7 +209,11 @@ def test_a_log_that_cannot_be_written_has_no_tracebacks(capsys: pytest.CaptureFi
             logger.warning("line %d", step)
     finally:
         fsdp.removeHandler(handler)
-    assert out.getvalue().splitlines() == ["line 1", "line 5", "this log can be written again: 3 lines came late or are lost"]
+    assert out.getvalue().splitlines() == [
+        "line 1",
+        "line 5",
+        "this log can be written again: 3 lines came late or are lost",
+    ]
     assert capsys.readouterr().err == ""
 
 
@@ -228,7 +236,17 @@ def test_an_output_that_is_full_does_not_change_the_exit_code(code: int) -> None
 
 
 def command(run: Path, *flags: str) -> list[str]:
-    small = ["--model.name", "mlp", "--train.steps", "6", "--checkpoint.every_steps", "3", "--run.dir", str(run), *flags]
+    small = [
+        "--model.name",
+        "mlp",
+        "--train.steps",
+        "6",
+        "--checkpoint.every_steps",
+        "3",
+        "--run.dir",
+        str(run),
+        *flags,
+    ]
     return ["train.py", *small]
 
 
@@ -237,7 +255,11 @@ def test_a_real_run_on_a_terminal_of_eighty_columns(tmp_path: Path, no_color: st
     terminal = Terminal(80)
     environ = {**os.environ, "TERM": "xterm", "NO_COLOR": no_color}
     with subprocess.Popen(
-        [sys.executable, *command(tmp_path / "run")], cwd=ROOT, env=environ, stdout=terminal.theirs, stderr=subprocess.PIPE
+        [sys.executable, *command(tmp_path / "run")],
+        cwd=ROOT,
+        env=environ,
+        stdout=terminal.theirs,
+        stderr=subprocess.PIPE,
     ) as process:
         text = terminal.read()
     assert process.returncode == 0, text
@@ -252,8 +274,12 @@ def test_a_real_run_on_a_terminal_of_eighty_columns(tmp_path: Path, no_color: st
 def test_a_real_run_into_a_pipe_is_plain_lines(tmp_path: Path) -> None:
     said = subprocess.run(
         [sys.executable, *command(tmp_path / "run", "--run.log_every_steps", "2")],
-        cwd=ROOT, env={**os.environ, "TERM": "xterm"}, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        env={**os.environ, "TERM": "xterm"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     for text in (said.stdout, said.stderr):
         assert not ESCAPE.search(text)
         assert "\r" not in text
@@ -270,8 +296,12 @@ def test_a_real_log_of_two_ranks_reads_down(tmp_path: Path) -> None:
     ranks = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--tee=3", f"--log-dir={tmp_path / 'logs'}"]
     said = subprocess.run(
         [sys.executable, *ranks, *command(tmp_path / "run", "--run.log_every_steps", "1")],
-        cwd=ROOT, env=environ, capture_output=True, text=True, timeout=110,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
     assert said.returncode == 0, said.stderr
     lines = [line.removeprefix("0: ") for line in said.stdout.splitlines()]
     assert not ESCAPE.search(said.stdout)

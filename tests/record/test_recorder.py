@@ -32,16 +32,24 @@ class Hears:
 
 def recorder(folder: Path, out: io.StringIO, hears: Hears, mfu_of: float = 0.0, rank: int = 0) -> Recorder:
     env = DistEnv(
-        rank=rank, world_size=2, local_rank=rank, local_world_size=2, node_rank=0, num_nodes=1,
-        device=torch.device("cpu"), launcher="tests",
-    )  # fmt: skip
+        rank=rank,
+        world_size=2,
+        local_rank=rank,
+        local_world_size=2,
+        node_rank=0,
+        num_nodes=1,
+        device=torch.device("cpu"),
+        launcher="tests",
+    )
     console = Console(total_steps=9, every=1, unit="img", stream=out)
     return Recorder(RunDir(folder), env, NoReporter(), console, from_step=0, sinks=[hears], mfu_of=mfu_of)
 
 
 def one_step() -> Pending:
     one = torch.tensor(1.5)
-    return Pending(step=1, loss=one, grad_norm=one, lr=0.1, samples=8, tokens=0, step_time_s=0.5, data_wait_s=0.0)
+    return Pending(
+        step=1, loss=one, grad_norm=one, lr=0.1, samples=8, tokens=0, step_time_s=0.5, data_wait_s=0.0
+    )
 
 
 def test_each_number_goes_to_the_file_and_to_everyone_who_asked(tmp_path: Path) -> None:
@@ -91,7 +99,9 @@ class Breaks(Hears):
         raise OSError(28, "No space left on device")
 
 
-def test_a_sink_that_cannot_write_is_told_once_and_holds_nobody_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sink_that_cannot_write_is_told_once_and_holds_nobody_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     breaks = Breaks()
     told = recorder(tmp_path, io.StringIO(), breaks)
     for step in range(1, 7):
@@ -99,7 +109,14 @@ def test_a_sink_that_cannot_write_is_told_once_and_holds_nobody_up(tmp_path: Pat
         told.flush()
     told.close()
     assert [step for step, _ in breaks.heard] == [1, 5, 6]
-    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4, 5, 6]
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
     assert [record.getMessage() for record in caplog.records] == [
         "step 2: Breaks cannot write: [Errno 28] No space left on device. The run continues",
         "step 5: Breaks writes again, 3 records are lost",
@@ -115,7 +132,12 @@ def test_a_save_is_told_and_kept_with_what_it_took(tmp_path: Path) -> None:
     told.saved(3, "somewhere", stall_s=0.25, write_s=1.5, size=1 << 21)
     assert told.checkpoint_note == "saved 3"
     assert out.getvalue() == "checkpoint of step 3 sealed: 2.0 MiB in 1.50 s\n"
-    assert json.loads((tmp_path / "saves.jsonl").read_text()) == {"step": 3, "stall_s": 0.25, "write_s": 1.5, "bytes": 1 << 21}
+    assert json.loads((tmp_path / "saves.jsonl").read_text()) == {
+        "step": 3,
+        "stall_s": 0.25,
+        "write_s": 1.5,
+        "bytes": 1 << 21,
+    }
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:

@@ -57,7 +57,9 @@ def test_it_hears_each_number_with_its_step(mock_wandb: list[MockRun], tmp_path:
     assert run.given["axis of *"] == "step"
 
 
-def test_a_later_start_of_the_same_directory_goes_on_in_the_same_run(mock_wandb: list[MockRun], tmp_path: Path) -> None:
+def test_a_later_start_of_the_same_directory_goes_on_in_the_same_run(
+    mock_wandb: list[MockRun], tmp_path: Path
+) -> None:
     config = load(["--run.wandb", "p"])
     for folder in (tmp_path, tmp_path, tmp_path / "other"):
         WandbSink(config, folder)

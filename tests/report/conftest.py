@@ -1,4 +1,6 @@
-"""A browser that tests look at pages with. Without one they skip and say why; where SHARDRUN_CI_REQUIRE names it, they fail."""
+"""A browser that tests look at pages with. Without one they skip and say why; where SHARDRUN_CI_REQUIRE names
+it, they fail.
+"""
 
 from __future__ import annotations
 

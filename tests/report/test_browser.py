@@ -1,4 +1,6 @@
-"""The report as a person sees it, in a browser: two widths, light and dark, print, under the pointer, and without scripts."""
+"""The report as a person sees it, in a browser: two widths, light and dark, print, under the pointer, and
+without scripts.
+"""
 
 from __future__ import annotations
 
@@ -34,20 +36,41 @@ def full(folder: Path) -> Path:
     """A run with all that a page can show."""
     run = watched(made(folder, steps=900, mesh__reshard_after_forward="false", plan__predicted_step_s=0.1))
     with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 901, "loss": NaN, "mfu": 0.41}\n{"step": 902, "loss": 1e9, "mfu": 0.42}\nhalf a li')
-    with (run / "history.jsonl").open("a") as file:
-        start = {"event": "start", "time": "2026-01-01T00:00:00+00:00", "launcher": "torchrun under Slurm", "ranks": 64}
-        start |= {"nodes": [f"a-node-of-a-long-name-{n}" for n in range(9)], "from_step": 800, "changed": ["x" * 200]}
         file.write(
-            json.dumps(start) + "\n" + json.dumps({"event": "end", "step": 902, "why": "TrainingError: " + "why" * 60}) + "\n"
+            '{"step": 901, "loss": NaN, "mfu": 0.41}\n{"step": 902, "loss": 1e9, "mfu": 0.42}\nhalf a li'
+        )
+    with (run / "history.jsonl").open("a") as file:
+        start = {
+            "event": "start",
+            "time": "2026-01-01T00:00:00+00:00",
+            "launcher": "torchrun under Slurm",
+            "ranks": 64,
+        }
+        start |= {
+            "nodes": [f"a-node-of-a-long-name-{n}" for n in range(9)],
+            "from_step": 800,
+            "changed": ["x" * 200],
+        }
+        file.write(
+            json.dumps(start)
+            + "\n"
+            + json.dumps({"event": "end", "step": 902, "why": "TrainingError: " + "why" * 60})
+            + "\n"
         )
     for name in ("step-00000100", "step-00000200"):
         (run / "checkpoints" / name).mkdir(parents=True)
-    peak = {"bytes": 3 << 30, "step": 2, "phase": "backward", "kinds": {"parameters": 1 << 30, "activations": 2 << 30}}
+    peak = {
+        "bytes": 3 << 30,
+        "step": 2,
+        "phase": "backward",
+        "kinds": {"parameters": 1 << 30, "activations": 2 << 30},
+    }
     (run / "profile").mkdir()
     for rank in range(3):
         (run / "profile" / f"rank{rank}_memory.json").write_text(
-            json.dumps({"format": 1, "rank": rank, "peak": peak, "phases": {"forward": peak, "backward": peak}})
+            json.dumps(
+                {"format": 1, "rank": rank, "peak": peak, "phases": {"forward": peak, "backward": peak}}
+            )
         )
     return run
 
@@ -116,7 +139,9 @@ def test_the_pointer_and_the_arrow_keys_read_a_curve(browser: Browser, files: di
     assert readout(page) == usual
     page.ask("document.querySelector('figure.chart').focus()")
     for kind in ("keyDown", "keyUp"):
-        page.call("Input.dispatchKeyEvent", type=kind, key="ArrowRight", code="ArrowRight", windowsVirtualKeyCode=39)
+        page.call(
+            "Input.dispatchKeyEvent", type=kind, key="ArrowRight", code="ArrowRight", windowsVirtualKeyCode=39
+        )
     assert readout(page).startswith("step 2 ") or readout(page).startswith("step 1 ")
 
 
@@ -132,7 +157,10 @@ def test_without_scripts_it_is_the_same_page(browser: Browser, files: dict[str, 
 def test_a_phone_shows_a_row_as_a_card(browser: Browser, files: dict[str, Path]) -> None:
     page = browser.open(files["one"], width=390)
     assert page.ask("getComputedStyle(document.querySelector('thead')).display") == "none"
-    assert page.ask("getComputedStyle(document.querySelector('td[data-head=launcher]'), '::before').content") == '"launcher"'
+    assert (
+        page.ask("getComputedStyle(document.querySelector('td[data-head=launcher]'), '::before').content")
+        == '"launcher"'
+    )
 
 
 def test_what_does_not_fit_or_is_faint_would_be_found(browser: Browser, tmp_path: Path) -> None:

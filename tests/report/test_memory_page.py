@@ -1,4 +1,6 @@
-"""The page that --profile.memory leaves, in a browser: two widths, light and dark, print, and nothing asked for."""
+"""The page that --profile.memory leaves, in a browser: two widths, light and dark, print, and nothing asked
+for.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def account() -> dict[str, Any]:
     kinds = {kind: [((n * (k + 3)) % 17 + k) << 20 for n in range(60)] for k, kind in enumerate(KINDS)}
     peak = {"bytes": 90 << 20, "step": 4, "phase": "backward", "kinds": dict.fromkeys(KINDS, 12 << 20)}
     marks = [[0.04 * n, PHASES[n % 5], 3 + n // 5] for n in range(15)]
-    ends = [{"step": s, "phase": p, "kinds": peak["kinds"], "beyond": 5 << 20} for s in (3, 4, 5) for p in PHASES]
+    ends = [
+        {"step": s, "phase": p, "kinds": peak["kinds"], "beyond": 5 << 20} for s in (3, 4, 5) for p in PHASES
+    ]
     return {
         "format": 1, "rank": 0, "ranks": 4, "device": "cpu", "source": "storages", "steps": [3, 5], "parameters": 10_000_000,
         "peak": peak, "phases": dict.fromkeys(PHASES, peak), "ends": ends,
@@ -39,7 +43,9 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("width", quick_are([390], [390, 1280]))
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_fits_and_can_be_read(browser: Browser, file: Path, width: int, scheme: Literal["light", "dark"]) -> None:
+def test_it_fits_and_can_be_read(
+    browser: Browser, file: Path, width: int, scheme: Literal["light", "dark"]
+) -> None:
     page = browser.open(file, width=width, scheme=scheme)
     assert_keeps_to_itself(page)
     assert_fits(page)

@@ -1,4 +1,5 @@
-"""Every file of a run directory may be damaged, or another's: a tool gives its answer or one line, and writes nothing else.
+"""Every file of a run directory may be damaged, or another's: a tool gives its answer or one line, and writes
+nothing else.
 
 `python -m pytest tests/report/test_odd_files.py` tries a sample; with SHARDRUN_FULL=1 some thousand more.
 """
@@ -36,14 +37,21 @@ ODD = (
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A real run of six steps, and in RUN/watch all that the watch can leave."""
     folder = tmp_path_factory.mktemp("real") / "run"
-    flags = "--model.name mlp --model.args.hidden 8 --data.name digits --train.steps 6 --checkpoint.every_steps 3"
+    flags = (
+        "--model.name mlp --model.args.hidden 8 --data.name digits --train.steps 6 --checkpoint.every_steps 3"
+    )
     train(1, folder, flags, "--profile.memory true --profile.steps 3:4")
     return watched(folder)
 
 
 def read_by_the_report(run: Path) -> list[Path]:
     """Relative paths of all files that it opens."""
-    some = [*run.glob("*.jsonl"), *run.glob("watch/**/*"), *run.glob("profile/*_memory.json"), *run.glob("full_model/*")]
+    some = [
+        *run.glob("*.jsonl"),
+        *run.glob("watch/**/*"),
+        *run.glob("profile/*_memory.json"),
+        *run.glob("full_model/*"),
+    ]
     some += [run / "config.toml", *run.glob("checkpoints/*/manifest.json")]
     return sorted(file.relative_to(run) for file in some if file.is_file())
 
@@ -75,7 +83,9 @@ def flipped(data: bytes, chance: random.Random) -> bytes:
 def cut(data: bytes, chance: random.Random) -> bytes:
     """As a full disk or a kill leaves it: torn, or with what was never written in its midst."""
     at, more = chance.randrange(len(data) + 1), chance.randrange(len(data) + 1)
-    return chance.choice((data[:at], data[at:], data[:at] + bytes(300) + data[at:], data[:at] + data[more:], b""))
+    return chance.choice(
+        (data[:at], data[at:], data[:at] + bytes(300) + data[at:], data[:at] + data[more:], b"")
+    )
 
 
 def lines_mixed(data: bytes, chance: random.Random) -> bytes:
@@ -132,7 +142,9 @@ def tree(folder: Path) -> dict[str, bytes | str]:
     for place, folders, files in os.walk(folder):
         for name in folders + files:
             path = Path(place, name)
-            found[str(path)] = str(path.readlink()) if path.is_symlink() else path.read_bytes() if path.is_file() else ""
+            found[str(path)] = (
+                str(path.readlink()) if path.is_symlink() else path.read_bytes() if path.is_file() else ""
+            )
     return found
 
 
@@ -155,7 +167,9 @@ TOOLS = {
 
 
 def attempt(name: str, whole: Path, folder: Path, seed: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """One damaged run: an answer or a line, and nothing changed but the tool's own file, in the folder or outside."""
+    """One damaged run: an answer or a line, and nothing changed but the tool's own file, in the folder or
+    outside.
+    """
     tool, run, outside = TOOLS[name], folder / "in" / "run", folder / "outside"
     shutil.copytree(whole, run)
     outside.write_text("somebody else's")
@@ -234,7 +248,9 @@ def test_what_is_left_out_is_said_once(whole: Path, tmp_path: Path, name: str, o
 def test_a_field_of_another_form_is_said_and_left_out(whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(whole, run)
-    (run / "config.toml").write_text('[train]\nsteps = "many"\nglobal_batch = 8\n[model]\nargs = 3\n[new]\nthing = [1]\n')
+    (run / "config.toml").write_text(
+        '[train]\nsteps = "many"\nglobal_batch = 8\n[model]\nargs = 3\n[new]\nthing = [1]\n'
+    )
     assert report([str(run), "--no-samples"]) == 0
     text = (run / "report.html").read_text()
     assert "--train.steps many is not a whole number. It is left out." in text
@@ -246,7 +262,10 @@ def test_a_value_too_large_for_a_chart_is_said(whole: Path, tmp_path: Path) -> N
     run = tmp_path / "run"
     shutil.copytree(whole, run)
     with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 7, "loss": 1e308}\n{"step": 8, "loss": -1e308}\n' + f'{{"step": 9, "loss": {10**400}}}\n')
+        file.write(
+            '{"step": 7, "loss": 1e308}\n{"step": 8, "loss": -1e308}\n'
+            + f'{{"step": 9, "loss": {10**400}}}\n'
+        )
     assert report([str(run), "--no-samples"]) == 0
     assert "3 not finite</strong>, the first at step 7" in (run / "report.html").read_text()
 

@@ -1,4 +1,6 @@
-"""The report of a run: complete, its extremes kept, small and quick at a million steps, never stopped by what is missing."""
+"""The report of a run: complete, its extremes kept, small and quick at a million steps, never stopped by what
+is missing.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,33 @@ def made(folder: Path, steps: int = 200, **flags: object) -> Path:
     words = [word for name, value in flags.items() for word in (f"--{name.replace('__', '.')}", str(value))]
     (folder / "config.toml").write_text(to_toml(load(["--optim.lr", "0.004", *words])))
     lines = [
-        {"step": n, "loss": 2 / n, "grad_norm": 1.0, "lr": 1e-3, "step_time_s": 0.1, "data_wait_s": 0.004, "per_s": 10.0}
+        {
+            "step": n,
+            "loss": 2 / n,
+            "grad_norm": 1.0,
+            "lr": 1e-3,
+            "step_time_s": 0.1,
+            "data_wait_s": 0.004,
+            "per_s": 10.0,
+        }
         for n in range(1, steps)
     ]
     write(folder / "metrics.jsonl", [*lines, {"step": steps - 1, "eval_loss": 0.25, "eval_accuracy": 0.9553}])
-    first = {"event": "start", "time": "T1", "launcher": "torchrun", "nodes": ["a"], "ranks": 2, "from_step": 0, "changed": []}
+    first = {
+        "event": "start",
+        "time": "T1",
+        "launcher": "torchrun",
+        "nodes": ["a"],
+        "ranks": 2,
+        "from_step": 0,
+        "changed": [],
+    }
     second = first | {"time": "T2", "launcher": "ray", "nodes": ["<b>"], "ranks": 4, "from_step": 50}
     second["changed"] = ["optim.lr: 1 → 2"]
-    write(folder / "history.jsonl", [first, second, {"event": "end", "time": "T3", "step": steps - 1, "why": "the last step"}])
+    write(
+        folder / "history.jsonl",
+        [first, second, {"event": "end", "time": "T3", "step": steps - 1, "why": "the last step"}],
+    )
     return folder
 
 
@@ -88,7 +109,11 @@ def test_two_runs_lie_over_each_other_and_their_differences_are_told(run: Path, 
     [
         ({"event": "end", "step": 9, "why": "the last step"}, "finished", "the last step"),
         ({"event": "end", "step": 9, "why": "the time limit"}, "stopped", "the time limit"),
-        ({"event": "end", "step": 9, "why": "the step of the last", "how": "finished"}, "finished", "the step of the last"),
+        (
+            {"event": "end", "step": 9, "why": "the step of the last", "how": "finished"},
+            "finished",
+            "the step of the last",
+        ),
         ({"event": "end", "step": 9, "why": "TrainingError: step 10: loss nan"}, "failed", "loss nan"),
         ({"event": "crash", "step": 9, "code": 137}, "failed", "code 137"),
         ({"event": "lost", "step": 9, "why": "its node lost"}, "killed", "its node lost"),
@@ -146,7 +171,9 @@ def test_lines_cut_off_or_garbled_are_counted_and_left_out(run: Path) -> None:
 
 def test_numbers_that_are_not_finite_are_told_and_not_drawn(run: Path) -> None:
     with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 200, "loss": NaN}\n{"step": 201, "loss": Infinity}\n{"step": 202, "loss": "x", "lr": true}\n')
+        file.write(
+            '{"step": 200, "loss": NaN}\n{"step": 201, "loss": Infinity}\n{"step": 202, "loss": "x", "lr": true}\n'
+        )
     text = report(run)
     assert "2 not finite" in text
     assert "first at step 200" in text
@@ -170,7 +197,10 @@ def test_html_in_names_stays_text(tmp_path: Path) -> None:
 
 
 def test_a_step_that_was_made_twice_keeps_its_last_value(tmp_path: Path) -> None:
-    write(tmp_path / "metrics.jsonl", [{"step": n, "loss": v} for n, v in ((1, 1.0), (2, 2.0), (3, 3.0), (2, 5.0), (3, 6.0))])
+    write(
+        tmp_path / "metrics.jsonl",
+        [{"step": n, "loss": v} for n, v in ((1, 1.0), (2, 2.0), (3, 3.0), (2, 5.0), (3, 6.0))],
+    )
     loss = read_run(tmp_path).series["loss"]
     assert loss.steps.tolist() == [1, 2, 3]
     assert loss.values.tolist() == [1, 5, 6]
@@ -194,7 +224,10 @@ def test_a_million_steps_take_seconds_and_less_than_two_megabytes(tmp_path: Path
     run = made(tmp_path / "long")
     names = ("loss", "grad_norm", "lr", "step_time_s", "data_wait_s", "per_s", "max_mem_gib")
     noise = np.random.default_rng(0).random((1000, len(names)))
-    rows = [", ".join(f'"{name}": {value!r}' for name, value in zip(names, row, strict=True)) for row in noise.tolist()]
+    rows = [
+        ", ".join(f'"{name}": {value!r}' for name, value in zip(names, row, strict=True))
+        for row in noise.tolist()
+    ]
     with (run / "metrics.jsonl").open("w") as file:
         file.writelines(f'{{"step": {n}, {rows[n * 7919 % 1000]}}}\n' for n in range(1_000_000))
     began = time.process_time()
@@ -217,7 +250,8 @@ def test_ticks_are_round_and_inside(low: float, high: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0, "0"), (1234567, "1.235M"), (12500, "12.5k"), (0.5, "0.5"), (3e-5, "3e-5"), (1500, "1,500")]
+    ("value", "text"),
+    [(0, "0"), (1234567, "1.235M"), (12500, "12.5k"), (0.5, "0.5"), (3e-5, "3e-5"), (1500, "1,500")],
 )
 def test_labels_are_short(value: float, text: str) -> None:
     assert label(value) == text
@@ -234,7 +268,12 @@ def test_a_running_median_leans_to_neither_side_and_knows_no_spike() -> None:
 
 
 def test_a_profiled_run_shows_memory_by_kind_and_phase(run: Path) -> None:
-    peak = {"bytes": 3 << 20, "step": 2, "phase": "backward", "kinds": {"parameters": 1 << 20, "activations": 2 << 20}}
+    peak = {
+        "bytes": 3 << 20,
+        "step": 2,
+        "phase": "backward",
+        "kinds": {"parameters": 1 << 20, "activations": 2 << 20},
+    }
     (run / "profile").mkdir()
     for rank in range(2):
         account = {"format": 1, "rank": rank, "peak": peak, "phases": {"backward": peak}}

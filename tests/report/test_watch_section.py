@@ -1,4 +1,6 @@
-"""What the watch left becomes part of the page: times by rank, verdicts with their stacks, late ranks, spikes; and the plan."""
+"""What the watch left becomes part of the page: times by rank, verdicts with their stacks, late ranks,
+spikes; and the plan.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,27 @@ from fsdp.report.run_data import read_run
 from fsdp.report.watch_records import WAITING, read_watched
 from tests.report.test_report import made, write
 
-TIMES = {"data": 0.001, "forward": 0.02, "backward": 0.04, "reduce": 0.002, "optimizer": 0.01, "record": 0.0, "waiting": 0.008}
+TIMES = {
+    "data": 0.001,
+    "forward": 0.02,
+    "backward": 0.04,
+    "reduce": 0.002,
+    "optimizer": 0.01,
+    "record": 0.0,
+    "waiting": 0.008,
+}
 NOON = 1767268800.0
 """2026-01-01 12:00 UTC"""
 
 
 def times(step: int, before: int, **changes: float) -> dict[str, Any]:
-    return {"time": NOON, "from_step": before, "step": step, "seconds": 1.0, "ranks": {"0": TIMES, "1": {**TIMES, **changes}}}
+    return {
+        "time": NOON,
+        "from_step": before,
+        "step": step,
+        "seconds": 1.0,
+        "ranks": {"0": TIMES, "1": {**TIMES, **changes}},
+    }
 
 
 def verdict(**changes: Any) -> dict[str, Any]:
@@ -37,10 +53,18 @@ def watched(run: Path) -> Path:
     (folder / "stopped-000412").mkdir(parents=True)
     (folder / "stopped-000412" / "rank-2.txt").write_text('  File "model.py", line 7 in <forward>\n')
     write(folder / "timing.jsonl", [times(10, 0), times(30, 10, forward=0.05, waiting=0.0)])
-    write(folder / "verdicts.jsonl", [verdict(), {"time": NOON + 61, "kind": "ended", "ranks": [0, 1], "what": "by the watch"}])
+    write(
+        folder / "verdicts.jsonl",
+        [verdict(), {"time": NOON + 61, "kind": "ended", "ranks": [0, 1], "what": "by the watch"}],
+    )
     late = {"time": NOON, "rank": 3, "node": "n2", "percent": 18.2, "since_step": 410, "step": 434}
-    write(folder / "late.jsonl", [late, {"time": NOON, "over": "rank 3 is not late any more, at step 500"}, late | {"rank": 1}])
-    write(folder / "spikes.jsonl", [{"step": 99, "grad_norm": 57.5, "usual": 1.25, "samples": list(range(40))}])
+    write(
+        folder / "late.jsonl",
+        [late, {"time": NOON, "over": "rank 3 is not late any more, at step 500"}, late | {"rank": 1}],
+    )
+    write(
+        folder / "spikes.jsonl", [{"step": 99, "grad_norm": 57.5, "usual": 1.25, "samples": list(range(40))}]
+    )
     return run
 
 
@@ -68,7 +92,9 @@ def test_each_rank_has_its_times(run: Path) -> None:
     assert "communication exposed" in text
     assert 'title="forward 40 ms"' in text
     assert "Over the steps, mean of the ranks" in text
-    assert "evaluation" not in text.partition("Where the time goes")[2].partition("<section>")[0], "it took no time"
+    assert "evaluation" not in text.partition("Where the time goes")[2].partition("<section>")[0], (
+        "it took no time"
+    )
 
 
 def test_what_waits_least_is_among_the_shown_of_many(tmp_path: Path) -> None:
@@ -108,7 +134,11 @@ def test_a_start_without_a_written_end_has_the_watchs_words(tmp_path: Path) -> N
     second = verdict(time=NOON + 300, what="of the second")
     write(tmp_path / "watch" / "verdicts.jsonl", [verdict(), ended, second])
     one, other = read_run(tmp_path).starts
-    assert (one.why, one.outcome, one.to_step) == ("ended by the watch: rank 2 is stopped (SIGSTOP)", "failed", 411)
+    assert (one.why, one.outcome, one.to_step) == (
+        "ended by the watch: rank 2 is stopped (SIGSTOP)",
+        "failed",
+        411,
+    )
     assert other.why == "of the second; no end was written: killed, or its node lost"
 
 

@@ -1,4 +1,6 @@
-"""Evaluation with the same sharded model: each held-out sample once, and training afterwards as if it had not been."""
+"""Evaluation with the same sharded model: each held-out sample once, and training afterwards as if it had not
+been.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ WAYS = {
 
 @pytest.mark.parametrize("way", quick_are(["zero-3"], WAYS))
 def test_what_is_said_of_held_out_data_and_what_is_trained_on_after(way: str, tmp_path: Path) -> None:
-    """23 samples in batches of 4 a rank: the last are padded. Evaluated each third step, parameters are as without."""
+    """23 samples in batches of 4 a rank: the last are padded. Evaluated each third step, parameters are as
+    without.
+    """
     ranks, words = WAYS[way]
     finished = run(ranks, tmp_path, HELD, words, "--train.eval_every_steps 3 --train.eval_batch 4")
     plain = train_plainly(settings(HELD), dtype="fp64")

@@ -24,7 +24,9 @@ def test_an_mlp_costs_six_a_weight() -> None:
 
 
 def test_a_transformer_costs_six_a_weight_and_token_and_its_attention() -> None:
-    flops, model, tokens = counted("--model.name", "transformer", "--data.name", "text", "--data.seq_len", "128")
+    flops, model, tokens = counted(
+        "--model.name", "transformer", "--data.name", "text", "--data.seq_len", "128"
+    )
     embedding = max((p for name, p in model.named_parameters() if "emb" in name), key=lambda p: p.numel())
     matrices = sum(p.numel() for p in model.parameters() if p.dim() == 2)
     dense = 6 * tokens * matrices

@@ -1,8 +1,9 @@
-"""Knobs compose: each pair of them, and a sample of triples, against one process that trains plainly; or refused by name.
+"""Knobs compose: each pair of them, and a sample of triples, against one process that trains plainly; or
+refused by name.
 
-A pair trains a few steps on two ranks, on four where a knob needs them; triples on four. In float64 the worst parameter may be
-apart by rounding alone; where a knob rounds by itself, losses and parameters stay near. What cannot go together stands in
-REFUSED, and the refusal must name both.
+A pair trains a few steps on two ranks, on four where a knob needs them; triples on four. In float64 the worst
+parameter may be apart by rounding alone; where a knob rounds by itself, losses and parameters stay near. What
+cannot go together stands in REFUSED, and the refusal must name both.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from tests.support.world import run_world
 
 STEPS = 4
 SHARES = 12
-"""Every second knob's first share of twelve stands for all pairs; the others are in the full form, as .ci/run has it."""
+"""Every second knob's first share of twelve stands for all pairs; the others are in the full form, as .ci/run
+has it.
+"""
 BASE = (
     f"--train.steps {STEPS} --train.global_batch 8 --optim.lr 1e-2 --optim.warmup_steps 0 --checkpoint.every_steps 1000 "
     "--data.name tests.support.user_code:vectors --data.args.count 48 --model.name tests.support.user_code:Sixteens --watch.enabled false"
@@ -94,7 +97,9 @@ REFUSED = {
 """In the order of KNOBS."""
 
 PAIRS = [
-    pair for pair in itertools.combinations(KNOBS, 2) if not set(KNOBS[pair[0]].names) & set(KNOBS[pair[1]].names)
+    pair
+    for pair in itertools.combinations(KNOBS, 2)
+    if not set(KNOBS[pair[0]].names) & set(KNOBS[pair[1]].names)
 ]  # one flag cannot be turned twice
 
 
@@ -138,11 +143,19 @@ def check(several: Sequence[Sequence[str]], ranks: int, folder: Path) -> None:
         needs.check("torchao")  # a sample of triples has it or not
     places = [folder / f"{ranks}-{at}" for at in range(len(several))]
     run_world(
-        ranks, train_each,
-        [["--run.dir", str(place), *words_of(names, folder / "disk")] for names, place in zip(several, places, strict=True)],
+        ranks,
+        train_each,
+        [
+            ["--run.dir", str(place), *words_of(names, folder / "disk")]
+            for names, place in zip(several, places, strict=True)
+        ],
         timeout_s=240,
-    )  # fmt: skip
-    wrong = {" + ".join(n): found for n, place in zip(several, places, strict=True) if (found := apart(n, finished(place)))}
+    )
+    wrong = {
+        " + ".join(n): found
+        for n, place in zip(several, places, strict=True)
+        if (found := apart(n, finished(place)))
+    }
     assert not wrong, wrong
 
 
@@ -154,14 +167,20 @@ def apart(names: Sequence[str], ours: Finished) -> str:
     losses = [record["loss"] for record in ours.records if "loss" in record]
     furthest = max(abs(a - b) / abs(b) for a, b in zip(losses, plain.losses, strict=True))
     bound = EXACT if exact else FLOAT8 if "float8" in names else ROUNDED
-    return "" if max(found, furthest) <= bound else f"parameters {found:.1e}, losses {furthest:.1e}, bound {bound:.0e}"
+    return (
+        ""
+        if max(found, furthest) <= bound
+        else f"parameters {found:.1e}, losses {furthest:.1e}, bound {bound:.0e}"
+    )
 
 
 EAGER = [name for name in KNOBS if name != "float8"]
 TORCHAO = pytest.mark.needs("torchao")
 
 
-@pytest.mark.parametrize("knob", [*quick_are(["recompute", "ddp", "fp16"], EAGER), pytest.param("float8", marks=TORCHAO)])
+@pytest.mark.parametrize(
+    "knob", [*quick_are(["recompute", "ddp", "fp16"], EAGER), pytest.param("float8", marks=TORCHAO)]
+)
 def test_alone(knob: str, tmp_path: Path) -> None:
     check([(knob,)], ranks_of([knob]), tmp_path)
 
@@ -173,13 +192,17 @@ def shares() -> list[tuple[str, int]]:
 
 def pairs_of(first: str, share: int) -> list[tuple[str, str]]:
     """Without float8, whose pairs need torchao."""
-    return [pair for pair in PAIRS if pair[0] == first and pair not in REFUSED and "float8" not in pair][share::SHARES]
+    return [pair for pair in PAIRS if pair[0] == first and pair not in REFUSED and "float8" not in pair][
+        share::SHARES
+    ]
 
 
 FLOAT8_PAIRS = [pair for pair in PAIRS if "float8" in pair and pair not in REFUSED]
 
 
-@pytest.mark.parametrize(("first", "share"), sample_are([one for one in shares() if one[1] == 0][::2], shares()))
+@pytest.mark.parametrize(
+    ("first", "share"), sample_are([one for one in shares() if one[1] == 0][::2], shares())
+)
 def test_with_each_knob_after_it(first: str, share: int, tmp_path: Path) -> None:
     for ranks in (2, 4):
         if some := [pair for pair in pairs_of(first, share) if ranks_of(pair) == ranks]:
@@ -203,9 +226,10 @@ def triples(count: int, seed: int) -> list[tuple[str, ...]]:
     """A sample of those whose pairs all go together."""
     allowed = {frozenset(pair) for pair in PAIRS if pair not in REFUSED}
     found = [
-        names for names in itertools.combinations(KNOBS, 3)
+        names
+        for names in itertools.combinations(KNOBS, 3)
         if all(frozenset(pair) in allowed for pair in itertools.combinations(names, 2))
-    ]  # fmt: skip
+    ]
     return random.Random(seed).sample(found, count)
 
 
@@ -240,11 +264,15 @@ def test_the_pairs_that_are_refused_are_these() -> None:
     assert {pair for pair in PAIRS if refusal(pair)} == REFUSED - started
 
 
-@pytest.mark.parametrize("pair", [pytest.param(pair, marks=TORCHAO if "float8" in pair else ()) for pair in sorted(REFUSED)])
+@pytest.mark.parametrize(
+    "pair", [pytest.param(pair, marks=TORCHAO if "float8" in pair else ()) for pair in sorted(REFUSED)]
+)
 def test_a_refusal_names_both(pair: tuple[str, str], tmp_path: Path) -> None:
     said = refusal(pair)
     if "root only" in pair:
-        said = str(run_world(1, refused_at_start, ["--run.dir", str(tmp_path / "run"), *words_of(pair, tmp_path)])[0])
+        said = str(
+            run_world(1, refused_at_start, ["--run.dir", str(tmp_path / "run"), *words_of(pair, tmp_path)])[0]
+        )
         assert "units" in said or "within the model's blocks" in said
         assert any(name in said for name in KNOBS[next(n for n in pair if n != "root only")].names), said
     else:

@@ -1,4 +1,6 @@
-"""Adapters on a Hugging Face model built from its config: they alone move, and the merged export answers as they do."""
+"""Adapters on a Hugging Face model built from its config: they alone move, and the merged export answers as
+they do.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ TOKENS = torch.randint(0, 31, (3, 9), generator=torch.Generator().manual_seed(1)
 
 
 @pytest.fixture(scope="module", params=["", "--model.args.tied true"])
-def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, list[str]]:
+def finished(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Finished, list[str]]:
     words = [LLAMA, LORA, request.param]
     return run(2, tmp_path_factory.mktemp("llama"), *words), words
 

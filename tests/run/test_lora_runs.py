@@ -1,4 +1,6 @@
-"""Runs that train adapters: parity with one process at any mesh, checkpoints of adapters alone, merged exports."""
+"""Runs that train adapters: parity with one process at any mesh, checkpoints of adapters alone, merged
+exports.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,11 @@ CONSTANT = "--optim.lr 0.1 --optim.schedule constant --optim.warmup_steps 0"
 def test_any_mesh_trains_the_adapters_that_one_process_does(ranks: int, more: str, tmp_path: Path) -> None:
     found = run(ranks, tmp_path, LORA, CONSTANT, FP64, more).parameters
     expected = trained_alone(settings(LORA, CONSTANT, FP64))
-    moved = [n for n, value in plain_model(settings()).named_parameters() if not torch.equal(found[n], value.detach())]
+    moved = [
+        n
+        for n, value in plain_model(settings()).named_parameters()
+        if not torch.equal(found[n], value.detach())
+    ]
     assert moved == [f"blocks.{i}.{part}.weight" for i in range(3) for part in ("up", "down")]
     for name, value in expected.items():
         assert relative_difference({name: found[name]}, {name: value}) < 1e-10, name
@@ -127,12 +133,19 @@ def test_the_command_exports_what_the_run_did_and_sees_a_changed_base(base: Path
     found = run(2, run_dir, f"--lora.rank 2 --train.steps 3 --model.weights {weights}").parameters
     out = tmp_path / "out"
     words = [str(run_dir), "export", "--out", str(out)]
-    words += ["--trust-code", "tests.support.user_code:Uneven", "--trust-code", "tests.support.user_code:vectors"]
+    words += [
+        "--trust-code",
+        "tests.support.user_code:Uneven",
+        "--trust-code",
+        "tests.support.user_code:vectors",
+    ]
     assert checkpoints.main([*words, "--format", "both"]) == 0
     again = open_full_state(out)
     assert set(again) == set(found)
     assert all(torch.equal(again[name], found[name]) for name in found)
-    assert torch.equal(torch.load(out / "full-model.pt", weights_only=True)["head.weight"], found["head.weight"])
+    assert torch.equal(
+        torch.load(out / "full-model.pt", weights_only=True)["head.weight"], found["head.weight"]
+    )
     changed = torch.load(weights, weights_only=True)
     changed["head.bias"] += 1
     torch.save(changed, weights)

@@ -1,4 +1,6 @@
-"""A start that goes on does not draw weights which its checkpoint overwrites: a large model's would take minutes."""
+"""A start that goes on does not draw weights which its checkpoint overwrites: a large model's would take
+minutes.
+"""
 
 from __future__ import annotations
 

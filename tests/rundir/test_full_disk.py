@@ -45,7 +45,9 @@ class SmallDisk:
         enter = ["nsenter", "--target", str(self.keeper), "--mount", f"--wdns={ROOT}"]
         shell = ["bash", "-c", f"exec {shlex.join(command)}{f' >{output}' if output else ''}"]
         environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-        return subprocess.run([*enter, *shell], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=200)
+        return subprocess.run(
+            [*enter, *shell], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=200
+        )
 
     def names(self, folder: str = "") -> list[str]:
         return sorted(path.name for path in (self.outside / folder).iterdir())
@@ -106,15 +108,21 @@ def whole_events(folder: Path) -> bool:
 
 @pytest.mark.slow
 def test_a_run_trains_to_its_end_and_resumes_when_there_is_room(disk: SmallDisk) -> None:
-    """The save of step 24 is sealed, that of 48 fails and is passed over, the last one fails and is the run's error. The log
-    is on the full disk, too."""
+    """The save of step 24 is sealed, that of 48 fails and is passed over, the last one fails and is the run's
+    error. The log is on the full disk, too.
+    """
     saves = ("--checkpoint.every_steps", "24", "--checkpoint.mode", "blocking")
     full = disk.start(*one_rank(disk, *saves, fill_at=34), output=str(disk.inside / "log"))
     assert full.returncode == 4, full.stderr
     assert "Traceback" not in full.stderr
     assert "Exception" not in full.stderr
-    assert full.stderr.count("metrics.jsonl cannot be written (No space left on device): the run continues") == 1
-    assert full.stderr.count("the steps' lines cannot be printed (No space left on device): the run continues") == 1
+    assert (
+        full.stderr.count("metrics.jsonl cannot be written (No space left on device): the run continues") == 1
+    )
+    assert (
+        full.stderr.count("the steps' lines cannot be printed (No space left on device): the run continues")
+        == 1
+    )
     assert "CHECKPOINT of step 48 was NOT saved" in full.stderr
     assert full.stderr.splitlines()[-1].startswith(f"train.py: step {STEPS} was not saved: ")
     before = [record["step"] for record in disk.lines("run/metrics.jsonl")]
@@ -142,7 +150,12 @@ def test_records_of_a_disk_that_was_full_for_a_while_are_complete(disk: SmallDis
     assert "Traceback" not in done.stderr
     for name in ("metrics.jsonl", "watch/gradients.jsonl"):
         assert [record["step"] for record in disk.lines(f"run/{name}")] == list(range(1, STEPS + 1))
-        assert len(re.findall(f"{name} is written again: .* records kept until now, 0 records lost", done.stderr)) == 1
+        assert (
+            len(
+                re.findall(f"{name} is written again: .* records kept until now, 0 records lost", done.stderr)
+            )
+            == 1
+        )
     assert whole_events(disk.outside / "run/tensorboard")
     assert disk.lines("run/history.jsonl")[-1]["why"] == "the last step"
 
@@ -151,11 +164,20 @@ def test_records_of_a_disk_that_was_full_for_a_while_are_complete(disk: SmallDis
 @pytest.mark.long
 def test_two_ranks_whose_checkpoints_have_room_end_well(disk: SmallDisk, tmp_path: Path) -> None:
     ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py"]
-    elsewhere = ("--checkpoint.dir", str(tmp_path / "checkpoints"), "--checkpoint.export", "false", "--watch.enabled", "true")
+    elsewhere = (
+        "--checkpoint.dir",
+        str(tmp_path / "checkpoints"),
+        "--checkpoint.export",
+        "false",
+        "--watch.enabled",
+        "true",
+    )
     done = disk.start(*ranks, *words(disk, *elsewhere, fill_at=3))
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
-    assert f"run/DONE cannot be written (No space left on device): the last step at step {STEPS}" in done.stderr
+    assert (
+        f"run/DONE cannot be written (No space left on device): the last step at step {STEPS}" in done.stderr
+    )
     assert f"finished at step {STEPS}" in done.stdout
     assert list((tmp_path / "checkpoints").glob("step-*"))
 
@@ -180,5 +202,7 @@ def test_a_claim_that_does_not_fit_is_named_and_cleared_away(disk: SmallDisk) ->
     fill(disk.outside / "ballast")
     take = f"from pathlib import Path; from fsdp.rundir.lock import Claim; Claim.acquire(Path({str(disk.inside)!r}), 'test')"
     refused = disk.start(sys.executable, "-c", take)
-    assert f"{disk.inside}/CLAIM cannot be written (No space left on device)." in refused.stderr.splitlines()[-1]
+    assert (
+        f"{disk.inside}/CLAIM cannot be written (No space left on device)." in refused.stderr.splitlines()[-1]
+    )
     assert disk.names() == ["ballast"]

@@ -1,4 +1,6 @@
-"""Line files after a kill or a full disk: what is torn is left out and named once, and no later record is lost with it."""
+"""Line files after a kill or a full disk: what is torn is left out and named once, and no later record is
+lost with it.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +43,18 @@ def run(tmp_path: Path) -> RunDir:
 
 
 @pytest.mark.parametrize("torn", TORN.values(), ids=TORN)
-def test_a_torn_line_is_left_out_and_named_once(torn: bytes, run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_torn_line_is_left_out_and_named_once(
+    torn: bytes, run: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
     start, end = {"event": "start", "from_step": 0}, {"event": "end", "step": 3, "why": "SIGTERM"}
-    run.history.write_bytes(json.dumps(start).encode() + b"\n" + torn + b"\n" + json.dumps(end).encode() + b"\n")
+    run.history.write_bytes(
+        json.dumps(start).encode() + b"\n" + torn + b"\n" + json.dumps(end).encode() + b"\n"
+    )
     with caplog.at_level(logging.WARNING):
         assert [list(paths.read_records(run.history)) for _ in range(3)] == [[start, end]] * 3
-    assert [record.getMessage() for record in caplog.records] == [f"{run.history}: line 2 is torn and left out"]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{run.history}: line 2 is torn and left out"
+    ]
 
 
 @pytest.mark.parametrize("torn", [b'{"step": 3, "lo', b"\0" * 100, b"[" * 100_000])
@@ -94,7 +102,10 @@ def test_a_job_script_s_verdict_stands_on_what_can_be_read(torn: bytes, run: Run
 
 def test_a_torn_run_resumes(tmp_path: Path) -> None:
     """As a full disk leaves it: in every line file and in config.toml."""
-    run, words = RunDir(tmp_path / "run"), ["--run.dir", str(tmp_path / "run"), *flags("--checkpoint.every_steps 5")]
+    run, words = (
+        RunDir(tmp_path / "run"),
+        ["--run.dir", str(tmp_path / "run"), *flags("--checkpoint.every_steps 5")],
+    )
     assert run_world(1, on_a_rank, [*words, "--train.stop_after", "10"]) == [None]
     for file in (run.history, run.metrics, run.path / "saves.jsonl"):
         with file.open("ab") as stream:
@@ -112,7 +123,9 @@ def test_a_torn_run_resumes(tmp_path: Path) -> None:
 
 @contextmanager
 def room_for(size: int) -> Iterator[None]:
-    """No file of this process grows beyond: a write that crosses it is cut off, the next one fails, as on a full disk."""
+    """No file of this process grows beyond: a write that crosses it is cut off, the next one fails, as on a
+    full disk.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
@@ -173,7 +186,9 @@ def test_what_is_kept_has_a_bound_and_what_is_lost_is_counted(
     assert caplog.records[-1].getMessage().endswith("3 records kept until now, 7 records lost")
 
 
-def test_a_full_disk_is_asked_again_only_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_asked_again_only_now_and_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tried: list[int] = []
     real = paths._write_whole
 
@@ -199,9 +214,12 @@ def test_a_file_that_cannot_be_replaced_stays_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "kind"), [(errno.ENOSPC, CheckpointError), (errno.EDQUOT, CheckpointError), (errno.EROFS, ConfigError)]
+    ("number", "kind"),
+    [(errno.ENOSPC, CheckpointError), (errno.EDQUOT, CheckpointError), (errno.EROFS, ConfigError)],
 )
-def test_what_a_start_cannot_write_is_one_line_that_names_the_file(number: int, kind: type[Exception], tmp_path: Path) -> None:
+def test_what_a_start_cannot_write_is_one_line_that_names_the_file(
+    number: int, kind: type[Exception], tmp_path: Path
+) -> None:
     with (
         pytest.raises(kind, match=f"{tmp_path}/config.toml cannot be written .*HINT: "),
         paths.writing(tmp_path / "config.toml"),

@@ -1,4 +1,6 @@
-"""One run directory, one writer: the second is refused by name, a dead one is replaced, an ousted one knows it."""
+"""One run directory, one writer: the second is refused by name, a dead one is replaced, an ousted one knows
+it.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ sys.stdin.read()
 
 def holder(run_dir: Path) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(run_dir)], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLD, str(run_dir)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
@@ -49,7 +55,9 @@ def test_a_second_job_is_refused_and_told_who_writes_there(tmp_path: Path) -> No
     with holder(tmp_path) as first:
         with pytest.raises(RefusedError) as refused:
             Claim.acquire(tmp_path, "srun")
-        assert f"process {first.pid} on {os.uname().nodename}, started by torchrun (job 7), since 20" in str(refused.value)
+        assert f"process {first.pid} on {os.uname().nodename}, started by torchrun (job 7), since 20" in str(
+            refused.value
+        )
         assert "HINT: another --run.dir" in str(refused.value)
         first.kill()
 
@@ -90,7 +98,9 @@ def test_a_process_number_that_was_given_again_is_not_the_holder(tmp_path: Path)
     held.release()
 
 
-def test_a_live_holder_elsewhere_is_known_by_its_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_live_holder_elsewhere_is_known_by_its_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lock, "BEAT_S", 0.05)
     held = Claim.acquire(tmp_path, "srun")
     monkeypatch.setattr(lock, "this_place", lambda: "another machine")
@@ -102,7 +112,8 @@ def test_a_live_holder_elsewhere_is_known_by_its_count(tmp_path: Path, monkeypat
 
 def test_a_silent_holder_elsewhere_is_replaced_and_finds_out(tmp_path: Path) -> None:
     held = Claim.acquire(tmp_path, "srun")
-    rewrite(tmp_path, place="another machine", host="n2")  # the rewrite cuts the old holder's beat off, as a dead node does
+    # the rewrite cuts the old holder's beat off, as a dead node does
+    rewrite(tmp_path, place="another machine", host="n2")
     second = Claim.acquire(tmp_path, "srun", stale_s=0.3)
     assert "on n2" in second.took_over
     assert "gave no sign for 0.3 s" in second.took_over
@@ -165,7 +176,9 @@ def test_a_folder_without_hard_links_works_too(tmp_path: Path, monkeypatch: pyte
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_holder_hears_within_a_beat_that_it_was_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_holder_hears_within_a_beat_that_it_was_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lock, "BEAT_S", 0.01)
     held = Claim.acquire(tmp_path, "native srun", "Slurm job 7, start 1")
     later = Claim.acquire(tmp_path, "native srun", "Slurm job 7, start 2", stale_s=1e9)

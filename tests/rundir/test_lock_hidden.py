@@ -1,4 +1,6 @@
-"""Where a process cannot be seen it is not dead: hidden by /proc, of another process space, or on a system without /proc."""
+"""Where a process cannot be seen it is not dead: hidden by /proc, of another process space, or on a system
+without /proc.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ OWN_SPACE = ["unshare", "--mount", "--pid", "--fork", "--kill-child"]
 
 
 def in_namespaces(space: list[str], prepare: str, *command: str, cwd: Path = ROOT) -> str:
-    """Standard output of a command in namespaces of its own, after `prepare`. Skips where these are not allowed."""
+    """Standard output of a command in namespaces of its own, after `prepare`. Skips where these are not
+    allowed.
+    """
     tried = subprocess.run([*space, "sh", "-c", prepare], capture_output=True, text=True)
     if tried.returncode != 0:
         pytest.skip(f"{shlex.join(space)}, then {prepare}: {tried.stderr.strip()}")
@@ -36,7 +40,7 @@ def arena(run_dir: Path, space: list[str], prepare: str, user: int, stale_s: flo
     run_dir.mkdir()
     said = in_namespaces(
         space, prepare, sys.executable, "-m", "tests.support.arena", str(user), str(stale_s), cwd=run_dir
-    )  # fmt: skip
+    )
     second, third = json.loads(said)
     return second, third
 
@@ -51,7 +55,9 @@ def test_a_holder_that_hidepid_hides_is_refused_while_it_lives(tmp_path: Path) -
 
 def test_without_a_proc_of_ones_own_the_count_decides(tmp_path: Path) -> None:
     """As on macOS, or in a container that masks /proc."""
-    second, third = arena(tmp_path / "run", ["unshare", "--mount"], "mount -t tmpfs none /proc", 0, stale_s=0.3)
+    second, third = arena(
+        tmp_path / "run", ["unshare", "--mount"], "mount -t tmpfs none /proc", 0, stale_s=0.3
+    )
     assert second.startswith("refused: . is being written by process ")
     assert third.endswith("it gave no sign for 0.3 s")
 
@@ -63,12 +69,16 @@ def test_a_proc_of_another_process_space_proves_nothing(tmp_path: Path) -> None:
     assert third.endswith("it gave no sign for 0.3 s")
 
 
-def test_a_holder_in_another_process_space_is_known_by_its_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_holder_in_another_process_space_is_known_by_its_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its number may be anybody's here."""
     monkeypatch.setattr(lock, "BEAT_S", 0.05)
     held = Claim.acquire(tmp_path, "torchrun")
     contend = "import sys; from pathlib import Path; from fsdp.rundir.lock import Claim\n"
-    contend += "try: Claim.acquire(Path(sys.argv[1]), 'srun', stale_s=60.0)\nexcept Exception as error: print(error)"
+    contend += (
+        "try: Claim.acquire(Path(sys.argv[1]), 'srun', stale_s=60.0)\nexcept Exception as error: print(error)"
+    )
     said = in_namespaces(OWN_SPACE, "mount -t proc proc /proc", sys.executable, "-c", contend, str(tmp_path))
     assert f"is being written by process {os.getpid()} on " in said
     assert held.ousted() is None
@@ -101,10 +111,21 @@ def test_a_place_that_is_not_known_equals_no_other(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize(
     "foreign",
-    [{"pid": 0}, {"pid": -1}, {"pid": 2**40}, {"pid": "1"}, {"pid": True}, {"since": 1e300}, {"since": "x"}, {"host": ["a"]}],
+    [
+        {"pid": 0},
+        {"pid": -1},
+        {"pid": 2**40},
+        {"pid": "1"},
+        {"pid": True},
+        {"since": 1e300},
+        {"since": "x"},
+        {"host": ["a"]},
+    ],
     ids=str,
 )
-def test_a_claim_with_values_of_another_kind_is_watched_and_replaced(foreign: dict[str, object], tmp_path: Path) -> None:
+def test_a_claim_with_values_of_another_kind_is_watched_and_replaced(
+    foreign: dict[str, object], tmp_path: Path
+) -> None:
     held = Claim.acquire(tmp_path, "torchrun")
     file = tmp_path / lock.FILE
     head, _, beat = file.read_text().partition("\n")

@@ -1,4 +1,6 @@
-"""What files of a run directory or a store hold is read as data, and no tool writes through their links (docs/security.md)."""
+"""What files of a run directory or a store hold is read as data, and no tool writes through their links
+(docs/security.md).
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,9 @@ def run(saved: Path, tmp_path: Path) -> Path:
     return folder
 
 
-def test_an_export_is_not_written_through_a_link(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_export_is_not_written_through_a_link(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (run / "full_model").symlink_to(elsewhere)
@@ -111,7 +115,9 @@ def test_an_export_replaces_a_file_that_is_a_link(run: Path, victim: Path) -> No
     assert not (run / "full_model" / "full-model.pt").is_symlink()
 
 
-@pytest.mark.parametrize("way", ["link to a file", "link to a folder", "a folder above", "an absolute folder"])
+@pytest.mark.parametrize(
+    "way", ["link to a file", "link to a folder", "a folder above", "an absolute folder"]
+)
 def test_stacks_are_read_from_the_runs_own_folder_alone(tmp_path: Path, way: str) -> None:
     run, theirs = made(tmp_path / "run"), tmp_path / "theirs"
     theirs.mkdir()
@@ -123,7 +129,10 @@ def test_stacks_are_read_from_the_runs_own_folder_alone(tmp_path: Path, way: str
     elif way == "link to a file":
         (run / "watch" / folder).mkdir()
         (run / "watch" / folder / "rank-0.txt").symlink_to(theirs / "rank-0.txt")
-    write(run / "watch" / "verdicts.jsonl", [{"kind": "hang", "time": 1.0, "ranks": [0], "step": 1, "folder": folder}])
+    write(
+        run / "watch" / "verdicts.jsonl",
+        [{"kind": "hang", "time": 1.0, "ranks": [0], "step": 1, "folder": folder}],
+    )
     assert report([str(run)]) == 0
     assert SECRET not in (run / "report.html").read_text()
 
@@ -151,7 +160,8 @@ def test_a_pickle_alters_nothing_that_outlives_it(name: tuple[str, str]) -> None
     with pytest.raises(Broken):
         metadata.read(evil)
     after = [dict(getattr(one, "__dict__", {})) for one in ALTERED[name]]
-    for one, was, now in zip(ALTERED[name], before, after, strict=True):  # or pytest itself could not tell of it
+    # or pytest itself could not tell of it
+    for one, was, now in zip(ALTERED[name], before, after, strict=True):
         for added in now.keys() - was.keys():
             delattr(one, added)
     assert after == before
@@ -164,7 +174,9 @@ def described(path: Any = "__0_0.distcp", value: bool = False, **changes: Any) -
     tensor = dcp.TensorStorageMetadata(
         dcp.TensorProperties(torch.float32), size, [dcp.ChunkStorageMetadata(torch.Size([0, 0]), size)]
     )
-    entry, index = (dcp.BytesStorageMetadata(), MetadataIndex("a")) if value else (tensor, MetadataIndex("a", [0, 0]))
+    entry, index = (
+        (dcp.BytesStorageMetadata(), MetadataIndex("a")) if value else (tensor, MetadataIndex("a", [0, 0]))
+    )
     place = filesystem._StorageInfo(path, 0, 100)
     for owner in (tensor, tensor.chunks[0], tensor.properties, place):
         for field, new in changes.items():
@@ -220,7 +232,22 @@ def test_no_damage_to_a_metadata_is_anything_but_broken(run: Path) -> None:
 
 # ---------------------------------------------------------------- the manifest
 
-ODD: tuple[Any, ...] = (None, True, -1, 1e999, float("nan"), 10**400, "", "x", [], {}, [[1]], {"a": {}}, "../x", [1, 2, 3])
+ODD: tuple[Any, ...] = (
+    None,
+    True,
+    -1,
+    1e999,
+    float("nan"),
+    10**400,
+    "",
+    "x",
+    [],
+    {},
+    [[1]],
+    {"a": {}},
+    "../x",
+    [1, 2, 3],
+)
 
 
 def resealed(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -228,7 +255,9 @@ def resealed(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None
     body = json.loads((checkpoint / MANIFEST).read_text())["manifest"]
     change(body)
     text = json.dumps(body, sort_keys=True, ensure_ascii=False)
-    (checkpoint / MANIFEST).write_text(f'{{"crc32": {manifest.crc32(text.encode()):10d}, "manifest":\n{text}}}\n')
+    (checkpoint / MANIFEST).write_text(
+        f'{{"crc32": {manifest.crc32(text.encode()):10d}, "manifest":\n{text}}}\n'
+    )
 
 
 @pytest.mark.parametrize("field", sorted(name for name in manifest.Manifest.__dataclass_fields__))
@@ -251,7 +280,9 @@ def test_a_manifest_of_another_form_is_not_whole_and_stops_nobody(
 def test_a_manifest_seals_no_file_outside_its_checkpoint(run: Path, name: str) -> None:
     (run / "victim").write_text(SECRET)
     crc = manifest.crc32(SECRET.encode())
-    resealed(run / "checkpoints" / "step-00000001", lambda body: body["files"].update({name: [len(SECRET), crc]}))
+    resealed(
+        run / "checkpoints" / "step-00000001", lambda body: body["files"].update({name: [len(SECRET), crc]})
+    )
     with pytest.raises(Broken, match="is missing"):
         inspect.examine(LocalStore(run / "checkpoints"), "step-00000001")
 
@@ -275,7 +306,8 @@ def safetensors(file: Path, header: Any) -> Path:
 @pytest.mark.parametrize(
     "about",
     [
-        {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 1 << 40]},  # mapped, and read, beyond the file's end
+        # mapped, and read, beyond the file's end
+        {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 1 << 40]},
         {"dtype": "F32", "shape": [2, 3], "data_offsets": [-8, 16]},
         {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 24]},
         {"dtype": "F32", "shape": [-2, -3], "data_offsets": [0, 24]},
@@ -305,14 +337,31 @@ def calls(tree: ast.AST) -> list[tuple[str, ast.Call]]:
 
 
 def test_files_are_unpickled_in_known_places_alone() -> None:
-    """torch.load with weights_only=True; `.metadata` by an unpickler of its own; plan.py its own bytes, from memory."""
+    """torch.load with weights_only=True; `.metadata` by an unpickler of its own; plan.py its own bytes, from
+    memory.
+    """
     found = set()
-    for file in [*sorted((ROOT / "fsdp").rglob("*.py")), *sorted((ROOT / "launch").glob("*.py")), ROOT / "train.py"]:
+    for file in [
+        *sorted((ROOT / "fsdp").rglob("*.py")),
+        *sorted((ROOT / "launch").glob("*.py")),
+        ROOT / "train.py",
+    ]:
         for name, call in calls(ast.parse(file.read_text(encoding="utf-8"))):
             if name == "torch.load":
-                assert any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in call.keywords), file
-            allowed = [k for k in call.keywords if k.arg == "allow_pickle" and ast.unparse(k.value) != "False"]
+                assert any(
+                    k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in call.keywords
+                ), file
+            allowed = [
+                k for k in call.keywords if k.arg == "allow_pickle" and ast.unparse(k.value) != "False"
+            ]
             assert not allowed, file
-            if name in ("pickle.load", "pickle.loads", "pickle.Unpickler", "cloudpickle.loads", "eval", "exec"):
+            if name in (
+                "pickle.load",
+                "pickle.loads",
+                "pickle.Unpickler",
+                "cloudpickle.loads",
+                "eval",
+                "exec",
+            ):
                 found.add(f"{file.relative_to(ROOT)}: {name}")
     assert found == {"fsdp/checkpoint/write_plan.py: pickle.loads"}

@@ -1,4 +1,6 @@
-"""A run directory is data: code that its config.toml names runs only where the command line names it too (docs/security.md)."""
+"""A run directory is data: code that its config.toml names runs only where the command line names it too
+(docs/security.md).
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,12 @@ Tool = Callable[[list[str]], int]
 def foreign(run: Path, model: str = "mlp", data: str = "digits", arguments: str = "") -> Path:
     """A run directory as a stranger may have made it."""
     (run / "full_model").mkdir(parents=True)
-    torch.save({"1.weight": torch.zeros(10, 64), "1.bias": torch.zeros(10)}, run / "full_model" / "full-model.pt")
-    (run / "config.toml").write_text(f'[model]\nname = "{model}"\n[data]\nname = "{data}"\n{arguments}', encoding="utf-8")
+    torch.save(
+        {"1.weight": torch.zeros(10, 64), "1.bias": torch.zeros(10)}, run / "full_model" / "full-model.pt"
+    )
+    (run / "config.toml").write_text(
+        f'[model]\nname = "{model}"\n[data]\nname = "{data}"\n{arguments}', encoding="utf-8"
+    )
     return run
 
 
@@ -77,11 +83,15 @@ def adapters(run: Path) -> None:
     run_world(1, save_once, "ddp", str(run), 1)
     file = run / "checkpoints" / "step-00000001" / MANIFEST
     base = {"digest": "0", "origin": "--run.seed 0", "rank": 1, "alpha": 1.0}
-    file.write_bytes(manifest.encode(manifest.Manifest(**{**vars(manifest.decode(file.read_bytes())), "base": base})))
+    file.write_bytes(
+        manifest.encode(manifest.Manifest(**{**vars(manifest.decode(file.read_bytes())), "base": base}))
+    )
 
 
 @pytest.mark.parametrize("field", ["model", "data"])
-def test_an_export_of_adapters_runs_nothing_either(tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str) -> None:
+def test_an_export_of_adapters_runs_nothing_either(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], field: str
+) -> None:
     proof, run = tmp_path / "ran", tmp_path / "run"
     adapters(run)
     foreign(run, **runs_a_command(field, proof))
@@ -90,15 +100,28 @@ def test_an_export_of_adapters_runs_nothing_either(tmp_path: Path, capsys: pytes
     assert "HINT: add --trust-code os:system" in capsys.readouterr().err
 
 
-def test_an_export_leaves_the_hooks_of_training_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_export_leaves_the_hooks_of_training_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run, proof = tmp_path / "run", tmp_path / "ran"
     (tmp_path / "hooked.py").write_text(f"open({str(proof)!r}, 'w').close()\ndef hook(gradient): ...\n")
     adapters(run)
     foreign(run, arguments='[comm]\nall_reduce_hook = "hooked:hook"\n')
     done = subprocess.run(
-        [sys.executable, "-m", "fsdp.checkpoint.__main__", str(run), "export", "--out", str(tmp_path / "out")],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "fsdp.checkpoint.__main__",
+            str(run),
+            "export",
+            "--out",
+            str(tmp_path / "out"),
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
     assert not proof.exists()
     assert done.returncode == 4, done.stderr  # the digest of such a base is made up
     assert "Traceback" not in done.stderr
@@ -107,8 +130,11 @@ def test_an_export_leaves_the_hooks_of_training_alone(tmp_path: Path, capsys: py
 def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", *words],
-        cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
 
 
 @pytest.mark.slow
@@ -125,7 +151,9 @@ def test_the_hint_works_as_typed(tmp_path: Path, tool: str) -> None:
     assert hint is not None, first.stderr
     second = command(work, tool, str(run), *shlex.split(hint[1]))
     assert second.returncode == 0, second.stderr
-    assert "accuracy" in second.stdout or "held-out samples, evenly spread" in (run / "report.html").read_text()
+    assert (
+        "accuracy" in second.stdout or "held-out samples, evenly spread" in (run / "report.html").read_text()
+    )
 
 
 @pytest.fixture
@@ -140,7 +168,9 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_one_trusted_name_allows_no_other(tmp_path: Path, work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_trusted_name_allows_no_other(
+    tmp_path: Path, work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = foreign(tmp_path / "run", "mine:build", "mine:data")
     for trusted in ("mine:data", "mine", "mine:buil"):
         assert predict([str(run), "--trust-code", trusted]) == 2
@@ -185,8 +215,12 @@ def test_every_field_that_names_code_is_known(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- other things that a configuration names
 
 
-@pytest.mark.parametrize("place", ["reference:///x.json", "sftp://host/x", "s3://b::reference://x", "simplecache::s3://b"])
-def test_a_store_that_may_run_or_log_in_is_not_opened(tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str) -> None:
+@pytest.mark.parametrize(
+    "place", ["reference:///x.json", "sftp://host/x", "s3://b::reference://x", "simplecache::s3://b"]
+)
+def test_a_store_that_may_run_or_log_in_is_not_opened(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.toml").write_text(f'[checkpoint]\ndir = "{place}"\n')

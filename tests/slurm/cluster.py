@@ -1,8 +1,9 @@
 """A real Slurm of its own: slurmctld, slurmd's and munged in one folder, on free ports, up in about a second.
 
-As root each node is a host: own address, host name, /etc/hosts and process space in namespaces, so that its plug can be
-pulled. The network lies in the login host's namespace, not in the machine's: two clusters cannot meet, and nothing of one
-outlives its processes. Elsewhere the slurmd's share the loopback. Here is the cluster; what runs on it is the tests'.
+As root each node is a host: own address, host name, /etc/hosts and process space in namespaces, so that its
+plug can be pulled. The network lies in the login host's namespace, not in the machine's: two clusters cannot
+meet, and nothing of one outlives its processes. Elsewhere the slurmd's share the loopback. Here is the
+cluster; what runs on it is the tests'.
 
     python -m tests.slurm.cluster --nodes 2        # one to play with: prints how to enter it, ends with Ctrl-C
 """
@@ -34,7 +35,16 @@ PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol")
 NETWORK = "10.77.0"
 GPUS = ("/dev/null", "/dev/zero")
 """That each node says it has: Slurm counts them and hands them out."""
-DEAD_STATES = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "OUT_OF_MEMORY"}
+DEAD_STATES = {
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "PREEMPTED",
+    "BOOT_FAIL",
+    "OUT_OF_MEMORY",
+}
 FOREIGN = ("SLURM_", "SBATCH_", "SRUN_", "MASTER_", "TORCHELASTIC_", "SHARDRUN_")
 
 Mode = Literal["netns", "local"]
@@ -63,13 +73,19 @@ def missing() -> str | None:
 def best_mode() -> Mode:
     """Namespaces where this user may make them."""
     try_one = ["unshare", *NAMESPACES, "--pid", "--fork", "true"]
-    if shutil.which("unshare") and shutil.which("ip") and subprocess.run(try_one, capture_output=True).returncode == 0:
+    if (
+        shutil.which("unshare")
+        and shutil.which("ip")
+        and subprocess.run(try_one, capture_output=True).returncode == 0
+    ):
         return "netns"
     return "local"
 
 
 def free_ports(count: int) -> list[int]:
-    """Below the kernel's own range, so that no outgoing connection takes one between here and the daemon's bind."""
+    """Below the kernel's own range, so that no outgoing connection takes one between here and the daemon's
+    bind.
+    """
     ports: list[int] = []
     while len(ports) < count:
         port = random.SystemRandom().randrange(10000, 20000)
@@ -130,8 +146,15 @@ class Cluster:
         run, key = self.folder / "run", self.folder / "munge.key"
         key.touch(mode=0o600)
         key.write_bytes(os.urandom(1024))
-        files = {"socket": run / "munge.sock", "pid-file": run / "munged.pid", "seed-file": run / "munge.seed"}
-        options = [f"--{name}={path}" for name, path in {**files, "key-file": key, "log-file": run / "munged.log"}.items()]
+        files = {
+            "socket": run / "munge.sock",
+            "pid-file": run / "munged.pid",
+            "seed-file": run / "munge.seed",
+        }
+        options = [
+            f"--{name}={path}"
+            for name, path in {**files, "key-file": key, "log-file": run / "munged.log"}.items()
+        ]
         self._daemon("munged", ["munged", "--foreground", "--force", *options])
         eventually("munged listens", files["socket"].exists, 10, self._logs)
 
@@ -145,7 +168,11 @@ class Cluster:
         }  # fmt: skip
         lines = (HERE / "slurm.conf.in").read_text().format(**facts)
         for i, (node, port) in enumerate(zip(self.nodes, ports[1:], strict=True), start=1):
-            where = f"NodeAddr={NETWORK}.{i}" if self.mode == "netns" else f"NodeHostname={host} NodeAddr=127.0.0.1"
+            where = (
+                f"NodeAddr={NETWORK}.{i}"
+                if self.mode == "netns"
+                else f"NodeHostname={host} NodeAddr=127.0.0.1"
+            )
             what = f"CPUs={self.shape.cpus} Gres=gpu:{len(GPUS)} RealMemory=8000 State=UNKNOWN"
             lines += f"NodeName={node} {where} Port={port} {what}\n"
         lines += f"PartitionName=main Nodes=ALL Default=YES State=UP PreemptMode=REQUEUE GraceTime={self.shape.grace_s}\n"
@@ -159,7 +186,11 @@ class Cluster:
 
     def _login_host(self) -> None:
         self._host(self.controller_host, own_processes=False)
-        for words in ("link add bridge0 type bridge", f"addr add {NETWORK}.254/24 dev bridge0", "link set bridge0 up"):
+        for words in (
+            "link add bridge0 type bridge",
+            f"addr add {NETWORK}.254/24 dev bridge0",
+            "link set bridge0 up",
+        ):
             self._ip(*words.split())
 
     def _host(self, name: str, *, own_processes: bool = True) -> Host:
@@ -202,7 +233,9 @@ class Cluster:
     def on_node(self, node: str, *command: str) -> subprocess.CompletedProcess[str]:
         """Run a command inside a node, or, without namespaces, here."""
         inside = self._enter(self.hosts[node].shell, REPOSITORY, "--pid") if self.mode == "netns" else []
-        return subprocess.run([*inside, *command], env=self.environment(), capture_output=True, text=True, check=True)
+        return subprocess.run(
+            [*inside, *command], env=self.environment(), capture_output=True, text=True, check=True
+        )
 
     def pids(self, node: str, environ: str) -> list[int]:
         """Processes of a node whose environment holds this `NAME=value`, as this machine numbers them."""
@@ -217,12 +250,19 @@ class Cluster:
         path = f"{Path(sys.executable).parent}:{HERE / 'standin'}:{os.environ['PATH']}"
         return {**kept, "PATH": path, "SLURM_CONF": str(self.conf), "OMP_NUM_THREADS": "1", **(extra or {})}
 
-    def popen(self, *command: str, env: Mapping[str, str] | None = None, cwd: Path = REPOSITORY) -> subprocess.Popen[str]:
+    def popen(
+        self, *command: str, env: Mapping[str, str] | None = None, cwd: Path = REPOSITORY
+    ) -> subprocess.Popen[str]:
         """A command on the login host."""
         return subprocess.Popen(
-            self._on_login(list(command), cwd), env=self.environment(env), cwd=cwd,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            self._on_login(list(command), cwd),
+            env=self.environment(env),
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
 
     def run(
         self,
@@ -240,7 +280,9 @@ class Cluster:
                 process.kill()
                 raise
         if check and process.returncode:
-            raise AssertionError(f"{' '.join(command)} ended with {process.returncode}:\n{out}\n{err}\n{self._logs()}")
+            raise AssertionError(
+                f"{' '.join(command)} ended with {process.returncode}:\n{out}\n{err}\n{self._logs()}"
+            )
         return subprocess.CompletedProcess(command, process.returncode, out, err)
 
     def sbatch(self, *arguments: str, env: Mapping[str, str] | None = None, cwd: Path = REPOSITORY) -> str:
@@ -257,23 +299,31 @@ class Cluster:
 
     def wait(self, job: str, timeout_s: float = 120) -> str:
         """Until the job is done for good; its state."""
-        eventually(f"the end of job {job}", lambda: self.state(job) in DEAD_STATES, timeout_s, lambda: self.log(job))
+        eventually(
+            f"the end of job {job}", lambda: self.state(job) in DEAD_STATES, timeout_s, lambda: self.log(job)
+        )
         return self.state(job)
 
     def log(self, job: str) -> str:
         """What the job wrote so far, behind scontrol's view of it."""
         facts = self.job(job)
         path = Path(facts["StdOut"])
-        return f"{facts['JobState']} {facts['Reason']}\n" + (path.read_text(errors="replace") if path.exists() else "")
+        return f"{facts['JobState']} {facts['Reason']}\n" + (
+            path.read_text(errors="replace") if path.exists() else ""
+        )
 
     # ------------------------------------------------------------ inside
 
     def _daemon(self, name: str, command: list[str]) -> None:
         with (self.folder / "log" / f"{name}.out").open("ab") as output:
             self.daemons[name] = subprocess.Popen(
-                [*dies_with_us(), *command], env={**os.environ, "SLURM_CONF": str(self.conf)},
-                stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
-            )  # fmt: skip
+                [*dies_with_us(), *command],
+                env={**os.environ, "SLURM_CONF": str(self.conf)},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
 
     def _end_daemon(self, name: str) -> None:
         daemon = self.daemons.pop(name, None)
@@ -289,7 +339,9 @@ class Cluster:
     def _end_jobs(self) -> None:
         """Without process spaces a step outlives its slurmd: cancel before the daemons go."""
         with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
-            self.run("scancel", "--full", "--signal=KILL", "--user", getpass.getuser(), check=False, timeout_s=5)
+            self.run(
+                "scancel", "--full", "--signal=KILL", "--user", getpass.getuser(), check=False, timeout_s=5
+            )
             self.run("scancel", "--user", getpass.getuser(), check=False, timeout_s=5)
             eventually("no job left", lambda: not self.run("squeue", "-h", timeout_s=5).stdout.strip(), 5)
 
@@ -333,9 +385,13 @@ def main() -> None:
     if reason := missing():
         sys.exit(reason)
     shape = Shape(nodes=options.nodes, cpus=options.cpus)
-    with tempfile.TemporaryDirectory(prefix="slurm-") as folder, Cluster(Path(folder), shape, options.mode) as cluster:
+    with (
+        tempfile.TemporaryDirectory(prefix="slurm-") as folder,
+        Cluster(Path(folder), shape, options.mode) as cluster,
+    ):
         print(
-            f"up. Enter with:\n  SLURM_CONF={cluster.conf} {' '.join(cluster._on_login([]))} bash\nCtrl-C ends it.", flush=True
+            f"up. Enter with:\n  SLURM_CONF={cluster.conf} {' '.join(cluster._on_login([]))} bash\nCtrl-C ends it.",
+            flush=True,
         )
         with contextlib.suppress(KeyboardInterrupt):
             signal.pause()

@@ -2,8 +2,9 @@
 
 Without Slurm these tests skip and say why; where SHARDRUN_CI_REQUIRE names slurm, they fail.
 
-A scenario brings up a Slurm, lets something happen to jobs on it, and returns what is left; tests look at that. Most of a
-scenario is waiting (for a time limit, a requeue, a node to be given up), so those that the selected tests need start together.
+A scenario brings up a Slurm, lets something happen to jobs on it, and returns what is left; tests look at
+that. Most of a scenario is waiting (for a time limit, a requeue, a node to be given up), so those that the
+selected tests need start together.
 """
 
 from __future__ import annotations
@@ -60,12 +61,20 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
 
 
 @pytest.fixture(scope="module")
-def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Any]]]:
-    """The scenarios of a file's selected tests, started in the order of the tests as soon as the first asks. Not of all files:
-    each process of pytest knows all tests and would start what another one looks at.
+def running(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[Any]]]:
+    """The scenarios of a file's selected tests, started in the order of the tests as soon as the first asks.
+    Not of all files: each process of pytest knows all tests and would start what another one looks at.
     """
-    items = [item for item in request.session.items if item.path == request.path and not item.get_closest_marker("skip")]
-    wanted = dict.fromkeys(marker.args[0] for item in items if (marker := item.get_closest_marker("scenario")))
+    items = [
+        item
+        for item in request.session.items
+        if item.path == request.path and not item.get_closest_marker("skip")
+    ]
+    wanted = dict.fromkeys(
+        marker.args[0] for item in items if (marker := item.get_closest_marker("scenario"))
+    )
     with ThreadPoolExecutor(AT_ONCE) as pool:
         yield {name: pool.submit(getattr(scenarios, name), tmp_path_factory.mktemp(name)) for name in wanted}
         pool.shutdown(cancel_futures=True)

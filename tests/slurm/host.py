@@ -12,7 +12,9 @@ NAMESPACES = ["--net", "--uts", "--mount"]
 
 
 class Host:
-    """A shell in namespaces of its own that takes commands on stdin; it and all inside end when the pipe closes."""
+    """A shell in namespaces of its own that takes commands on stdin; it and all inside end when the pipe
+    closes.
+    """
 
     def __init__(self, name: str, hosts: Path, log: Path, *, own_processes: bool) -> None:
         self._own_processes = own_processes
@@ -20,9 +22,15 @@ class Host:
         with log.open("a") as output:
             self.process = subprocess.Popen(
                 [*dies_with_us(), "unshare", *NAMESPACES, *own, "bash"],
-                stdin=subprocess.PIPE, stdout=output, stderr=output, text=True, start_new_session=True,
-            )  # fmt: skip
-        self.say(f"hostname {name}; mount --bind '{hosts}' /etc/hosts; ip link set lo up; echo {name} is up >>'{log}.up'")
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                text=True,
+                start_new_session=True,
+            )
+        self.say(
+            f"hostname {name}; mount --bind '{hosts}' /etc/hosts; ip link set lo up; echo {name} is up >>'{log}.up'"
+        )
         eventually(f"host {name} is up", Path(f"{log}.up").exists, 10, log.read_text)
         Path(f"{log}.up").unlink()
 
@@ -33,7 +41,9 @@ class Host:
 
     @property
     def shell(self) -> int:
-        """The pid of the shell as this machine sees it: with a process space of its own it is unshare's child."""
+        """The pid of the shell as this machine sees it: with a process space of its own it is unshare's
+        child.
+        """
         return children(self.process.pid)[0] if self._own_processes else self.process.pid
 
     def end(self) -> None:

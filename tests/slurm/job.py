@@ -1,4 +1,6 @@
-"""The tiny run that these tests train: its flags, what it leaves behind, and the same run where nothing disturbs it."""
+"""The tiny run that these tests train: its flags, what it leaves behind, and the same run where nothing
+disturbs it.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class Run:
     @property
     def losses(self) -> dict[int, float]:
         """By step: JSON keeps every bit of a float."""
-        return {record["step"]: record["loss"] for record in self._records("metrics.jsonl") if "loss" in record}
+        return {
+            record["step"]: record["loss"] for record in self._records("metrics.jsonl") if "loss" in record
+        }
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -78,7 +82,9 @@ class Job:
         return eventually(what, lambda: resumable_at(self.run.path, step, EVERY), timeout_s, self.log)
 
     def until_start(self, count: int, timeout_s: float = 240) -> None:
-        eventually(f"start {count} of job {self.id}", lambda: len(self.run.starts) >= count, timeout_s, self.log)
+        eventually(
+            f"start {count} of job {self.id}", lambda: len(self.run.starts) >= count, timeout_s, self.log
+        )
 
     def wait(self, timeout_s: float = 240) -> str:
         return self.cluster.wait(self.id, timeout_s)
@@ -106,18 +112,31 @@ def sbatch(
 
 def torchrun(run: Path, ranks: int, *flags: str, env: Mapping[str, str] | None = None) -> Run:
     """The same flags under torchrun, on this machine alone."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "train.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+        "train.py",
+    ]
     clean = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
     done = subprocess.run(
-        [*command, "--run.dir", str(run), *FLAGS, *flags], cwd=REPOSITORY, env={**clean, "OMP_NUM_THREADS": "1", **(env or {})},
-        capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+        [*command, "--run.dir", str(run), *FLAGS, *flags],
+        cwd=REPOSITORY,
+        env={**clean, "OMP_NUM_THREADS": "1", **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return Run(run)
 
 
 class Undisturbed:
-    """The losses of the run that nothing happens to, under torchrun on one node: trained once for each mesh asked for."""
+    """The losses of the run that nothing happens to, under torchrun on one node: trained once for each mesh
+    asked for.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._lock = folder, threading.Lock()
@@ -126,7 +145,14 @@ class Undisturbed:
     def losses(self, replicate: int, shard: int) -> dict[int, float]:
         with self._lock:
             if (replicate, shard) not in self._known:
-                mesh = ("--mesh.strategy", "hsdp", "--mesh.replicate", str(replicate), "--mesh.shard", str(shard))
+                mesh = (
+                    "--mesh.strategy",
+                    "hsdp",
+                    "--mesh.replicate",
+                    str(replicate),
+                    "--mesh.shard",
+                    str(shard),
+                )
                 run = torchrun(self._folder / f"{replicate}x{shard}", replicate * shard, *mesh)
                 self._known[replicate, shard] = run.losses
             return self._known[replicate, shard]

@@ -1,4 +1,6 @@
-"""What happens to jobs on a Slurm: each function brings one up, does it, and returns what is left for the tests to look at."""
+"""What happens to jobs on a Slurm: each function brings one up, does it, and returns what is left for the
+tests to look at.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def left(job: Job, reached: int = 0) -> Left:
     """Wait for the job's end and keep what scontrol and the log say."""
     state = job.wait()
     facts = job.cluster.job(job.id)
-    return Left(job.run, state, job.log(), int(facts["Restarts"]), reached, int(facts["ExitCode"].partition(":")[0]))
+    return Left(
+        job.run, state, job.log(), int(facts["Restarts"]), reached, int(facts["ExitCode"].partition(":")[0])
+    )
 
 
 # ---------------------------------------------------------------- both modes, at once
@@ -134,7 +138,9 @@ def rank_killed_under_srun(folder: Path) -> Left:
 def rank_stopped(folder: Path) -> Left:
     """On the node whose monitor does not judge: it tells the head's."""
     with Cluster(folder / "slurm") as cluster:
-        job = sbatch(cluster, folder, flags=[*FLAGS, "--watch.hang_s", "5"], env={**SLOWLY, "SLOW_STARTS": "1"})
+        job = sbatch(
+            cluster, folder, flags=[*FLAGS, "--watch.hang_s", "5"], env={**SLOWLY, "SLOW_STARTS": "1"}
+        )
         reached = job.until_resumable(13)
         os.kill(rank_pid(job, "n2", rank=1), signal.SIGSTOP)
         return left(job, reached)
@@ -165,8 +171,12 @@ def final_errors(folder: Path) -> dict[str, Left]:
     with Cluster(folder / "slurm") as cluster:
         jobs = {
             "nan": sbatch(cluster, folder / "nan", "--nodes=1", ranks=2, flags=nan),
-            "nan under srun": sbatch(cluster, folder / "srun", "--nodes=1", ranks=2, flags=nan, env={"LAUNCHER": "srun"}),
-            "mesh": sbatch(cluster, folder / "mesh", "--nodes=1", ranks=2, flags=[*FLAGS, "--mesh.shard", "3"]),
+            "nan under srun": sbatch(
+                cluster, folder / "srun", "--nodes=1", ranks=2, flags=nan, env={"LAUNCHER": "srun"}
+            ),
+            "mesh": sbatch(
+                cluster, folder / "mesh", "--nodes=1", ranks=2, flags=[*FLAGS, "--mesh.shard", "3"]
+            ),
         }
         return {name: left(job) for name, job in jobs.items()}
 
@@ -197,7 +207,9 @@ def second_job(folder: Path) -> Second:
         first = Job(cluster, first.id, Run(run))
         first.until_step(2)
         before = kept()
-        second = left(Job(cluster, sbatch(cluster, folder / "second", "--nodes=1", flags=flags, env=slow).id, Run(run)))
+        second = left(
+            Job(cluster, sbatch(cluster, folder / "second", "--nodes=1", flags=flags, env=slow).id, Run(run))
+        )
         after = kept()
         assert cluster.state(first.id) == "RUNNING", first.log()
         return Second(left(first), second, before, after)
@@ -245,24 +257,32 @@ class Network:
 
 
 def network(folder: Path) -> Network:
-    """Node names that do not resolve, one job in a container; then an address of the first that the second cannot reach."""
+    """Node names that do not resolve, one job in a container; then an address of the first that the second
+    cannot reach.
+    """
     with Cluster(folder / "slurm") as cluster:
         cluster.names(False)
         facts = folder / "container.env"
         facts.write_text("CONTAINER=(env INSIDE=1)\n")
         modes = ({"CLUSTER_ENV": str(facts)}, {"LAUNCHER": "srun"})
-        jobs = {mode: sbatch(cluster, folder / mode, env=env) for mode, env in zip(("torchrun", "srun"), modes, strict=True)}
+        jobs = {
+            mode: sbatch(cluster, folder / mode, env=env)
+            for mode, env in zip(("torchrun", "srun"), modes, strict=True)
+        }
         checked = sbatch(cluster, folder / "checked", flags=[*FLAGS, "--dry-run"])
         cluster.on_node("n1", "ip", "addr", "add", "10.99.0.1/32", "dev", "lo")
         # by way of the login host, which passes nothing on: no answer at all
         cluster.on_node("n2", "ip", "route", "add", "10.99.0.1/32", "via", "10.77.0.254")
         cut = sbatch(cluster, folder / "cut", env={"RDZV_HOST": "10.99.0.1", "RDZV_TIMEOUT_S": "3"})
-        return Network({mode: left(job) for mode, job in jobs.items()}, left(checked), left(cut), _seconds(cut))
+        return Network(
+            {mode: left(job) for mode, job in jobs.items()}, left(checked), left(cut), _seconds(cut)
+        )
 
 
 def preflight(folder: Path) -> dict[str, Left]:
-    """The doctor in a job's place, one after the other: two measuring at once would find each other slow. Then the second node
-    has another folder where the run directory is."""
+    """The doctor in a job's place, one after the other: two measuring at once would find each other slow.
+    Then the second node has another folder where the run directory is.
+    """
     run = folder / "sick-run"
     run.mkdir()
     with Cluster(folder / "slurm", mode="netns") as cluster:
@@ -281,7 +301,11 @@ def _seconds(job: Job) -> float:
 
 
 def submit(
-    cluster: Cluster, folder: Path, *options: str, flags: Sequence[str] = FLAGS, env: Mapping[str, str] = MappingProxyType({})
+    cluster: Cluster,
+    folder: Path,
+    *options: str,
+    flags: Sequence[str] = FLAGS,
+    env: Mapping[str, str] = MappingProxyType({}),
 ) -> Job:
     """`python -m launch.submit OPTIONS -- FLAGS`, as typed; the job that it printed."""
     folder.mkdir(exist_ok=True)

@@ -1,4 +1,5 @@
-"""A data set for jobs that must be met while they run: the digits, read slowly in the starts that should be slow.
+"""A data set for jobs that must be met while they run: the digits, read slowly in the starts that should be
+slow.
 
 --data.name tests.slurm.slow:digits      and, in the job's environment:
 SLOW_S        seconds that each batch takes             SLOW_STARTS   how many starts of the job are slow (default: all)
@@ -44,7 +45,12 @@ def digits() -> DataSet:
     made = real.build(Where("", 256, {}))
     start, slow_starts, slow_from, raise_at = (
         int(os.environ.get(name, default))
-        for name, default in (("SLURM_RESTART_COUNT", "0"), ("SLOW_STARTS", "1000"), ("SLOW_FROM", "0"), ("RAISE_AT", "0"))
+        for name, default in (
+            ("SLURM_RESTART_COUNT", "0"),
+            ("SLOW_STARTS", "1000"),
+            ("SLOW_FROM", "0"),
+            ("RAISE_AT", "0"),
+        )
     )
     seconds = float(os.environ.get("SLOW_S", "0")) if start < slow_starts else 0.0
     return dataclasses.replace(made, train=Slowly(made.train, seconds, slow_from, raise_at))

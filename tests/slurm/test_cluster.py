@@ -59,16 +59,26 @@ def test_a_node_loses_its_power_and_comes_back(tmp_path: Path, netns: None) -> N
         job = slurm.sbatch("-N1", "-w", "n2", "--output", "/dev/null", "--wrap", "sleep 600")
         eventually("it runs on n2", lambda: slurm.pids("n2", f"SLURM_JOB_ID={job}"), 15)
         slurm.power_off("n2")
-        eventually("all on n2 ended", lambda: not pids_with(f"SLURM_CONF={slurm.conf}", f"SLURM_JOB_ID={job}"), 5)
+        eventually(
+            "all on n2 ended", lambda: not pids_with(f"SLURM_CONF={slurm.conf}", f"SLURM_JOB_ID={job}"), 5
+        )
         slurm.power_on("n2")
-        eventually("n2 works again", lambda: "n2" in slurm.run("srun", "-w", "n2", "hostname", check=False).stdout, 15)
+        eventually(
+            "n2 works again",
+            lambda: "n2" in slurm.run("srun", "-w", "n2", "hostname", check=False).stdout,
+            15,
+        )
 
 
 def test_a_killed_test_run_leaves_no_cluster(tmp_path: Path, netns: None) -> None:
     """SIGKILL runs no clean-up: the cluster must end by itself."""
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.slurm.cluster"], cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "tests.slurm.cluster"],
+        cwd=REPOSITORY,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout is not None
         assert "up" in process.stdout.readline()

@@ -31,18 +31,26 @@ def test_a_task_is_a_rank_also_where_nodes_differ() -> None:
 
 
 def test_torchrun_inside_a_slurm_step_comes_first() -> None:
-    made = env.from_environment({**TASK, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
+    made = env.from_environment(
+        {**TASK, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    )
     assert (made.rank, made.world_size, made.launcher) == (1, 2, "torchrun under Slurm")
 
 
 def test_python_in_the_batch_shell_is_a_single_process() -> None:
-    assert env.from_environment({"SLURM_PROCID": "0", "SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"}).world_size == 1
+    assert (
+        env.from_environment({"SLURM_PROCID": "0", "SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"}).world_size == 1
+    )
 
 
 def test_the_meeting_place_of_a_bare_srun_is_new_at_each_requeue_and_step() -> None:
     first = env.slurm_rendezvous(TASK)
     assert first[0] == "gpu07"
-    others = [{**TASK, "SLURM_RESTART_COUNT": "1"}, {**TASK, "SLURM_STEP_ID": "3"}, {**TASK, "SLURM_JOB_ID": "4712"}]
+    others = [
+        {**TASK, "SLURM_RESTART_COUNT": "1"},
+        {**TASK, "SLURM_STEP_ID": "3"},
+        {**TASK, "SLURM_JOB_ID": "4712"},
+    ]
     ports = {first[1], *(env.slurm_rendezvous(other)[1] for other in others)}
     assert len(ports) == 4
     assert all(20000 <= port < 32000 for port in ports)
@@ -61,12 +69,16 @@ def test_gpus_that_slurm_gave_and_torch_does_not_see_are_an_error() -> None:
         env.from_environment({**TASK, "SLURM_GPUS_ON_NODE": "2"})
 
 
-@pytest.mark.parametrize(("text", "end"), [("1795000000", 1795000000.0), ("", None), ("0", None), ("Unknown", None)])
+@pytest.mark.parametrize(
+    ("text", "end"), [("1795000000", 1795000000.0), ("", None), ("0", None), ("Unknown", None)]
+)
 def test_the_end_of_the_job(text: str, end: float | None) -> None:
     assert env.end_time({"SLURM_JOB_END_TIME": text}) == end
 
 
 @pytest.mark.slurm
-@pytest.mark.parametrize("hosts", ["n1", "n[1-3]", "gpu[01-03,07],login", "rack[1-2]node[08-10]", "a,b[9-11],c7"])
+@pytest.mark.parametrize(
+    "hosts", ["n1", "n[1-3]", "gpu[01-03,07],login", "rack[1-2]node[08-10]", "a,b[9-11],c7"]
+)
 def test_host_lists_are_read_as_scontrol_reads_them(hosts: str, slurm: Cluster) -> None:
     assert env.expand_hostlist(hosts) == slurm.run("scontrol", "show", "hostnames", hosts).stdout.split()

@@ -1,7 +1,8 @@
-"""slurm/fsdp.sbatch and its like, on a real Slurm: the same numbers as torchrun's, whatever happens on the way.
+"""slurm/fsdp.sbatch and its like, on a real Slurm: the same numbers as torchrun's, whatever happens on the
+way.
 
-Some stand for all in `make test`: both modes, a preemption, a crash, a lost node, all launchers on one run. The others are in
-the full form, which .ci/run has.
+Some stand for all in `make test`: both modes, a preemption, a crash, a lost node, all launchers on one run.
+The others are in the full form, which .ci/run has.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ def test_ddp_is_the_same_job_replicated(outcome: dict[str, Left]) -> None:
 
 @pytest.mark.scenario("both_modes")
 @pytest.mark.parametrize("mode", ["torchrun", "srun"])
-def test_the_log_is_one_file_with_ranks_in_front_and_beside_the_run(outcome: dict[str, Left], mode: str) -> None:
+def test_the_log_is_one_file_with_ranks_in_front_and_beside_the_run(
+    outcome: dict[str, Left], mode: str
+) -> None:
     assert re.search(r"^0: .*rank 0\(4\)", outcome[mode].log, re.MULTILINE)
     (link,) = (outcome[mode].run.path / "logs").glob("shardrun-*.log")
     assert link.read_text() in outcome[mode].log
@@ -89,7 +92,9 @@ def test_a_time_limit_reached_twice_loses_nothing(outcome: Left, undisturbed: Un
     assert outcome.restarts >= 2
     assert len(outcome.run.starts) == outcome.restarts + 1
     assert set(outcome.run.ends[:-1]) <= {"SIGUSR1", "the deadline"}
-    assert [start["from_step"] for start in outcome.run.starts] == sorted(start["from_step"] for start in outcome.run.starts)
+    assert [start["from_step"] for start in outcome.run.starts] == sorted(
+        start["from_step"] for start in outcome.run.starts
+    )
 
 
 def check_preempted(left: Left, undisturbed: Undisturbed, reason: str) -> None:
@@ -118,7 +123,9 @@ def test_preempted_with_the_users_signal(outcome: Left, undisturbed: Undisturbed
 
 @pytest.mark.long
 @pytest.mark.scenario("preempted_without_time")
-def test_preempted_without_time_to_save_loses_at_most_one_interval(outcome: Left, undisturbed: Undisturbed) -> None:
+def test_preempted_without_time_to_save_loses_at_most_one_interval(
+    outcome: Left, undisturbed: Undisturbed
+) -> None:
     check_finished(outcome, undisturbed.losses(2, 1))
     assert outcome.restarts == 1
     assert outcome.run.history[1]["event"] == "lost"
@@ -143,7 +150,11 @@ def test_scancel_leaves_a_sealed_checkpoint_and_no_second_start(outcome: Left) -
 def check_rank_killed(left: Left, undisturbed: Undisturbed) -> None:
     check_finished(left, undisturbed.losses(2, 1))
     assert left.restarts == 0, "in the same allocation"
-    assert [event["event"] for event in left.run.history if event["event"] != "end"] == ["start", "crash", "start"]
+    assert [event["event"] for event in left.run.history if event["event"] != "end"] == [
+        "start",
+        "crash",
+        "start",
+    ]
     assert left.reached - left.run.starts[1]["from_step"] <= EVERY
 
 
@@ -155,13 +166,20 @@ def test_a_killed_rank_is_back_in_the_same_allocation(outcome: Left, undisturbed
 
 @pytest.mark.long
 @pytest.mark.scenario("rank_stopped")
-def test_a_stopped_rank_is_named_across_nodes_and_the_job_goes_on_without_it(outcome: Left, undisturbed: Undisturbed) -> None:
+def test_a_stopped_rank_is_named_across_nodes_and_the_job_goes_on_without_it(
+    outcome: Left, undisturbed: Undisturbed
+) -> None:
     check_rank_killed(outcome, undisturbed)
     assert re.search(r"^0: watch: rank 1 \(n2\) is stopped \(SIGSTOP\): step \d+", outcome.log, re.MULTILINE)
     assert re.search(r"^0:   ranks? 0 waits in \w+ \(step \d+, \w+\)", outcome.log, re.MULTILINE)
     assert re.search(r"^0:   HINT: kill -CONT \d+ on n2", outcome.log, re.MULTILINE)
     (folder,) = (outcome.run.path / "watch").glob("stopped-*")
-    assert {path.name for path in folder.iterdir()} >= {"evidence.json", "rank-0.txt", "rank-0.fr.json", "rank-1.txt"}
+    assert {path.name for path in folder.iterdir()} >= {
+        "evidence.json",
+        "rank-0.txt",
+        "rank-0.fr.json",
+        "rank-1.txt",
+    }
 
 
 @pytest.mark.long
@@ -188,7 +206,9 @@ def test_a_job_that_crashes_twice_at_one_step_stops_and_says_so(outcome: Left) -
         ("mesh", 2, r"shard 3 = 3 ranks, but 2 were started"),
     ],
 )
-def test_an_error_that_would_come_again_ends_the_job_at_once(outcome: dict[str, Left], name: str, code: int, said: str) -> None:
+def test_an_error_that_would_come_again_ends_the_job_at_once(
+    outcome: dict[str, Left], name: str, code: int, said: str
+) -> None:
     left = outcome[name]
     assert (left.state, left.code, left.restarts) == ("FAILED", code, 0), left.log
     assert re.search(said, left.log)
@@ -201,7 +221,9 @@ def test_an_error_that_would_come_again_ends_the_job_at_once(outcome: dict[str, 
 def test_a_second_job_on_a_live_run_directory_is_refused_and_writes_nothing(outcome: Second) -> None:
     assert (outcome.second.state, outcome.second.code) == ("FAILED", 4), outcome.second.log
     (line,) = outcome.second.log.splitlines()[1:]
-    assert re.search(r"/run is being written by process \d+ on \w+, started by .* \(Slurm job \d+, start 1\), since", line)
+    assert re.search(
+        r"/run is being written by process \d+ on \w+, started by .* \(Slurm job \d+, start 1\), since", line
+    )
     assert outcome.before == outcome.after
     assert outcome.first.state == "COMPLETED", outcome.first.log
     assert [event["event"] for event in outcome.first.run.history] == ["start", "end"]
@@ -216,7 +238,9 @@ def test_a_job_that_is_not_requeued_does_not_say_that_it_is(outcome: Left) -> No
 
 
 @pytest.mark.scenario("node_lost")
-def test_a_lost_node_is_left_out_of_the_next_start(outcome: Left, undisturbed: Undisturbed, netns: None) -> None:
+def test_a_lost_node_is_left_out_of_the_next_start(
+    outcome: Left, undisturbed: Undisturbed, netns: None
+) -> None:
     check_finished(outcome, undisturbed.losses(2, 1))
     assert outcome.restarts == 1
     assert outcome.run.starts[1]["nodes"] == ["n1", "n3"]
@@ -232,7 +256,9 @@ def test_the_first_node_too_can_be_lost(outcome: Left, undisturbed: Undisturbed,
 
 @pytest.mark.long
 @pytest.mark.scenario("orphans")
-def test_orphans_of_a_dead_slurmd_cannot_spoil_the_requeued_run(outcome: Left, undisturbed: Undisturbed, netns: None) -> None:
+def test_orphans_of_a_dead_slurmd_cannot_spoil_the_requeued_run(
+    outcome: Left, undisturbed: Undisturbed, netns: None
+) -> None:
     """The later start of the job takes over; the orphans train on for a while, and may not save."""
     check_finished(outcome, undisturbed.losses(1, 2))
     assert [start["nodes"] for start in outcome.run.starts] == [["n1"], ["n2"]]
@@ -254,7 +280,9 @@ def test_where_node_names_do_not_resolve_the_nodes_meet_by_address(
 
 @pytest.mark.long
 @pytest.mark.scenario("network")
-def test_a_node_that_cannot_reach_the_first_is_named_within_the_time_out(outcome: Network, netns: None) -> None:
+def test_a_node_that_cannot_reach_the_first_is_named_within_the_time_out(
+    outcome: Network, netns: None
+) -> None:
     assert outcome.unreachable.state == "FAILED"
     assert re.search(r"n2 cannot reach n1 within 3 s: 10\.99\.0\.1:\d+ no answer\.", outcome.unreachable.log)
     assert outcome.unreachable_after_s < 20
@@ -274,7 +302,9 @@ def test_a_dry_run_shows_each_node_and_the_command_and_trains_nothing(outcome: N
 
 @pytest.mark.long
 @pytest.mark.scenario("preflight")
-def test_a_preflight_looks_at_the_jobs_nodes_and_trains_nothing(netns: None, outcome: dict[str, Left]) -> None:
+def test_a_preflight_looks_at_the_jobs_nodes_and_trains_nothing(
+    netns: None, outcome: dict[str, Left]
+) -> None:
     left = outcome["fit"]
     assert left.state == "COMPLETED", left.log
     for rank, node in enumerate(("n1", "n2")):
@@ -286,7 +316,9 @@ def test_a_preflight_looks_at_the_jobs_nodes_and_trains_nothing(netns: None, out
 
 @pytest.mark.long
 @pytest.mark.scenario("preflight")
-def test_a_node_that_falls_out_fails_the_job_and_is_written_for_sbatch(netns: None, outcome: dict[str, Left]) -> None:
+def test_a_node_that_falls_out_fails_the_job_and_is_written_for_sbatch(
+    netns: None, outcome: dict[str, Left]
+) -> None:
     left = outcome["sick"]
     assert left.state == "FAILED", left.log
     assert "verdict: 1 node falls out: --exclude=n2" in left.log
@@ -308,9 +340,16 @@ def test_a_bare_srun_needs_no_script(slurm: Cluster, tmp_path: Path, undisturbed
 
 
 @pytest.mark.long
-def test_ranks_follow_the_gpus_that_slurm_gave_and_a_node_with_fewer_is_named(slurm: Cluster, tmp_path: Path) -> None:
-    """The nodes say they have two each; torch sees none of them, and a dry run says so instead of training on the CPU."""
-    jobs = [sbatch(slurm, tmp_path, f"--gpus{asked}", flags=["--dry-run"], ranks=1) for asked in ("-per-node=2", "=3")]
+def test_ranks_follow_the_gpus_that_slurm_gave_and_a_node_with_fewer_is_named(
+    slurm: Cluster, tmp_path: Path
+) -> None:
+    """The nodes say they have two each; torch sees none of them, and a dry run says so instead of training on
+    the CPU.
+    """
+    jobs = [
+        sbatch(slurm, tmp_path, f"--gpus{asked}", flags=["--dry-run"], ranks=1)
+        for asked in ("-per-node=2", "=3")
+    ]
     assert [job.wait() for job in jobs] == ["FAILED", "FAILED"]
     even, uneven = (job.log() for job in jobs)
     assert "2 nodes × 2 ranks" in even
@@ -323,7 +362,9 @@ def test_ranks_follow_the_gpus_that_slurm_gave_and_a_node_with_fewer_is_named(sl
 
 @pytest.mark.long
 @pytest.mark.scenario("submitted")
-def test_submitit_is_requeued_at_its_limit_and_when_preempted(outcome: Left, undisturbed: Undisturbed) -> None:
+def test_submitit_is_requeued_at_its_limit_and_when_preempted(
+    outcome: Left, undisturbed: Undisturbed
+) -> None:
     check_finished(outcome, undisturbed.losses(2, 2))
     assert outcome.run.ends[0] in ("SIGUSR2", "the deadline")
     assert "SIGTERM" in outcome.run.ends
@@ -342,7 +383,9 @@ def test_submitit_requeues_a_crash_and_says_so(outcome: Left) -> None:
 
 
 @pytest.mark.scenario("three_launchers")
-def test_begun_under_torchrun_gone_on_under_sbatch_ended_under_submitit(outcome: Left, undisturbed: Undisturbed) -> None:
+def test_begun_under_torchrun_gone_on_under_sbatch_ended_under_submitit(
+    outcome: Left, undisturbed: Undisturbed
+) -> None:
     check_finished(outcome, undisturbed.losses(2, 1))
     launchers = [start["launcher"] for start in outcome.run.starts]
     assert launchers == ["torchrun", "torchrun under Slurm", "submitit (slurm)"]

@@ -1,4 +1,6 @@
-"""What a Slurm job does next: each test writes what a run would have left and asks. The bounds: tests/launch/test_policy.py."""
+"""What a Slurm job does next: each test writes what a run would have left and asks. The bounds:
+tests/launch/test_policy.py.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def stopped(run: RunDir, step: int, reason: str) -> None:
     run.stopped.write_text(f"{reason} at step {step}\n")
 
 
-def judge(run: RunDir, job: str = "7", restart: int = 0, *, unmet: bool = False, **allocation: bool) -> Decision:
+def judge(
+    run: RunDir, job: str = "7", restart: int = 0, *, unmet: bool = False, **allocation: bool
+) -> Decision:
     allowed = Allocation(**{"requeue": True, **allocation})
     return slurm_job.judge(run, job=job, restart=restart, code=1, allocation=allowed, unmet=unmet)
 
@@ -62,7 +66,9 @@ def test_a_job_without_requeue_says_that_it_is_not(run: RunDir) -> None:
     assert said.startswith("stopped: SIGUSR1; this launcher does not requeue. Not requeued;")
 
 
-def test_an_error_that_would_come_again_is_final_with_its_own_code(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_would_come_again_is_final_with_its_own_code(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torchrun has ended with 1; the rank's own code comes from RUN/FAILED."""
     reach(run, 3)
     fail(run, monkeypatch, Kind.FINAL, 5)
@@ -93,7 +99,9 @@ def test_a_job_that_cannot_start_its_ranks_again_is_requeued(run: RunDir) -> Non
     assert "Again" not in slurm_job.message(run, decision)
 
 
-def test_nothing_is_written_where_another_job_holds_the_directory(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_written_where_another_job_holds_the_directory(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reach(run, 10)
     stopped(run, 10, "SIGTERM")
     claim = Claim.acquire(run.path, "torchrun")
@@ -138,7 +146,9 @@ def test_a_step_in_between_starts_the_count_anew(run: RunDir) -> None:
     assert judge(run).act is Act.REQUEUE
 
 
-def test_an_error_is_tried_again_and_at_the_same_step_not_twice(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_is_tried_again_and_at_the_same_step_not_twice(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fail(run, monkeypatch, Kind.ERROR, 1)
     for step in (10, 20):
         reach(run, step)
@@ -146,10 +156,14 @@ def test_an_error_is_tried_again_and_at_the_same_step_not_twice(run: RunDir, mon
     reach(run, 20, from_step=15)
     decision = judge(run)
     assert (decision.act, decision.code) == (Act.END, 1)
-    assert "failed again after step 20: not again. HINT: the first error above" in slurm_job.message(run, decision)
+    assert "failed again after step 20: not again. HINT: the first error above" in slurm_job.message(
+        run, decision
+    )
 
 
-def test_a_crash_while_starting_is_no_second_one_at_the_last_step(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_while_starting_is_no_second_one_at_the_last_step(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fail(run, monkeypatch, Kind.ERROR, 1)
     reach(run, 20)
     assert judge(run).act is Act.AGAIN
@@ -176,7 +190,9 @@ def test_crashes_at_new_steps_leave_the_allocation_in_the_end(run: RunDir) -> No
     assert acts == [Act.AGAIN, Act.AGAIN, Act.REQUEUE, Act.AGAIN]
 
 
-def test_the_same_command_again_is_a_new_job_with_new_chances(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_command_again_is_a_new_job_with_new_chances(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fail(run, monkeypatch, Kind.ERROR, 1)
     reach(run, 20)
     judge(run)
@@ -211,7 +227,9 @@ def test_begin_clears_the_marks_and_explains_a_start_without_an_end(run: RunDir,
     assert (run.path / "logs" / "job-7.log").exists()
 
 
-def test_begin_takes_the_default_and_a_dry_run_touches_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_begin_takes_the_default_and_a_dry_run_touches_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     where = str(tmp_path / "runs" / "job-7")
     assert slurm_job.main(["begin", "--dry-run", "--default-run-dir", where, "--train.steps", "3"]) == 0
     assert capsys.readouterr().out.strip() == where

@@ -1,4 +1,6 @@
-"""The nodes' meeting before training, with nodes as processes on this machine: who cannot reach whom is said in one line."""
+"""The nodes' meeting before training, with nodes as processes on this machine: who cannot reach whom is said
+in one line.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +24,40 @@ def port() -> int:
     return rendezvous.free_port(seed=secrets.randbits(32))
 
 
-def meet(names: str, port: int, hosts: str, flags: Mapping[str, str] | None = None, timeout: str = "10") -> dict[str, tuple]:
+def meet(
+    names: str, port: int, hosts: str, flags: Mapping[str, str] | None = None, timeout: str = "10"
+) -> dict[str, tuple]:
     """Each of `names` meets; what it printed and its exit status. flags: more words for one node."""
     nodes = ",".join(dict.fromkeys(names))
-    common = ["meet", "--nodes", flags.get("nodes", nodes) if flags else nodes, "--hosts", hosts, "--port", str(port)]
+    common = [
+        "meet",
+        "--nodes",
+        flags.get("nodes", nodes) if flags else nodes,
+        "--hosts",
+        hosts,
+        "--port",
+        str(port),
+    ]
     started = {
         name: subprocess.Popen(
-            [*COMMAND, *common, "--node", name, "--token", "t", "--timeout-s", timeout, *((flags or {}).get(name, "").split())],
-            cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            [
+                *COMMAND,
+                *common,
+                "--node",
+                name,
+                "--token",
+                "t",
+                "--timeout-s",
+                timeout,
+                *((flags or {}).get(name, "").split()),
+            ],
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for name in names
-    }  # fmt: skip
+    }
     return {name: (*process.communicate(timeout=60), process.returncode) for name, process in started.items()}
 
 
@@ -61,7 +86,9 @@ def test_a_node_says_what_it_could_not_reach_and_why(port: int) -> None:
 
 
 def test_another_job_on_the_same_port_is_not_met(port: int) -> None:
-    """Two jobs whose ports collide: the second's nodes come to the first's head, which does not know their token."""
+    """Two jobs whose ports collide: the second's nodes come to the first's head, which does not know their
+    token.
+    """
     said = meet("ab", port, "127.0.0.1", {"b": "--token another"}, timeout="1")
     assert "b did not reach a" in said["a"][1]
     assert said["b"][2] == 1
@@ -69,9 +96,24 @@ def test_another_job_on_the_same_port_is_not_met(port: int) -> None:
 
 def test_a_stranger_that_says_nothing_or_nonsense_disturbs_nobody(port: int) -> None:
     head = subprocess.Popen(
-        [*COMMAND, "meet", "--nodes", "a,b", "--node", "a", "--hosts", "127.0.0.1", "--port", str(port), "--token", "t"],
-        cwd=REPOSITORY, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [
+            *COMMAND,
+            "meet",
+            "--nodes",
+            "a,b",
+            "--node",
+            "a",
+            "--hosts",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--token",
+            "t",
+        ],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     strangers = [_connect(port), _connect(port)]
     strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
     assert meet("b", port, "127.0.0.1", {"nodes": "a,b"})["b"][2] == 0
@@ -102,5 +144,7 @@ def test_a_taken_port_is_passed_over() -> None:
 
 
 def test_here_names_the_interface_on_the_way() -> None:
-    out = subprocess.run([*COMMAND, "here", "--towards", "127.0.0.1"], cwd=REPOSITORY, capture_output=True, text=True).stdout
+    out = subprocess.run(
+        [*COMMAND, "here", "--towards", "127.0.0.1"], cwd=REPOSITORY, capture_output=True, text=True
+    ).stdout
     assert re.fullmatch(r"127\.0\.0\.1 lo\n", out)

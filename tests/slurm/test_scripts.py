@@ -19,14 +19,18 @@ def test_shellcheck_has_nothing_to_say(name: str) -> None:
     if shutil.which("shellcheck") is None:
         reason = "shellcheck is not installed (apt-get install shellcheck)"
         skip_or_fail("shellcheck", reason)
-    said = subprocess.run(["shellcheck", "-x", f"slurm/{name}"], cwd=REPOSITORY, capture_output=True, text=True)
+    said = subprocess.run(
+        ["shellcheck", "-x", f"slurm/{name}"], cwd=REPOSITORY, capture_output=True, text=True
+    )
     assert said.returncode == 0, said.stdout
 
 
 @pytest.mark.parametrize("name", [name for name in SCRIPTS if name.endswith(".sbatch")])
 def test_a_job_script_outside_a_job_says_how_it_is_used(name: str) -> None:
     clean = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
-    said = subprocess.run(["bash", f"slurm/{name}"], cwd=REPOSITORY, env=clean, capture_output=True, text=True)
+    said = subprocess.run(
+        ["bash", f"slurm/{name}"], cwd=REPOSITORY, env=clean, capture_output=True, text=True
+    )
     assert said.returncode != 0
     assert f"HINT: sbatch slurm/{name}" in said.stderr
 

@@ -19,7 +19,15 @@ from tests.slurm.job import FLAGS, STEPS, Run, Undisturbed
 
 @pytest.mark.parametrize(
     ("text", "count"),
-    [("30", 30), ("90:00", 90), ("0:30", 1), ("4:00:00", 240), ("1-12", 2160), ("1-12:30", 2190), ("2-00:00:00", 2880)],
+    [
+        ("30", 30),
+        ("90:00", 90),
+        ("0:30", 1),
+        ("4:00:00", 240),
+        ("1-12", 2160),
+        ("1-12:30", 2190),
+        ("2-00:00:00", 2880),
+    ],
 )
 def test_times_as_slurm_writes_them(text: str, count: int) -> None:
     assert minutes(text) == count
@@ -45,14 +53,18 @@ def test_memory_as_slurm_writes_it(text: str, gib: float) -> None:
         ("--cluster local -- --train.stepps 3", "did you mean --train.steps"),
     ],
 )
-def test_what_is_typed_wrongly_is_said_in_one_line(typed: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_typed_wrongly_is_said_in_one_line(
+    typed: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert submit.main(["--dry-run", *typed.split()]) == 2
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
 
 
-def test_without_slurm_the_way_without_it_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_slurm_the_way_without_it_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert submit.main(["--dry-run"]) == 3
     assert "there is no sbatch here. HINT: --cluster local" in capsys.readouterr().err
@@ -64,7 +76,9 @@ def test_ranks_follow_the_gpus_or_a_number() -> None:
     assert Request().ranks_per_node == 1
 
 
-def test_each_recipe_of_an_array_gets_a_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_recipe_of_an_array_gets_a_run_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for name, seed in (("a", 1), ("b", 2)):
         (tmp_path / f"{name}.toml").write_text(f"[run]\nseed = {seed}\n")
@@ -78,19 +92,41 @@ def launch(folder: Path, *words: str, **variables: str) -> subprocess.CompletedP
     """`python -m launch.submit WORDS`, typed in `folder`."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
     return subprocess.run(
-        [sys.executable, "-m", "launch.submit", *words], cwd=folder, capture_output=True, text=True, timeout=240,
+        [sys.executable, "-m", "launch.submit", *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=240,
         env={**clean, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **variables},
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.slurm
 def test_a_dry_run_prints_the_sbatch_file_and_submits_nothing(tmp_path: Path) -> None:
     need_slurm()
     said = launch(
-        tmp_path, "--dry-run", "--nodes", "4", "--gpus-per-node", "8", "--time", "4:00:00", "--mem", "64G", "--", *FLAGS
+        tmp_path,
+        "--dry-run",
+        "--nodes",
+        "4",
+        "--gpus-per-node",
+        "8",
+        "--time",
+        "4:00:00",
+        "--mem",
+        "64G",
+        "--",
+        *FLAGS,
     )
     assert said.returncode == 0, said.stderr
-    for line in ("--nodes=4", "--gpus-per-node=8", "--ntasks-per-node=8", "--time=240", "--mem=64GB", "--requeue"):
+    for line in (
+        "--nodes=4",
+        "--gpus-per-node=8",
+        "--ntasks-per-node=8",
+        "--time=240",
+        "--mem=64GB",
+        "--requeue",
+    ):
         assert re.search(rf"^#SBATCH {line}$", said.stdout, re.MULTILINE), line
     assert "--signal=USR2@120" in said.stdout
     assert not list(tmp_path.iterdir())
@@ -102,7 +138,17 @@ def test_local_runs_the_same_without_slurm(tmp_path: Path, undisturbed: Undistur
     mesh = ["--mesh.strategy", "hsdp", "--mesh.replicate", "2", "--mesh.shard", "1"]
     run = tmp_path / "run"
     said = launch(
-        tmp_path, "--cluster", "local", "--tasks-per-node", "2", "--follow", "--", *FLAGS, *mesh, "--run.dir", str(run)
+        tmp_path,
+        "--cluster",
+        "local",
+        "--tasks-per-node",
+        "2",
+        "--follow",
+        "--",
+        *FLAGS,
+        *mesh,
+        "--run.dir",
+        str(run),
     )
     assert said.returncode == 0, said.stdout + said.stderr
     assert re.search(r"^cancel  kill \d+$", said.stdout, re.MULTILINE)

@@ -1,4 +1,5 @@
-"""A real browser for tests: headless Chromium, spoken to over a pipe in its own protocol. No driver, no library, no port.
+"""A real browser for tests: headless Chromium, spoken to over a pipe in its own protocol. No driver, no
+library, no port.
 
     with Browser() as browser:
         page = browser.open(file, width=390, scheme="dark")
@@ -40,12 +41,17 @@ class Browser:
             "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--disable-background-networking",
             "--disable-component-update", "--hide-scrollbars", "--force-color-profile=srgb", "about:blank",
         ]  # fmt: skip
-        # The protocol is spoken on descriptors 3 and 4. The browser is in a group of its own: it has many processes.
+        # The protocol is spoken on descriptors 3 and 4. The browser is in a group of its own: it has many
+        # processes.
         shell = ["bash", "-c", f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}', "browser", *command]
         self._process = subprocess.Popen(
-            shell, pass_fds=(theirs_in, theirs_out), start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            shell,
+            pass_fds=(theirs_in, theirs_out),
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         os.close(theirs_in)
         os.close(theirs_out)
         self._unread, self._count = b"", 0
@@ -88,7 +94,12 @@ class Browser:
     def call(self, method: str, session: str = "", **params: Any) -> dict[str, Any]:
         self._count += 1
         number = self._count
-        message = {"id": number, "method": method, "params": params, **({"sessionId": session} if session else {})}
+        message = {
+            "id": number,
+            "method": method,
+            "params": params,
+            **({"sessionId": session} if session else {}),
+        }
         os.write(self._to, json.dumps(message).encode() + b"\0")
         while True:
             answer = self.next()
@@ -119,9 +130,20 @@ class Page:
         return self._browser.call(method, self._session, **params)
 
     def look(
-        self, *, width: int = 1280, height: int = 900, scheme: Literal["light", "dark"] = "light", media: str = "screen"
+        self,
+        *,
+        width: int = 1280,
+        height: int = 900,
+        scheme: Literal["light", "dark"] = "light",
+        media: str = "screen",
     ) -> None:
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
+        )
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.call("Emulation.setEmulatedMedia", media=media, features=features)
 
@@ -133,7 +155,11 @@ class Page:
 
     def _heard(self, method: str, begun: int = 0) -> list[dict[str, Any]]:
         events = self._browser.events[begun:]
-        return [one["params"] for one in events if one["method"] == method and one.get("sessionId") == self._session]
+        return [
+            one["params"]
+            for one in events
+            if one["method"] == method and one.get("sessionId") == self._session
+        ]
 
     def ask(self, expression: str) -> Any:
         """What an expression is worth in the page."""
@@ -146,10 +172,14 @@ class Page:
         """Errors and warnings of the console, and what was thrown."""
         thrown = [one["exceptionDetails"]["text"] for one in self._heard("Runtime.exceptionThrown")]
         printed = [
-            str(one["args"]) for one in self._heard("Runtime.consoleAPICalled") if one["type"] in ("error", "warning", "assert")
+            str(one["args"])
+            for one in self._heard("Runtime.consoleAPICalled")
+            if one["type"] in ("error", "warning", "assert")
         ]
         logged = [
-            one["entry"]["text"] for one in self._heard("Log.entryAdded") if one["entry"]["level"] in ("error", "warning")
+            one["entry"]["text"]
+            for one in self._heard("Log.entryAdded")
+            if one["entry"]["level"] in ("error", "warning")
         ]
         return thrown + printed + logged
 

@@ -11,7 +11,9 @@ SEEN: list[tuple[str, int, str]] = []
 """(what, bytes, dtype) of each call on this rank."""
 
 
-def gather(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False) -> Any:
+def gather(
+    output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+) -> Any:
     SEEN.append(("all_gather", output.nbytes, str(output.dtype)))
     return dist.all_gather_into_tensor(output, input, group=group, async_op=async_op)
 
@@ -23,7 +25,12 @@ class Scatter:
         return torch.zeros(*size, dtype=dtype, device=device)
 
     def __call__(
-        self, output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
     ) -> Any:
         SEEN.append(("reduce_scatter", input.nbytes, str(input.dtype)))
         return dist.reduce_scatter_tensor(output, input, op=op, group=group, async_op=async_op)

@@ -1,4 +1,6 @@
-"""Rank processes that are forked from one that has imported what a rank needs: three seconds that each would take by itself."""
+"""Rank processes that are forked from one that has imported what a rank needs: three seconds that each would
+take by itself.
+"""
 
 from __future__ import annotations
 

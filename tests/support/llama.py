@@ -10,7 +10,12 @@ def llama(tied: bool = False) -> nn.Module:
 
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=31, hidden_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-            intermediate_size=40, tie_word_embeddings=tied,
+            vocab_size=31,
+            hidden_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            intermediate_size=40,
+            tie_word_embeddings=tied,
         )
-    )  # fmt: skip
+    )

@@ -36,7 +36,9 @@ WIDE = """[...document.querySelectorAll("body *")]
   .filter((e) => e.checkVisibility() && e.getBoundingClientRect().right > document.documentElement.clientWidth + 1)
   .filter((e) => !e.closest("svg, .wide, .xs"))
   .map((e) => e.tagName + "." + e.className)"""
-"""What sticks out on the right; the last label under a chart may, by half its own width, within the page's margin."""
+"""What sticks out on the right; the last label under a chart may, by half its own width, within the page's
+margin.
+"""
 
 SMALL = """[...document.querySelectorAll("body *")]
   .filter((e) => e.checkVisibility() && [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim()))

@@ -1,4 +1,6 @@
-"""Which of many alike cases stand for all of them: in the quick part, in the whole test command, and in the full form."""
+"""Which of many alike cases stand for all of them: in the quick part, in the whole test command, and in the
+full form.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ import pytest
 
 
 def quick_are(kept: Iterable[Any], cases: Iterable[Any], sample: Iterable[Any] | None = None) -> list[Any]:
-    """The cases for parametrize, all but those kept marked slow. Given a sample, what is in neither waits for the full form."""
+    """The cases for parametrize, all but those kept marked slow. Given a sample, what is in neither waits for
+    the full form.
+    """
     kept, cases = list(kept), list(cases)
     whole = cases if sample is None else [*kept, *sample]
     unknown = [case for case in [*kept, *whole] if case not in cases]

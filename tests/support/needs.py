@@ -1,5 +1,5 @@
-"""What some tests need beside requirements.txt. Where it is absent they skip and say why; where SHARDRUN_CI_REQUIRE names it,
-they fail instead, so that CI cannot pass by skipping.
+"""What some tests need beside requirements.txt. Where it is absent they skip and say why; where
+SHARDRUN_CI_REQUIRE names it, they fail instead, so that CI cannot pass by skipping.
 
     @pytest.mark.needs("transformers")       a package of .ci/requirements.txt, or a server named in ABSENT
 """
@@ -18,7 +18,11 @@ from tests.checkpoint import s3_server
 
 
 def _package(name: str) -> str:
-    return "" if importlib.util.find_spec(name) else f"{name} is not installed (pip install -r .ci/requirements.txt)"
+    return (
+        ""
+        if importlib.util.find_spec(name)
+        else f"{name} is not installed (pip install -r .ci/requirements.txt)"
+    )
 
 
 def _s3() -> str:

@@ -1,5 +1,6 @@
-"""The pictures in docs/pictures, made anew from real runs: the report of one that was stopped, broken and gone on with, the
-doctor on a Slurm one of whose nodes is sick, and what memory held. Takes minutes, a browser, and Slurm as root.
+"""The pictures in docs/pictures, made anew from real runs: the report of one that was stopped, broken and
+gone on with, the doctor on a Slurm one of whose nodes is sick, and what memory held. Takes minutes, a
+browser, and Slurm as root.
 
     python -m tests.support.pictures                    into docs/pictures
     python -m tests.support.pictures --to FOLDER --keep RUN      elsewhere; the run stays to be looked at
@@ -47,7 +48,9 @@ class Shot:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--to", type=Path, default=ROOT / "docs" / "pictures")
     parser.add_argument("--keep", type=Path, help="where the run stays")
     options = parser.parse_args()
@@ -79,7 +82,9 @@ def take(folder: Path, wanted: list[Shot]) -> None:
             page = browser.open(shot.file, width=shot.width, height=900, scheme=shot.scheme)
             top = 0
             if shot.at:
-                heading = f"[...document.querySelectorAll('h2')].find((e) => e.textContent.startsWith({shot.at!r}))"
+                heading = (
+                    f"[...document.querySelectorAll('h2')].find((e) => e.textContent.startsWith({shot.at!r}))"
+                )
                 top = int(page.ask(f"{heading}.getBoundingClientRect().top + scrollY")) - 16
             whole = int(page.ask("document.documentElement.scrollHeight"))
             file = folder / f"{shot.name}.png"
@@ -93,7 +98,9 @@ def take(folder: Path, wanted: list[Shot]) -> None:
 
 
 def a_night(run: Path) -> None:
-    """Asked to stop, gone on with at another learning rate; a rank stopped by SIGSTOP, begun again by its launcher, done."""
+    """Asked to stop, gone on with at another learning rate; a rank stopped by SIGSTOP, begun again by its
+    launcher, done.
+    """
     shutil.rmtree(run, ignore_errors=True)
     started(run, "--train.stop_after", "200", "--profile.memory", "true", "--profile.steps", "3:5").wait()
     second = started(run, "--optim.lr", "3e-4", "--watch.hang_s", "3")
@@ -106,7 +113,17 @@ def a_night(run: Path) -> None:
 
 
 def started(run: Path, *flags: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "launch.local", "--ranks", str(RANKS), *FLAGS, "--run.dir", str(run), *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "launch.local",
+        "--ranks",
+        str(RANKS),
+        *FLAGS,
+        "--run.dir",
+        str(run),
+        *flags,
+    ]
     return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 

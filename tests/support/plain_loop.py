@@ -1,4 +1,5 @@
-"""Training without shardrun: one process, the whole model, torch's own AdamW. What a sharded run is compared with.
+"""Training without shardrun: one process, the whole model, torch's own AdamW. What a sharded run is compared
+with.
 
 From fsdp/ come only the initial weights and which samples a step takes; what is done with them is all here.
 """

@@ -12,7 +12,9 @@ T = TypeVar("T")
 
 
 def eventually(what: str, condition: Callable[[], T], timeout_s: float, tell: Callable[[], str] = str) -> T:
-    """Poll until condition() is true, and give what it gave; the failure says what was waited for, and what `tell` knows."""
+    """Poll until condition() is true, and give what it gave; the failure says what was waited for, and what
+    `tell` knows.
+    """
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):
         if time.monotonic() > deadline:

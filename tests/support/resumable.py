@@ -1,4 +1,6 @@
-"""When a run may be killed by a test that says how much is lost: a checkpoint is sealed behind the steps, in its own time."""
+"""When a run may be killed by a test that says how much is lost: a checkpoint is sealed behind the steps, in
+its own time.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,13 @@ from fsdp.rundir.paths import RunDir
 
 
 def resumable_at(run: Path, step: int, every: int) -> int:
-    """The step that the run has come to, if that is `step` or later and no more than an interval lies behind what is sealed;
-    else 0."""
-    reached = max((int(record["step"]) for record in paths.read_records(RunDir(run).metrics) if "loss" in record), default=0)
+    """The step that the run has come to, if that is `step` or later and no more than an interval lies behind
+    what is sealed; else 0.
+    """
+    reached = max(
+        (int(record["step"]) for record in paths.read_records(RunDir(run).metrics) if "loss" in record),
+        default=0,
+    )
     return reached if reached >= step and reached - newest_sealed(run) <= every else 0
 
 

@@ -164,7 +164,9 @@ class OwnLoss(Uneven):
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         logits = super().forward(x)
-        return logits if targets is None else nn.functional.cross_entropy(logits, targets, label_smoothing=0.1)
+        return (
+            logits if targets is None else nn.functional.cross_entropy(logits, targets, label_smoothing=0.1)
+        )
 
 
 class Grouped(Uneven):
@@ -190,7 +192,9 @@ class ForgetsBuffer(Uneven):
 
     def __init__(self, kind: str = "float") -> None:
         super().__init__()
-        dtype = {"float": torch.float32, "int": torch.int64, "bool": torch.bool, "complex": torch.complex64}[kind]
+        dtype = {"float": torch.float32, "int": torch.int64, "bool": torch.bool, "complex": torch.complex64}[
+            kind
+        ]
         self.register_buffer("table", torch.empty(4), persistent=False)
         self.register_buffer("forgotten", torch.empty(6, dtype=dtype), persistent=False)
 

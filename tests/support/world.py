@@ -2,8 +2,9 @@
 
     results = run_world(2, my_function, argument)      # my_function(env, argument) on each rank; results by rank
 
-The function lives at a module's top level and returns what pickles. A rank that raises fails the test with its own traceback;
-a world that hangs is ended and the pool made anew, so that no test meets another's remains.
+The function lives at a module's top level and returns what pickles. A rank that raises fails the test with
+its own traceback; a world that hangs is ended and the pool made anew, so that no test meets another's
+remains.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class _Rank:
 _pool: list[_Rank] = []
 
 
-def run_world(ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Any]:
+def run_world(
+    ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> list[Any]:
     """Call function(env, *args) on `ranks` processes that form one gloo world; its results in rank order."""
     while len(_pool) < ranks:
         _pool.append(_Rank())
@@ -61,7 +64,8 @@ def _collect(members: list[_Rank], name: str, timeout_s: float) -> list[Any]:
     failures: list[str] = []
     deadline = time.monotonic() + timeout_s
     while waiting:
-        # After a first failure the others are stuck in collectives: they get a moment to speak, not the whole time.
+        # After a first failure the others are stuck in collectives: they get a moment to speak, not the whole
+        # time.
         ready = wait(list(waiting), timeout=5.0 if failures else max(0.0, deadline - time.monotonic()))
         if not ready:
             break
@@ -113,7 +117,9 @@ def _serve(pipe: Connection) -> None:
             from datetime import timedelta
 
             meeting = dist.FileStore(store, ranks)
-            dist.init_process_group("cpu:gloo", store=meeting, rank=rank, world_size=ranks, timeout=timedelta(seconds=90))
+            dist.init_process_group(
+                "cpu:gloo", store=meeting, rank=rank, world_size=ranks, timeout=timedelta(seconds=90)
+            )
             # A function that ends at once would close connections that another rank still waits to have.
             meeting.set(f"connected {rank}", "")
             meeting.wait([f"connected {other}" for other in range(ranks)])
@@ -124,7 +130,8 @@ def _serve(pipe: Connection) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-                # Two meshes of one shape are equal to DTensor's cache: the next world would be given this one's dead groups.
+                # Two meshes of one shape are equal to DTensor's cache: the next world would be given this
+                # one's dead groups.
                 _clear_sharding_prop_cache()
 
 
@@ -132,6 +139,12 @@ def _env(rank: int, ranks: int) -> DistEnv:
     import torch
 
     return DistEnv(
-        rank=rank, world_size=ranks, local_rank=rank, local_world_size=ranks, node_rank=0, num_nodes=1,
-        device=torch.device("cpu"), launcher="tests",
-    )  # fmt: skip
+        rank=rank,
+        world_size=ranks,
+        local_rank=rank,
+        local_world_size=ranks,
+        node_rank=0,
+        num_nodes=1,
+        device=torch.device("cpu"),
+        launcher="tests",
+    )

@@ -3,8 +3,9 @@
     python -m tests.torture --kills 20            as every CI run does
     python -m tests.torture --kills 300 --seed 7  the same moments as another run with that seed, as far as time allows
 
-A run is killed over and over until it reaches its end; then its losses and its model must be those of the run that nobody
-killed, bit for bit. After each kill every sealed checkpoint is read whole and compared with the unbroken run's at its step.
+A run is killed over and over until it reaches its end; then its losses and its model must be those of the run
+that nobody killed, bit for bit. After each kill every sealed checkpoint is read whole and compared with the
+unbroken run's at its step.
 """
 
 from __future__ import annotations
@@ -27,14 +28,21 @@ SHAPES = (Shape("fsdp", 2), Shape("ddp", 2), Shape("hsdp", 4), Shape("fsdp", 3))
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=secrets.randbelow(1 << 30))
-    parser.add_argument("--place", default="", help="folder for the runs; empty makes one, and removes it if all is well")
+    parser.add_argument(
+        "--place", default="", help="folder for the runs; empty makes one, and removes it if all is well"
+    )
     options = parser.parse_args(argv)
     os.environ["OMP_NUM_THREADS"] = "1"
     place = Path(tempfile.mkdtemp(prefix="torture-", dir=options.place or None))
-    print(f"seed {options.seed}: {options.kills} kills of runs of {STEPS} steps, a save every {EVERY}, in {place}", flush=True)
+    print(
+        f"seed {options.seed}: {options.kills} kills of runs of {STEPS} steps, a save every {EVERY}, in {place}",
+        flush=True,
+    )
     try:
         deaths, ends, seconds = torture(options.kills, random.Random(options.seed), place)
     except Violation as violation:

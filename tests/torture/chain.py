@@ -74,7 +74,9 @@ class Chain:
         self.starts += 1
         store, log = str(self.folder / f"store-{self.starts}"), str(self.folder / "log")
         ranks = [
-            FORKED.Process(target=rank_module.run, args=(rank, self.shape.ranks, self.flags, store, log), daemon=True)
+            FORKED.Process(
+                target=rank_module.run, args=(rank, self.shape.ranks, self.flags, store, log), daemon=True
+            )
             for rank in range(self.shape.ranks)
         ]
         for rank in ranks:
@@ -88,7 +90,9 @@ class Chain:
             rank.join(TOO_LONG_S)
         codes = [rank.exitcode for rank in ranks]
         if codes != [0] * len(codes):
-            raise Violation(f"{self.run_dir}: a start that nobody killed ended with {codes}; its log is {self.folder / 'log'}")
+            raise Violation(
+                f"{self.run_dir}: a start that nobody killed ended with {codes}; its log is {self.folder / 'log'}"
+            )
 
     def die_at(self, step: int) -> int:
         """Start, kill all ranks when this step has been recorded; returns the last step that was."""
@@ -113,7 +117,9 @@ class Chain:
 
     def _await(self, moment: str, dice: random.Random, ranks: list[BaseProcess]) -> bool:
         """True once the moment is there; False if a rank has ended before."""
-        late = time.monotonic() + {"anytime": dice.uniform(0, 4), "starting": dice.uniform(0, 1)}.get(moment, TOO_LONG_S)
+        late = time.monotonic() + {"anytime": dice.uniform(0, 4), "starting": dice.uniform(0, 1)}.get(
+            moment, TOO_LONG_S
+        )
         saves_to_let_pass, last = dice.randrange(4), ""
         while time.monotonic() < late:
             if any(rank.exitcode is not None for rank in ranks):
@@ -127,7 +133,9 @@ class Chain:
                     return True
             time.sleep(LOOK_S)
         if moment not in ("anytime", "starting"):
-            raise Violation(f"{self.run_dir}: no {moment} within {TOO_LONG_S:.0f} s; its log is {self.folder / 'log'}")
+            raise Violation(
+                f"{self.run_dir}: no {moment} within {TOO_LONG_S:.0f} s; its log is {self.folder / 'log'}"
+            )
         return True
 
     def _signs(self, moment: str) -> str:
@@ -141,7 +149,10 @@ class Chain:
             return staged[0] if staged else ""
         if moment == "sealing":
             signs = (METADATA, MANIFEST)
-            return next((name for name in staged if any((self.store.root / name / sign).exists() for sign in signs)), "")
+            return next(
+                (name for name in staged if any((self.store.root / name / sign).exists() for sign in signs)),
+                "",
+            )
         if moment == "pruning":
             gone = [name for name in names if ".gone-" in name]
             finals = [name for name in names if "." not in name]
@@ -173,13 +184,19 @@ class Chain:
         return max((step for step, _ in self.records("loss")), default=0)
 
     def newest_sealed(self) -> int:
-        return max((found.step for found in inspect.scan(self.store) if found.manifest is not None), default=0)
+        return max(
+            (found.step for found in inspect.scan(self.store) if found.manifest is not None), default=0
+        )
 
     def check_death(self, death: Death, reference: Reference) -> None:
-        """What is there must be whole, of one step, and no older than the save before the one that was in flight."""
+        """What is there must be whole, of one step, and no older than the save before the one that was in
+        flight.
+        """
         begun = max(0, death.reached - 1) // EVERY * EVERY  # a step is recorded before its own save begins
         if death.sealed < begun - EVERY:
-            raise Violation(f"{self.run_dir}: at step {death.reached} the newest sealed was {death.sealed}, every {EVERY}")
+            raise Violation(
+                f"{self.run_dir}: at step {death.reached} the newest sealed was {death.sealed}, every {EVERY}"
+            )
         for found in inspect.scan(self.store):
             if found.manifest is not None:
                 self._check_one(found.folder, found.manifest, reference)

@@ -1,4 +1,6 @@
-"""One rank of a tortured run: the product's own train(), in a process that is forked: a kill costs no import of torch."""
+"""One rank of a tortured run: the product's own train(), in a process that is forked: a kill costs no import
+of torch.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,15 @@ def run(rank: int, ranks: int, flags: list[str], store: str, log: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("cpu:gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
     env = DistEnv(
-        rank=rank, world_size=ranks, local_rank=rank, local_world_size=ranks, node_rank=0, num_nodes=1,
-        device=torch.device("cpu"), launcher="torture",
-    )  # fmt: skip
+        rank=rank,
+        world_size=ranks,
+        local_rank=rank,
+        local_world_size=ranks,
+        node_rank=0,
+        num_nodes=1,
+        device=torch.device("cpu"),
+        launcher="torture",
+    )
     train(config.load(flags), env)
     sys.stdout.flush()
     os._exit(0)  # the group was made here and not by train(); nobody needs its orderly end

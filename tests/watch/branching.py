@@ -1,4 +1,6 @@
-"""Models whose ranks may run different parts, as a person writes them: what they draw is torch's own stream, seeded by rank."""
+"""Models whose ranks may run different parts, as a person writes them: what they draw is torch's own stream,
+seeded by rank.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from tests.support.user_code import Block, Uneven
 
 
 class Dropped(Uneven):
-    """LayerDrop: one of the three blocks is left out at each step from the third on, drawn on each rank or on all alike."""
+    """LayerDrop: one of the three blocks is left out at each step from the third on, drawn on each rank or on
+    all alike.
+    """
 
     def __init__(self, same: bool = False, order: bool = False) -> None:
         super().__init__()
@@ -22,7 +26,13 @@ class Dropped(Uneven):
         rank = 0 if self.same else dist.get_rank() % 3
         blocks = list(self.blocks)
         if self.training and self.steps >= 3:
-            blocks = blocks[::-1] if self.order and rank else blocks if self.order else blocks[:rank] + blocks[rank + 1 :]
+            blocks = (
+                blocks[::-1]
+                if self.order and rank
+                else blocks
+                if self.order
+                else blocks[:rank] + blocks[rank + 1 :]
+            )
         for block in blocks:
             x = block(x)
         return self.head(x)
@@ -49,7 +59,9 @@ class OwnExpert(Uneven):
 
 
 class InTurn(Uneven):
-    """The experts of one unit, in turn by micro-batch, in another order on each rank: after all, each has a gradient."""
+    """The experts of one unit, in turn by micro-batch, in another order on each rank: after all, each has a
+    gradient.
+    """
 
     def __init__(self) -> None:
         super().__init__()

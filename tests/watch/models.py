@@ -13,7 +13,10 @@ class Histogram(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         pooled = nn.functional.max_pool3d(inputs.reshape(-1, 1, 3, 2, 2), 2, return_indices=True)
-        return self.linear(inputs) + nn.functional.max_unpool3d(pooled[0], pooled[1], [2, 2, 2], output_size=[3, 2, 2]).mean()
+        return (
+            self.linear(inputs)
+            + nn.functional.max_unpool3d(pooled[0], pooled[1], [2, 2, 2], output_size=[3, 2, 2]).mean()
+        )
 
 
 def histogram() -> nn.Module:

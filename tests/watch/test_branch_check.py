@@ -1,4 +1,6 @@
-"""Ranks that run different parts of a model are named at the step where it happens; those that run the same parts are not."""
+"""Ranks that run different parts of a model are named at the step where it happens; those that run the same
+parts are not.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from tests.support.runs import failures, run
 
 MODELS = "tests.watch.branching"
 KEPT = "--mesh.reshard_after_forward false"
-"""Each rank gathers as often as the others whatever it runs: without it these ranks would wait for each other."""
+"""Each rank gathers as often as the others whatever it runs: without it these ranks would wait for each
+other.
+"""
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,15 @@ from fsdp.memory.oom import OutOfMemory
 from fsdp.watch.failure_report import last_words
 
 ENV = DistEnv(
-    rank=2, world_size=4, local_rank=0, local_world_size=2, node_rank=1, num_nodes=2, device=torch.device("cpu"),
+    rank=2,
+    world_size=4,
+    local_rank=0,
+    local_world_size=2,
+    node_rank=1,
+    num_nodes=2,
+    device=torch.device("cpu"),
     launcher="tests",
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +51,9 @@ def test_an_error_has_a_kind(error: Exception, kind: str) -> None:
     [
         Elsewhere(0, "it broke", 4),
         RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3"),
-        RuntimeError("[../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms for recv operation to complete"),
+        RuntimeError(
+            "[../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms for recv operation to complete"
+        ),
         RuntimeError("NCCL error: remote process exited or there was a network error"),
     ],
 )
@@ -63,4 +71,6 @@ def test_a_stranger_s_error_has_its_end_of_the_traceback_and_a_hint_where_the_ca
 
 
 def test_whom_an_error_names_is_whom_it_is_about() -> None:
-    assert last_words(CheckpointError("step 4 was not saved: rank 1: a: ENOSPC, rank 3: b: ENOSPC"), ENV)["ranks"] == [1, 3]
+    assert last_words(CheckpointError("step 4 was not saved: rank 1: a: ENOSPC, rank 3: b: ENOSPC"), ENV)[
+        "ranks"
+    ] == [1, 3]

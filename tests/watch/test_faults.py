@@ -1,4 +1,5 @@
-"""Real faults on four real ranks, once each: the command that does all kinds many times is python -m bench.faults.
+"""Real faults on four real ranks, once each: the command that does all kinds many times is python -m
+bench.faults.
 
 SIGSTOP and an exception, with what is printed of them, are in test_knobs.py.
 """
@@ -33,11 +34,29 @@ def can_be_here(kind: Kind) -> bool:
 def cases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     """One process for all kinds: their ranks are forks of it, and nobody waits for imports."""
     found = tmp_path_factory.mktemp("faults") / "cases.json"
-    selected = [item for item in request.session.items if item.path == request.path and not item.get_closest_marker("skip")]
+    selected = [
+        item
+        for item in request.session.items
+        if item.path == request.path and not item.get_closest_marker("skip")
+    ]
     asked = [item.callspec.params["kind"] for item in selected if isinstance(item, pytest.Function)]
     names = ",".join(kind.name for kind in SAMPLE if kind in asked and can_be_here(kind))
-    command = [sys.executable, "-m", "bench.faults", "--times", "1", "--kinds", names, "--steps", "14", "--json", str(found)]
-    done = subprocess.run([*command, "--seed", str(os.getpid())], cwd=ROOT, capture_output=True, text=True, timeout=280)
+    command = [
+        sys.executable,
+        "-m",
+        "bench.faults",
+        "--times",
+        "1",
+        "--kinds",
+        names,
+        "--steps",
+        "14",
+        "--json",
+        str(found),
+    ]
+    done = subprocess.run(
+        [*command, "--seed", str(os.getpid())], cwd=ROOT, capture_output=True, text=True, timeout=280
+    )
     assert found.exists(), done.stdout + done.stderr
     print(done.stdout)
     return {one["kind"]: Case(**one) for one in json.loads(found.read_text())}

@@ -1,4 +1,6 @@
-"""From evidence to a verdict: who it was, and who only waited. Evidence is made up here; real ranks are in test_faults.py."""
+"""From evidence to a verdict: who it was, and who only waited. Evidence is made up here; real ranks are in
+test_faults.py.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,22 @@ from fsdp.watch.observation import Evidence, Frame, decode, spot
 from fsdp.watch.observe import parse_stacks
 
 WATCH = Path(__file__).parents[2] / "fsdp" / "watch"
-MINE = (("/home/me/mine.py", 12, "forward"), ("/venv/lib/python3.11/site-packages/torch/nn/module.py", 9, "_call"))
+MINE = (
+    ("/home/me/mine.py", 12, "forward"),
+    ("/venv/lib/python3.11/site-packages/torch/nn/module.py", 9, "_call"),
+)
 WAITING = Evidence(
-    0, "n1", 1, phase="forward", step=7, begun=50, ended=49, op="all_gather_single", numel=64, still_s=3.0, answered=True
+    0,
+    "n1",
+    1,
+    phase="forward",
+    step=7,
+    begun=50,
+    ended=49,
+    op="all_gather_single",
+    numel=64,
+    still_s=3.0,
+    answered=True,
 )
 
 
@@ -42,12 +57,28 @@ OUT = {"begun": 49, "ended": 49, "stack": MINE}
     ("odd", "kind", "words"),
     [
         ({"alive": False, "state": "X"}, "died", "rank 2 (n1) died without a word"),
-        ({"alive": False, "fatal": "Fatal Python error: Segmentation fault\n", "ended": 50}, "fault", "Segmentation fault"),
+        (
+            {"alive": False, "fatal": "Fatal Python error: Segmentation fault\n", "ended": 50},
+            "fault",
+            "Segmentation fault",
+        ),
         ({**OUT, "state": "T"}, "stopped", "rank 2 (n1) is stopped (SIGSTOP): step 7, forward"),
-        ({**OUT, "phase": "data"}, "data", "rank 2 (n1) waits for its data, 3.0 s by now: step 7, data, at home/me/mine.py:12"),
-        ({**OUT, "cpu_s": 2.9, "state": "R", "moving": True}, "loop", "computes without end, 2.9 s by now, in Python"),
+        (
+            {**OUT, "phase": "data"},
+            "data",
+            "rank 2 (n1) waits for its data, 3.0 s by now: step 7, data, at home/me/mine.py:12",
+        ),
+        (
+            {**OUT, "cpu_s": 2.9, "state": "R", "moving": True},
+            "loop",
+            "computes without end, 2.9 s by now, in Python",
+        ),
         ({**OUT, "answered": False}, "lock", "holds Python's lock in C"),
-        (OUT, "blocked", "waits outside of any collective, 3.0 s by now: step 7, forward, at home/me/mine.py:12 forward"),
+        (
+            OUT,
+            "blocked",
+            "waits outside of any collective, 3.0 s by now: step 7, forward, at home/me/mine.py:12 forward",
+        ),
         ({"step": 8}, "skipped", "has left out all_gather_single of step 7, forward"),
         (
             {"op": "all_reduce"},
@@ -55,7 +86,11 @@ OUT = {"begun": 49, "ended": 49, "stack": MINE}
             "entered another collective, all_reduce, where the others entered all_gather_single",
         ),
         ({"numel": 65}, "shapes", "came to all_gather_single with 65 numbers, the others with 64"),
-        ({"silent_node_s": 3.2, "node": "n2"}, "partition", "node n2 (rank 2) cannot be reached from n1 for 3.2 s"),
+        (
+            {"silent_node_s": 3.2, "node": "n2"},
+            "partition",
+            "node n2 (rank 2) cannot be reached from n1 for 3.2 s",
+        ),
     ],
 )
 def test_the_odd_one_is_named_with_what_it_does(odd: dict[str, Any], kind: str, words: str) -> None:
@@ -71,7 +106,10 @@ def test_what_the_others_wait_for_stands_beside_it() -> None:
 def half_killed(**unseen: Any) -> list[Evidence]:
     """Ranks 0 and 1 have failed in collectives that differ, since the processes of the other node are gone."""
     echo = said(5.0, "Connection closed by peer", secondary=True)
-    here = [replace(WAITING, rank=0, words=echo), replace(WAITING, rank=1, step=8, op="all_reduce", words=echo)]
+    here = [
+        replace(WAITING, rank=0, words=echo),
+        replace(WAITING, rank=1, step=8, op="all_reduce", words=echo),
+    ]
     return here + [replace(WAITING, rank=rank, node="n2", step=8, **unseen) for rank in (2, 3)]
 
 
@@ -79,7 +117,9 @@ def test_a_node_whose_processes_are_gone_is_named_though_it_can_be_reached() -> 
     verdict = judge(half_killed(silent_node_s=0.4, monitor_ended=True), ranks=4)
     assert verdict is not None
     assert (verdict.kind, verdict.ranks) == ("died", (2, 3))
-    assert verdict.what.startswith("the processes of n2 (ranks 2, 3) are gone, and the node can still be reached")
+    assert verdict.what.startswith(
+        "the processes of n2 (ranks 2, 3) are gone, and the node can still be reached"
+    )
     assert verdict.others == "ranks 0, 1 ended after it"
     assert "network" not in verdict.hint
 
@@ -104,7 +144,13 @@ WRITING: dict[str, tuple[Frame, ...]] = {"checkpoint": (("/anywhere/place.py", 9
 
 
 def test_in_a_save_the_one_at_its_storage_is_named() -> None:
-    save: dict[str, Any] = {"phase": "save", "begun": 49, "ended": 49, "does": Activity.SAVE, "threads": WRITING}
+    save: dict[str, Any] = {
+        "phase": "save",
+        "begun": 49,
+        "ended": 49,
+        "does": Activity.SAVE,
+        "threads": WRITING,
+    }
     ranks = [replace(WAITING, rank=rank, behind=Activity.RANKS, **save) for rank in range(3)]
     ranks[1] = replace(ranks[1], behind=Activity.STORAGE)
     verdict = judge(ranks)
@@ -156,7 +202,10 @@ def test_the_first_own_word_counts_and_echoes_do_not() -> None:
 
 
 def test_what_all_raise_is_about_whom_it_names() -> None:
-    ranks = [replace(one, words=said(1.0, "step 3: not finite", kind="nan", ranks=[3], ours=True)) for one in world()]
+    ranks = [
+        replace(one, words=said(1.0, "step 3: not finite", kind="nan", ranks=[3], ours=True))
+        for one in world()
+    ]
     verdict = judge(ranks)
     assert verdict is not None
     assert (verdict.kind, verdict.ranks, verdict.others) == ("nan", (3,), "")
@@ -198,7 +247,9 @@ def test_what_a_rank_does_is_never_read_from_the_path_of_a_source_file() -> None
     for name in ("crew", "evidence", "look", "monitor", "verdict", "witness"):
         tree = ast.parse((WATCH / f"{name}.py").read_text(encoding="utf-8"))
         docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in docs]
+        constants = [
+            node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in docs
+        ]
         paths = [node.value for node in constants if re.search(r"fsdp/|\.py\b", str(node.value))]
         assert not paths, f"{name}: {paths}"
 

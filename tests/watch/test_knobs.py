@@ -1,4 +1,6 @@
-"""Each flag of --watch changes what it says; what stands in RUN/watch after an ordinary run; who tells a failure."""
+"""Each flag of --watch changes what it says; what stands in RUN/watch after an ordinary run; who tells a
+failure.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,12 @@ with tempfile.TemporaryDirectory() as folder:
 
 def fault(kind: str, flags: str, *more: str) -> tuple[str, list[int], str]:
     done = subprocess.run(
-        [sys.executable, "-c", FAULT, kind, flags, *more], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )  # fmt: skip
+        [sys.executable, "-c", FAULT, kind, flags, *more],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     said, codes, log = json.loads(done.stdout.splitlines()[-1])
     return said, codes, log
@@ -136,7 +142,9 @@ def test_how_late_is_late_is_the_flag_s(tmp_path: Path, percent: float, says: in
 
 
 @pytest.mark.parametrize(("starved", "says"), [(0.004, True), (0.0, False)])
-def test_a_rank_whose_processor_others_have_is_late_for_that(tmp_path: Path, starved: float, says: bool) -> None:
+def test_a_rank_whose_processor_others_have_is_late_for_that(
+    tmp_path: Path, starved: float, says: bool
+) -> None:
     said: list[str] = []
     ledger = Ledger(7.0, {"n1": [0, 1]}, Files(tmp_path), said.extend)
     for at, step in enumerate((20, 40)):

@@ -63,7 +63,9 @@ def test_a_monitor_that_has_ended_is_not_waited_for(page: Cells) -> None:
     over.wait()
 
 
-def test_of_two_failures_in_one_second_torchrun_takes_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_failures_in_one_second_torchrun_takes_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told = []
     for secondary in (True, False):
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{secondary}"))
@@ -128,16 +130,25 @@ def test_after_an_exception_no_group_is_destroyed(stuck: str) -> None:
 
 
 def start(rank: int, port: int, folder: Path, *flags: str) -> subprocess.Popen[str]:
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    variables = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": 2,
+        "LOCAL_WORLD_SIZE": 2,
+        "MASTER_PORT": port,
+    }
     environ = os.environ | {name: str(value) for name, value in variables.items()}
     words = (
         "--model.name tests.watch.leaving:Fails --data.name tests.support.user_code:vectors --train.steps 9 --train.global_batch 12 "
         f"--checkpoint.every_steps 0 --checkpoint.export false --run.dir {folder / 'run'}"
     )
     return subprocess.Popen(
-        [sys.executable, "train.py", *words.split(), *flags], cwd=ROOT, stderr=subprocess.PIPE, text=True,
+        [sys.executable, "train.py", *words.split(), *flags],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
         env=environ | {"MASTER_ADDR": "127.0.0.1", "LEAVING": str(folder), "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.slow
@@ -168,7 +179,9 @@ def test_both_ranks_leave_soon_and_call_their_atexit_handlers(watched: str, tmp_
 
 
 @pytest.mark.parametrize(("ended", "failed"), [(False, False), (True, True)])
-def test_a_rank_that_has_failed_and_does_not_leave_is_ended(page: Cells, ended: bool, failed: bool, tmp_path: Path) -> None:
+def test_a_rank_that_has_failed_and_does_not_leave_is_ended(
+    page: Cells, ended: bool, failed: bool, tmp_path: Path
+) -> None:
     rank = subprocess.Popen(["sleep", "3600"])
     try:
         page.numbers[PID], page.numbers[STATE] = rank.pid, FAILED
@@ -223,7 +236,9 @@ def test_names_that_killed_ranks_have_left_are_swept_away() -> None:
     over = subprocess.Popen(["true"])
     over.wait()
     space = Path("/proc/self/ns/pid").stat().st_ino
-    dead, ours = (status_page.folder() / f"shardrun-{space}-{pid}-test.sock" for pid in (over.pid, os.getpid()))
+    dead, ours = (
+        status_page.folder() / f"shardrun-{space}-{pid}-test.sock" for pid in (over.pid, os.getpid())
+    )
     for one in (dead, ours):
         one.touch()
     sweep()

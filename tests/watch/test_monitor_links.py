@@ -23,7 +23,9 @@ def pair() -> Iterator[tuple[Line, socket.socket]]:
     ear.close()
 
 
-def test_a_node_whose_kernel_confirms_is_in_reach_though_its_monitor_says_nothing(pair: tuple[Line, socket.socket]) -> None:
+def test_a_node_whose_kernel_confirms_is_in_reach_though_its_monitor_says_nothing(
+    pair: tuple[Line, socket.socket],
+) -> None:
     line, _ = pair
     line.heard_at -= 100
     line.look()

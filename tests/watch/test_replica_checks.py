@@ -26,7 +26,9 @@ def test_a_spike_is_written_with_the_samples_of_its_batch(tmp_path: Path) -> Non
     spikes = Spikes(5.0, tmp_path, lambda step: np.arange(3) + 10 * step)
     for step in range(1, 30):
         spikes.scalars(step, {"train/grad_norm": 9.0 if step == 25 else 1.0, "train/loss": 2.0})
-    assert lines(tmp_path, "spikes.jsonl") == [{"step": 25, "grad_norm": 9.0, "usual": 1.0, "samples": [240, 241, 242]}]
+    assert lines(tmp_path, "spikes.jsonl") == [
+        {"step": 25, "grad_norm": 9.0, "usual": 1.0, "samples": [240, 241, 242]}
+    ]
 
 
 def test_no_factor_no_spike(tmp_path: Path) -> None:
@@ -49,7 +51,9 @@ def test_unit_norms_make_up_the_whole_norm(tmp_path: Path, strategy: str) -> Non
     whole = {record["step"]: record["grad_norm"] for record in finished.records if "grad_norm" in record}
     for one in told:
         assert len(one["units"]) > 1
-        assert sum(norm**2 for norm in one["units"].values()) ** 0.5 == pytest.approx(whole[one["step"]], rel=1e-5)
+        assert sum(norm**2 for norm in one["units"].values()) ** 0.5 == pytest.approx(
+            whole[one["step"]], rel=1e-5
+        )
 
 
 def diverging(env: DistEnv, words: list[str]) -> str | None:
@@ -74,7 +78,9 @@ def diverging(env: DistEnv, words: list[str]) -> str | None:
 def test_replicas_that_differ_stop_the_run_within_n_steps(tmp_path: Path, strategy: str) -> None:
     words = ["--run.dir", str(tmp_path), *flags(f"--watch.divergence 2 --mesh.strategy {strategy}")]
     said = run_world(2, diverging, words)
-    assert all(one is not None and "step 4: replicas differ in" in one and "ranks 0, 1" in one for one in said)
+    assert all(
+        one is not None and "step 4: replicas differ in" in one and "ranks 0, 1" in one for one in said
+    )
 
 
 def test_replicas_that_agree_are_left_alone(tmp_path: Path) -> None:
@@ -84,7 +90,8 @@ def test_replicas_that_agree_are_left_alone(tmp_path: Path) -> None:
 
 def test_without_replicas_there_is_nothing_to_compare(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"--watch.divergence 2: --mesh.strategy fsdp has one replica.*HINT: --watch.divergence 0"
+        ConfigError,
+        match=r"--watch.divergence 2: --mesh.strategy fsdp has one replica.*HINT: --watch.divergence 0",
     ):
         configuration.load(["--watch.divergence", "2", "--mesh.strategy", "fsdp"])
     alone = failures(1, tmp_path, "--watch.divergence 2 --mesh.strategy ddp")

@@ -1,4 +1,6 @@
-"""What a rank tells of itself, read as a monitor reads it; and the device's clock, with a device made up here."""
+"""What a rank tells of itself, read as a monitor reads it; and the device's clock, with a device made up
+here.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,9 @@ from fsdp.watch.stragglers import TRIM, WINDOW, Lateness, Over, Straggler, Work
 
 NOISE: dict[str, Callable[[random.Random, float], float]] = {
     "normal": lambda dice, size: dice.gauss(0, size),
-    "heavy tails": lambda dice, size: size * dice.gauss(0, 1) / math.sqrt(dice.gammavariate(1.5, 2) / 3 + 1e-9) / 1.7,
+    "heavy tails": lambda dice, size: (
+        size * dice.gauss(0, 1) / math.sqrt(dice.gammavariate(1.5, 2) / 3 + 1e-9) / 1.7
+    ),
     "late now and then": lambda dice, size: dice.expovariate(1 / size),
     "preempted": lambda dice, size: dice.gauss(0, size / 3) + (3 * size if dice.random() < 0.2 else 0),
 }
@@ -26,15 +28,24 @@ def correlated(dice: random.Random, size: float) -> Iterator[float]:
         yield last
 
 
-def course(ranks: int, steps: int, kind: str, size: float, seed: int, slow: Mapping[int, float], since: int = 1) -> list[Work]:
+def course(
+    ranks: int, steps: int, kind: str, size: float, seed: int, slow: Mapping[int, float], since: int = 1
+) -> list[Work]:
     """Each rank's work, step by step; the slow ones slower from a step on."""
     dice = random.Random(seed)
     lasting = [correlated(dice, size) for _ in range(ranks)]
     works: list[Work] = []
     for rank in range(ranks):
-        noise = [next(lasting[rank]) if kind == "correlated" else NOISE[kind](dice, size) for _ in range(steps)]
+        noise = [
+            next(lasting[rank]) if kind == "correlated" else NOISE[kind](dice, size) for _ in range(steps)
+        ]
         pace = [slow.get(rank, 1.0) if step >= since else 1.0 for step in range(1, steps + 1)]
-        works.append({n: (0.02 * p * math.exp(x), 0.03) for n, (p, x) in enumerate(zip(pace, noise, strict=True), start=1)})
+        works.append(
+            {
+                n: (0.02 * p * math.exp(x), 0.03)
+                for n, (p, x) in enumerate(zip(pace, noise, strict=True), start=1)
+            }
+        )
     return works
 
 
@@ -56,7 +67,9 @@ def late(told: Sequence[Straggler | Over]) -> list[Straggler]:
 def test_a_tenth_slower_is_named_within_thirty_steps(ranks: int, size: float) -> None:
     soon = 0
     for seed in range(40):
-        found = late(said(Lateness(7.0), course(ranks, 150, "normal", size, seed, {ranks - 1: 1.1}, since=101)))
+        found = late(
+            said(Lateness(7.0), course(ranks, 150, "normal", size, seed, {ranks - 1: 1.1}, since=101))
+        )
         assert {one.rank for one in found} <= {ranks - 1}
         soon += bool(found) and found[0].step <= 130
     assert soon >= 38  # the noise of single steps leaves a few for a little later

@@ -1,4 +1,5 @@
-"""The optimizer: an update, what it keeps of a parameter, its shards, and a checkpoint's moments brought into its form.
+"""The optimizer: an update, what it keeps of a parameter, its shards, and a checkpoint's moments brought into
+its form.
 
 Not here: how a number becomes bf16 or 8 bits (bits.py).
 """
@@ -29,9 +30,15 @@ class SmallStateAdam(torch.optim.Optimizer):
     """AdamW as torch's; a group's weight_decay of 0 makes it Adam."""
 
     def __init__(
-        self, groups: list[dict[str, Any]], *, kind: Kind, places: Mapping[nn.Parameter, int], lr: float,
-        betas: tuple[float, float], eps: float,
-    ) -> None:  # fmt: skip
+        self,
+        groups: list[dict[str, Any]],
+        *,
+        kind: Kind,
+        places: Mapping[nn.Parameter, int],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+    ) -> None:
         """`places` numbers the parameters the same way at any number of ranks."""
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self.kind = kind
@@ -58,7 +65,9 @@ class SmallStateAdam(torch.optim.Optimizer):
             _update_rows(views, first, rows, group, count, self._places[parameter])
 
     def _count(self, parameter: nn.Parameter, state: Mapping[str, Tensor]) -> int:
-        """The step being made. The number is read from its tensor only where a checkpoint has brought another."""
+        """The step being made. The number is read from its tensor only where a checkpoint has brought
+        another.
+        """
         known = self._counts.get(parameter)
         if known is not None and known[0] is state["step"]:
             before = known[1]
@@ -90,8 +99,12 @@ def new_state(parameter: nn.Parameter, kind: Kind) -> dict[str, Tensor]:
     for name in MOMENTS:
         if codes(parameter, kind):
             zero = _zero(name)
-            state[name] = _like(parameter, torch.full(local.shape, zero, dtype=torch.uint8, device=local.device))
-            scale = torch.zeros((local.shape[0], blocks_of(parameter)), dtype=torch.float32, device=local.device)
+            state[name] = _like(
+                parameter, torch.full(local.shape, zero, dtype=torch.uint8, device=local.device)
+            )
+            scale = torch.zeros(
+                (local.shape[0], blocks_of(parameter)), dtype=torch.float32, device=local.device
+            )
             state[f"{name}_scale"] = _like(parameter, scale)
         else:
             dtype = torch.bfloat16 if kind == "bf16" else torch.float32
@@ -166,7 +179,9 @@ def _slices(local: Tensor) -> Iterator[tuple[int, int]]:
     yield from ((first, min(step, rows - first)) for first in range(0, rows, step))
 
 
-def _update_rows(views: _Views, first: int, rows: int, group: Mapping[str, Any], count: int, place: int) -> None:
+def _update_rows(
+    views: _Views, first: int, rows: int, group: Mapping[str, Any], count: int, place: int
+) -> None:
     """torch's AdamW on a few rows."""
     (beta1, beta2), lr = group["betas"], float(group["lr"])
     parameter = views.parameter.narrow(0, first, rows)
@@ -184,17 +199,28 @@ def _update_rows(views: _Views, first: int, rows: int, group: Mapping[str, Any],
 
 
 def _read(name: str, state: Mapping[str, Tensor], first: int, rows: int, whole_first: int) -> Tensor:
-    """A moment's rows in fp32. A scale that a checkpoint has brought whole is read where this shard's rows lie in it."""
+    """A moment's rows in fp32. A scale that a checkpoint has brought whole is read where this shard's rows
+    lie in it.
+    """
     kept = _rowed(_local(state[name])).narrow(0, first, rows)
     if kept.dtype != torch.uint8:
         return kept.to(torch.float32, copy=True)
     scale = state[f"{name}_scale"]
-    at = first if isinstance(scale, DTensor) or scale.shape[0] == _local(state[name]).shape[0] else first + whole_first
+    at = (
+        first
+        if isinstance(scale, DTensor) or scale.shape[0] == _local(state[name]).shape[0]
+        else first + whole_first
+    )
     return decode(kept, _local(scale).narrow(0, at, rows), table_of(name == "exp_avg", kept.device))
 
 
 def _write(
-    name: str, state: Mapping[str, Tensor], first: int, rows: int, moment: Tensor, noise: Callable[[], Tensor] | None
+    name: str,
+    state: Mapping[str, Tensor],
+    first: int,
+    rows: int,
+    moment: Tensor,
+    noise: Callable[[], Tensor] | None,
 ) -> None:
     """Into its form. Without `noise`, as when a form is changed, bf16 is rounded to the nearest."""
     kept = _rowed(state[name]).narrow(0, first, rows)
@@ -229,7 +255,8 @@ def _first_row(parameter: Tensor) -> int:
     if not axes:
         return 0
     chunk = -(-parameter.shape[0] // mesh.size(axes[0]))
-    # Not get_local_rank: a spec that DTensor remembers from an earlier run of this process has groups that are gone.
+    # Not get_local_rank: a spec that DTensor remembers from an earlier run of this process has groups that
+    # are gone.
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
     return min(parameter.shape[0], chunk * coordinate[axes[0]])
@@ -241,7 +268,9 @@ def _like(parameter: nn.Parameter, local: Tensor) -> Tensor:
         return local
     shape = torch.Size((parameter.shape[0], *local.shape[1:])) if local.dim() else torch.Size()
     stride = tuple(shape[at + 1 :].numel() for at in range(len(shape)))
-    return DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(
+        local, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
+    )
 
 
 def places_of(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, int]:

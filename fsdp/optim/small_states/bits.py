@@ -1,4 +1,5 @@
-"""Numbers in fewer bits: fp32 as bf16, rounded at random, and as 8 bits, a place in a table times the largest of a block.
+"""Numbers in fewer bits: fp32 as bf16, rounded at random, and as 8 bits, a place in a table times the largest
+of a block.
 
 Here is the arithmetic on plain tensors. Not here: whose numbers they are, and how they are sharded (adam.py).
 """

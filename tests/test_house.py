@@ -1,0 +1,300 @@
+"""The house, read from the sources: rooms and levels, who may import whom, one class a name, lines a person can read.
+
+docs/architecture.md describes what is held here.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+LEVELS = {
+    0: "base config",
+    1: "models dist rundir",
+    2: "data optim record",
+    3: "parallel checkpoint watch memory",
+    4: "run",
+    5: "plan report doctor predict parity launch",
+    6: "train",
+}
+LEVEL = {name: level for level, names in LEVELS.items() for name in names.split()}
+COMMAND_LEVEL = 5
+"""A room's __main__.py is a command: it may import what the rooms of commands may."""
+WIDTH = 110
+RANK_VARIABLE = re.compile(
+    r"^(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|NODE_RANK)$|^(SLURM|MASTER)_"
+)
+
+
+def files(*places: str) -> list[Path]:
+    found = [
+        path
+        for place in places
+        for path in ([ROOT / place] if place.endswith(".py") else sorted((ROOT / place).rglob("*.py")))
+    ]
+    assert found
+    return found
+
+
+PRODUCT = files("fsdp", "launch", "train.py")
+EVERYTHING = [*PRODUCT, *files("tests", "bench")]
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def said(path: Path, line: int) -> str:
+    return f"{path.relative_to(ROOT)}:{line}"
+
+
+@cache
+def imports(path: Path) -> tuple[tuple[int, str], ...]:
+    """(line, module) of every import, in functions too, and of importlib.import_module("…").
+
+    Imports under TYPE_CHECKING count: a reader follows them as any other.
+    """
+    found: list[tuple[int, str]] = []
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{said(path, node.lineno)}: a relative import"
+            assert node.module is not None
+            # `from fsdp.dist import mesh` names a module; `from fsdp.dist.mesh import AXES` has one already.
+            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and node.args:
+            named = node.args[0]
+            first = named.values[0] if isinstance(named, ast.JoinedStr) else named
+            if isinstance(first, ast.Constant):
+                found.append((node.lineno, str(first.value).rstrip(".")))
+    return tuple(found)
+
+
+def room(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return parts[1] if parts[0] == "fsdp" else parts[0]
+
+
+def level(path: Path) -> int:
+    return max(LEVEL[room(path)], COMMAND_LEVEL if path.name == "__main__.py" else 0)
+
+
+def room_of_module(module: str) -> str | None:
+    parts = module.split(".")
+    if parts[0] in ("launch", "train"):
+        return parts[0]
+    return parts[1] if parts[0] == "fsdp" and len(parts) > 1 else None
+
+
+def file_of_module(module: str) -> Path | None:
+    """The file that `module`, or the module that has this name in it, is."""
+    parts = module.split(".")
+    for count in (len(parts), len(parts) - 1):
+        place = ROOT.joinpath(*parts[:count])
+        if count and place.with_suffix(".py").is_file():
+            return place.with_suffix(".py")
+    package = ROOT.joinpath(*parts) / "__init__.py"
+    return package if package.is_file() else None
+
+
+def test_fsdp_has_rooms_and_no_loose_module() -> None:
+    loose = [path.name for path in (ROOT / "fsdp").glob("*.py") if path.name != "__init__.py"]
+    assert not loose, f"move these into a room (docs/architecture.md): {loose}"
+
+
+def test_every_room_has_a_level_and_says_what_it_holds() -> None:
+    rooms = {path.parent for path in files("fsdp") if path.parent != ROOT / "fsdp"}
+    unknown = {room(path) for path in PRODUCT} - LEVEL.keys() - {"__init__"}
+    assert not unknown, f"say in tests/test_house.py which level these have: {unknown}"
+    assert not [place for place in rooms if not ast.get_docstring(tree_of(place / "__init__.py"))]
+
+
+def test_every_module_says_what_it_holds() -> None:
+    silent = [path for path in PRODUCT if path.stat().st_size and not ast.get_docstring(tree_of(path))]
+    assert not silent
+
+
+def test_imports_go_down_or_stay_level() -> None:
+    wrong = [
+        f"{said(path, line)}: {room(path)} ({level(path)}) imports {module} ({LEVEL[target]})"
+        for path in PRODUCT
+        if room(path) != "__init__"
+        for line, module in imports(path)
+        if (target := room_of_module(module)) in LEVEL and LEVEL[target] > level(path)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_two_rooms_import_each_other() -> None:
+    edges: dict[tuple[str, str], str] = {}
+    for path in PRODUCT:
+        if path.name == "__main__.py":
+            continue
+        for line, module in imports(path):
+            target = room_of_module(module)
+            if target in LEVEL and target != room(path):
+                edges[room(path), str(target)] = said(path, line)
+    mutual = [f"{at} and {edges[b, a]}" for (a, b), at in edges.items() if a < b and (b, a) in edges]
+    assert not mutual, "\n".join(mutual)
+
+
+def test_no_file_imports_one_that_imports_it() -> None:
+    """Through any number of files in between."""
+    graph = {
+        path: {
+            found
+            for _, module in imports(path)
+            if (found := file_of_module(module)) and found != path and found.name != "__init__.py"
+        }
+        for path in EVERYTHING
+        if path.name != "__init__.py"
+    }
+    assert not [" → ".join(str(path.relative_to(ROOT)) for path in cycle) for cycle in cycles(graph)]
+
+
+def cycles(graph: dict[Path, set[Path]]) -> Iterator[list[Path]]:
+    done: set[Path] = set()
+    way: list[Path] = []
+
+    def visit(path: Path) -> Iterator[list[Path]]:
+        if path in way:
+            yield [*way[way.index(path) :], path]
+            return
+        if path in done:
+            return
+        way.append(path)
+        for other in sorted(graph.get(path, ())):
+            yield from visit(other)
+        way.pop()
+        done.add(path)
+
+    for path in graph:
+        yield from visit(path)
+
+
+def importers(places: list[Path], *modules: str) -> list[str]:
+    return [
+        f"{said(path, line)}: {module}"
+        for path in places
+        for line, module in imports(path)
+        if any(module == one or module.startswith(one + ".") for one in modules)
+    ]
+
+
+def test_launchers_are_imported_under_launch_alone() -> None:
+    assert not importers(files("fsdp", "train.py"), "ray", "submitit")
+    assert not importers(files("fsdp"), "launch", "train")
+
+
+def test_models_know_no_process_group() -> None:
+    assert not importers(files("fsdp/models"), "torch.distributed")
+
+
+def test_the_loop_names_no_collective() -> None:
+    assert not importers(files("fsdp/run/loop.py"), "torch.distributed")
+    assert not re.search(r"(?<!fsdp\.)\bdist\.", (ROOT / "fsdp/run/loop.py").read_text())
+
+
+def test_a_wrong_flag_needs_no_torch() -> None:
+    code = "import sys, train; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def top_imports(path: Path) -> list[ast.Import | ast.ImportFrom]:
+    return [node for node in tree_of(path).body if isinstance(node, (ast.Import, ast.ImportFrom))]
+
+
+def test_train_py_imports_a_launcher_where_it_is_chosen() -> None:
+    named = {ast.unparse(node) for node in top_imports(ROOT / "train.py")}
+    assert not [text for text in named if re.search(r"torch|fsdp\.run|launch", text)], named
+
+
+def test_rank_variables_are_read_in_one_file() -> None:
+    found = [
+        f"{said(path, node.lineno)}: {node.value}"
+        for path in files("fsdp", "train.py")
+        if path != ROOT / "fsdp/dist/env.py"
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and RANK_VARIABLE.match(node.value)
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "name", ["torchvision", "transformers", "safetensors", "s3fs", "psutil", "matplotlib"]
+)
+def test_heavy_things_are_imported_where_they_are_used(name: str) -> None:
+    """At the top of no module that a run imports: start-up pays for what it uses."""
+    for path in files("fsdp", "train.py"):
+        named = [a.name for n in top_imports(path) if isinstance(n, ast.Import) for a in n.names]
+        named += [n.module or "" for n in top_imports(path) if isinstance(n, ast.ImportFrom)]
+        assert name not in {module.split(".")[0] for module in named}, path
+
+
+def test_a_class_name_means_one_thing() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for path in PRODUCT:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(said(path, node.lineno))
+    twice = {name: where for name, where in places.items() if len(where) > 1}
+    assert not twice, twice
+
+
+def test_lines_are_short_enough_to_read() -> None:
+    long = [
+        f"{said(path, at)}: {len(line)} characters"
+        for path in EVERYTHING
+        for at, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if len(line) > WIDTH
+    ]
+    assert not long, "\n".join(long)
+
+
+def test_fmt_skip_is_for_tables_alone() -> None:
+    """A table: a display of four rows or more, each a literal or a call, over several lines."""
+    wrong = [
+        said(path, at)
+        for path in EVERYTHING
+        if path != Path(__file__)
+        for at, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if line.rstrip().endswith("# fmt: skip") and not is_table(statement_that_ends(path, at))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def statement_that_ends(path: Path, line: int) -> ast.AST:
+    """The longest simple statement, or the decorator, whose last line this is."""
+    found: list[ast.AST] = [tree_of(path)]
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found += [one for one in node.decorator_list if one.end_lineno == line]
+        elif isinstance(node, ast.stmt) and node.end_lineno == line and not hasattr(node, "body"):
+            found.append(node)
+    return found[-1]
+
+
+def is_table(statement: ast.AST) -> bool:
+    if isinstance(statement, ast.Module):
+        return False
+    row = ast.Tuple | ast.List | ast.Constant | ast.Call | ast.Dict | ast.UnaryOp
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Dict) and len(node.keys) >= 4 and node.end_lineno != node.lineno:
+            return True
+        if isinstance(node, ast.List | ast.Tuple | ast.Set) and node.end_lineno != node.lineno:
+            rows = sum(isinstance(one, row) for one in node.elts)
+            if len(node.elts) >= 4 and rows >= 0.7 * len(node.elts):
+                return True
+    return False
