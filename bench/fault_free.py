@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from bench.fault_kinds import SLOWED, Where
-from bench.faults import end_all, fork_rank, import_once, steps_of, verdict_of, wait_for
+from bench.fault_runs import end_all, fork_rank, import_once, steps_of, verdict_of, wait_for
 from bench.ports import free_port
 from bench.tables import RESULTS, machine, write
 

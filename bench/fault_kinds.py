@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp.base.phases import Phases
-from fsdp.checkpoint import store
+from fsdp.checkpoint import local_store
 from fsdp.data import loader
 from fsdp.models.loss import LossFunction, LossParts
 from fsdp.optim.gradients import Gradients
@@ -164,7 +164,7 @@ def not_a_number(where: Where, mine: bool) -> None:
 
 
 class _Storage:
-    """The os of fsdp/checkpoint/store.py, with one thing else."""
+    """The os of fsdp/checkpoint/local_store.py, with one thing else."""
 
     def __init__(self, **other: Any) -> None:
         self._other = other
@@ -187,7 +187,7 @@ def slow_storage(where: Where, mine: bool) -> None:
         os.fsync(descriptor)
 
     if mine:
-        store.os = _Storage(fsync=fsync)  # type: ignore[assignment]
+        local_store.os = _Storage(fsync=fsync)  # type: ignore[assignment]
 
 
 def full_disk(where: Where, mine: bool) -> None:
@@ -200,7 +200,7 @@ def full_disk(where: Where, mine: bool) -> None:
         return os.open(path, flags, mode)
 
     if mine:
-        store.os = _Storage(open=opened)  # type: ignore[assignment]
+        local_store.os = _Storage(open=opened)  # type: ignore[assignment]
 
 
 def nothing(where: Where, mine: bool) -> None:

@@ -14,14 +14,11 @@ all killed. Seconds count from fault to verdict.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import importlib
 import json
 import os
 import random
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -34,13 +31,20 @@ from pathlib import Path
 from typing import Any
 
 from bench.fault_kinds import KINDS, Kind, Where
+from bench.fault_runs import (
+    RANKS,
+    end_all,
+    ended,
+    fork_rank,
+    import_once,
+    steps_of,
+    verdict_of,
+    wait_for,
+)
 from bench.ports import free_port
 from bench.tables import RESULTS, machine, write
 from tests.support.processes import children
 
-RANKS = 4
-PATIENCE_S = 150.0
-"""From the fork to the verdict: a machine with more to do takes a minute to begin."""
 FLAGS = (
     "--model.name", "mlp", "--model.args.hidden", "64", "--data.name", "digits", "--train.steps", "100000",
     "--train.global_batch", "16", "--checkpoint.every_steps", "4", "--checkpoint.export", "false", "--data.workers", "1",
@@ -63,65 +67,6 @@ class Case:
     def right(self, kind: Kind) -> bool:
         expected = {2, 3} if kind.two_nodes else {self.rank}
         return self.said_kind == kind.verdict and set(self.said_ranks) == expected
-
-
-# ---------------------------------------------------------------- ranks
-
-
-def import_once() -> None:
-    """Before the ranks are forked, so that each need not."""
-    importlib.import_module("fsdp.run.loop")
-    importlib.import_module("train")
-
-
-def fork_rank(
-    rank: int,
-    address: tuple[str, int],
-    flags: Sequence[str],
-    log: Path,
-    kind: Kind | None,
-    where: Where | None,
-    enter: Sequence[int] = (),
-    ranks: int = RANKS,
-) -> int:
-    """One rank as a child. `enter` are namespaces of a host of its own."""
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        os.setsid()
-        # PR_SET_PDEATHSIG: a bench that is ended leaves no ranks behind
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        with log.open("ab", buffering=0) as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-        for descriptor in enter:
-            if ctypes.CDLL(None, use_errno=True).setns(descriptor, 0):
-                raise OSError(ctypes.get_errno(), "setns")
-        code = _be(rank, ranks, address, list(flags), kind, where)
-    finally:
-        os._exit(code)
-
-
-def _be(
-    rank: int, ranks: int, address: tuple[str, int], flags: list[str], kind: Kind | None, where: Where | None
-) -> int:
-    import train
-    from fsdp import config as configuration
-
-    nodes = 2 if kind is not None and kind.two_nodes else 1
-    variables = {
-        "RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank % (ranks // nodes), "LOCAL_WORLD_SIZE": ranks // nodes,
-        "GROUP_RANK": rank // (ranks // nodes), "GROUP_WORLD_SIZE": nodes,
-        "MASTER_ADDR": address[0], "MASTER_PORT": address[1],
-    }  # fmt: skip
-    os.environ.update({name: str(value) for name, value in variables.items()})
-    if nodes == 2:
-        os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-    if kind is not None and where is not None:
-        kind.put(where, rank == where.rank)
-    return train.run_here(configuration.load(flags))
 
 
 @contextmanager
@@ -184,7 +129,7 @@ def once(kind: Kind, rank: int, step: int, folder: Path, more: Sequence[str] = (
             case.said_kind, case.said_ranks, case.what = said["kind"], said["ranks"], said["what"]
             case.seconds = said["time"] - float(where.heard.read_text())
             if kind.ends:
-                case.codes = _ended(pids, 20.0)
+                case.codes = ended(pids, 20.0)
         finally:
             end_all(pids)
     return case
@@ -199,49 +144,6 @@ def kill_node(pids: Sequence[int]) -> None:
 def ending(kind: Kind) -> Kind:
     """The same, waited for until its end."""
     return replace(kind, ends=True)
-
-
-def wait_for(found: Any, what: str) -> Any:
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        if value := found():
-            return value
-        time.sleep(0.02)
-    raise TimeoutError(what)
-
-
-def verdict_of(run: Path) -> dict[str, Any] | None:
-    file = run / "watch" / "verdicts.jsonl"
-    found = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    # cut in two, each half says what it sees; the first rank's node is asked
-    return next((one for one in found if one.get("by") in (socket.gethostname(), "n1")), None)
-
-
-def steps_of(run: Path) -> int:
-    file = run / "metrics.jsonl"
-    return len(file.read_text().splitlines()) if file.exists() else 0
-
-
-def _ended(pids: list[int], seconds: float) -> list[int]:
-    """Exit codes, negative a signal's; only of those that have ended by themselves, which must be all."""
-    codes: dict[int, int] = {}
-    deadline = time.monotonic() + seconds
-    while len(codes) < len(pids) and time.monotonic() < deadline:
-        for pid in [pid for pid in pids if pid not in codes]:
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                codes[pid] = os.waitstatus_to_exitcode(status)
-        time.sleep(0.02)
-    found = [codes[pid] for pid in pids if pid in codes]
-    pids[:] = [pid for pid in pids if pid not in codes]
-    return found
-
-
-def end_all(pids: list[int]) -> None:
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-    for pid in pids:
-        os.waitpid(pid, 0)
 
 
 def tried(kind: Kind, rank: int, step: int) -> Case:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.faults import import_once
+from bench.fault_runs import import_once
 from bench.ports import free_port
 from bench.tables import machine, write
 

@@ -30,7 +30,8 @@ from fsdp.checkpoint.export import export
 from fsdp.checkpoint.inspect import CheckpointListing
 from fsdp.checkpoint.lock import Locks, hold
 from fsdp.checkpoint.manifest import Broken
-from fsdp.checkpoint.store import Store, open_store
+from fsdp.checkpoint.open_store import open_store
+from fsdp.checkpoint.store import Store
 from fsdp.config import CheckpointSection
 from fsdp.run.frozen_base import base_of
 from fsdp.run.job import prepare

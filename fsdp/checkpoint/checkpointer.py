@@ -25,10 +25,11 @@ from fsdp.checkpoint.inspect import CheckpointListing
 from fsdp.checkpoint.lock import Lock
 from fsdp.checkpoint.manifest import Broken, Manifest
 from fsdp.checkpoint.messages import Talk
+from fsdp.checkpoint.open_store import open_store
 from fsdp.checkpoint.restore import Restore, Restored
 from fsdp.checkpoint.saver import SaveJob, Saver, repeated
 from fsdp.checkpoint.staging import Room
-from fsdp.checkpoint.store import Store, open_store
+from fsdp.checkpoint.store import Store
 from fsdp.config import CheckpointSection
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import MeshSizes

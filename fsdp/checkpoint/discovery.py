@@ -17,7 +17,8 @@ from fsdp.checkpoint import file_names, inspect, retention
 from fsdp.checkpoint.inspect import CheckpointListing
 from fsdp.checkpoint.manifest import Manifest
 from fsdp.checkpoint.messages import Talk
-from fsdp.checkpoint.store import Store, open_store
+from fsdp.checkpoint.open_store import open_store
+from fsdp.checkpoint.store import Store
 from fsdp.config import CheckpointSection
 from fsdp.dist.mesh import MeshSizes
 

@@ -22,7 +22,7 @@ from fsdp.checkpoint import adapter_weights, full_state, load
 from fsdp.checkpoint.adapter_weights import Base
 from fsdp.checkpoint.full_state import Entry
 from fsdp.checkpoint.load import CheckpointSource
-from fsdp.checkpoint.store import sync_folder
+from fsdp.checkpoint.local_store import sync_folder
 
 Format = Literal["torch", "safetensors", "both"]
 

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Protocol
 
 from fsdp.base.errors import CheckpointError, RefusedError
-from fsdp.checkpoint.remote import Cell, RemoteStore
-from fsdp.checkpoint.store import LocalStore, Store
+from fsdp.checkpoint.local_store import LocalStore
+from fsdp.checkpoint.object_store import Cell, ObjectStore
+from fsdp.checkpoint.store import Store
 from fsdp.rundir.lock import FILE, STALE_S, Claim, Holder, here, is_sound, lives, succeeds, this_place
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class ObjectLock:
 
     def __init__(
         self,
-        store: RemoteStore,
+        store: ObjectStore,
         holder: Holder,
         version: str,
         took_over: str,
@@ -60,7 +61,7 @@ class ObjectLock:
 
     @staticmethod
     def acquire(
-        store: RemoteStore,
+        store: ObjectStore,
         launcher: str,
         job: str = "",
         *,
@@ -113,7 +114,7 @@ class ObjectLock:
                 log.warning("the lock on %s could not be renewed: %s", self._store.where, error)
 
 
-def _write(store: RemoteStore, holder: Holder, count: int, version: str | None) -> str | None:
+def _write(store: ObjectStore, holder: Holder, count: int, version: str | None) -> str | None:
     """The new version, or None where another wrote first. An answer that was lost is found by reading."""
     data = json.dumps(asdict(holder)).encode() + f"\n{count:020d}\n".encode()
     written = store.swap(FILE, data, version)
@@ -131,7 +132,7 @@ def _holder(data: bytes) -> Holder | None:
     return holder if is_sound(holder) else None
 
 
-def _clear_dead(store: RemoteStore, found: Cell, stale_s: float, job: str) -> str:
+def _clear_dead(store: ObjectStore, found: Cell, stale_s: float, job: str) -> str:
     """One line about a dead holder, for who takes over from it; RefusedError if it lives."""
     holder = _holder(found.data)
     how, alive = "it is dead", _known(holder, job)
@@ -153,7 +154,7 @@ def _known(holder: Holder | None, job: str) -> bool | None:
     return lives(holder) if holder.place and holder.place == this_place() else None
 
 
-def _changes(store: RemoteStore, found: Cell, stale_s: float) -> bool:
+def _changes(store: ObjectStore, found: Cell, stale_s: float) -> bool:
     """Does the object change (a beat, or a new holder) while we watch? Gone is not alive."""
     deadline = time.monotonic() + stale_s
     while time.monotonic() < deadline:
@@ -206,7 +207,7 @@ def _same(store: Store, run_dir: Path) -> bool:
 def _peek(store: Store) -> bytes | None:
     """The lock's content; None where there is none or it cannot be read, of which acquiring it says why."""
     try:
-        if isinstance(store, RemoteStore):
+        if isinstance(store, ObjectStore):
             return found.data if (found := store.get(FILE)) is not None else None
         assert isinstance(store, LocalStore)
         return (store.root / FILE).read_bytes()
@@ -216,7 +217,7 @@ def _peek(store: Store) -> bytes | None:
 
 def _hold_store(store: Store, launcher: str, job: str, watched_s: float = 0.0) -> Lock:
     try:
-        if isinstance(store, RemoteStore):
+        if isinstance(store, ObjectStore):
             return ObjectLock.acquire(store, launcher, job, stale_s=max(0.0, OBJECT_STALE_S - watched_s))
         assert isinstance(store, LocalStore)
         store.make()

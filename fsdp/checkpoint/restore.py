@@ -17,7 +17,8 @@ from fsdp.checkpoint.foreign_dcp import prefixes
 from fsdp.checkpoint.inspect import CheckpointListing
 from fsdp.checkpoint.manifest import Broken, Manifest
 from fsdp.checkpoint.messages import Talk
-from fsdp.checkpoint.store import Store, open_store
+from fsdp.checkpoint.open_store import open_store
+from fsdp.checkpoint.store import Store
 from fsdp.checkpoint.tensor_keys import Filling, Prefixes, Want, of_model, of_optimizer
 from fsdp.config import CheckpointSection
 from fsdp.dist.env import DistEnv

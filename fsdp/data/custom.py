@@ -25,7 +25,7 @@ from torch.utils.data import Subset, default_collate
 
 from fsdp.base.errors import ConfigError, OneRankError
 from fsdp.config import Args
-from fsdp.data.registry import Where
+from fsdp.data.arguments import Where
 from fsdp.data.types import DataInfo, DataSet, Samples
 from fsdp.models.factory import blame, load_attribute, parameters_of
 

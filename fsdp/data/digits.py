@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from fsdp.base.errors import ConfigError
+from fsdp.data.arguments import Where
 from fsdp.data.images import PixelSamples, every_tenth
-from fsdp.data.registry import Where
 from fsdp.data.types import DataInfo, DataSet
 
 FILE = Path(__file__).with_name("digits.npz")

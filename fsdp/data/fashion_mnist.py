@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from fsdp.base.errors import ConfigError
+from fsdp.data.arguments import Where
 from fsdp.data.download import DownloadError, download, fetch
 from fsdp.data.images import PixelSamples
-from fsdp.data.registry import Where
 from fsdp.data.types import DataInfo, DataSet
 
 MIRROR = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"

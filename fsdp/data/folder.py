@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from fsdp.base.errors import ConfigError
+from fsdp.data.arguments import Where, check_range
 from fsdp.data.images import every_tenth, prepare
-from fsdp.data.registry import Where, check_range
 from fsdp.data.types import DataInfo, DataSet
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")

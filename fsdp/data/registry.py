@@ -12,40 +12,19 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
-import inspect
 import itertools
 import os
-import types
-import typing
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fsdp.base.errors import ConfigError
-from fsdp.config import Args, DataSection
+from fsdp.config import DataSection
+from fsdp.data.arguments import Where, check_args
 from fsdp.data.types import DataSet
-from fsdp.models.factory import unknown_argument
 
 BUILT_INS = ("digits", "fashion_mnist", "text", "tokens", "folder", "synthetic")
 LOOKED_AT = 1000  # files of a folder, to know pictures from text
-
-
-@dataclass(frozen=True)
-class Where:
-    """What every data set may read beside its own arguments: --data.dir, --data.seq_len, and what the model
-    says.
-    """
-
-    dir: str
-    seq_len: int
-    model_facts: Args
-    flag: str = "--data.dir"
-    """Which flag names `dir`: --data.name where that is a path."""
-    skip_unreadable: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.flag} {self.dir}"
 
 
 def build_dataset(section: DataSection, model_facts: Mapping[str, Any] | None = None) -> DataSet:
@@ -101,53 +80,3 @@ def _mostly_pictures(root: Path) -> bool:
     below = (name for folder, _, names in os.walk(root) if Path(folder) != root for name in names)
     first = list(itertools.islice(below, LOOKED_AT))
     return 2 * sum(name.lower().endswith(suffixes) for name in first) > len(first)
-
-
-def check_args(function: Callable[..., Any], given: Args, owner: str) -> dict[str, Any]:
-    """--data.args against the keyword-only parameters of a function and their types."""
-    hints = typing.get_type_hints(function)
-    known = [n for n, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY]
-    for name in given:
-        if name not in known:
-            raise unknown_argument(name, known, "--data.args", owner)
-    return {name: _typed(name, value, hints[name]) for name, value in given.items()}
-
-
-def _typed(name: str, value: Any, hint: Any) -> Any:
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    for kind in kinds:
-        if typing.get_origin(kind) is typing.Literal and value in typing.get_args(kind):
-            return value
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            return float(value)
-        if isinstance(kind, type) and isinstance(value, kind) and isinstance(value, bool) == (kind is bool):
-            return value
-    raise ConfigError(
-        f"--data.args.{name} {value} is not {_kinds(kinds)}.", f"--data.args.{name} {_example(kinds)}"
-    )
-
-
-_WORDS: dict[Any, tuple[str, str]] = {
-    int: ("a whole number", "1"), float: ("a number", "0.1"), bool: ("true or false", "true"),
-    str: ("text", "TEXT"), list: ("a list", "[0.5]"),
-}  # fmt: skip
-
-
-def _kinds(kinds: tuple[Any, ...]) -> str:
-    return " or ".join(
-        " or ".join(typing.get_args(k)) or _WORDS[k][0] for k in kinds if k is not types.NoneType
-    )
-
-
-def _example(kinds: tuple[Any, ...]) -> str:
-    return str((typing.get_args(kinds[0]) or (_WORDS[kinds[0]][1],))[0])
-
-
-def check_range(name: str, value: float, low: float, high: float | None = None) -> None:
-    """One argument of a data set within its range."""
-    if value < low or (high is not None and value > high):
-        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise ConfigError(
-            f"--data.args.{name} {value} is not {bounds}.",
-            f"--data.args.{name} {max(low, min(value, high or low))}",
-        )

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fsdp.base.errors import ConfigError
+from fsdp.data.arguments import Where, check_range
 from fsdp.data.cursor import mix, stream_key
-from fsdp.data.registry import Where, check_range
 from fsdp.data.text import shifted
 from fsdp.data.types import DataInfo, DataSet
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fsdp.base.errors import ConfigError
-from fsdp.data.registry import Where, check_range
+from fsdp.data.arguments import Where, check_range
 from fsdp.data.types import DataInfo, DataSet
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from fsdp.base.errors import ConfigError, TrainingError
-from fsdp.data.registry import Where, check_range
+from fsdp.data.arguments import Where, check_range
 from fsdp.data.text import shifted
 from fsdp.data.token_width import LOOKED_AT, Dtype, Stated, dtype_of, ends, fits_as, stated, wider
 from fsdp.data.types import DataInfo, DataSet

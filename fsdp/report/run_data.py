@@ -19,7 +19,7 @@ from typing import Any, Literal
 from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.base.phases import Ending
 from fsdp.checkpoint.inspect import CheckpointListing, scan
-from fsdp.checkpoint.store import open_store
+from fsdp.checkpoint.open_store import open_store
 from fsdp.config import FIELDS, check_store, parse_value, read_recipe
 from fsdp.report.file_notes import LARGEST, Notes, number, whole
 from fsdp.report.profile_section import read_accounts

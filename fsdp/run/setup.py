@@ -17,7 +17,7 @@ from torch import nn
 from fsdp.checkpoint.checkpointer import Restored
 from fsdp.checkpoint.full_state import open_full_state
 from fsdp.checkpoint.lock import Locks, hold
-from fsdp.checkpoint.store import open_store
+from fsdp.checkpoint.open_store import open_store
 from fsdp.config import Config
 from fsdp.dist import collectives, preflight
 from fsdp.dist.env import DistEnv

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import manifest
 from fsdp.checkpoint.file_names import MANIFEST, METADATA
-from fsdp.checkpoint.store import LocalStore
+from fsdp.checkpoint.local_store import LocalStore
 from fsdp.dist.env import DistEnv
 from tests.checkpoint.small import bits, build, save_once
 from tests.support.marks import quick_are

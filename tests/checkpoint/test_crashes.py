@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from fsdp.checkpoint import file_names, inspect
+from fsdp.checkpoint.local_store import LocalStore, sync_folder
 from fsdp.checkpoint.manifest import Broken
 from fsdp.checkpoint.saver import Saver
-from fsdp.checkpoint.store import LocalStore, sync_folder
 from fsdp.dist.env import DistEnv
 from tests.checkpoint.crashes import Change, Left, Recorder, Tree, states
 from tests.checkpoint.small import build

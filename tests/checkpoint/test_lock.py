@@ -19,9 +19,10 @@ import pytest
 from fsdp.base.errors import CheckpointError, RefusedError
 from fsdp.checkpoint import __main__ as checkpoints
 from fsdp.checkpoint import inspect, lock
+from fsdp.checkpoint.local_store import LocalStore
 from fsdp.checkpoint.lock import ObjectLock, hold
-from fsdp.checkpoint.remote import RemoteStore
-from fsdp.checkpoint.store import LocalStore, open_store
+from fsdp.checkpoint.object_store import ObjectStore
+from fsdp.checkpoint.open_store import open_store
 from fsdp.dist.env import DistEnv
 from fsdp.rundir.lock import FILE, Claim, here
 from tests.checkpoint import s3_server
@@ -135,13 +136,13 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         fsspec.filesystem("memory").store.clear()
 
 
-def remote(place: str) -> RemoteStore:
+def remote(place: str) -> ObjectStore:
     store = open_store(place)
-    assert isinstance(store, RemoteStore)
+    assert isinstance(store, ObjectStore)
     return store
 
 
-def leave(store: RemoteStore, pid: int, where: str) -> None:
+def leave(store: ObjectStore, pid: int, where: str) -> None:
     """The lock of a holder that does not beat."""
     holder = replace(here("torchrun"), pid=pid, place=where, host="far-away")
     assert lock._write(store, holder, 0, None) is not None
@@ -237,7 +238,7 @@ def test_a_holder_that_was_replaced_finds_out_and_deletes_nothing(place: str) ->
 KILLED = """
 import os, signal, sys
 from fsdp.checkpoint.lock import hold
-from fsdp.checkpoint.store import open_store
+from fsdp.checkpoint.open_store import open_store
 hold(None, open_store(sys.argv[1]), "torchrun")
 os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -11,12 +11,13 @@ import pytest
 import torch.distributed as dist
 
 from fsdp.base.errors import CheckpointError
-from fsdp.checkpoint import file_names, inspect, store
+from fsdp.checkpoint import file_names, inspect, local_store
 from fsdp.checkpoint.inspect import CheckpointListing
+from fsdp.checkpoint.local_store import LocalStore
 from fsdp.checkpoint.manifest import Manifest
-from fsdp.checkpoint.remote import RemoteStore
+from fsdp.checkpoint.object_store import ObjectStore
+from fsdp.checkpoint.open_store import open_store
 from fsdp.checkpoint.retention import prune, superfluous
-from fsdp.checkpoint.store import LocalStore, open_store
 from fsdp.config import CheckpointSection
 from fsdp.dist.env import DistEnv
 from fsdp.rundir.lock import FILE, Claim
@@ -181,7 +182,7 @@ def fail_after_the_rename(env: DistEnv, run_dir: str) -> tuple[list[str], list[i
     run, heard = build(env, "fsdp", run_dir, section={"keep_last": 1}), Heard()
     logging.getLogger("fsdp.checkpoint").addHandler(heard)
     run.checkpointer.restore(run.state)
-    sync_folder = store.sync_folder
+    sync_folder = local_store.sync_folder
 
     def failing(folder: Path) -> None:
         if (folder / "step-00000003").exists():
@@ -189,11 +190,11 @@ def fail_after_the_rename(env: DistEnv, run_dir: str) -> tuple[list[str], list[i
         sync_folder(folder)
 
     run.step()
-    store.sync_folder = failing
+    local_store.sync_folder = failing
     try:
         run.save(wait=True)
     finally:
-        store.sync_folder = sync_folder
+        local_store.sync_folder = sync_folder
     sealed, left = [one.step for one in run.checkpointer.sealed()], steps(Path(run_dir))
     if env.world_size > 1:
         dist.barrier()
@@ -228,27 +229,27 @@ def lose_the_answer(env: DistEnv, run_dir: str, answers_later: bool) -> tuple[li
     run, heard = build(env, "ddp", run_dir, section={"dir": "memory://bucket/lost"}), Heard()
     logging.getLogger("fsdp.checkpoint").addHandler(heard)
     run.checkpointer.restore(run.state)
-    write, sizes = RemoteStore.write, RemoteStore.sizes
+    write, sizes = ObjectStore.write, ObjectStore.sizes
 
-    def lossy(self: RemoteStore, folder: str, file: str, buffers: Any) -> None:
+    def lossy(self: ObjectStore, folder: str, file: str, buffers: Any) -> None:
         write(self, folder, file, buffers)
         if file == file_names.MANIFEST:
             if not answers_later:
-                RemoteStore.sizes = silent  # type: ignore[method-assign]
+                ObjectStore.sizes = silent  # type: ignore[method-assign]
             raise OSError(errno.ETIMEDOUT, "no answer")
 
-    def silent(self: RemoteStore, folder: str) -> dict[str, int]:
+    def silent(self: ObjectStore, folder: str) -> dict[str, int]:
         raise OSError(errno.ETIMEDOUT, "no answer")
 
     run.step()
-    RemoteStore.write = lossy  # type: ignore[method-assign]
+    ObjectStore.write = lossy  # type: ignore[method-assign]
     said = ""
     try:
         run.save(wait=True)
     except CheckpointError as error:
         said = str(error)
     finally:
-        RemoteStore.write, RemoteStore.sizes = write, sizes  # type: ignore[method-assign]
+        ObjectStore.write, ObjectStore.sizes = write, sizes  # type: ignore[method-assign]
         run.checkpointer.close()
         logging.getLogger("fsdp.checkpoint").removeHandler(heard)
     whole = [

@@ -15,8 +15,8 @@ import pytest
 
 from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import file_names, inspect
-from fsdp.checkpoint.remote import RemoteStore
-from fsdp.checkpoint.store import open_store
+from fsdp.checkpoint.object_store import ObjectStore
+from fsdp.checkpoint.open_store import open_store
 from fsdp.dist.env import DistEnv
 from tests.checkpoint import s3_server
 from tests.checkpoint.small import bits, build
@@ -78,14 +78,14 @@ def killed_in_a_save(env: DistEnv, url: str, place: str, run_dir: str) -> None:
     run.checkpointer.restore(run.state)
     run.step()
     run.save(wait=True)
-    write = RemoteStore.write
+    write = ObjectStore.write
 
-    def deadly(self: RemoteStore, folder: str, file: str, buffers: Any) -> None:
+    def deadly(self: ObjectStore, folder: str, file: str, buffers: Any) -> None:
         if file == file_names.MANIFEST:
             os.kill(os.getpid(), signal.SIGKILL)
         write(self, folder, file, buffers)
 
-    RemoteStore.write = deadly  # type: ignore[method-assign]
+    ObjectStore.write = deadly  # type: ignore[method-assign]
     run.step()
     run.save(wait=True)
 

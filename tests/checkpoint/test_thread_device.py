@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from fsdp.checkpoint import tensor_reader
+from fsdp.checkpoint.local_store import LocalStore
 from fsdp.checkpoint.manifest import Manifest
 from fsdp.checkpoint.messages import Talk
 from fsdp.checkpoint.saver import SaveJob, Saver
 from fsdp.checkpoint.snapshot import Snapshot
-from fsdp.checkpoint.store import LocalStore
 from fsdp.data.loader import Loader
 from fsdp.dist.mesh import DataRank
 

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from fsdp.data import digits as real
-from fsdp.data.registry import Where
+from fsdp.data.arguments import Where
 from fsdp.data.types import DataSet, Samples
 
 

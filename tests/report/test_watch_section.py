@@ -110,9 +110,15 @@ def test_what_waits_least_is_among_the_shown_of_many(tmp_path: Path) -> None:
 def test_a_verdict_is_told_with_what_to_do_and_where_its_stacks_are(run: Path) -> None:
     text = text_of(run)
     for expected in (
-        "What stopped it", "rank 2 is stopped (SIGSTOP)", "ranks 0, 1, 3 wait in all_gather_single", "kill -CONT 4242 on n1",
-        "watch/stopped-000412/", "2026-01-01 12:01:00 UTC", "Stacks of rank 2", "&lt;forward&gt;",
-    ):  # fmt: skip
+        "What stopped it",
+        "rank 2 is stopped (SIGSTOP)",
+        "ranks 0, 1, 3 wait in all_gather_single",
+        "kill -CONT 4242 on n1",
+        "watch/stopped-000412/",
+        "2026-01-01 12:01:00 UTC",
+        "Stacks of rank 2",
+        "&lt;forward&gt;",
+    ):
         assert expected in text, expected
     (one,) = read_watched(run, Notes()).verdicts
     assert one.ended

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from fsdp.checkpoint import inspect, load
 from fsdp.checkpoint.file_names import MANIFEST, METADATA
+from fsdp.checkpoint.local_store import LocalStore
 from fsdp.checkpoint.manifest import Manifest
-from fsdp.checkpoint.store import LocalStore
 from tests.support.forked import FORKED
 from tests.torture import rank as rank_module
 

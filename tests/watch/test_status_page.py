@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from fsdp.base.phases import ACTIVITIES, Activity, announces
-from fsdp.checkpoint.store import LocalStore
+from fsdp.checkpoint.local_store import LocalStore
 from fsdp.watch import collective_calls, status_page
 from fsdp.watch.cuda_timing import DeviceClock
 from fsdp.watch.status_page import CUDA, SPENT, Cells, Writer

@@ -44,7 +44,7 @@ class Cell:
 
 
 @methods_announce(Activity.STORAGE)
-class RemoteStore:
+class ObjectStore:
     """A prefix in a bucket. Safe to use from several threads."""
 
     def __init__(self, url: str) -> None:
