@@ -126,7 +126,7 @@ def test_every_module_says_what_it_holds() -> None:
     assert not silent
 
 
-def test_imports_go_down_or_stay_level() -> None:
+def test_house_go_down_or_stay_level() -> None:
     wrong = [
         f"{said(path, line)}: {room(path)} ({level(path)}) imports {module} ({LEVEL[target]})"
         for path in PRODUCT

@@ -192,7 +192,7 @@ def test_ranks_at_different_steps_are_told_so(tmp_path: Path) -> None:
 STUCK = """
 import ctypes, sys, torch
 from pathlib import Path
-from fsdp import stop
+from fsdp.dist import stop
 from fsdp.config import StopSection
 from fsdp.dist.env import from_environment
 stop.AGAIN_S = float(sys.argv[2])

@@ -13,7 +13,7 @@ from fsdp.parity import Comparison, Row, relative_differences, rows
 from fsdp.parity.__main__ import _show
 from fsdp.parity.measure import ParityDifference
 from fsdp.parity.options import ParityOptions
-from tests.test_imports import imports
+from tests.test_house import imports
 
 ROOT = Path(__file__).parents[2]
 SMALL = [

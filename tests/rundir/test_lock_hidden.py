@@ -90,7 +90,7 @@ def test_machines_of_one_name_are_told_apart_by_their_ids(tmp_path: Path) -> Non
         pytest.skip("this system has no /etc/machine-id")
     (tmp_path / "id").write_text("0" * 32 + "\n")
     (tmp_path / "none").touch()
-    show = [sys.executable, "-c", "from fsdp import claim; print(claim.this_place(), end='')"]
+    show = [sys.executable, "-c", "from fsdp.rundir import lock; print(lock.this_place(), end='')"]
     here, other, without = (
         in_namespaces(["unshare", "--mount"], f"mount --bind {file} /etc/machine-id", *show)
         for file in ("/etc/machine-id", tmp_path / "id", tmp_path / "none")

@@ -106,7 +106,7 @@ def test_a_failed_process_ends_with_its_code_whatever_holds_it(stuck: str, print
 
 STAND_IN_FOR_NCCL = """
 import sys, threading, torch, torch.distributed as dist
-from fsdp import env
+from fsdp.dist import env
 
 env.ABORT_S = 1.0
 for name in sys.argv[1:]:  # as NCCL's, which wait for kernels that never end
