@@ -1,4 +1,5 @@
-"""The house, read from the sources: rooms and levels, who may import whom, one class a name, lines a person can read.
+"""The house, read from the sources: rooms and levels, who may import whom, one class a name, private names of
+torch in one place, lines a person can read.
 
 docs/architecture.md describes what is held here.
 """
@@ -251,6 +252,112 @@ def test_a_class_name_means_one_thing() -> None:
                 places[node.name].append(said(path, node.lineno))
     twice = {name: where for name, where in places.items() if len(where) > 1}
     assert not twice, twice
+
+
+# ---------------------------------------------------------------- private names of torch
+
+TORCH_PRIVATE = ROOT / "fsdp/base/torch_private"
+NOT_TORCH = {
+    "_exit": "os", "_current_frames": "sys", "_call_s3": "s3fs", "_base_exc": "ray", "_executor": "submitit",
+    "_make_submission_file_text": "submitit", "_submitit_command_str": "submitit", "_usr_sig": "submitit",
+    "_hybrid_shard_zero2": "a word that people type for --mesh.strategy",
+}  # fmt: skip
+"""Private names of others, and whose they are."""
+
+
+def is_private(name: str) -> bool:
+    return name.strip("_") != "" and name.startswith("_") and not name.endswith("__")
+
+
+@cache
+def private_names_of_torch(*, overridable: bool = False) -> frozenset[str]:
+    """Of the classes of torch that the product subclasses (overridable) or holds."""
+    import torch
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+    from torch.nn.parallel import DistributedDataParallel
+
+    owners: list[object] = [torch.nn.Module(), torch.nn.ModuleList(), torch.optim.AdamW]
+    if not overridable:
+        owners += [torch.Tensor, torch.UntypedStorage, DTensor, DistributedDataParallel, FSDPModule]
+        owners += [torch.ops.aten.mm.default]
+    return frozenset(name for owner in owners for name in dir(owner) if is_private(name))
+
+
+@cache
+def defined_in(path: Path) -> frozenset[str]:
+    """Private names that a file gives to functions, classes, variables and its objects' attributes."""
+    found: set[str] = set()
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found |= {node.attr} if ast.unparse(node.value) in ("self", "cls") else set()
+    return frozenset(name for name in found if is_private(name))
+
+
+def private_uses(path: Path, ours: frozenset[str]) -> Iterator[tuple[int, str]]:
+    """(line, name) of each private name of torch: imported, an attribute, overridden, a string."""
+    here = defined_in(path)
+    fstrings = [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.JoinedStr)]
+    parts = {id(part) for fstring in fstrings for part in fstring.values}
+    for line, module in imports(path):
+        if module.split(".")[0] == "torch" and any(map(is_private, module.split("."))):
+            yield line, module
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            owner = ast.unparse(node.value)
+            inherited = node.attr in private_names_of_torch() - here or owner == "super()"
+            if owner.split(".")[0] == "torch" or inherited or node.attr not in ours:
+                yield node.lineno, f"{owner}.{node.attr}"
+        elif isinstance(node, ast.ClassDef) and node.bases:
+            for method in node.body:
+                names = private_names_of_torch(overridable=True)
+                if isinstance(method, ast.FunctionDef) and method.name in names:
+                    yield method.lineno, f"{node.name}.{method.name}"
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
+            word = node.value
+            attribute = word.isidentifier() and is_private(word) and word not in ours
+            if attribute or re.fullmatch(r"torch(\.\w+)*\._\w+(\.\w+)*", word):
+                yield node.lineno, repr(word)
+
+
+def test_private_names_of_torch_are_used_in_one_place() -> None:
+    ours = frozenset(name for path in PRODUCT for name in defined_in(path))
+    found = [
+        f"{said(path, line)}: {name}"
+        for path in PRODUCT
+        if TORCH_PRIVATE not in path.parents
+        for line, name in private_uses(path, ours)
+        if name.strip("'").rpartition(".")[2] not in NOT_TORCH
+    ]
+    assert not found, "move into fsdp/base/torch_private, with a test:\n" + "\n".join(found)
+
+
+PRIVATE_USES = """
+from torch.distributed.fsdp import _fully_shard
+import torch._dynamo, torch
+class Block(torch.nn.Module):
+    def _apply(self, fn):
+        return super()._apply(fn)
+def wait(group, module):
+    torch._foreach_norm([])
+    setattr(module, "_buffers", {})
+    print(group._all_gather_result, module._modules, "torch._inductor")
+    return module.__class__, group._ours, _ours
+"""
+
+
+def test_each_way_to_use_a_private_name_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "some.py"
+    path.write_text(PRIVATE_USES)
+    assert {name for _, name in private_uses(path, frozenset({"_ours"}))} == {
+        "torch.distributed.fsdp._fully_shard", "torch._dynamo", "Block._apply", "super()._apply",
+        "torch._foreach_norm", "'_buffers'", "group._all_gather_result", "module._modules",
+        "'torch._inductor'",
+    }  # fmt: skip
 
 
 def test_lines_are_short_enough_to_read() -> None:

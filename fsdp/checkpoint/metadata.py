@@ -19,10 +19,10 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from fsdp.base import garbage
+from fsdp.base.torch_private.saving import DCP_PLACE, DCP_UNREAD, StorageInfo
 from fsdp.checkpoint.manifest import Broken
 
 _DCP = "torch.distributed.checkpoint.metadata"
@@ -42,7 +42,7 @@ _METADATA = frozenset(field.name for field in dataclasses.fields(Metadata))
 _TENSOR = frozenset(field.name for field in dataclasses.fields(dcp.TensorStorageMetadata))
 _CHUNK = frozenset(field.name for field in dataclasses.fields(ChunkStorageMetadata))
 _INDEX = frozenset(field.name for field in dataclasses.fields(MetadataIndex))
-_PLACE = frozenset(field.name for field in dataclasses.fields(_StorageInfo))
+_PLACE = frozenset(field.name for field in dataclasses.fields(StorageInfo))
 
 
 def _stand_in(name: str) -> type:
@@ -59,12 +59,11 @@ def _handed_out() -> dict[tuple[str, str], Any]:
     return {
         **_DTYPES,
         **{(_DCP, name): _stand_in(name) for name in _CLASSES},
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _stand_in("_StorageInfo"),
+        DCP_PLACE: _stand_in(DCP_PLACE[1]),
         ("torch", "Size"): torch.Size,
         ("collections", "OrderedDict"): dict,
         # fields of a tensor that no reader here uses, and where dcp.save wrote
-        (_DCP, "_MEM_FORMAT_ENCODING"): lambda *_: None,
-        ("torch.serialization", "_get_layout"): lambda *_: None,
+        **dict.fromkeys(DCP_UNREAD, lambda *_: None),
         ("pathlib", "PosixPath"): lambda *parts: None,
     }
 
@@ -106,7 +105,7 @@ class _Converter:
 
     def __init__(self, known: Mapping[tuple[str, str], Any]) -> None:
         self._kinds = {name: known[_DCP, name] for name in _CLASSES}
-        self._info = known["torch.distributed.checkpoint.filesystem", "_StorageInfo"]
+        self._info = known[DCP_PLACE]
         self._sizes_seen: dict[int, torch.Size] = {}
         self._paths_seen: set[str] = set()
 
@@ -162,7 +161,7 @@ class _Converter:
         found.__class__ = MetadataIndex
         return cast(MetadataIndex, found)
 
-    def _place(self, found: Any) -> _StorageInfo:
+    def _place(self, found: Any) -> StorageInfo:
         fields = _fields(found, self._info, _PLACE)
         if fields.get("transform_descriptors"):
             raise Broken("format", f"{fields['relative_path']!a} is compressed or encrypted")
@@ -171,8 +170,8 @@ class _Converter:
             self._paths_seen.add(inside(path))
         _count(fields["offset"])
         _count(fields["length"])
-        found.__class__ = _StorageInfo
-        return cast(_StorageInfo, found)
+        found.__class__ = StorageInfo
+        return cast(StorageInfo, found)
 
     def _sizes(self, value: Any) -> torch.Size:
         if id(value) not in self._sizes_seen:  # kept below, so that no other object can have its id

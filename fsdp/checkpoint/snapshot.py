@@ -19,9 +19,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fsdp.base.torch_private.saving import global_offset
 from fsdp.models.lora import base_names
 from fsdp.optim.train_state import TrainState
 
@@ -115,10 +114,11 @@ def join(path: KeyPath) -> str:
     return ".".join(map(str, path))
 
 
+@torch.no_grad()  # without gradients to_local returns the shard itself
 def piece(path: KeyPath, tensor: torch.Tensor) -> Piece:
     if not isinstance(tensor, DTensor):
         return Piece(join(path), path, tuple(tensor.shape), (0,) * tensor.dim(), _inner(tensor.detach()))
-    local = _inner(tensor._local_tensor.detach())
+    local = _inner(tensor.to_local().detach())
     offsets = _offsets(tuple(tensor.shape), tensor.device_mesh, tensor.placements)
     return Piece(join(path), path, tuple(tensor.shape), offsets, local)
 
@@ -127,7 +127,7 @@ def _inner(local: torch.Tensor) -> torch.Tensor:
     """What a wrapper holds, as float8's of a weight. It has no memory of its own: all such weights would lie
     at address 0.
     """
-    if not is_traceable_wrapper_subclass(local):
+    if not hasattr(local, "__tensor_flatten__"):
         return local
     names, _ = local.__tensor_flatten__()
     held = [getattr(local, name) for name in names]
@@ -138,7 +138,7 @@ def _inner(local: torch.Tensor) -> torch.Tensor:
 @cache
 def _offsets(size: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[int, ...]:
     """Asked for every tensor of every save while the step waits: a hundred microseconds each, so kept."""
-    return tuple(compute_local_shape_and_global_offset(torch.Size(size), mesh, placements)[1])
+    return global_offset(size, mesh, placements)
 
 
 def _optimizer(

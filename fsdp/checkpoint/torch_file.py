@@ -11,11 +11,11 @@ import io
 import math
 import pickle
 import struct
-from collections import OrderedDict
 from typing import Any, BinaryIO
 
 import torch
 
+from fsdp.base.torch_private.saving import rebuild_call, storage_class
 from fsdp.checkpoint.crc import crc32
 
 HEAD = 1024
@@ -31,23 +31,13 @@ class _Rebuild:
         self.dtype, self.sizes, self.record = dtype, sizes, record
 
     def __reduce__(self) -> tuple[Any, ...]:
-        strides = tuple(math.prod(max(1, n) for n in self.sizes[i + 1 :]) for i in range(len(self.sizes)))
-        kind = torch.storage._dtype_to_storage_type_map().get(self.dtype)
+        kind = storage_class(self.dtype)
         numel = math.prod(self.sizes)
         if kind is not None:
-            storage = _Storage(getattr(torch, kind), numel, self.record)
-            return torch._utils._rebuild_tensor_v2, (storage, 0, self.sizes, strides, False, OrderedDict())
+            return rebuild_call(_Storage(kind, numel, self.record), self.sizes, None)
         # fp8 and the other dtypes younger than typed storages: bytes, and the dtype beside them.
         storage = _Storage(torch.UntypedStorage, numel * self.dtype.itemsize, self.record)
-        return torch._utils._rebuild_tensor_v3, (
-            storage,
-            0,
-            self.sizes,
-            strides,
-            False,
-            OrderedDict(),
-            self.dtype,
-        )
+        return rebuild_call(storage, self.sizes, self.dtype)
 
 
 class _Storage:

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -30,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fsdp.base import garbage
+from fsdp.base.torch_private.saving import StorageInfo
 from fsdp.checkpoint import file_names, torch_file
 from fsdp.checkpoint.messages import Talk
 from fsdp.checkpoint.snapshot import KeyPath, Piece, Snapshot
@@ -141,7 +141,7 @@ def lay_out(described: list[list[Described]], shares: list[list[Part]]) -> tuple
     """DCP's metadata of all tensors, and where each file ends."""
     tensors: dict[str, Any] = {}
     paths: dict[str, KeyPath] = {}
-    storage: dict[MetadataIndex, _StorageInfo] = {}
+    storage: dict[MetadataIndex, StorageInfo] = {}
     ends = []
     # One object for equal sizes: a pickle names it again in three bytes.
     same = functools.cache(torch.Size)
@@ -161,7 +161,7 @@ def lay_out(described: list[list[Described]], shares: list[list[Part]]) -> tuple
             length = torch_file.item_length(math.prod(sizes) * one.dtype.itemsize)
             for key, _ in one.keys:
                 tensors[key].chunks.append(ChunkStorageMetadata(same(offsets), same(sizes)))
-                storage[MetadataIndex(key, offsets)] = _StorageInfo(file_names.data_file(rank), at, length)
+                storage[MetadataIndex(key, offsets)] = StorageInfo(file_names.data_file(rank), at, length)
             at = torch_file.aligned(at + length)
         ends.append(at)
     return Metadata(tensors, paths, storage, version=DCP_VERSION), ends
@@ -197,7 +197,7 @@ def metadata_bytes(plan: WritePlan, values: list[tuple[str, KeyPath, bytes]]) ->
         at = plan.ends[0]
         for key, path, data in values:
             whole.state_dict_metadata[key], whole.planner_data[key] = BytesStorageMetadata(), path
-            whole.storage_data[MetadataIndex(key)] = _StorageInfo(file_names.data_file(0), at, len(data))
+            whole.storage_data[MetadataIndex(key)] = StorageInfo(file_names.data_file(0), at, len(data))
             at += len(data)
         plan.last, plan.metadata = (lengths, pickle.dumps(whole)), None
     return plan.last[1]

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Variable
 
 from fsdp.base.errors import ShardrunError, TrainingError
 from fsdp.base.phases import Activity, announces
+from fsdp.base.torch_private.distributed import at_end_of_backward
 
 T = TypeVar("T")
 
@@ -38,8 +38,7 @@ def call_behind(tensor: Tensor, act: Callable[[], None]) -> None:
     """Call `act` when the backward of this tensor has computed all gradients, before FSDP2 and DDP end their
     reductions.
     """
-    engine: Any = Variable._execution_engine
-    tensor.register_hook(lambda _: engine.queue_callback(act))
+    tensor.register_hook(lambda _: at_end_of_backward(act))
 
 
 class Sum:

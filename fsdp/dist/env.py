@@ -327,14 +327,13 @@ def _abort_groups(env: DistEnv) -> None:
 
 def _abort(env: DistEnv) -> None:
     import torch
-    from torch.distributed import distributed_c10d
+
+    from fsdp.base.torch_private.distributed import abort_all_groups
 
     try:
         if env.device.type == "cuda":
             torch.cuda.set_device(env.device)  # a thread begins on device 0
-        # Private, and in every torch since 2.6: the only way to abort all groups in the order that NCCL asks
-        # for.
-        distributed_c10d._abort_process_group()
+        abort_all_groups()
     except Exception as error:  # the rank has failed already, with an error that says more than this one
         log.warning("rank %d: its process groups are not aborted: %s", env.rank, error)
 

@@ -12,7 +12,6 @@ from typing import Literal
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout  # the only way to a group that a mesh has made
 
 from fsdp.base.errors import ConfigError
 from fsdp.config import MeshSection, TrainSection, reshard_policy
@@ -121,7 +120,7 @@ def build_mesh(sizes: MeshSizes, device: torch.device, timeout_s: float | None =
     mesh = init_device_mesh(device.type, (sizes.replicate, sizes.shard), mesh_dim_names=AXES)
     if timeout_s is not None:
         for axis in AXES:
-            _set_pg_timeout(timedelta(seconds=timeout_s), mesh.get_group(axis))
+            mesh.get_group(axis).set_timeout(timedelta(seconds=timeout_s))
     return mesh
 
 

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fsdp.base.torch_private.fsdp import parameter_groups, tensors_by_kind
 
 KINDS = ("parameters", "gathered", "gradients", "optimizer", "activations", "communication", "other")
 """other: module buffers, temporaries of the optimizer, what a save stages. What the process or the allocator
@@ -27,9 +29,8 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     """The memory under a tensor: a DTensor's shard, a quantized tensor's parts. A file mapped into memory is
     none.
     """
-    inner = getattr(tensor, "_local_tensor", None)
-    if isinstance(inner, Tensor):
-        yield from storages_of(inner)
+    if isinstance(tensor, DTensor):
+        yield from storages_of(tensor.to_local())
     elif type(tensor) not in (Tensor, nn.Parameter) and hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
             yield from storages_of(getattr(tensor, name))
@@ -39,17 +40,7 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
             yield storage
 
 
-def groups_of(root: nn.Module) -> Iterator[Any]:
-    """FSDP's parameter groups; torch keeps them private, one a module before 2.13 and a list since."""
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None)
-            yield from (
-                groups if groups is not None else [g for g in (state._fsdp_param_group,) if g is not None]
-            )
-
-
+@torch.no_grad()  # without gradients to_local returns the shard itself
 def standing(
     root: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[int, tuple[str, torch.UntypedStorage]]:
@@ -59,7 +50,7 @@ def standing(
     for kind, tensor in _held(root, optimizer):
         if isinstance(tensor, Tensor):
             for storage in storages_of(tensor):
-                found.setdefault(storage._cdata, (kind, storage))
+                found.setdefault(id(storage), (kind, storage))
     return found
 
 
@@ -73,25 +64,13 @@ def tally(root: nn.Module, optimizer: torch.optim.Optimizer | None, device: str)
 
 
 def _held(root: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, Any]]:
-    for group in groups_of(root):
-        yield from _of_group(group)
+    for group in parameter_groups(root):
+        yield from tensors_by_kind(group)
     for parameter in root.parameters():
         yield from (("parameters", parameter), ("gradients", parameter.grad))
     for state in optimizer.state.values() if optimizer is not None else ():
         yield from (("optimizer", value) for value in state.values())
     yield from (("other", buffer) for buffer in root.buffers())
-
-
-def _of_group(group: Any) -> Iterator[tuple[str, Any]]:
-    for one in group.fsdp_params:
-        yield from (("parameters", one.sharded_param), ("parameters", one._sharded_param_data))
-        yield from (("gathered", tensor) for tensor in one.all_gather_outputs)
-        gathered = getattr(one, "_unsharded_param", None)
-        if gathered is not None:
-            yield from (("gathered", gathered), ("gradients", gathered.grad))
-        yield "gathered", getattr(one, "_sharded_post_forward_param_data", None)
-        yield from (("gradients", one.unsharded_accumulated_grad), ("gradients", one.sharded_param.grad))
-    yield "gradients", getattr(group, "_partial_reduce_output", None)
 
 
 # ---------------------------------------------------------------- the process and the device

@@ -7,18 +7,20 @@ Nothing is waited for in a step; the history is read once, after the last of the
 
 from __future__ import annotations
 
+import contextlib
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch import Tensor, nn
 
+from fsdp.base.torch_private import cuda
+from fsdp.base.torch_private.fsdp import Run, around_collectives
 from fsdp.memory.account import KINDS, standing
-from fsdp.memory.account_storages import ACTIVATIONS, COMMUNICATION
+from fsdp.memory.account_storages import ACTIVATIONS
 from fsdp.memory.account_timeline import Mark, Timeline
 
 HISTORY = 1_000_000
@@ -40,29 +42,24 @@ class AllocatorTracker:
         self._windows: list[tuple[float, float]] = []
         self._sightings: list[Sighting] = []
         self._resting: list[tuple[int, int]] = []
-        self._undo: list[Callable[[], None]] = []
+        self._patches = contextlib.ExitStack()
 
     def __enter__(self) -> AllocatorTracker:
         torch.cuda.synchronize(self._device)
-        self._resting = live_blocks(torch.cuda.memory._snapshot(), self._device.index or 0)
-        torch.cuda.memory._record_memory_history(max_entries=HISTORY, stacks="python")
-        for name in COMMUNICATION:
-            if hasattr(_fsdp_param_group, name):
-                real = getattr(_fsdp_param_group, name)
-                setattr(_fsdp_param_group, name, self._timed(real))
-                self._undo.append(lambda name=name, real=real: setattr(_fsdp_param_group, name, real))  # type: ignore[misc]
+        self._resting = live_blocks(cuda.allocator_snapshot(), self._device.index or 0)
+        cuda.start_allocator_history(HISTORY)
+        self._patches.enter_context(around_collectives(self._timed))
         return self
 
     def __exit__(self, *error: Any) -> None:
-        while self._undo:
-            self._undo.pop()()
+        self._patches.close()
         try:
             self.identify()
             torch.cuda.synchronize(self._device)
-            torch.cuda.memory._dump_snapshot(str(self._dump))  # for https://pytorch.org/memory_viz
-            history = torch.cuda.memory._snapshot()["device_traces"][self._device.index or 0]
+            cuda.write_allocator_snapshot(self._dump)
+            history = cuda.allocator_snapshot()["device_traces"][self._device.index or 0]
         finally:
-            torch.cuda.memory._record_memory_history(enabled=None)
+            cuda.stop_allocator_history()
         fill(self.timeline, self._resting, history, self._marks, self._sightings, self._windows)
 
     def forget(self) -> None:
@@ -78,18 +75,13 @@ class AllocatorTracker:
             if storage.device.type == "cuda" and storage.nbytes():
                 self._sightings.append((now, storage.data_ptr(), kind))
 
-    def _timed(self, real: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            began = time.time()
-            if real.__name__ == "foreach_reduce":
-                self._sightings += [(began, g.untyped_storage().data_ptr(), "gradients") for g in args[1]]
-            try:
-                return real(*args, **kwargs)
-            finally:
-                self._windows.append((began, time.time()))
-
-        call.__name__ = real.__name__
-        return call
+    def _timed(self, run: Run, gradients: Sequence[Tensor]) -> Any:
+        began = time.time()
+        self._sightings += [(began, g.untyped_storage().data_ptr(), "gradients") for g in gradients]
+        try:
+            return run()
+        finally:
+            self._windows.append((began, time.time()))
 
 
 def live_blocks(snapshot: Mapping[str, Any], device: int) -> list[tuple[int, int]]:

@@ -8,22 +8,20 @@ operation.
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from fsdp.base.torch_private.fake import TorchDispatchMode
+from fsdp.base.torch_private.fsdp import Run, after_resizes, around_collectives
 from fsdp.memory.account import KINDS, standing, storages_of
 from fsdp.memory.account_timeline import Mark, Timeline
-
-COMMUNICATION = ("foreach_all_gather", "foreach_all_gather_copy_out", "foreach_reduce")
-"""Functions of FSDP in which a new tensor is a buffer of a collective."""
 
 ACTIVATIONS = ("forward", "backward", "evaluate")
 
@@ -38,7 +36,7 @@ class StorageTracker(TorchDispatchMode):
         # object → block, bytes, itself
         self._live: dict[int, tuple[int, int, weakref.ref[torch.UntypedStorage]]] = {}
         self._kind = "other"
-        self._undo: list[Callable[[], None]] = []
+        self._patches = contextlib.ExitStack()
 
     # ------------------------------------------------------------ what happens
 
@@ -69,7 +67,7 @@ class StorageTracker(TorchDispatchMode):
     def _name(self, storage: torch.UntypedStorage, kind: str) -> None:
         if storage.device.type == self._device:
             self._see(storage, kind)
-            self.timeline.kind_of[self._live[storage._cdata][0]] = kind
+            self.timeline.kind_of[self._live[id(storage)][0]] = kind
 
     def _meet(self, tensor: Tensor, kind: str) -> None:
         for storage in storages_of(tensor):
@@ -77,7 +75,7 @@ class StorageTracker(TorchDispatchMode):
                 self._see(storage, kind)
 
     def _see(self, storage: torch.UntypedStorage, kind: str) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key, size = id(storage), storage.nbytes()
         if key not in self._live:
             block = self.timeline.block(kind)
             self._live[key] = (block, size, weakref.ref(storage, lambda _: self._gone(key)))
@@ -95,52 +93,34 @@ class StorageTracker(TorchDispatchMode):
     # ------------------------------------------------------------ in and out
 
     def __enter__(self) -> StorageTracker:
-        self._wrap(torch.UntypedStorage, "resize_", self._resizing)
-        for name in COMMUNICATION:
-            if hasattr(_fsdp_param_group, name):
-                self._wrap(_fsdp_param_group, name, self._communicating)
+        self._patches.enter_context(after_resizes(self._resized))
+        self._patches.enter_context(around_collectives(self._communicating))
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        while self._undo:
-            self._undo.pop()()
+        self._patches.close()
 
     def forget(self) -> None:
         """After the last step: no weak reference stays."""
         self._live.clear()
 
-    def _wrap(self, owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
-        real = getattr(owner, name)
-        own = name in vars(owner)
-        setattr(owner, name, wrapper(real))
-        self._undo.append(lambda: setattr(owner, name, real) if own else delattr(owner, name))
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        if storage.device.type == self._device:
+            self._see(storage, "gathered")
 
-    def _resizing(self, real: Any) -> Any:
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            out = real(storage, size)
-            if storage.device.type == self._device:
-                self._see(storage, "gathered")
-            return out
-
-        return resize_
-
-    def _communicating(self, real: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            # The gradients that come in are the unsharded ones: named here, since none is left when the phase
-            # ends.
-            for tensor in _tensors(args[1:2]) if real.__name__ == "foreach_reduce" else ():
-                for storage in storages_of(tensor):
-                    self._name(storage, "gradients")
-            before, self._kind = self._kind, "communication"
-            try:
-                return real(*args, **kwargs)
-            finally:
-                self._kind = before
-
-        call.__name__ = real.__name__
-        return call
+    def _communicating(self, run: Run, gradients: Sequence[Tensor]) -> Any:
+        # The gradients that come in are the unsharded ones: named here, since none is left when the phase
+        # ends.
+        for tensor in gradients:
+            for storage in storages_of(tensor):
+                self._name(storage, "gradients")
+        before, self._kind = self._kind, "communication"
+        try:
+            return run()
+        finally:
+            self._kind = before
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

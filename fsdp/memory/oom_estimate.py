@@ -13,8 +13,8 @@ from itertools import chain
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fsdp.base.torch_private.fake import FakeTensorMode
 from fsdp.memory.account_storages import StorageTracker
 from fsdp.memory.account_timeline import Mark
 from fsdp.models.loss import LossFunction
@@ -61,10 +61,7 @@ def _place(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
 
     kept = list(chain(model.parameters(), model.buffers()))  # alive, so that no id is given twice
     for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[name] = fake(parameter)  # type: ignore[assignment]
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = fake(buffer)
+        own = (module.named_parameters, module.named_buffers)
+        for name, tensor in [pair for of in own for pair in of(recurse=False, remove_duplicate=False)]:
+            setattr(module, name, fake(tensor))
     del kept

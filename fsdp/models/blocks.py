@@ -92,13 +92,17 @@ def _member(module: Any, model: nn.Module, members: set[nn.Module]) -> nn.Module
 # ---------------------------------------------------------------- repeated blocks
 
 
+def _members(container: nn.Module) -> list[nn.Module]:
+    """The modules in a container, as often as they stand in it."""
+    named = container.named_modules(remove_duplicate=False)
+    return [member for name, member in named if name and "." not in name]
+
+
 def _repeated(module: nn.Module) -> Iterator[nn.Module]:
     """Outermost repetition: members of one class in a list, at any depth; containers are looked into, not
     taken.
     """
-    members = (
-        [m for m in module._modules.values() if m is not None] if isinstance(module, _CONTAINERS) else []
-    )
+    members = _members(module) if isinstance(module, _CONTAINERS) else []
     # Occurrences and not distinct modules are counted: one block that is applied six times is repeated.
     counts = Counter(type(member) for member in members if _is_block(member))
     for child in module.children():
@@ -228,8 +232,7 @@ def _owners(model: nn.Module, units: Sequence[Unit]) -> dict[nn.Parameter, set[i
         if (module, owner) in seen:
             continue
         seen.add((module, owner))
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                owners.setdefault(parameter, set()).add(owner)
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, set()).add(owner)
         stack += [(child, owner) for child in module.children()]
     return owners

@@ -52,7 +52,7 @@ def lacks_base(model: nn.Module) -> str | None:
             f"{name}.base"
             for name, module in model.named_modules()
             if type(module).__module__ == "torch.nn.utils.parametrizations"
-            and module._buffers.get("base", module) is None
+            and getattr(module, "base", module) is None
         ),
         None,
     )

@@ -8,7 +8,7 @@ here: the loss.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
+from fsdp.base.torch_private.tensors import ConvertedModule
 from fsdp.models.blocks import LARGE_LAYER
 from fsdp.models.builtin import BuiltIn, Facts, check_covers, check_multiple, check_ranges, size
 from fsdp.models.init import Constant, Init, Normal, fill_from_global
@@ -117,7 +118,7 @@ class Block(nn.Module):
         return x + self.dropout(self.ffn(self.ffn_norm(x)))
 
 
-class Transformer(nn.Module):
+class Transformer(ConvertedModule):
     """tokens [batch, length] → logits [batch, length, vocab_size]."""
 
     rotary_cos: Tensor
@@ -193,12 +194,10 @@ class Transformer(nn.Module):
             fill_from_global(parameter, inits[name])
         self.init_buffers(self.embedding.weight.device)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Transformer:
+    def after_conversion(self) -> None:
         # model.to(torch.bfloat16) casts buffers too, and tables so rounded are wrong tables.
-        super()._apply(fn, recurse)
         if self.rotary_cos.element_size() < 4:
             self.init_buffers(self.rotary_cos.device)
-        return self
 
 
 def _from_facts(facts: Facts) -> dict[str, Any]:

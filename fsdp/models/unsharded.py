@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fsdp.base.torch_private.tensors import convert_tensors
 from fsdp.models.init import draw_into
 from fsdp.models.registry import ModelSpec
 
@@ -43,7 +44,7 @@ def to_empty(
     `empty` makes each tensor's memory where it is to lie elsewhere than torch would put it.
     """
     tied = [names for names in _names_by_tensor(model).values() if len(names) > 1]
-    model._apply(empty or (lambda tensor: torch.empty_like(tensor, device=device)))
+    convert_tensors(model, empty or (lambda tensor: torch.empty_like(tensor, device=device)))
     for first, *others in tied:
         owner, _, key = first.rpartition(".")
         tensor = getattr(model.get_submodule(owner), key)

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp.base.torch_private.tensors import foreach_multiply_, foreach_norm
+
 InTurn = Callable[[list[Tensor]], Iterable[list[Tensor]]]
 
 
@@ -51,7 +53,7 @@ class Gradients:
     def scale(self, factor: Tensor | float) -> None:
         for some in self._in_turn(self._locals(self._sharded) + self._locals(self._plain)):
             if some:
-                torch._foreach_mul_(some, factor)
+                foreach_multiply_(some, factor)
 
     def clip(self, max_norm: float, norm: Tensor) -> None:
         """Always a product, never a branch: a branch would wait for the device."""
@@ -81,6 +83,6 @@ class Gradients:
     def _square_sum(self, grads: list[Tensor]) -> Tensor | None:
         if not grads:
             return None
-        norms = torch.stack([norm for some in self._in_turn(grads) for norm in torch._foreach_norm(some)])
+        norms = torch.stack([norm for some in self._in_turn(grads) for norm in foreach_norm(some)])
         self._norms.append(norms)
         return torch.linalg.vector_norm(norms).square()

@@ -8,33 +8,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp.base.torch_private.tensors import LocalShardAdam
 from fsdp.config import OptimSection
 from fsdp.optim.small_states import SmallStateAdam, adapt_states, moment_bytes, places_of
 
 
-class _OnShards(torch.optim.Adam):
+class ShardedAdam(LocalShardAdam):
     """torch's update of this rank's own parts. It is elementwise, so the numbers are the same; hundreds of
     tensors need not go through DTensor's dispatch at every step, and a first step need not learn how it would
     cut them.
     """
 
-    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
-        has_complex: bool = super()._init_group(group, *lists)
-        for tensors in lists:
-            tensors[:] = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-        return has_complex
 
-
-class ShardedAdam(_OnShards): ...
-
-
-class ShardedAdamW(_OnShards, torch.optim.AdamW): ...
+class ShardedAdamW(LocalShardAdam, torch.optim.AdamW): ...
 
 
 def lr_at(section: OptimSection, step: int, total_steps: int) -> float:

@@ -18,9 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     SAC_IGNORED_OPS,
     CheckpointError,
@@ -31,6 +28,13 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import flop_registry
 
 from fsdp.base.errors import ConfigError
+from fsdp.base.torch_private.fake import FakeTensor, TorchDispatchMode
+from fsdp.base.torch_private.tensors import (
+    attention_products,
+    set_compiler_activation_budget,
+    tree_leaves,
+    writes,
+)
 from fsdp.config import MemorySection
 from fsdp.models.blocks import blocks_of
 
@@ -44,10 +48,7 @@ _PRODUCTS = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    *attention_products(),
 }
 
 
@@ -70,8 +71,7 @@ def apply_activation_checkpointing(
             "--mesh.wrap class:NAME says which modules are units",
         )
     if compiled and budget < 1:
-        functorch: Any = torch._functorch.config
-        functorch.activation_memory_budget = budget
+        set_compiler_activation_budget(budget)
         return
     names = {module: name for name, module in root.named_modules()} if root is not None else {}
     for block in blocks[:: memory.activation_checkpointing_every]:
@@ -122,14 +122,15 @@ class _Stateless:
         replaces by another is no change: what it was is not read.
         """
         for prefix, module in self._block.named_modules(prefix=self._name):
-            for key, value in (*module._buffers.items(), *vars(module).items()):
+            buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+            for key, value in (*buffers, *vars(module).items()):
                 name = f"{prefix}.{key}".lstrip(".")
                 if (
                     isinstance(value, Tensor)
                     and not isinstance(value, FakeTensor)
                     and not value.is_inference()
                 ):
-                    yield f"{name}@{id(value)}", value._version
+                    yield f"{name}@{id(value)}", writes(value)
                 elif type(value) in (int, float):
                     yield f"{name}@", value
 
@@ -271,7 +272,7 @@ def _untouched(block: nn.Module) -> Iterator[None]:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return id(tensor.untyped_storage())
 
 
 class _Recorder(TorchDispatchMode):
@@ -292,7 +293,7 @@ class _Recorder(TorchDispatchMode):
         taken = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         # Held until the end: a storage that is freed may come back as another's.
         self._made.append(
-            (key, tensors, [t._version for t in tensors], taken, _flops(func, args, kwargs, out))
+            (key, tensors, [writes(t) for t in tensors], taken, _flops(func, args, kwargs, out))
         )
         return out
 
@@ -301,7 +302,7 @@ class _Recorder(TorchDispatchMode):
         found = []
         for key, tensors, versions, taken, flops in self._made:
             storages = {_storage(t): t.untyped_storage().nbytes() for t in tensors}
-            changed = any(t._version != version for t, version in zip(tensors, versions, strict=True))
+            changed = any(writes(t) != version for t, version in zip(tensors, versions, strict=True))
             if storages and not changed and not storages.keys() & (taken | known) and sum(storages.values()):
                 found.append(Produced(key, sum(storages.values()), flops))
         return found

@@ -149,8 +149,8 @@ def _in_checkpoint(root: nn.Module) -> bool:
 def _buffers_to(root: nn.Module, device: torch.device) -> None:
     """Where parameters rest on the host, buffers still lie where forward reads them."""
     for module in root.modules():
-        for key, buffer in module._buffers.items():
-            module._buffers[key] = None if buffer is None else buffer.to(device)
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            setattr(module, name, buffer.to(device))
 
 
 @torch.no_grad()

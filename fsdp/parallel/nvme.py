@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
+from fsdp.base.torch_private.fsdp import move_padded_shard, padded_shard, parameter_groups
+from fsdp.base.torch_private.tensors import tree_leaves
 from fsdp.config import MemorySection, OptimSection
 from fsdp.parallel.mapped_files import MappedFile, reserve, room_for
 
@@ -112,14 +112,14 @@ class Shelf:
 
     def settle(self) -> None:
         """After the weights' memory is made: what FSDP has padded, in memory, gets a file's again."""
-        for each in _fsdp_parameters(self._root) if self._everything else ():
-            data = each._sharded_param_data
-            if data.numel() and not self._files["parameters"].holds(data):
-                room = self._files["parameters"].take(data.shape, data.dtype)
-                room.copy_(data)
-                rows = each.sharded_param._local_tensor.shape
-                each._sharded_param_data = room
-                each.sharded_param._local_tensor = room[: rows.numel()].view(rows)
+        for group in parameter_groups(self._root) if self._everything else ():
+            for parameter in group.fsdp_params:
+                data = padded_shard(parameter)
+                if data.numel() and not self._files["parameters"].holds(data):
+                    move_padded_shard(parameter, self._copied)
+
+    def _copied(self, data: Tensor) -> Tensor:
+        return self._files["parameters"].take(data.shape, data.dtype).copy_(data)
 
     def watch(self) -> None:
         """When the weights are real. A unit's shards are read as it is gathered: after its forward and its
@@ -289,7 +289,7 @@ def _trained(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _like(shard: DTensor, local: Tensor) -> DTensor:
@@ -305,16 +305,6 @@ def _padded(shard: Tensor) -> Tensor:
         shard.device_mesh.size(at) if place.is_shard() else 1 for at, place in enumerate(shard.placements)
     )
     return torch.empty((-(-shard.shape[0] // count), *shard.shape[1:]), device="meta", dtype=shard.dtype)
-
-
-def _fsdp_parameters(root: nn.Module) -> Iterator[Any]:
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
-            # several groups a module since 2.12; one before
-            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-            for group in groups:
-                yield from group.fsdp_params if group is not None else ()
 
 
 def _said(sizes: dict[str, int]) -> str:

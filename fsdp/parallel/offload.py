@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
+from fsdp.base.torch_private.tensors import compiled_call, set_compiled_call, viewed
 from fsdp.config import MemorySection
 from fsdp.models.blocks import blocks_of
 
@@ -41,8 +42,10 @@ def apply_activation_offload(
         )
     carrier = OffloadStreams(device)
     for block in blocks[:-1] or blocks:
-        name = "_compiled_call_impl" if compiled else "forward"
-        setattr(block, name, _Offloaded(block, getattr(block, name), carrier))
+        if compiled and (call := compiled_call(block)) is not None:
+            set_compiled_call(block, _Offloaded(block, call, carrier))
+        else:
+            block.forward = _Offloaded(block, block.forward, carrier)  # type: ignore[method-assign]
 
 
 class OffloadStreams:
@@ -97,7 +100,7 @@ class Passage:
         if not self._goes(tensor):
             return tensor
         key = (
-            tensor.untyped_storage()._cdata,
+            id(tensor.untyped_storage()),
             tensor.storage_offset(),
             tensor.shape,
             tensor.stride(),
@@ -116,13 +119,13 @@ class Passage:
     def _goes(self, tensor: Tensor) -> bool:
         if type(tensor) is not Tensor or tensor.device.type != self._carrier.device.type:
             return False
-        if tensor.nbytes < max(1, self._carrier.smallest) or isinstance(tensor._base, nn.Parameter):
+        if tensor.nbytes < max(1, self._carrier.smallest) or isinstance(viewed(tensor), nn.Parameter):
             return False
         if self._own is None:
             # Asked at the first kept tensor: only within its forward is a unit gathered.
             own = [*self._module.parameters(), *self._module.buffers()]
-            self._own = {t.untyped_storage()._cdata for t in own if type(t) in (Tensor, nn.Parameter)}
-        return tensor.untyped_storage()._cdata not in self._own
+            self._own = {id(t.untyped_storage()) for t in own if type(t) in (Tensor, nn.Parameter)}
+        return id(tensor.untyped_storage()) not in self._own
 
     def mark_out(self) -> None:
         out, _ = self._carrier.streams()
@@ -237,7 +240,7 @@ class _Offloaded:
 
 def offloads(module: nn.Module) -> OffloadStreams | None:
     """A unit's carrier, where it has one."""
-    for name in ("_compiled_call_impl", "forward"):
-        if isinstance(found := getattr(module, name, None), _Offloaded):
+    for found in (compiled_call(module), module.forward):
+        if isinstance(found, _Offloaded):
             return found.carrier
     return None

@@ -26,6 +26,8 @@ from torch.distributed.fsdp import (
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp.base.errors import ConfigError
+from fsdp.base.torch_private.distributed import check_buckets_reduced
+from fsdp.base.torch_private.tensors import convert_tensors
 from fsdp.config import (
     CommSection,
     MemorySection,
@@ -143,7 +145,7 @@ class Sharded:
         other ranks wait.
         """
         try:
-            runs._check_reducer_finalized()
+            check_buckets_reduced(runs)
         except RuntimeError as error:
             unused = [name for name, p in self.root.named_parameters() if p.requires_grad and p.grad is None]
             more = f" (and {len(unused) - 1} more)" if len(unused) > 1 else ""
@@ -224,7 +226,9 @@ def shard_model(
     dtypes = resolve_dtypes(precision, device)
     if any(p.is_floating_point() and p.dtype != dtypes.master for p in model.parameters()):
         # Not model.to(dtype): it would take the imaginary part from complex buffers.
-        model._apply(lambda tensor: tensor.to(dtypes.master) if tensor.is_floating_point() else tensor)
+        convert_tensors(
+            model, lambda tensor: tensor.to(dtypes.master) if tensor.is_floating_point() else tensor
+        )
     units = find_units(model, section.wrap)
     apply_float8(units, speed, sharded=sizes.strategy != "ddp")
     apply_activation_checkpointing(units, memory, compiled=compiles(speed, device), root=model)

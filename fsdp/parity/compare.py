@@ -120,19 +120,21 @@ def _read(run: Path, plain: TrainingRecord) -> TrainingRecord:
 def _refuse_chance(job: Job) -> None:
     """Where chance or the company of other rows decides, no two splits of a batch give the same numbers."""
     from torch import nn
-    from torch.nn.modules.batchnorm import _BatchNorm
-    from torch.nn.modules.dropout import _DropoutNd
 
     from fsdp.run.job import meta_model
 
+    dropouts = (
+        nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
+    )  # fmt: skip
+    norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     for name, module in meta_model(job.spec).named_modules():
-        if (isinstance(module, _DropoutNd) and module.p) or (
+        if (isinstance(module, dropouts) and module.p) or (
             isinstance(module, nn.MultiheadAttention) and module.dropout
         ):
             raise ConfigError(
                 f"{name} drops values at random: runs cannot be compared.", "--model.args.dropout 0.0"
             )
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, norms):
             raise ConfigError(
                 f"{name} normalises over the rows that a rank has: runs cannot be compared.",
                 "a model without BatchNorm",

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp._fully_shard import _fsdp_param
 
+from fsdp.base.torch_private.distributed import init_fake_group
+from fsdp.base.torch_private.fake import FakeTensorMode
+from fsdp.base.torch_private.fsdp import chunks_by
 from fsdp.dist.mesh import MeshSizes, build_mesh
 
 
@@ -25,11 +25,9 @@ from fsdp.dist.mesh import MeshSizes, build_mesh
 def fake_world(sizes: MeshSizes, rank: int) -> Iterator[DeviceMesh]:
     """The mesh as `rank` would see it. Only where no process group is: one rank can stand in one world."""
     assert not dist.is_initialized(), "a plan is made outside a run"
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=rank, world_size=sizes.ranks, store=FakeStore())
+    init_fake_group(rank, sizes.ranks)
     try:
-        with _one_chunk_only():
+        with chunks_by(_Chunks):
             yield build_mesh(sizes, torch.device("cpu"))
     finally:
         dist.destroy_process_group()
@@ -42,7 +40,7 @@ def fake_mode() -> FakeTensorMode:
 
 class _Chunks:
     """torch.chunk's pieces, made when asked for: FSDP cuts a parameter into as many as there are ranks and
-    keeps one.
+    keeps one. At 16,384 ranks the list of pieces of each parameter is most of the time that cutting up takes.
     """
 
     def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
@@ -58,18 +56,3 @@ class _Chunks:
         whole = self._tensor.size(self._dim)
         start = min(at * self._rows, whole)
         return self._tensor.narrow(self._dim, start, min(self._rows, whole - start))
-
-
-@contextlib.contextmanager
-def _one_chunk_only() -> Iterator[None]:
-    """At 16,384 ranks the list of pieces of each parameter is most of the time that cutting up takes."""
-    module: Any = _fsdp_param
-    if not hasattr(module, "_chunk_with_empty"):  # another torch cuts in another way: slower, not wrong
-        yield
-        return
-    was = module._chunk_with_empty
-    module._chunk_with_empty = _Chunks
-    try:
-        yield
-    finally:
-        module._chunk_with_empty = was

@@ -1,8 +1,7 @@
 """FSDP's private steps, and the offload of activations, tell a Tracker what is gathered, waited for, reduced
 and kept.
 
-Here is all that leans on names within torch's FSDP, put in their place while a step is watched and taken back
-after. Not here: what is counted of it (track.py).
+FSDP's methods are replaced while a step is watched (fsdp/base/torch_private/fsdp.py). Not here: what is counted of it (track.py).
 """
 
 from __future__ import annotations
@@ -11,10 +10,18 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group
-
+from fsdp.base.torch_private.fake import FakeTensor
+from fsdp.base.torch_private.fsdp import (
+    AroundMethod,
+    Run,
+    accumulated_gradient,
+    after_resizes,
+    around_methods,
+    gathered_gradient,
+    gathers,
+    reduces,
+    sharded_gradient,
+)
 from fsdp.parallel import offload
 from fsdp.plan.tracker import Tracker, counted_as
 
@@ -22,88 +29,67 @@ from fsdp.plan.tracker import Tracker, counted_as
 @contextlib.contextmanager
 def watching(tracker: Tracker) -> Iterator[None]:
     """FSDP's private steps say what is gathered, when it is waited for, and which gradients are whose."""
-    group: Any = _fsdp_param_group.FSDPParamGroup
-    saved = {
-        name: getattr(group, name)
-        for name in ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
-    }
-    resize = torch.UntypedStorage.resize_
-
-    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-        result = resize(storage, size)
-        tracker.resized(storage)
-        return result
-
-    group.unshard = _tagged(tracker, saved["unshard"], "communication", stream=1)
-    group.wait_for_unshard = _waiting(tracker, saved["wait_for_unshard"])
-    group.post_backward = _reducing(tracker, saved["post_backward"])
-    group.finalize_backward = _finishing(tracker, saved["finalize_backward"])
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+    methods = [
+        ("unshard", _gathering(tracker)),
+        ("wait_for_unshard", _waiting(tracker)),
+        ("post_backward", _reducing(tracker)),
+        ("finalize_backward", _finishing(tracker)),
+    ]
     kept: Any = offload._Kept
     leave = vars(kept)["leave"]
-    kept.leave = classmethod(_leaving(tracker, leave.__func__))
     plain: Any = offload.Tensor
-    if tracker.fake:
-        offload.Tensor = FakeTensor  # type: ignore[misc, assignment]  # it asks for the very type
-    try:
-        with tracker:
-            yield
-    finally:
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
-        kept.leave, offload.Tensor = leave, plain  # type: ignore[misc]
-        for name, method in saved.items():
-            setattr(group, name, method)
+    with around_methods(methods), after_resizes(tracker.resized):
+        kept.leave = classmethod(_leaving(tracker, leave.__func__))
+        if tracker.fake:
+            offload.Tensor = FakeTensor  # type: ignore[misc, assignment]  # it asks for the very type
+        try:
+            with tracker:
+                yield
+        finally:
+            kept.leave, offload.Tensor = leave, plain  # type: ignore[misc]
 
 
-def _tagged(tracker: Tracker, method: Any, kind: str, stream: int) -> Any:
-    def unshard(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with counted_as(tracker, kind, stream, tracker.groups(self)):
-            return method(self, *args, **kwargs)
+def _gathering(tracker: Tracker) -> AroundMethod:
+    def unshard(group: Any, run: Run) -> Any:
+        with counted_as(tracker, "communication", 1, tracker.groups(group)):
+            return run()
 
     return unshard
 
 
-def _waiting(tracker: Tracker, method: Any) -> Any:
-    def wait_for_unshard(self: Any) -> Any:
-        if self._all_gather_result is None:
-            return method(self)
-        tracker.wait("wait_gather", tracker.groups(self))
-        with counted_as(tracker, "gathered", 0, tracker.groups(self)):
-            return method(self)
+def _waiting(tracker: Tracker) -> AroundMethod:
+    def wait_for_unshard(group: Any, run: Run) -> Any:
+        if not gathers(group):
+            return run()
+        tracker.wait("wait_gather", tracker.groups(group))
+        with counted_as(tracker, "gathered", 0, tracker.groups(group)):
+            return run()
 
     return wait_for_unshard
 
 
-def _reducing(tracker: Tracker, method: Any) -> Any:
-    def post_backward(self: Any, *unused: Any) -> Any:
-        for parameter in self.fsdp_params:
-            gradient = getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
+def _reducing(tracker: Tracker) -> AroundMethod:
+    def post_backward(group: Any, run: Run) -> Any:
+        for parameter in group.fsdp_params:
+            gradient = gathered_gradient(parameter)
             if gradient is not None:
                 tracker.hold(gradient, "whole_gradients")
-        if _reduces(self.comm_ctx):
+        if reduces(group):
             tracker.wait("wait_reduce")
-        with counted_as(tracker, "communication", 0, tracker.groups(self)):
-            result = method(self, *unused)
-        for parameter in self.fsdp_params:
+        with counted_as(tracker, "communication", 0, tracker.groups(group)):
+            result = run()
+        for parameter in group.fsdp_params:
             _hold_gradients(tracker, parameter)
         return result
 
     return post_backward
 
 
-def _reduces(of_all: Any) -> bool:
-    """Whether an earlier unit's reduction is still under way. torch 2.11 knows one at a time, later ones a
-    list.
-    """
-    known = "reduce_scatter_states" if hasattr(of_all, "reduce_scatter_states") else "reduce_scatter_state"
-    return bool(getattr(of_all, known))
-
-
 def _hold_gradients(tracker: Tracker, parameter: Any) -> None:
-    whole = getattr(parameter, "unsharded_accumulated_grad", None)
+    whole = accumulated_gradient(parameter)
     if whole is not None:
         tracker.hold(whole, "whole_gradients")
-    shard = parameter.sharded_param.grad if parameter.sharded_param is not None else None
+    shard = sharded_gradient(parameter)
     if shard is not None:
         tracker.hold(shard, "gradients")
 
@@ -118,9 +104,9 @@ def _leaving(tracker: Tracker, method: Any) -> Any:
     return leave
 
 
-def _finishing(tracker: Tracker, method: Any) -> Any:
-    def finalize_backward(self: Any) -> Any:
+def _finishing(tracker: Tracker) -> AroundMethod:
+    def finalize_backward(group: Any, run: Run) -> Any:
         tracker.wait("wait_all")
-        return method(self)
+        return run()
 
     return finalize_backward

@@ -14,14 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-)
 from torch.distributed.tensor import DTensor
 
 from fsdp.base.errors import ConfigError
+from fsdp.base.torch_private.fake import READS_VALUES
 from fsdp.config import CommSection, Config, LoraSection
 from fsdp.dist.mesh import MeshSizes
 from fsdp.models import ModelSpec, to_empty
@@ -116,11 +112,7 @@ def watch(ask: Ask) -> Trace:
     """One step, watched. Takes a fraction of a second."""
     try:
         return _watch(ask)
-    except (
-        DataDependentOutputException,
-        DynamicOutputShapeException,
-        UnsupportedFakeTensorException,
-    ) as error:
+    except READS_VALUES as error:
         raise ConfigError(
             f"--model.name {ask.config.model.name} looks at numbers while it runs ({_first_line(error)}): a plan has shapes "
             "alone.",
@@ -177,8 +169,7 @@ def repeated_blocks(model: nn.Module, wrap: str) -> tuple[nn.Module, list[nn.Mod
     if len(blocks) < 2 or any(_shape_of(block) != _shape_of(blocks[0]) for block in blocks):
         return None
     for module in model.modules():
-        members = list(module._modules.values())
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and members == blocks:
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and list(module) == blocks:
             return module, blocks
     return None
 
@@ -192,8 +183,7 @@ def shorten(model: nn.Module, blocks: int, wrap: str) -> None:
     assert found is not None
     assert blocks <= len(found[1])
     holder: Any = found[0]
-    for name in list(holder._modules)[blocks:]:
-        del holder._modules[name]
+    del holder[blocks:]
 
 
 _BLOCKS: dict[tuple[int, str, str, LoraSection], tuple[ModelSpec, int]] = {}

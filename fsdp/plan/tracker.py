@@ -19,17 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from fsdp.base.torch_private.fake import TorchDispatchMode
+from fsdp.base.torch_private.names import COLLECTIVE_OPS, WRITE_ONLY_OPS
+from fsdp.base.torch_private.tensors import schema
 from fsdp.plan.trace import CODE, COLUMNS, KINDS, Place, Segment, SegmentName, Trace, Work
 
 KIND = {name: at for at, name in enumerate(KINDS)}
-_ONLY_WRITE = {"copy_", "fill_", "zero_", "normal_", "uniform_", "_foreach_copy_", "_foreach_zero_"}
-_COLLECTIVES = {
-    "_allgather_base_": "all_gather", "allgather_": "all_gather", "_reduce_scatter_base_": "reduce_scatter",
-    "allreduce_": "all_reduce", "broadcast_": "all_reduce",
-}  # fmt: skip
 
 
 class Tracker(TorchDispatchMode):
@@ -64,7 +61,7 @@ class Tracker(TorchDispatchMode):
         if storage is None:
             return
         self._see(storage, KIND[kind])
-        entry = self._live.get(storage._cdata)
+        entry = self._live.get(id(storage))
         if entry is not None and entry[1] != KIND[kind]:
             self._alive[entry[1]] -= entry[0]
             entry[1] = KIND[kind]
@@ -72,7 +69,7 @@ class Tracker(TorchDispatchMode):
 
     def _see(self, storage: torch.UntypedStorage, kind: int) -> bool:
         """True where it is new."""
-        key = storage._cdata
+        key = id(storage)
         if key in self._live:
             return False
         size = self._rounded(storage.nbytes())
@@ -98,7 +95,7 @@ class Tracker(TorchDispatchMode):
         return -(-size // self._round) * self._round
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        entry = self._live.get(storage._cdata)
+        entry = self._live.get(id(storage))
         if entry is None:
             self._see(storage, self.kind)
             return
@@ -136,13 +133,13 @@ class Tracker(TorchDispatchMode):
         if func.namespace == "c10d":
             self._collective(func, args)
             return
-        if func._schema.name.startswith("aten::empty") or (not new and not func._schema.is_mutable):
+        if schema(func).name.startswith("aten::empty") or (not new and not schema(func).is_mutable):
             return  # a view, or memory that nobody has written
         inputs = [*_tensors(args), *_tensors(kwargs)]
         widest = max((t.element_size() for t in inputs or outputs), default=4)
         moved = sum(_extent(t) for t in inputs) + (new or _written(func, args))
-        packet = func._overloadpacket
-        attention = "scaled_dot_product" in func._schema.name or "flash_attention" in func._schema.name
+        packet = func.overloadpacket
+        attention = "scaled_dot_product" in schema(func).name or "flash_attention" in schema(func).name
         if attention:
             self._row("attention", _attention_flops(func, args, kwargs), moved, 0, widest)
         elif packet in flop_registry:
@@ -178,7 +175,7 @@ class Tracker(TorchDispatchMode):
         if storage is None:
             return 0, 0
         self._see(storage, self.kind)
-        return storage._cdata, self._live[storage._cdata][2]
+        return id(storage), self._live[id(storage)][2]
 
     def _end_fusion(self) -> int:
         """Written to memory is what still lives when the run of pointwise operations ends."""
@@ -190,7 +187,7 @@ class Tracker(TorchDispatchMode):
         return written
 
     def _collective(self, func: Any, args: Any) -> None:
-        name = _COLLECTIVES.get(func._schema.name.partition("::")[2])
+        name = COLLECTIVE_OPS.get(schema(func).name.partition("::")[2])
         if name is None:
             return
         tensors = list(_tensors(args))
@@ -263,7 +260,8 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
     if isinstance(tensor, DTensor):
-        tensor = tensor._local_tensor
+        with torch.no_grad():  # it would build a graph
+            tensor = tensor.to_local()
     return tensor.untyped_storage() if tensor.layout is torch.strided else None
 
 
@@ -276,10 +274,10 @@ def _extent(tensor: Tensor) -> int:
 
 def _written(func: Any, args: Any) -> int:
     """Bytes that an operation writes where it has read; what is only written stands among its inputs once."""
-    name, overload = func._schema.name.partition("::")[2], func._schema.overload_name
-    if not func._schema.is_mutable or name in _ONLY_WRITE or overload.endswith("out"):
+    name, overload = schema(func).name.partition("::")[2], schema(func).overload_name
+    if not schema(func).is_mutable or name in WRITE_ONLY_OPS or overload.endswith("out"):
         return 0
-    places = zip(func._schema.arguments, args, strict=False)
+    places = zip(schema(func).arguments, args, strict=False)
     # A fused update writes gradients only where it unscales them, which is done before it here.
     written = [
         value
@@ -291,11 +289,11 @@ def _written(func: Any, args: Any) -> int:
 
 def _attention_flops(func: Any, args: Any, kwargs: Any) -> float:
     """Two products forward, five backward (the scores are computed again); a causal mask leaves half of each."""
-    backward = "backward" in func._schema.name
+    backward = "backward" in schema(func).name
     tensors = [t for t in _tensors(args) if t.dim() == 4]
     query, key = (tensors[1], tensors[2]) if backward else (tensors[0], tensors[1])
     scores = float(query.shape[0] * query.shape[1] * query.shape[2] * key.shape[2] * query.shape[3]) * 2
-    named = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | kwargs
+    named = {a.name: v for a, v in zip(schema(func).arguments, args, strict=False)} | kwargs
     return scores * (5 if backward else 2) * (0.5 if named.get("is_causal") else 1.0)
 
 

@@ -11,17 +11,22 @@ number of collectives; they hang, which fsdp/watch/hang_verdict.py reports.
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-
 from fsdp.base.errors import TrainingError
+from fsdp.base.torch_private.fsdp import (
+    before_reductions,
+    forward_order,
+    group_name,
+    parameter_groups,
+    parameter_name,
+    unreduced_groups,
+)
 from fsdp.dist import collectives
-from fsdp.memory.account import groups_of
 from fsdp.parallel.shard import Sharded
 
 BITS = 20
@@ -45,23 +50,18 @@ class Branches:
 
     def __init__(self, sharded: Sharded) -> None:
         self._ranks = sharded.ranks
-        self._groups: list[Any] = list(groups_of(sharded.root)) if self._ranks > 1 else []
+        self._groups: list[Any] = list(parameter_groups(sharded.root)) if self._ranks > 1 else []
         self._reductions: list[list[Any]] = []
         self._now: _Seen = [], [], []
         self._before = self._now
         self._signature = 0
-        module: Any = _fsdp_param_group
-        self._original = module.foreach_reduce
+        self._patches = contextlib.ExitStack()
         if self._groups:
-            module.foreach_reduce = self._noted
+            # Not the list's own append: each step has a new list.
+            self._patches.enter_context(before_reductions(lambda some: self._reductions.append(some)))
 
     def close(self) -> None:
-        module: Any = _fsdp_param_group
-        module.foreach_reduce = self._original
-
-    def _noted(self, parameters: list[Any], *rest: Any, **named: Any) -> Any:
-        self._reductions.append(parameters)
-        return self._original(parameters, *rest, **named)
+        self._patches.close()
 
     def signature(self) -> int:
         """Called when the backward has computed all gradients and before FSDP ends it: the root's group is
@@ -70,13 +70,7 @@ class Branches:
         """
         if not self._groups:
             return 0
-        done = TrainingState.POST_BACKWARD
-        late = [
-            (at, _unreduced(group))
-            for at, group in enumerate(self._groups)
-            if group._training_state is not done
-        ]
-        seen = self._groups[0].comm_ctx.post_forward_order, self._reductions, late
+        seen = forward_order(self._groups[0]), self._reductions, unreduced_groups(self._groups)
         # Lists of the same objects are equal by their addresses: no parameter is touched, which out of cache
         # takes a microsecond each.
         self._before, self._reductions = self._now, []
@@ -96,23 +90,14 @@ class Branches:
 
     def _ran(self, seen: _Seen) -> _Ran:
         order, reductions, late = seen
-        reduced = [one._param_fqn for parameters in reductions for one in parameters]
+        reduced = [parameter_name(one) for parameters in reductions for one in parameters]
         for at, held in late:
             reduced += [
-                one._param_fqn for one, has in zip(self._groups[at].fsdp_params, held, strict=True) if has
+                parameter_name(one)
+                for one, has in zip(self._groups[at].fsdp_params, held, strict=True)
+                if has
             ]
-        return [group._module_fqn or "the root" for group in order], reduced
-
-
-def _unreduced(group: Any) -> list[bool]:
-    """Which parameters of a group hold a gradient that is not reduced yet."""
-    found = []
-    for one in group.fsdp_params:
-        gathered = getattr(one, "_unsharded_param", None)
-        found.append(
-            one.unsharded_accumulated_grad is not None or (gathered is not None and gathered.grad is not None)
-        )
-    return found
+        return [group_name(group) or "the root" for group in order], reduced
 
 
 def _difference(step: int, ran: Sequence[_Ran]) -> TrainingError:

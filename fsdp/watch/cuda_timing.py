@@ -9,7 +9,7 @@ Not here: the host's phases (cells.py).
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import itertools
 from collections import deque
 from collections.abc import Callable
@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from fsdp.base.phases import PHASES
+from fsdp.base.torch_private.fsdp import Run, around_methods
 from fsdp.watch.status_page import ON_DEVICE, SPENT, WAITED, Writer
 
 MOST_OPEN = 64
@@ -52,7 +53,7 @@ class DeviceClock:
         self._waits: Waits = []
         self._open: deque[tuple[int, Marks, Waits]] = deque()
         self._index = {name: i for i, name in enumerate(PHASES)}
-        self._originals: list[tuple[Any, str, Any]] = []
+        self._patches = contextlib.ExitStack()
 
     def phase(self, name: str, step: int) -> None:
         index = self._index[name]
@@ -92,36 +93,23 @@ class DeviceClock:
 
     # ------------------------------------------------------------ where FSDP2 waits
 
-    def wrap(self, group_class: Any) -> None:
-        """FSDPParamGroup: private to torch, so a name that is not there is left alone and its waiting not
-        told.
-        """
-        for name in WAITS:
-            original = getattr(group_class, name, None)
-            if original is not None:
-                self._originals.append((group_class, name, original))
-                setattr(group_class, name, self._timed(original))
+    def wrap(self, *groups: Any) -> None:
+        """Times where the class of FSDP's groups waits; a method that it lacks is not timed."""
+        methods = [(name, self._timed) for name in WAITS]
+        self._patches.enter_context(around_methods(methods, *groups, required=False))
 
-    def _timed(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def waiting(*args: Any, **kwargs: Any) -> Any:
-            began = self._now()
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self._waits.append((began, self._now()))
-
-        return waiting
+    def _timed(self, group: Any, run: Run) -> Any:
+        began = self._now()
+        try:
+            return run()
+        finally:
+            self._waits.append((began, self._now()))
 
     def close(self) -> None:
-        for owner, name, original in self._originals:
-            setattr(owner, name, original)
-        self._originals = []
+        self._patches.close()
 
 
 def device_clock(writer: Writer) -> DeviceClock:
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
     clock = DeviceClock(writer)
-    clock.wrap(FSDPParamGroup)
+    clock.wrap()
     return clock

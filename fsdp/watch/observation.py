@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp.base.phases import PHASES, Activity
+from fsdp.base.torch_private.names import BACKWARD_FUNCTION, COMPILER_PACKAGES
 
 Frame = tuple[str, int, str]
 
@@ -132,17 +133,17 @@ def waits(e: Evidence) -> bool:
         return False
     if e.in_call:
         return True
-    if e.stack and e.stack[0][2] == "_engine_run_backward" and e.cpu_s < BUSY_S:
+    if e.stack and e.stack[0][2] == BACKWARD_FUNCTION and e.cpu_s < BUSY_S:
         return True  # DDP's buckets are waited for in C++
     return e.cpu_s < BUSY_S and (Activity.RANKS in e.does or _stands_in(e.stack, "torch.distributed", top=2))
 
 
 def prepares(e: Evidence) -> bool:
     """Compiles or imports: long, and no fault."""
-    packages = ("torch._dynamo", "torch._inductor", "torch._functorch", "triton")
     stacks = (e.stack, *e.threads.values())
     return any(
-        _stands_in(stack, *packages) or any("importlib" in frame[0] for frame in stack) for stack in stacks
+        _stands_in(stack, *COMPILER_PACKAGES) or any("importlib" in frame[0] for frame in stack)
+        for stack in stacks
     )
 
 

@@ -23,6 +23,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from fsdp.base.torch_private.distributed import flight_recorder_entries
+
 SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
 """Nobody else's: the C library keeps the first real-time signals, schedulers send none."""
 DEEPEST = 60
@@ -97,11 +99,5 @@ def _stack(frame: FrameType | None) -> list[list[Any]]:
 
 def calls(everything: bool) -> list[dict[str, Any]]:
     """PyTorch's flight recorder. Empty where this torch has none: it must not be what a verdict rests on."""
-    from torch._C import _distributed_c10d as c10d
-
-    found: list[dict[str, Any]] = []
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        dump = getattr(c10d, name, None)
-        if dump is not None:
-            found += json.loads(dump(True, False)).get("entries", [])
+    found = flight_recorder_entries()
     return found if everything else found[-NEWEST:]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -238,7 +238,7 @@ def _write(
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return cast(Tensor, tensor._local_tensor).detach() if isinstance(tensor, DTensor) else tensor.detach()
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _rowed(tensor: Tensor) -> Tensor:

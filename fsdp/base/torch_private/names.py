@@ -1,0 +1,27 @@
+"""Private names of torch as strings: functions in stack traces, packages, operators. Imports no torch."""
+
+from __future__ import annotations
+
+BACKWARD_FUNCTION = "_engine_run_backward"
+"""Innermost Python function (torch/autograd/graph.py) while the engine runs a backward in C++. The hang
+verdict reads it in stacks; under another name a rank that waits for DDP's buckets is reported as busy in its
+own code.
+"""
+
+COMPILER_PACKAGES = ("torch._dynamo", "torch._inductor", "torch._functorch", "triton")
+"""Packages in which a rank compiles. Under other names the hang verdict calls a long compilation a hang."""
+
+COLLECTIVE_OPS = {
+    "_allgather_base_": "all_gather", "allgather_": "all_gather", "_reduce_scatter_base_": "reduce_scatter",
+    "allreduce_": "all_reduce", "broadcast_": "all_reduce",
+}  # fmt: skip
+"""Operators of the c10d namespace → collective. One under another name is missing from a plan's
+communication.
+"""
+
+WRITE_ONLY_OPS = frozenset(
+    {"copy_", "fill_", "zero_", "normal_", "uniform_", "_foreach_copy_", "_foreach_zero_"}
+)
+"""In-place operators that do not read what they write. One under another name is planned as a read and a
+write.
+"""

@@ -1,0 +1,118 @@
+"""Tensors, modules and optimizers: counters, views, schemas, foreach kernels, conversion in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["tree_leaves"]
+"""tree_leaves, all leaves of nested containers: torch.utils has no public module for it."""
+
+
+def attention_products() -> frozenset[Any]:
+    """The operators that scaled_dot_product_attention becomes on CPU and CUDA. One that is missing here is
+    computed again by `--memory.activation_checkpointing ops`.
+    """
+    aten: Any = torch.ops.aten
+    return frozenset(
+        {
+            aten._scaled_dot_product_flash_attention.default,
+            aten._scaled_dot_product_efficient_attention.default,
+            aten._scaled_dot_product_flash_attention_for_cpu.default,
+            aten._scaled_dot_product_cudnn_attention.default,
+        }
+    )
+
+
+def writes(tensor: Tensor) -> int:
+    """How often the tensor was written in place. Without it, a forward that changes its own state is
+    recomputed without an error.
+    """
+    return tensor._version
+
+
+def viewed(tensor: Tensor) -> Tensor | None:
+    """The tensor that this one is a view of. Without it, views of parameters are offloaded as activations."""
+    return tensor._base
+
+
+def schema(operator: Any) -> Any:
+    """An operator's schema: name, overload, arguments with aliases. Without it, a plan cannot tell views and
+    in-place writes from operations that allocate.
+    """
+    return operator._schema
+
+
+def foreach_norm(tensors: list[Tensor]) -> Sequence[Tensor]:
+    """The 2-norm of each tensor, in few kernels. torch.nn.utils.get_total_norm returns only their norm."""
+    found: Sequence[Tensor] = torch._foreach_norm(tensors)
+    return found
+
+
+def foreach_multiply_(tensors: list[Tensor], factor: Tensor | float) -> None:
+    """Scales each tensor in place, in few kernels. clip_grads_with_norm_ takes parameters, not tensors."""
+    torch._foreach_mul_(tensors, factor)  # type: ignore[call-overload]
+
+
+def convert_tensors(model: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
+    """Replaces each parameter, gradient and buffer by `convert` of it, in place, as Module.to does.
+
+    Module.to drops the imaginary part of complex buffers; Module.to_empty separates tied parameters.
+    """
+    model._apply(convert)
+
+
+class ConvertedModule(nn.Module):
+    """A module with a hook after Module.to, .half, .cuda and the like, for which torch has none.
+
+    Without it, `model.to(torch.bfloat16)` rounds buffers that must stay fp32.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self.after_conversion()
+        return self
+
+    def after_conversion(self) -> None:
+        """Called when all tensors are converted."""
+
+
+class LocalShardAdam(torch.optim.Adam):
+    """Adam and AdamW whose kernels receive each DTensor's local shard. torch has no hook between the choice
+    of a group's tensors and the kernels. Without it, the update pays DTensor's dispatch for each tensor.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        from torch.distributed.tensor import DTensor
+
+        has_complex: bool = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        return has_complex
+
+
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """What Module.compile puts before forward; None if the module is not compiled."""
+    found: Callable[..., Any] | None = module._compiled_call_impl
+    return found
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Replaces what Module.compile puts before forward: a hook inside compiled code would break its graph.
+
+    Without it, activation offload does not work with compiled units.
+    """
+    module._compiled_call_impl = call  # type: ignore[assignment]
+
+
+def set_compiler_activation_budget(budget: float) -> None:
+    """The part of activations that compiled code keeps for backward. torch.compile has no option for it.
+
+    Without it, `--memory.activation_budget` has no effect on compiled units.
+    """
+    functorch: Any = torch._functorch.config
+    functorch.activation_memory_budget = budget

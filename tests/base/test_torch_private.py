@@ -1,0 +1,586 @@
+"""Each function of fsdp/base/torch_private on the installed torch. A failure names the torch version, what
+changed there, and which of our functions depends on it.
+
+`make test-torch TORCH=2.15.0` runs this file, and the quick tests of the rooms beside it, on another torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import inspect
+import io
+import pickletools
+import subprocess
+import sys
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from fsdp.base.torch_private import cuda, distributed, fake, fsdp, names, saving, tensors
+from fsdp.dist.env import DistEnv
+from tests.support.world import run_world
+
+ROOT = Path(__file__).parents[2]
+
+
+def holds(condition: object, function: str, what: str) -> None:
+    assert condition, f"torch {torch.__version__}: {what}. Mend {function} of fsdp/base/torch_private."
+
+
+@contextlib.contextmanager
+def works(function: str, what: str) -> Iterator[None]:
+    """An exception inside names the torch version and our function too."""
+    try:
+        yield
+    except (AttributeError, TypeError, ImportError, RuntimeError) as error:
+        raise AssertionError(
+            f"torch {torch.__version__}: {what} ({type(error).__name__}: {error}). "
+            f"Mend {function} of fsdp/base/torch_private."
+        ) from error
+
+
+# ---------------------------------------------------------------- names
+
+
+def test_the_name_of_the_backward_function() -> None:
+    weight, stacks = torch.ones(2, requires_grad=True), []
+    weight.register_hook(lambda _: stacks.append([frame.name for frame in traceback.extract_stack()]))
+    weight.sum().backward()
+    holds(stacks[0][-2] == names.BACKWARD_FUNCTION, "names.BACKWARD_FUNCTION", f"it is {stacks[0][-2]}")
+
+
+@pytest.mark.parametrize("package", [name for name in names.COMPILER_PACKAGES if name.startswith("torch")])
+def test_the_packages_of_the_compiler(package: str) -> None:
+    holds(importlib.util.find_spec(package), "names.COMPILER_PACKAGES", f"{package} is gone")
+
+
+@pytest.mark.parametrize("name", sorted(names.WRITE_ONLY_OPS))
+def test_the_operators_that_only_write(name: str) -> None:
+    holds(hasattr(torch.ops.aten, name), "names.WRITE_ONLY_OPS", f"aten::{name} is gone")
+
+
+class Operators(fake.TorchDispatchMode):
+    """The operators that run inside it, with their outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def operators_of_collectives(env: DistEnv) -> list[set[str]]:
+    part, whole = torch.ones(2), torch.ones(2 * env.world_size)
+    found = []
+    for collective in (
+        lambda: dist.all_gather_into_tensor(whole, part),
+        lambda: dist.all_gather([torch.empty(2) for _ in range(env.world_size)], part),
+        lambda: dist.reduce_scatter_tensor(part, whole),
+        lambda: dist.all_reduce(part),
+        lambda: dist.broadcast(part, 0),
+    ):
+        with Operators() as mode:
+            collective()
+        found.append({op.name().partition("::")[2] for op in mode.seen if op.namespace == "c10d"})
+    return found
+
+
+def test_the_operators_of_collectives() -> None:
+    expected = ("all_gather", "all_gather", "reduce_scatter", "all_reduce", "all_reduce")
+    for operators, collective in zip(run_world(2, operators_of_collectives)[0], expected, strict=True):
+        known = {names.COLLECTIVE_OPS.get(name) for name in operators}
+        holds(collective in known, "names.COLLECTIVE_OPS", f"{collective} runs {operators}")
+
+
+# ---------------------------------------------------------------- FSDP2
+
+
+def sharded() -> Any:
+    """Two linear layers, each a unit; the root holds a scale of its own."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
+    model.scale = nn.Parameter(torch.ones(4))
+    model.register_forward_hook(lambda module, _, output: output * module.scale.sum())
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    for unit in (*model, model):
+        fully_shard(unit, mesh=mesh)
+    return model
+
+
+def step(model: nn.Module) -> Tensor:
+    loss: Tensor = model(torch.ones(2, 3)).square().sum()
+    loss.backward()
+    return loss.detach()
+
+
+def what_groups_hold(env: DistEnv) -> dict[str, Any]:
+    model = sharded()
+    groups = list(fsdp.parameter_groups(model))
+    found: dict[str, Any] = {"groups": len(groups), "before": kinds(groups)}
+    late: list[Any] = []
+    loss = model(torch.ones(2, 3)).square().sum()
+    found["names"] = [fsdp.group_name(group) for group in groups]
+    found["parameters"] = [fsdp.parameter_name(one) for group in groups for one in group.fsdp_params]
+    found["order"] = [fsdp.group_name(group) for group in fsdp.forward_order(groups[0])]
+    loss.register_hook(
+        lambda _: distributed.at_end_of_backward(lambda: late.extend(fsdp.unreduced_groups(groups)))
+    )
+    loss.backward()
+    found["late"], found["after"] = late, kinds(groups)
+    gradients = [fsdp.sharded_gradient(one) for group in groups for one in group.fsdp_params]
+    found["gradients"] = [isinstance(gradient, DTensor) for gradient in gradients]
+    model.zero_grad()
+    model.set_requires_gradient_sync(False)
+    step(model)
+    found["kept"] = [
+        fsdp.accumulated_gradient(one) is not None or fsdp.gathered_gradient(one) is not None
+        for group in groups
+        for one in group.fsdp_params
+    ]
+    return found
+
+
+def kinds(groups: list[Any]) -> set[str]:
+    held = (pair for group in groups for pair in fsdp.tensors_by_kind(group))
+    return {kind for kind, tensor in held if tensor is not None and tensor.numel()}
+
+
+def test_what_the_groups_of_fsdp_hold() -> None:
+    with works(
+        "fsdp.parameter_groups, tensors_by_kind or group_name", "FSDP2's groups have other attributes"
+    ):
+        found = run_world(2, what_groups_hold)[0]
+    holds(found["groups"] == 3, "fsdp.parameter_groups", f"{found['groups']} groups of 3 are found")
+    holds(found["before"] == {"parameters"}, "fsdp.tensors_by_kind", f"at rest it finds {found['before']}")
+    holds("gradients" in found["after"], "fsdp.tensors_by_kind", "gradients are not found")
+    holds(found["names"] == ["", "0", "1"], "fsdp.group_name", f"groups are named {found['names']}")
+    expected = ["scale", "0.weight", "0.bias", "1.weight", "1.bias"]
+    holds(found["parameters"] == expected, "fsdp.parameter_name", f"names are {found['parameters']}")
+    holds(found["order"] == ["0", "1", ""], "fsdp.forward_order", f"the order is {found['order']}")
+    holds(
+        found["late"] == [(0, [True]), (1, [True, True])],
+        "fsdp.unreduced_groups",
+        f"it finds {found['late']}",
+    )
+    holds(all(found["gradients"]), "fsdp.sharded_gradient", "a reduced gradient is not found")
+    holds(all(found["kept"]), "fsdp.accumulated_gradient", "an unreduced gradient is not found")
+
+
+def order_of_methods(env: DistEnv) -> list[tuple[str, str, bool, bool]]:
+    model, seen = sharded(), []
+
+    def noted(name: str) -> fsdp.AroundMethod:
+        def around(group: Any, run: fsdp.Run) -> Any:
+            seen.append((name, fsdp.group_name(group), fsdp.gathers(group), fsdp.reduces(group)))
+            return run()
+
+        return around
+
+    methods = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
+    step(model)
+    before = [vars(fsdp.FSDPParamGroup)[name] for name in methods]
+    with fsdp.around_methods([(name, noted(name)) for name in methods]):
+        step(model)
+    assert [vars(fsdp.FSDPParamGroup)[name] for name in methods] == before
+    return seen
+
+
+def test_the_methods_of_fsdp_are_wrapped_and_restored() -> None:
+    with works("fsdp.around_methods", "FSDPParamGroup has other methods"):
+        seen = run_world(2, order_of_methods)[0]
+    called = {(name, group) for name, group, _, _ in seen}
+    for name in ("unshard", "wait_for_unshard", "post_backward", "finalize_backward"):
+        groups = {group for method, group in called if method == name}
+        holds(groups == {"", "0", "1"}, "fsdp.around_methods", f"{name} is called for {groups} alone")
+    waits = [gathers for name, _, gathers, _ in seen if name == "wait_for_unshard"]
+    holds(any(waits), "fsdp.gathers", "no wait finds an all-gather under way")
+    reductions = [reduces for name, _, _, reduces in seen if name == "post_backward"]
+    holds(reductions[0] is False, "fsdp.reduces", "the first reduction finds another under way")
+    holds(any(reductions[1:]), "fsdp.reduces", "no later reduction finds the one before it")
+
+
+def what_patches_see(env: DistEnv) -> dict[str, Any]:
+    model, found = sharded(), {"collectives": 0, "gradients": [], "reduced": [], "resized": set()}
+    step(model)
+
+    def around(run: fsdp.Run, gradients: Any) -> Any:
+        found["collectives"] += 1
+        found["gradients"] += [tuple(g.shape) for g in gradients]
+        return run()
+
+    with (
+        fsdp.around_collectives(around),
+        fsdp.before_reductions(
+            lambda some: found["reduced"].append([fsdp.parameter_name(one) for one in some])
+        ),
+        fsdp.after_resizes(lambda storage: found["resized"].add(storage.nbytes())),
+    ):
+        step(model)
+    module: Any = fsdp._fsdp_param_group
+    found["restored"] = [getattr(module, name).__module__ for name in fsdp.COLLECTIVE_FUNCTIONS]
+    found["resize_"] = "resize_" in vars(torch.UntypedStorage)
+    return found
+
+
+def test_collectives_reductions_and_resizes_of_fsdp_are_seen() -> None:
+    with works("fsdp.around_collectives, before_reductions or after_resizes", "FSDP2 calls other functions"):
+        found = run_world(2, what_patches_see)[0]
+    # A gather and its copy for three groups, forward; for one of them again, backward; three reductions.
+    holds(found["collectives"] >= 9, "fsdp.around_collectives", f"it sees {found['collectives']} calls")
+    expected = {(5, 3), (5,), (3, 5), (3,), (4,)}
+    holds(set(found["gradients"]) == expected, "fsdp.around_collectives", f"gradients: {found['gradients']}")
+    # The root's and the first unit's last: their inputs need no gradient.
+    reduced = [["1.weight", "1.bias"], ["scale"], ["0.weight", "0.bias"]]
+    holds(found["reduced"] == reduced, "fsdp.before_reductions", f"it sees {found['reduced']}")
+    holds({0, 5 * 3 * 4 + 4 * 3} & found["resized"], "fsdp.after_resizes", f"it sees {found['resized']}")
+    holds(
+        all(name.startswith("torch.") for name in found["restored"]) and not found["resize_"],
+        "fsdp._replaced",
+        "a patch stays behind",
+    )
+
+
+class Halves:
+    """Stands in for the list of chunks."""
+
+    used = 0
+
+    def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
+        Halves.used += 1
+        self._chunks = torch.chunk(tensor, count, dim)
+        self._empty = tensor.narrow(dim, 0, 0)
+
+    def __getitem__(self, at: int) -> Tensor:
+        return self._chunks[at] if at < len(self._chunks) else self._empty
+
+
+def cut_by_another(env: DistEnv) -> tuple[int, bool]:
+    plain = sharded()
+    with fsdp.chunks_by(Halves):
+        other = sharded()
+    pairs = zip(plain.parameters(), other.parameters(), strict=True)
+    return Halves.used, all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs)
+
+
+def test_fsdp_cuts_parameters_by_another_function() -> None:
+    used, equal = run_world(2, cut_by_another)[0]
+    holds(used >= 5, "fsdp.chunks_by", f"FSDP calls it {used} times for 5 parameters")
+    holds(equal, "fsdp.chunks_by", "FSDP reads other chunks")
+
+
+def moved_shards(env: DistEnv) -> tuple[bool, bool]:
+    model = sharded()
+    expected = step(model)
+    model.zero_grad()
+    rooms: list[Tensor] = []
+
+    def make(data: Tensor) -> Tensor:
+        rooms.append(data.clone())
+        return rooms[-1]
+
+    for group in fsdp.parameter_groups(model):
+        for one in group.fsdp_params:
+            fsdp.move_padded_shard(one, make)
+    held = {id(room.untyped_storage()) for room in rooms}
+    inside = {id(p.to_local().untyped_storage()) for p in model.parameters()} == held
+    return inside, torch.equal(step(model), expected)
+
+
+def test_the_memory_under_sharded_parameters_is_replaced() -> None:
+    with works("fsdp.move_padded_shard", "FSDPParam has other attributes"):
+        inside, equal = run_world(2, moved_shards)[0]
+    holds(inside, "fsdp.move_padded_shard", "parameters lie elsewhere")
+    holds(equal, "fsdp.move_padded_shard", "FSDP gathers other numbers")
+
+
+# ---------------------------------------------------------------- process groups, DDP, autograd
+
+
+def alone(code: str, **environment: str) -> str:
+    """Runs code in a process of its own; its output."""
+    setup = "import torch.distributed as dist; from fsdp.base.torch_private import distributed\n"
+    env = {"PATH": "", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
+    done = subprocess.run(
+        [sys.executable, "-c", setup + code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, f"torch {torch.__version__}: {done.stderr[-1500:]}"
+    return done.stdout.strip()
+
+
+ONE_RANK = "dist.init_process_group('gloo', rank=0, world_size=1, store=dist.HashStore())\n"
+
+
+def test_all_groups_are_aborted() -> None:
+    said = alone(
+        ONE_RANK + "dist.new_group([0])\ndistributed.abort_all_groups()\nprint(dist.is_initialized())"
+    )
+    holds(said == "False", "distributed.abort_all_groups", "a process group is left")
+
+
+def test_the_fake_group_has_any_size() -> None:
+    said = alone(
+        "import torch\ndistributed.init_fake_group(5, 4096)\nx = torch.ones(3)\ndist.all_reduce(x)\n"
+        "print(dist.get_rank(), dist.get_world_size(), x.tolist())"
+    )
+    holds(said == "5 4096 [1.0, 1.0, 1.0]", "distributed.init_fake_group", f"it gives {said}")
+
+
+def test_the_flight_recorder_is_found() -> None:
+    found = alone(
+        ONE_RANK
+        + "from torch._C import _distributed_c10d as c\nprint(distributed.flight_recorder_entries(), "
+        "hasattr(c, '_dump_fr_trace_json') or hasattr(c, '_dump_nccl_trace_json'))"
+    )
+    holds(found.endswith("] True"), "distributed.flight_recorder_entries", f"no recorder is found: {found}")
+
+
+def missed_by_ddp(env: DistEnv) -> str:
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    model.forward = lambda x: model[0](x)  # type: ignore[method-assign, assignment]
+    runs = nn.parallel.DistributedDataParallel(model)
+    runs(torch.ones(1, 2)).sum().backward()
+    try:
+        distributed.check_buckets_reduced(runs)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_ddp_finds_buckets_that_are_not_reduced() -> None:
+    with works("distributed.check_buckets_reduced", "DDP has no such check"):
+        said = run_world(2, missed_by_ddp)[0]
+    holds(said, "distributed.check_buckets_reduced", "a parameter without a gradient is not found")
+
+
+def test_a_callback_runs_when_all_gradients_are_computed() -> None:
+    first, last, seen = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True), []
+    loss = (first * 2 * last).sum()
+    with works("distributed.at_end_of_backward", "the autograd engine takes no callback"):
+        loss.register_hook(
+            lambda _: distributed.at_end_of_backward(lambda: seen.append((first.grad, last.grad)))
+        )
+        loss.backward()
+    holds(
+        len(seen) == 1 and None not in seen[0],
+        "distributed.at_end_of_backward",
+        "it runs before the gradients",
+    )
+
+
+# ---------------------------------------------------------------- fake tensors, tensors, modules, optimizers
+
+
+def test_fake_tensors_refuse_what_needs_values() -> None:
+    with fake.FakeTensorMode(allow_non_fake_inputs=True):
+        made = torch.ones(3) * 2
+        holds(isinstance(made, fake.FakeTensor), "fake.FakeTensorMode", "operations make other tensors")
+        for reads in (lambda: made.sum().item(), lambda: made.nonzero()):
+            with pytest.raises(fake.READS_VALUES):
+                reads()
+
+
+def test_a_storage_is_one_object_as_long_as_it_lives() -> None:
+    """No private name: the accounts of memory use id(storage) as its key and a weak reference for its end."""
+    tensor, ended = torch.ones(8), []
+    key, end = (
+        id(tensor.untyped_storage()),
+        weakref.ref(tensor.untyped_storage(), lambda _: ended.append(True)),
+    )
+    junk = [object() for _ in range(1000)]
+    keys = {id(t.untyped_storage()) for t in (tensor, tensor[2:], tensor.detach(), tensor.view(2, 4))}
+    assert keys == {key}, (
+        f"torch {torch.__version__}: id(storage) changes. Mend fsdp/memory, fsdp/plan/tracker.py."
+    )
+    assert not ended, f"torch {torch.__version__}: a storage's object ends before its memory"
+    del tensor, junk
+    assert ended, f"torch {torch.__version__}: a storage's object outlives its memory"
+    assert end() is None
+
+
+def test_attention_runs_a_known_operator() -> None:
+    query = torch.ones(1, 1, 4, 8, requires_grad=True)
+    with Operators() as mode:
+        nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+    known = tensors.attention_products() & set(mode.seen)
+    holds(known, "tensors.attention_products", f"attention runs {mode.seen}")
+
+
+def test_writes_views_and_schemas() -> None:
+    tensor = torch.ones(4)
+    before = tensors.writes(tensor)
+    tensor[1:].add_(1)
+    holds(tensors.writes(tensor) == before + 1, "tensors.writes", "a write is not counted")
+    holds(tensors.viewed(tensor[1:]) is tensor, "tensors.viewed", "a view's base is another tensor")
+    holds(tensors.viewed(tensor) is None, "tensors.viewed", "a tensor of its own has a base")
+    found = tensors.schema(torch.ops.aten.add_.Tensor)
+    holds(found.name == "aten::add_" and found.is_mutable, "tensors.schema", f"it is {found}")
+    holds(found.arguments[0].alias_info.is_write, "tensors.schema", "arguments have no aliases")
+    holds(not tensors.schema(torch.ops.aten.add.Tensor).is_mutable, "tensors.schema", "add writes")
+
+
+def test_foreach_kernels() -> None:
+    some = [torch.full((4,), 3.0), torch.ones(9)]
+    holds([float(n) for n in tensors.foreach_norm(some)] == [6.0, 3.0], "tensors.foreach_norm", "other norms")
+    tensors.foreach_multiply_(some, torch.tensor(0.5))
+    holds(some[0].tolist() == [1.5] * 4, "tensors.foreach_multiply_", "other products")
+
+
+class Tables(tensors.ConvertedModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("table", torch.ones(2))
+
+    def after_conversion(self) -> None:
+        self.table = torch.full((2,), 7.0)
+
+
+def test_modules_are_converted_with_a_hook() -> None:
+    model = nn.Sequential(Tables())
+    model.to(torch.bfloat16)
+    holds(
+        model[0].table.tolist() == [7.0, 7.0], "tensors.ConvertedModule", "Module.to does not call the hook"
+    )
+    holds(model[0].weight.dtype == torch.bfloat16, "tensors.ConvertedModule", "Module.to converts nothing")
+    parameter = model[0].weight
+    tensors.convert_tensors(model, lambda tensor: tensor.double())
+    holds(model[0].weight is parameter, "tensors.convert_tensors", "a parameter becomes another object")
+    holds(parameter.dtype == torch.float64, "tensors.convert_tensors", "a parameter is not converted")
+
+
+def adam_on_shards(env: DistEnv) -> bool:
+    mesh = dist.init_device_mesh("cpu", (env.world_size,))
+    start, gradient = torch.arange(6.0).view(3, 2), torch.linspace(-1, 1, 6).view(3, 2)
+    whole = nn.Parameter(start.clone())
+    part = nn.Parameter(distribute_tensor(start, mesh, [Shard(0)]))
+    whole.grad, part.grad = gradient, distribute_tensor(gradient, mesh, [Shard(0)])
+    torch.optim.Adam([whole]).step()
+    tensors.LocalShardAdam([part], foreach=True).step()
+    return torch.equal(part.full_tensor(), whole.detach())
+
+
+def test_adam_updates_local_shards() -> None:
+    with works("tensors.LocalShardAdam", "Adam chooses its tensors in another way"):
+        equal = run_world(2, adam_on_shards)[0]
+    holds(equal, "tensors.LocalShardAdam", "the update is another")
+    given = list(inspect.signature(torch.optim.Adam._init_group).parameters)
+    expected = ["params_with_grad", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "state_steps"]
+    holds(given[2:] == expected, "tensors.LocalShardAdam", f"the lists of a group are {given[2:]}")
+
+
+def test_the_compiled_call_is_replaced() -> None:
+    module = nn.Linear(2, 2)
+    holds(tensors.compiled_call(module) is None, "tensors.compiled_call", "it is there before compile")
+    module.compile(backend="eager")
+    before = tensors.compiled_call(module)
+    holds(callable(before), "tensors.compiled_call", "Module.compile keeps its function elsewhere")
+    calls: list[Any] = []
+
+    def call(*args: Any) -> Any:
+        calls.append(args)
+        return module.forward(*args)
+
+    tensors.set_compiled_call(module, call)
+    module(torch.ones(1, 2))
+    holds(len(calls) == 1, "tensors.set_compiled_call", "a call does not go through it")
+
+
+def test_the_compiler_has_an_activation_budget() -> None:
+    config = importlib.import_module("torch._functorch.config")
+    holds(
+        config.activation_memory_budget == 1.0,
+        "tensors.set_compiler_activation_budget",
+        "the setting is gone",
+    )
+    try:
+        tensors.set_compiler_activation_budget(0.5)
+        assert config.activation_memory_budget == 0.5
+    finally:
+        tensors.set_compiler_activation_budget(1.0)
+
+
+# ---------------------------------------------------------------- files
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_torch_save_names_the_same_storage_and_function(dtype: torch.dtype) -> None:
+    function, arguments = torch.ones(2, 3).to(dtype).__reduce_ex__(2)
+    ours, found = saving.rebuild_call(arguments[0], (2, 3), None)
+    holds(ours is function, "saving.rebuild_call", f"torch.save calls {function}")
+    holds(found[1:6] == arguments[1:6], "saving.rebuild_call", f"torch.save passes {arguments[1:]}")
+    kind = saving.storage_class(dtype)
+    holds(isinstance(arguments[0], torch.storage.TypedStorage), "saving.rebuild_call", "an untyped storage")
+    holds(arguments[0].pickle_storage_type() == kind.__name__, "saving.storage_class", f"it is not {kind}")
+
+
+def test_torch_save_names_an_untyped_storage_for_fp8() -> None:
+    function, arguments = torch.ones(2, 3).to(torch.float8_e4m3fn).__reduce_ex__(2)
+    holds(
+        saving.storage_class(torch.float8_e4m3fn) is None, "saving.storage_class", "fp8 has a storage class"
+    )
+    ours, found = saving.rebuild_call(arguments[0], (2, 3), torch.float8_e4m3fn)
+    holds(ours is function, "saving.rebuild_call", f"torch.save calls {function}")
+    holds(found[1:] == arguments[1 : len(found)], "saving.rebuild_call", f"torch.save passes {arguments[1:]}")
+
+
+def test_dcp_writes_the_same_names(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"weight": torch.ones(2)}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    data = (tmp_path / "dcp" / ".metadata").read_bytes()
+    strings = [
+        argument for _, argument, _ in pickletools.genops(io.BytesIO(data)) if isinstance(argument, str)
+    ]
+    for module, name in (saving.DCP_PLACE, *saving.DCP_UNREAD):
+        holds(
+            {module, name} <= set(strings),
+            "saving.DCP_PLACE or DCP_UNREAD",
+            f"no {module}.{name} in .metadata",
+        )
+    fields = list(inspect.signature(saving.StorageInfo).parameters)
+    holds(fields[:3] == ["relative_path", "offset", "length"], "saving.StorageInfo", f"fields are {fields}")
+
+
+def offsets(env: DistEnv) -> tuple[int, ...]:
+    mesh = dist.init_device_mesh("cpu", (env.world_size,))
+    return saving.global_offset((5, 2), mesh, [Shard(0)])
+
+
+def test_where_a_shard_starts_in_the_whole() -> None:
+    with works("saving.global_offset", "DTensor computes it elsewhere"):
+        found = run_world(2, offsets)
+    holds(found == [(0, 0), (3, 0)], "saving.global_offset", f"shards of 5 rows start at {found}")
+
+
+# ---------------------------------------------------------------- CUDA
+
+
+@pytest.mark.parametrize(
+    ("private", "ours", "parameters"),
+    [
+        ("_snapshot", cuda.allocator_snapshot, []),
+        ("_dump_snapshot", cuda.write_allocator_snapshot, ["filename"]),
+        ("_record_memory_history_impl", cuda.start_allocator_history, ["enabled", "stacks", "max_entries"]),
+    ],
+)
+def test_the_allocator_s_history_has_the_same_names(
+    private: str, ours: Callable[..., Any], parameters: list[str]
+) -> None:
+    function = getattr(torch.cuda.memory, private, None)
+    holds(function, f"cuda.{ours.__name__}", f"torch.cuda.memory.{private} is gone")
+    assert function is not None
+    given = inspect.signature(function).parameters
+    holds(set(parameters) <= set(given), f"cuda.{ours.__name__}", f"{private} takes {list(given)}")
