@@ -9,10 +9,11 @@ SHARED := -n 3 --dist loadfile --no-loadscope-reorder
 # Ranks share the cores; torchrun would say so on every start.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-quick test-full bench lint setup clean help
+.PHONY: train test test-quick test-full test-torch bench lint setup clean help
 help:
 	@echo "make train   the default job on every GPU, or on two processes of the CPU: set-up, training, held-out accuracy, what to type next"
 	@echo "make test    the tests that this machine can run; make test-quick the short ones; make test-full what make test leaves out"
+	@echo "make test-torch TORCH=2.15.0   the quick tests on another torch; TESTS=\"tests/dist tests/optim\" for some of them"
 	@echo "make bench   side by side with what one would use instead; make lint format, lint and types"
 
 setup: $(READY)
@@ -38,6 +39,23 @@ test-quick: $(READY)
 test-full: $(READY)
 	@SHARDRUN_FULL=1 $(BIN)/python -m pytest tests -m "(long or needs) and not slurm and not ray" $(SHARED)
 	@SHARDRUN_FULL=1 $(BIN)/python -m pytest tests -m "long and (slurm or ray)"
+
+# The same tests on another torch, in an environment of its own. From PyPI it is a CUDA build: 5 GiB, about two minutes.
+TORCH ?= 2.15.0
+TESTS ?= tests
+OTHER := .cache/torch-$(TORCH)
+
+$(OTHER)/.ready: requirements.txt
+	@test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
+	@echo "setting up $(OTHER) from requirements.txt with torch $(TORCH) (once, some minutes)"
+	@sed 's/^torch==.*/torch==$(TORCH)/; s/^torchvision==.*/torchvision/' requirements.txt > $(OTHER)/requirements.txt
+	@$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r $(OTHER)/requirements.txt
+	@touch $@
+
+# First each use of a private name of torch: a failure there explains those that follow.
+test-torch: $(OTHER)/.ready
+	@$(OTHER)/bin/python -m pytest tests/base/test_torch_private.py
+	@$(OTHER)/bin/python -m pytest $(TESTS) -m "not slow and not slurm and not ray" $(SHARED)
 
 bench: $(READY)
 	@$(BIN)/python -m bench --short
