@@ -1,7 +1,8 @@
 """The configuration: one frozen dataclass tree, the whole truth of a run.
 
     sections.py        the tree: every knob with its default, help, unit and range
-    fields.py          the knobs as data, `section.field` → what is known of it; --help
+    fields.py          the fields as data, `section.field` → type, default, help
+    help.py            --help and --help-all
     values.py          one value from its text, within its type and range
     reading.py         a recipe (TOML) first, flags `--section.field value` over it, then the checks
     aliases.py         what people type who come from another trainer → our flags
@@ -14,7 +15,8 @@ torch.
 """
 
 from fsdp.config.checks import check
-from fsdp.config.fields import FIELDS, FieldSpec, flatten, help_text
+from fsdp.config.fields import FIELDS, FieldSpec, flatten
+from fsdp.config.help import all_fields, common_fields, help_asked
 from fsdp.config.reading import load, pair_flags, read_recipe, replace
 from fsdp.config.sections import (
     LAUNCHERS_OWN,
@@ -46,7 +48,7 @@ __all__ = [
     "FIELDS", "LAUNCHERS_OWN", "TRUST_HELP", "Args", "CheckpointSection", "CodeRefused", "CommSection", "Config",
     "DataSection", "FieldSpec", "LoraSection", "MemorySection", "MeshSection", "ModelSection", "OptimSection",
     "PlanSection", "PrecisionSection", "ProfileSection", "RaySection", "RunSection", "SpeedSection",
-    "StopSection", "TrainSection", "WatchSection", "check", "check_store", "config_hash", "flatten",
-    "help_text", "load", "load_run_config", "pair_flags", "parse_free_value", "parse_value", "profile_steps",
+    "StopSection", "TrainSection", "WatchSection", "all_fields", "check", "check_store", "common_fields", "config_hash", "flatten",
+    "help_asked", "load", "load_run_config", "pair_flags", "parse_free_value", "parse_value", "profile_steps",
     "read_recipe", "replace", "reshard_policy", "run_toml", "to_toml", "worker_range",
 ]  # fmt: skip

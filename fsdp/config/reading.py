@@ -88,7 +88,7 @@ def pair_flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
         word = rest.pop(0)
         if not word.startswith("--") or word == "--":
             raise ConfigError(
-                f"{word} is not a flag.", "flags are --section.field value; python train.py --help lists them"
+                f"{word} is not a flag.", "flags are --section.field VALUE; python train.py --help lists them"
             )
         name, equals, value = word[2:].partition("=")
         name = name.replace("-", "_")
@@ -128,7 +128,7 @@ def _unknown_hint(name: str, value: Any = "") -> str:
     tail = difflib.get_close_matches(name.rpartition(".")[2], tails, n=1, cutoff=0.75)
     if near or tail:
         return f"did you mean --{near[0] if near else tails[tail[0]]}?"
-    return "python train.py --help lists them all"
+    return "python train.py --help-all lists them"
 
 
 def _as_typed(hint: str) -> str:

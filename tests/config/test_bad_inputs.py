@@ -23,8 +23,8 @@ CPU = torch.device("cpu")
 FLAGS = {
     "--train.stepz 3": "--train.stepz is not a flag. HINT: did you mean --train.steps?",
     "--steps 3": "--steps is not a flag. HINT: did you mean --train.steps?",
-    "--nothing.like.it 3": "--nothing.like.it is not a flag. HINT: python train.py --help lists them all",
-    "train.steps 3": "train.steps is not a flag. HINT: flags are --section.field value; python train.py --help lists them",
+    "--nothing.like.it 3": "--nothing.like.it is not a flag. HINT: python train.py --help-all lists them",
+    "train.steps 3": "train.steps is not a flag. HINT: flags are --section.field VALUE; python train.py --help lists them",
     "--train.steps": "--train.steps has no value. HINT: --train.steps VALUE",
     "--train.steps ten": "--train.steps ten is not a whole number. HINT: --train.steps 0",
     "--train.steps 2.5": "--train.steps 2.5 is not a whole number. HINT: --train.steps 0",
@@ -249,10 +249,3 @@ def test_dry_run_prints_what_follows_and_makes_nothing(tmp_path: Path) -> None:
     assert "parameters" in facts["model"]
     assert facts["bytes a rank"].endswith("GiB of parameters, gradients and optimizer")
     assert not (tmp_path / "r").exists()
-
-
-def test_help_needs_no_torch_and_ends_well() -> None:
-    done = train_py("--help")
-    assert done.returncode == 0
-    assert "torchrun --nproc_per_node=2 train.py" in done.stdout
-    assert "--mesh.reshard_after_forward TEXT" in done.stdout

@@ -11,7 +11,7 @@ import pytest
 
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
-from fsdp.config import FIELDS, Config, config_hash, flatten, help_text, load, to_toml
+from fsdp.config import FIELDS, Config, config_hash, flatten, load, to_toml
 
 OTHER = {"int": "7", "float": "0.5", "bool": "true", "str": "text"}
 
@@ -99,20 +99,6 @@ def test_every_field_survives_the_way_back_when_it_is_changed(tmp_path: Path) ->
         assert flatten(again)[name] != spec.default, name
         tried += 1
     assert tried > len(FIELDS) * 0.7
-
-
-def test_help_lists_every_field_with_what_it_is() -> None:
-    text = help_text("the doc")
-    assert text.startswith("the doc")
-    lines = text.splitlines()
-    for name, spec in FIELDS.items():
-        at = next(
-            i for i, line in enumerate(lines) if line.split()[:1] in ([f"--{name}"], [f"--{name}.NAME"])
-        )
-        assert spec.meta["help"] in lines[at + 1]
-        if not spec.is_args and spec.meta["unit"] and spec.default != "":
-            assert f"{spec.meta['unit']})" in lines[at + 1]
-    assert all(spec.meta["help"] for spec in FIELDS.values())
 
 
 def test_the_configuration_is_frozen() -> None:
