@@ -1,6 +1,7 @@
 """The fields as data: `section.field` → its type, default and help; and a Config in that flat form.
 
-Read by the parser, by --help (help.py) and by code that lists fields. Not here: the declarations (sections.py).
+Read by the parser, by --help (help.py) and by code that lists fields. Not here: their declarations
+(sections.py).
 """
 
 from __future__ import annotations

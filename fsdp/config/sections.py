@@ -229,7 +229,8 @@ class MeshSection:
     reshard_after_forward: str = knob(
         "true",
         "free gathered parameters after forward",
-        "true, false, step or a number. true frees all but those with which backward begins (ZeRO-3). false keeps them until backward "
+        "true, false, step or a number. true frees all but those with which backward begins (ZeRO-3). "
+        "false keeps them until backward "
         "(ZeRO-2): faster, more memory. step gathers once per optimizer step (like ZeRO-1). A number "
         "reshards to that many ranks.",
         common=True,
@@ -340,7 +341,8 @@ class CheckpointSection:
     resume: str = knob(
         "auto",
         "auto, never, or the PATH of a checkpoint",
-        "auto resumes from the newest valid checkpoint. never starts anew. PATH is the folder of a checkpoint to start from.",
+        "auto resumes from the newest valid checkpoint. never starts anew. PATH is the folder of a "
+        "checkpoint to start from.",
         common=True,
     )
     mode: Literal["async", "blocking"] = knob(
@@ -423,7 +425,8 @@ class SpeedSection:
     float8: Literal["off", "tensorwise", "rowwise"] = knob(
         "off",
         "float8 matrix products: off, tensorwise or rowwise",
-        "In the blocks' linear layers, by torchao, on compute capability 8.9, for rowwise 9.0. tensorwise also gathers weights "
+        "In the blocks' linear layers, by torchao, on compute capability 8.9, for rowwise 9.0. tensorwise "
+        "also gathers weights "
         "in float8.",
         common=True,
     )

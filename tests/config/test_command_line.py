@@ -1,4 +1,4 @@
-"""The parser of the tools: one-line errors with a hint, help from the docstring, flags of the run passed on."""
+"""The parser of the tools: one-line errors with a hint, help from the docstring, flags of the run."""
 
 from __future__ import annotations
 

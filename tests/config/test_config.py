@@ -40,8 +40,10 @@ def test_a_later_recipe_and_a_later_flag_win(tmp_path: Path) -> None:
     ("words", "value"),
     [
         (["--train.steps", "1e3"], 1000), (["--train.steps=1_000"], 1000), (["--train.steps", "12"], 12),
-        (["--train.clip-grad-norm", "2"], 2.0), (["--watch.deterministic"], True), (["--watch.deterministic", "off"], False),
-        (["--watch.deterministic", "--train.steps", "1"], True), (["--mesh.reshard_after_forward", "false"], "false"),
+        (["--train.clip-grad-norm", "2"], 2.0), (["--watch.deterministic"], True),
+        (["--watch.deterministic", "off"], False),
+        (["--watch.deterministic", "--train.steps", "1"], True),
+        (["--mesh.reshard_after_forward", "false"], "false"),
         (["--optim.warmup_steps", "-1"], -1), (["--run.dir", "a b/ü"], "a b/ü"),
     ],
 )  # fmt: skip
@@ -71,8 +73,8 @@ def test_free_arguments_are_typed_by_what_they_look_like(text: str, value: objec
 
 def test_config_toml_gives_the_same_configuration_back(tmp_path: Path) -> None:
     config = load(
-        ["--run.dir", 'quo"te\\back\x7f', "--model.args.width", "64", "--model.args.odd key", "[0.1, true]", "--optim.lr",
-         "1e-30", "--train.steps", "7", "--data.args.path", "ü\n", "--optim.eps", "1e-8"]
+        ["--run.dir", 'quo"te\\back\x7f', "--model.args.width", "64", "--model.args.odd key", "[0.1, true]",
+         "--optim.lr", "1e-30", "--train.steps", "7", "--data.args.path", "ü\n", "--optim.eps", "1e-8"]
     )  # fmt: skip
     path = tmp_path / "config.toml"
     path.write_text(to_toml(config), encoding="utf-8")
@@ -126,5 +128,5 @@ def test_the_hash_names_what_is_trained_and_not_where() -> None:
 
 def test_replace_checks_again() -> None:
     assert configuration.replace(Config(), train__steps=4).train.steps == 4
-    with pytest.raises(ConfigError, match="both say how long"):
+    with pytest.raises(ConfigError, match="both set the length"):
         configuration.replace(Config(), train__steps=4, train__epochs=2)
