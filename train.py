@@ -23,12 +23,11 @@ from fsdp.watch.last_process import Farewell
 
 
 def main(argv: list[str]) -> int:
-    flags = [word for word in argv if word not in ("--help", "-h", "--dry-run")]
-    if len(flags) < len(argv) and "--dry-run" not in argv:
-        print(configuration.help_text(__doc__ or ""))
-        return 0
     try:
-        config = configuration.load(flags)
+        if (text := configuration.help_asked(argv, __doc__ or "")) is not None:
+            print(text)
+            return 0
+        config = configuration.load([word for word in argv if word != "--dry-run"])
         if "--dry-run" in argv:
             return dry_run(config)
         if config.backend == "ray":

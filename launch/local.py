@@ -11,6 +11,7 @@ several nodes (slurm/, torchrun), and what a rank does.
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import os
 import signal
@@ -26,8 +27,9 @@ from typing import NoReturn
 
 from fsdp import config as configuration
 from fsdp.base import garbage
-from fsdp.base.errors import ConfigError, ShardrunError
+from fsdp.base.errors import ShardrunError
 from fsdp.config import Config
+from fsdp.config.command_line import RUN_FLAGS, CommandParser, whole_number
 from fsdp.dist.env import DistEnv, pick_device, process_group, slurm_start
 from fsdp.record.console import flush_output
 from fsdp.rundir import paths
@@ -44,39 +46,28 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(argv: Sequence[str]) -> int:
-    if not argv or argv[0] in ("--help", "-h"):
-        print(__doc__)
-        return 0
     try:
-        ranks, restarts, flags = _own_flags(argv)
+        options, flags = _parse(argv or ["--help"])
         config = configuration.load(flags)
         config = configuration.replace(config, run__dir=str(paths.choose(config)))
         # Frozen before the forks: a collection in one of them would copy every page that they share.
         with garbage.importing():
-            warm_up(config, ranks)
+            warm_up(config, options.ranks)
         with slurm_job.holding(paths.RunDir(Path(config.run.dir)), slurm_start()):
             pass  # refused here, nothing is written; rank 0 takes the lock itself
     except ShardrunError as error:
         print(f"launch.local: {error}", file=sys.stderr)
         return error.exit_code
-    return _RankProcesses(config, ranks).run(restarts)
+    return _RankProcesses(config, options.ranks).run(options.restarts)
 
 
-def _own_flags(argv: Sequence[str]) -> tuple[int, int, list[str]]:
-    own, rest = {"--ranks": 1, "--restarts": 3}, []
-    words = iter([word for word in argv if word != "--"])
-    for word in words:
-        name, eq, value = word.partition("=")
-        if name not in own:
-            rest.append(word)
-            continue
-        value = value if eq else next(words, "")
-        if not value.isdigit() or (name == "--ranks" and value == "0"):
-            raise ConfigError(
-                f"{name} {value or 'has no value'} is not a number of {name[2:]}.", f"{name} {own[name]}"
-            )
-        own[name] = int(value)
-    return own["--ranks"], own["--restarts"], rest
+def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = CommandParser("launch.local", __doc__, epilog=RUN_FLAGS)
+    parser.add_argument("--ranks", type=whole_number(1), default=1, help="ranks to start (default: 1)")
+    parser.add_argument(
+        "--restarts", type=whole_number(), default=3, help="restarts after a failure (default: 3)"
+    )
+    return parser.parse_with_run_flags(argv)
 
 
 def warm_up(config: Config, ranks: int) -> None:

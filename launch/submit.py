@@ -12,7 +12,6 @@ launch/submit_task.py's; its requeue is slurm/lib.sh's.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import os
@@ -32,6 +31,7 @@ from submitit.core.utils import FailedJobError
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError, LaunchError, ShardrunError
 from fsdp.config import Config
+from fsdp.config.command_line import CommandParser, whole_number
 from fsdp.rundir import paths as rundir
 from fsdp.rundir.paths import RunDir
 from launch import rendezvous
@@ -226,15 +226,11 @@ def _is_alive(job: submitit.Job[Any], cluster: str) -> bool:
     return bool(queue.stdout.strip())
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m launch.submit",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def _parser() -> CommandParser:
+    hint = "train.py's stand behind `--`: -- {} …"
+    parser = CommandParser("launch.submit", __doc__, unknown_hint=hint)
     for field in dataclasses.fields(Request):
-        kind = int if isinstance(field.default, int) else str
+        kind = whole_number() if isinstance(field.default, int) else str
         shown = f"{field.metadata['help']} (default: {field.default or 'left to the cluster'})"
         parser.add_argument(
             f"--{field.name.replace('_', '-')}", type=kind, default=field.default, metavar="VALUE", help=shown
@@ -255,16 +251,10 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     ours, flags = split(sys.argv[1:] if argv is None else argv)
-    known, unknown = _parser().parse_known_args(ours)
-    options = vars(known)
-    recipes, watch, dry_run = options.pop("array"), options.pop("follow"), options.pop("dry_run")
-    request = Request(**options)
     try:
-        if unknown:
-            raise ConfigError(
-                f"{unknown[0]} is not a flag of launch.submit.",
-                f"train.py's stand behind `--`: -- {unknown[0]} …",
-            )
+        options = vars(_parser().parse(ours))
+        recipes, watch, dry_run = options.pop("array"), options.pop("follow"), options.pop("dry_run")
+        request = Request(**options)
         check(request)
         batch = plan(flags, recipes)
         if dry_run:

@@ -33,6 +33,7 @@ from fsdp.checkpoint.manifest import Broken
 from fsdp.checkpoint.open_store import open_store
 from fsdp.checkpoint.store import Store
 from fsdp.config import CheckpointSection
+from fsdp.config.command_line import CommandParser, number, one_of, whole_number
 from fsdp.run.frozen_base import base_of
 from fsdp.run.job import prepare
 
@@ -49,10 +50,10 @@ def main(argv: Sequence[str]) -> int:
             store, options
         )
     except ShardrunError as error:
-        print(f"fsdp.checkpoint.__main__: {error}", file=sys.stderr)
+        print(f"fsdp.checkpoint: {error}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
-        print(f"fsdp.checkpoint.__main__: {error}", file=sys.stderr)
+        print(f"fsdp.checkpoint: {error}", file=sys.stderr)
         return CheckpointError.exit_code
     except Broken as broken:
         print(
@@ -63,20 +64,22 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m fsdp.checkpoint",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = CommandParser("fsdp.checkpoint", __doc__)
     parser.add_argument("words", nargs="+", metavar="RUN [list|verify|prune|export]")
-    parser.add_argument("--step", type=int, help="only this step's checkpoint")
+    parser.add_argument("--step", type=whole_number(), help="only this step's checkpoint")
     parser.add_argument("--quick", action="store_true", help="list: compare sizes only")
     parser.add_argument(
-        "--keep-last", type=int, help="prune: newest kept; else what the run's config.toml says"
+        "--keep-last", type=whole_number(), help="prune: newest kept; else what the run's config.toml says"
     )
-    parser.add_argument("--keep-every-steps", type=int, help="prune: also keep each n-th step's")
-    parser.add_argument("--format", choices=("torch", "safetensors", "both"), help="export: what to write")
-    parser.add_argument("--shard-gib", type=float, help="export: largest safetensors file")
+    parser.add_argument("--keep-every-steps", type=whole_number(), help="prune: also keep each n-th step's")
+    parser.add_argument(
+        "--format",
+        type=one_of("torch", "safetensors", "both"),
+        help="export: torch, safetensors or both; default: the run's config.toml",
+    )
+    parser.add_argument(
+        "--shard-gib", type=number(0), help="export: maximum size of a safetensors file, in GiB"
+    )
     parser.add_argument("--out", help="export: folder; RUN/full_model if not given")
     parser.add_argument(
         "--trust-code",
@@ -85,7 +88,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="NAME",
         help=f"export of adapters: {config.TRUST_HELP}",
     )
-    options = parser.parse_intermixed_args(list(argv))
+    options = parser.parse(argv)
     commands = [word for word in options.words if word in COMMANDS]
     runs = [word for word in options.words if word not in COMMANDS]
     if len(runs) != 1 or len(commands) > 1:

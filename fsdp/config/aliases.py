@@ -1,8 +1,7 @@
-"""What people type who come from another trainer: their name → our flags, consulted before any spelling
-distance.
+"""Names of other trainers' flags → flags of this one, for the hint on an unknown flag.
 
-A table and its look-up. docs/migrate.md prints the same table; tests/config/test_aliases.py holds the two
-together.
+The table is searched before similar spellings. docs/migrate.md prints the same table;
+tests/config/test_aliases.py compares the two.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 VALUE = "{}"
-"""Stands for what was typed behind the flag."""
+"""Stands for the typed value."""
 
 
 @dataclass(frozen=True)
 class Alias:
-    """`flags` with {} for the typed value; `values` gives other flags for some of the values."""
+    """`flags`, with {} for the typed value, replace `names`; `values` holds exceptions for certain values."""
 
     names: str
     flags: str
@@ -28,31 +27,54 @@ class Alias:
 
 
 _PRECISION = {
-    "true": "--precision.param bf16", "bf16": "--precision.param bf16", "bfloat16": "--precision.param bf16",
-    "bf16-mixed": "--precision.param bf16", "bf16-true": "--precision.param bf16", "16-mixed": "--precision.param fp16",
-    "fp16": "--precision.param fp16", "float16": "--precision.param fp16", "no": "--precision.param fp32",
-    "fp32": "--precision.param fp32", "float32": "--precision.param fp32", "32": "--precision.param fp32",
-    "32-true": "--precision.param fp32", "fp8": "--speed.float8 tensorwise", "false": "--precision.param fp32",
-}  # fmt: skip
+    "true": "--precision.param bf16",
+    "bf16": "--precision.param bf16",
+    "bfloat16": "--precision.param bf16",
+    "bf16-mixed": "--precision.param bf16",
+    "bf16-true": "--precision.param bf16",
+    "16-mixed": "--precision.param fp16",
+    "fp16": "--precision.param fp16",
+    "float16": "--precision.param fp16",
+    "no": "--precision.param fp32",
+    "fp32": "--precision.param fp32",
+    "float32": "--precision.param fp32",
+    "32": "--precision.param fp32",
+    "32-true": "--precision.param fp32",
+    "fp8": "--speed.float8 tensorwise",
+    "false": "--precision.param fp32",
+}
 SHARDING = {
-    "full_shard": "--mesh.strategy fsdp", "1": "--mesh.strategy fsdp", "zero3": "--mesh.strategy fsdp",
-    "shard_grad_op": "--mesh.strategy fsdp --mesh.reshard_after_forward false", "2": "--mesh.strategy fsdp "
-    "--mesh.reshard_after_forward false", "zero2": "--mesh.strategy fsdp --mesh.reshard_after_forward false",
-    "zero1": "--mesh.strategy fsdp --mesh.reshard_after_forward step", "no_shard": "--mesh.strategy ddp",
-    "3": "--mesh.strategy ddp", "zero0": "--mesh.strategy ddp", "hybrid_shard": "--mesh.strategy hsdp",
-    "4": "--mesh.strategy hsdp", "_hybrid_shard_zero2": "--mesh.strategy hsdp --mesh.reshard_after_forward false",
-    "hybrid_shard_zero2": "--mesh.strategy hsdp --mesh.reshard_after_forward false", "fsdp2": "--mesh.strategy fsdp",
-    "5": "--mesh.strategy hsdp --mesh.reshard_after_forward false", "deepspeed": "--mesh.strategy fsdp",
-}  # fmt: skip
+    "full_shard": "--mesh.strategy fsdp",
+    "1": "--mesh.strategy fsdp",
+    "zero3": "--mesh.strategy fsdp",
+    "shard_grad_op": "--mesh.strategy fsdp --mesh.reshard_after_forward false",
+    "2": "--mesh.strategy fsdp --mesh.reshard_after_forward false",
+    "zero2": "--mesh.strategy fsdp --mesh.reshard_after_forward false",
+    "zero1": "--mesh.strategy fsdp --mesh.reshard_after_forward step",
+    "no_shard": "--mesh.strategy ddp",
+    "3": "--mesh.strategy ddp",
+    "zero0": "--mesh.strategy ddp",
+    "hybrid_shard": "--mesh.strategy hsdp",
+    "4": "--mesh.strategy hsdp",
+    "_hybrid_shard_zero2": "--mesh.strategy hsdp --mesh.reshard_after_forward false",
+    "hybrid_shard_zero2": "--mesh.strategy hsdp --mesh.reshard_after_forward false",
+    "fsdp2": "--mesh.strategy fsdp",
+    "5": "--mesh.strategy hsdp --mesh.reshard_after_forward false",
+    "deepspeed": "--mesh.strategy fsdp",
+}
 """FSDP1's ShardingStrategy by name and number, and the names of ZeRO's stages."""
 _STAGE = {
-    "0": "--mesh.strategy ddp", "1": "--mesh.strategy fsdp --mesh.reshard_after_forward step",
-    "2": "--mesh.strategy fsdp --mesh.reshard_after_forward false", "3": "--mesh.strategy fsdp",
-}  # fmt: skip
+    "0": "--mesh.strategy ddp",
+    "1": "--mesh.strategy fsdp --mesh.reshard_after_forward step",
+    "2": "--mesh.strategy fsdp --mesh.reshard_after_forward false",
+    "3": "--mesh.strategy fsdp",
+}
 _RESHARD = {name: flags for name, flags in SHARDING.items() if not name.isdigit()} | {
-    "true": "--mesh.reshard_after_forward true", "always": "--mesh.reshard_after_forward true",
-    "false": "--mesh.reshard_after_forward false", "never": "--mesh.reshard_after_forward false",
-}  # fmt: skip
+    "true": "--mesh.reshard_after_forward true",
+    "always": "--mesh.reshard_after_forward true",
+    "false": "--mesh.reshard_after_forward false",
+    "never": "--mesh.reshard_after_forward false",
+}
 _FULL = {"false": "--memory.activation_checkpointing none", "none": "--memory.activation_checkpointing none"}
 _FULL |= {"selective": "--memory.activation_checkpointing ops"}
 _WANDB = {"wandb": "--run.wandb true", "none": "--run.wandb false", "false": "--run.wandb false"}
@@ -73,13 +95,23 @@ ALIASES = (
     Alias("per_device_eval_batch_size eval_batch_size val_batch_size", "--train.eval_batch {}"),
     Alias("num_epochs num_train_epochs max_epochs", "--train.epochs {}"),
     Alias("max_steps num_steps train_steps max_train_steps max_iters training_steps", "--train.steps {}"),
-    Alias("max_grad_norm gradient_clip_val clip_grad gradient_clipping max_norm", "--train.clip_grad_norm {}"),
-    Alias("eval_steps eval_interval val_check_interval eval_every validation_freq", "--train.eval_every_steps {}"),
+    Alias(
+        "max_grad_norm gradient_clip_val clip_grad gradient_clipping max_norm", "--train.clip_grad_norm {}"
+    ),
+    Alias(
+        "eval_steps eval_interval val_check_interval eval_every validation_freq",
+        "--train.eval_every_steps {}",
+    ),
     # sharding
     Alias(
         "sharding_strategy fsdp_sharding_strategy fsdp strategy dp_strategy distributed_type",
         "--mesh.strategy {}",
-        {**SHARDING, "true": "--mesh.strategy fsdp", "hsdp": "--mesh.strategy hsdp", "ddp": "--mesh.strategy ddp"},
+        {
+            **SHARDING,
+            "true": "--mesh.strategy fsdp",
+            "hsdp": "--mesh.strategy hsdp",
+            "ddp": "--mesh.strategy ddp",
+        },
     ),
     Alias("zero_stage stage zero zero_optimization", "--mesh.strategy fsdp", _STAGE),
     Alias("reshard_after_forward fsdp_reshard_after_forward", "--mesh.reshard_after_forward {}", _RESHARD),
@@ -94,30 +126,47 @@ ALIASES = (
     Alias("backward_prefetch fsdp_backward_prefetch", "--speed.prefetch_backward 1"),
     Alias("forward_prefetch fsdp_forward_prefetch", "--speed.prefetch_forward 1"),
     Alias(
-        "use_orig_params fsdp_use_orig_params sync_module_states fsdp_sync_module_states limit_all_gathers fsdp_version",
+        "use_orig_params fsdp_use_orig_params sync_module_states fsdp_sync_module_states limit_all_gathers "
+        "fsdp_version",
         "leave it out: FSDP2 always does so",
     ),
     # memory and precision
-    Alias("mixed_precision precision dtype torch_dtype bf16 amp param_dtype mixed_precision_param", "--precision.param {}",
-          _PRECISION),
+    Alias(
+        "mixed_precision precision dtype torch_dtype bf16 amp param_dtype mixed_precision_param",
+        "--precision.param {}",
+        _PRECISION,
+    ),
     Alias("fp16", "--precision.param fp16", {"false": "--precision.param fp32"}),
-    Alias("reduce_dtype mixed_precision_reduce", "--precision.reduce {}",
-          {name: flags.replace(".param", ".reduce") for name, flags in _PRECISION.items()}),
+    Alias(
+        "reduce_dtype mixed_precision_reduce",
+        "--precision.reduce {}",
+        {name: flags.replace(".param", ".reduce") for name, flags in _PRECISION.items()},
+    ),
     Alias("tf32", "--run.matmul_precision high", {"false": "--run.matmul_precision highest"}),
     Alias(
         "activation_checkpointing gradient_checkpointing fsdp_activation_checkpointing activation_checkpoint",
         "--memory.activation_checkpointing full",
         _FULL,
     ),
-    Alias("cpu_offload offload_params fsdp_offload_params offload offload_optimizer", "--memory.cpu_offload true",
-          {"false": "--memory.cpu_offload false", "none": "--memory.cpu_offload false"}),
+    Alias(
+        "cpu_offload offload_params fsdp_offload_params offload offload_optimizer",
+        "--memory.cpu_offload true",
+        {"false": "--memory.cpu_offload false", "none": "--memory.cpu_offload false"},
+    ),
     Alias("torch_compile", "--speed.compile true", {"false": "--speed.compile false"}),
     Alias("fp8 enable_fp8_linear", "--speed.float8 tensorwise"),
     # optimizer
     Alias("learning_rate", "--optim.lr {}"),
-    Alias("optimizer optim optimizer_name", "--optim.name {}", {"adamw_torch": "--optim.name adamw",
-          "adamw_torch_fused": "--optim.name adamw --optim.fused true", "adamw_8bit": "--optim.name adamw --optim.state 8bit",
-          "adamw_bnb_8bit": "--optim.name adamw --optim.state 8bit"}),
+    Alias(
+        "optimizer optim optimizer_name",
+        "--optim.name {}",
+        {
+            "adamw_torch": "--optim.name adamw",
+            "adamw_torch_fused": "--optim.name adamw --optim.fused true",
+            "adamw_8bit": "--optim.name adamw --optim.state 8bit",
+            "adamw_bnb_8bit": "--optim.name adamw --optim.state 8bit",
+        },
+    ),
     Alias("wd", "--optim.weight_decay {}"),
     Alias("adam_beta1", "--optim.beta1 {}"),
     Alias("adam_beta2", "--optim.beta2 {}"),
@@ -150,19 +199,27 @@ ALIASES = (
     ),
     Alias("save_total_limit total_limit keep_latest_k max_to_keep", "--checkpoint.keep_last {}"),
     Alias("save_top_k", "--checkpoint.keep_best {}"),
-    Alias("resume resume_from_checkpoint ckpt_path load_checkpoint resume_from", "--checkpoint.resume {}",
-          {"true": "--checkpoint.resume auto", "false": "--checkpoint.resume never", "last": "--checkpoint.resume auto"}),
+    Alias(
+        "resume resume_from_checkpoint ckpt_path load_checkpoint resume_from",
+        "--checkpoint.resume {}",
+        {
+            "true": "--checkpoint.resume auto",
+            "false": "--checkpoint.resume never",
+            "last": "--checkpoint.resume auto",
+        },
+    ),
     Alias("local_rank rank world_size node_rank master_addr master_port", _COUNT),
-    Alias("nproc_per_node nnodes num_processes num_machines num_nodes devices gpus n_gpus accelerator", _COUNT),
+    Alias(
+        "nproc_per_node nnodes num_processes num_machines num_nodes devices gpus n_gpus accelerator", _COUNT
+    ),
     Alias("num_gpus gpus_per_node", _COUNT),
-)  # fmt: skip
+)
 
 _BY_NAME = {name: alias for alias in ALIASES for name in alias.names.split()}
 
 
 def hint_for(name: str, value: str) -> str | None:
-    """Our flags for a flag of another trainer, with or without its section; None if the table has no such
-    name.
-    """
+    """Returns our flags for another trainer's flag, with or without its section; None if it is unknown."""
+
     alias = _BY_NAME.get(name.rpartition(".")[2].lower())
     return alias.hint(value) if alias is not None else None

@@ -1,9 +1,7 @@
-"""What two fields may not say together, refused before anything starts: length, mesh, precision, checkpoints,
-watch, Ray.
+"""Checks for fields that conflict, before anything starts: length, mesh, precision, checkpoints, watch, Ray.
 
-Here live `check`, which names them all, and those of how a job runs. Those of what saves memory or time are
-checks_memory.py's; what depends on the number of ranks, fsdp/dist/mesh.py's; on the device,
-fsdp/parallel/device_check.py's.
+`check` runs them all. Checks of fields that save memory or time: checks_memory.py. Not here: checks that need
+the number of ranks (fsdp/dist/mesh.py) or the device (fsdp/parallel/device_check.py).
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from fsdp.config.values import profile_steps, reshard_policy, worker_range
 
 
 def check(config: Config) -> None:
-    """Every contradiction between two fields that can be seen without knowing the number of ranks."""
+    """Raises ConfigError for the first conflict between two fields. Needs no number of ranks."""
     for one in (_check_profile, _check_train, _check_mesh, _check_precision, _check_checkpoint, _check_ray):
         one(config)
     for one in (check_memory, _check_watch, check_lora, check_comm, check_float8, check_states, check_ahead):
@@ -35,17 +33,18 @@ def _check_train(config: Config) -> None:
     train = config.train
     if train.steps and train.epochs:
         raise ConfigError(
-            f"--train.steps {train.steps} and --train.epochs {train.epochs} both say how long.",
+            f"--train.steps {train.steps} and --train.epochs {train.epochs} both set the length of the run.",
             "give one of the two",
         )
     if train.micro_batch > train.global_batch:
         raise ConfigError(
-            f"--train.micro_batch {train.micro_batch} is more than --train.global_batch {train.global_batch}.",
+            f"--train.micro_batch {train.micro_batch} is more than "
+            f"--train.global_batch {train.global_batch}.",
             f"--train.micro_batch {train.global_batch}",
         )
     if train.steps and train.stop_after > train.steps:
         raise ConfigError(
-            f"--train.stop_after {train.stop_after} lies behind --train.steps {train.steps}.",
+            f"--train.stop_after {train.stop_after} is after the last step, --train.steps {train.steps}.",
             f"--train.stop_after {train.steps}",
         )
     if train.steps and config.optim.warmup_steps > train.steps:
@@ -69,7 +68,8 @@ def _check_mesh(config: Config) -> None:
         )
     if mesh.strategy == "ddp" and mesh.reshard_after_forward != "true":
         raise ConfigError(
-            f"--mesh.reshard_after_forward {policy} says nothing under --mesh.strategy ddp: nothing is sharded.",
+            f"--mesh.reshard_after_forward {policy} has no effect under --mesh.strategy ddp: "
+            "nothing is sharded.",
             "leave it out, or --mesh.strategy fsdp",
         )
     kind, _, what = mesh.wrap.partition(":")
@@ -87,40 +87,44 @@ def _check_precision(config: Config) -> None:
     precision = config.precision
     if precision.param == "fp64" and precision.master != "fp64":
         raise ConfigError(
-            f"--precision.param fp64 computes finer than --precision.master {precision.master} keeps.",
+            f"--precision.param fp64 is finer than the stored --precision.master {precision.master}.",
             "--precision.master fp64",
         )
     if config.mesh.strategy == "ddp" and precision.reduce not in ("auto", precision.master):
         raise ConfigError(
-            f"--precision.reduce {precision.reduce} under --mesh.strategy ddp: its gradients are reduced as they are kept.",
+            f"--precision.reduce {precision.reduce}: --mesh.strategy ddp reduces gradients "
+            "in the master dtype.",
             f"--precision.reduce {precision.master}",
         )
     if config.mesh.strategy == "ddp" and precision.output != "auto":
         raise ConfigError(
-            f"--precision.output {precision.output} says nothing under --mesh.strategy ddp: outputs stay as computed.",
+            f"--precision.output {precision.output} has no effect under --mesh.strategy ddp: "
+            "outputs are not cast.",
             "--precision.output auto",
         )
 
 
 def _check_watch(config: Config) -> None:
-    """A run that repeats to the bit has the same ranks each time: sums over others round elsewhere."""
+    """A run that repeats bit for bit needs one number of ranks: sums over another are rounded differently."""
     low, high = worker_range(config.ray.num_workers)
     if config.watch.deterministic and config.backend == "ray" and low != high:
         raise ConfigError(
-            f"--watch.deterministic cannot repeat on a changing number of ranks, --ray.num_workers {config.ray.num_workers}.",
+            "--watch.deterministic needs a fixed number of ranks, "
+            f"but --ray.num_workers is {config.ray.num_workers}.",
             f"--ray.num_workers {high}",
         )
     if config.watch.divergence and config.mesh.strategy == "fsdp":
         raise ConfigError(
-            f"--watch.divergence {config.watch.divergence}: --mesh.strategy fsdp has one replica, and nothing to compare.",
+            f"--watch.divergence {config.watch.divergence} compares replicas, "
+            "but --mesh.strategy fsdp has only one.",
             "--watch.divergence 0, or --mesh.strategy hsdp",
         )
     hang = config.watch.hang_s
     if -1 < hang < 0:
-        raise ConfigError(f"--watch.hang_s {hang:g} is neither -1 nor a time.", "--watch.hang_s -1")
+        raise ConfigError(f"--watch.hang_s {hang:g} is neither -1, 0 nor a time.", "--watch.hang_s -1")
     if hang > 0 and not config.watch.enabled:
         raise ConfigError(
-            f"--watch.hang_s {hang:g} says nothing under --watch.enabled false: nobody looks.",
+            f"--watch.hang_s {hang:g} has no effect under --watch.enabled false.",
             "--watch.enabled true",
         )
 
@@ -133,7 +137,8 @@ def _check_checkpoint(config: Config) -> None:
         )
     if checkpoint.keep_best and not config.train.eval_every_steps and "eval" in checkpoint.keep_best_metric:
         raise ConfigError(
-            f"--checkpoint.keep_best {checkpoint.keep_best} by {checkpoint.keep_best_metric} needs evaluations on the way.",
+            f"--checkpoint.keep_best {checkpoint.keep_best} by {checkpoint.keep_best_metric} "
+            "needs evaluations during the run.",
             f"--train.eval_every_steps {checkpoint.every_steps or 100}",
         )
     if (
@@ -158,7 +163,8 @@ def _check_ray(config: Config) -> None:
         size = config.mesh.replicate * config.mesh.shard
         if not low <= size <= high:
             raise ConfigError(
-                f"--mesh.replicate {config.mesh.replicate} × --mesh.shard {config.mesh.shard} = {size} ranks, "
+                f"--mesh.replicate {config.mesh.replicate} × --mesh.shard {config.mesh.shard} = "
+                f"{size} ranks, "
                 f"but --ray.num_workers is {config.ray.num_workers}.",
                 f"--ray.num_workers {size}",
             )
@@ -175,11 +181,11 @@ def _check_profile(config: Config) -> None:
     if profile.memory or profile.trace:
         if steps and first > steps:
             raise ConfigError(
-                f"--profile.steps {profile.steps} begins after the last step, {steps}.",
+                f"--profile.steps {profile.steps} starts after the last step, {steps}.",
                 f"--profile.steps {max(1, steps - 1)}",
             )
     elif profile.steps != ProfileSection().steps:
         raise ConfigError(
-            f"--profile.steps {profile.steps} says nothing alone.",
+            f"--profile.steps {profile.steps} has no effect alone.",
             "--profile.memory true, or --profile.trace true",
         )

@@ -1,7 +1,6 @@
-"""Refusals among the knobs that save memory or time: what is kept, offloaded, rounded, adapted, hooked, read
-ahead.
+"""Checks for fields that save memory or time: activations, offload, float8, LoRA, hooks, prefetch.
 
-Here live those checks alone; fsdp/config/checks.py calls them in their order.
+Called by fsdp/config/checks.py, in its order.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def _check_activations(config: Config) -> None:
     if memory.activation_budget < 1 and memory.activation_checkpointing != "none":
         raise ConfigError(
             f"--memory.activation_budget {memory.activation_budget:g} and --memory.activation_checkpointing "
-            f"{memory.activation_checkpointing} both say what is kept.",
+            f"{memory.activation_checkpointing} both select what is kept.",
             "--memory.activation_checkpointing none",
         )
     for flag, value, wrong in (
@@ -36,14 +35,14 @@ def _check_activations(config: Config) -> None:
     ):
         if memory.activation_offload and wrong:
             raise ConfigError(
-                f"--memory.activation_offload true and --{flag} {value} do not go together: what the latter keeps, torch "
-                "shows to no hook.",
+                f"--memory.activation_offload true and --{flag} {value} do not go together: "
+                "torch passes what the latter keeps to no hook.",
                 "--memory.activation_checkpointing full",
             )
     if memory.activation_checkpointing_every > 1 and memory.activation_checkpointing == "none":
         raise ConfigError(
-            f"--memory.activation_checkpointing_every {memory.activation_checkpointing_every} says nothing where nothing "
-            "is recomputed.",
+            f"--memory.activation_checkpointing_every {memory.activation_checkpointing_every} "
+            "has no effect under --memory.activation_checkpointing none.",
             "--memory.activation_checkpointing full",
         )
 
@@ -52,11 +51,11 @@ def _check_nvme(config: Config) -> None:
     memory = config.memory
     if memory.nvme == "off" and memory.nvme_dir:
         raise ConfigError(
-            f"--memory.nvme_dir {memory.nvme_dir} alone says nothing.", "--memory.nvme optimizer"
+            f"--memory.nvme_dir {memory.nvme_dir} has no effect alone.", "--memory.nvme optimizer"
         )
     if memory.nvme != "off" and not memory.nvme_dir:
         raise ConfigError(
-            f"--memory.nvme {memory.nvme} has no folder to put files in.", "--memory.nvme_dir /tmp/nvme"
+            f"--memory.nvme {memory.nvme} needs a folder for its files.", "--memory.nvme_dir /tmp/nvme"
         )
     if memory.nvme == "all" and config.mesh.strategy == "ddp":
         raise ConfigError(
@@ -71,7 +70,8 @@ def _check_nvme(config: Config) -> None:
 def check_comm(config: Config) -> None:
     if config.optim.name == "sgd" and config.optim.fused == "true" and config.mesh.strategy != "ddp":
         raise ConfigError(
-            f"--optim.fused true: torch fuses no SGD of sharded parameters, which --mesh.strategy {config.mesh.strategy} has.",
+            "--optim.fused true: torch has no fused SGD for sharded parameters "
+            f"(--mesh.strategy {config.mesh.strategy}).",
             "--optim.fused auto",
         )
     if config.mesh.strategy != "ddp":
@@ -79,7 +79,7 @@ def check_comm(config: Config) -> None:
     for name in ("all_reduce_hook", "all_gather", "reduce_scatter", "divide_by"):
         if value := getattr(config.comm, name):
             raise ConfigError(
-                f"--comm.{name} {value} is FSDP's, and --mesh.strategy ddp is not.", "--mesh.strategy fsdp"
+                f"--comm.{name} {value} applies to FSDP, not to --mesh.strategy ddp.", "--mesh.strategy fsdp"
             )
     if config.mesh.accumulate == "shard":
         raise ConfigError(
@@ -92,7 +92,7 @@ def check_float8(config: Config) -> None:
     speed, precision, reshard = config.speed, config.precision, config.mesh.reshard_after_forward
     if speed.float8 == "off":
         if speed.float8_emulate:
-            raise ConfigError("--speed.float8_emulate true says nothing alone.", "--speed.float8 tensorwise")
+            raise ConfigError("--speed.float8_emulate true has no effect alone.", "--speed.float8 tensorwise")
         return
     others = (
         ("lora.rank", config.lora.rank, bool(config.lora.rank)),
@@ -100,7 +100,7 @@ def check_float8(config: Config) -> None:
         ("memory.nvme", "all", config.memory.nvme == "all"),
         ("precision.master", "fp64", precision.master == "fp64"),
         ("precision.param", "fp16", precision.param == "fp16"),
-        # torch gathers a wrapped weight again from all its shards alone
+        # torch gathers a float8 weight again only from all of its shards
         (
             "mesh.reshard_after_forward",
             reshard,
@@ -111,16 +111,16 @@ def check_float8(config: Config) -> None:
 
 
 def check_ahead(config: Config) -> None:
-    """What looks ahead needs something to look ahead with."""
+    """Prefetching needs gathers, or reader threads."""
     for way in ("prefetch_forward", "prefetch_backward"):
         if config.mesh.strategy == "ddp" and (count := getattr(config.speed, way)) > 1:
             raise ConfigError(
-                f"--speed.{way} {count} gathers ahead, and --mesh.strategy ddp gathers nothing.",
+                f"--speed.{way} {count} gathers ahead, but --mesh.strategy ddp gathers nothing.",
                 f"--speed.{way} 1",
             )
     if not config.data.workers and config.data.prefetch != DataSection().prefetch:
         raise ConfigError(
-            f"--data.prefetch {config.data.prefetch} is read by threads, and --data.workers is 0.",
+            f"--data.prefetch {config.data.prefetch} is read by threads, but --data.workers is 0.",
             "--data.workers 1",
         )
 
@@ -147,17 +147,18 @@ def check_lora(config: Config) -> None:
             if getattr(lora, f.name) != getattr(LoraSection(), f.name)
         )
         raise ConfigError(
-            f"--lora.{field} {getattr(lora, field)} says nothing without adapters.", "--lora.rank 8"
+            f"--lora.{field} {getattr(lora, field)} has no effect without adapters.", "--lora.rank 8"
         )
     if lora.rank and model.frozen:
         raise ConfigError(
-            f"--model.frozen {model.frozen} says nothing beside --lora.rank {lora.rank}: adapters freeze the whole model.",
+            f"--model.frozen {model.frozen} has no effect beside --lora.rank {lora.rank}: "
+            "LoRA freezes the whole model.",
             "give one of the two",
         )
 
 
 def _refuse_beside(flag: str, others: Iterable[tuple[str, object, bool]], hint: str) -> None:
-    """Of `others`, (flag, value, whether it is in the way), the first that is."""
+    """Raises ConfigError for the first of `others`, (flag, value, whether it conflicts), that conflicts."""
     for other, value, wrong in others:
         if wrong:
             raise ConfigError(f"--{flag} and --{other} {value} do not go together.", hint)

@@ -1,6 +1,6 @@
 """The fields as data: `section.field` → its type, default and help; and a Config in that flat form.
 
-Here live what the parser, --help and whoever lists knobs know of a field. Not here: the declarations
+Read by the parser, by --help (help.py) and by code that lists fields. Not here: their declarations
 (sections.py).
 """
 
@@ -11,14 +11,14 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from fsdp.config.sections import Args, Config
 
 
 @dataclass(frozen=True)
 class FieldSpec:
-    """One `--section.field`: what the parser and --help know of it."""
+    """One `--section.field`: its type, its default, and the metadata that `knob` gave it."""
 
     name: str
     type: Any
@@ -53,29 +53,3 @@ def flatten(config: Config) -> dict[str, Any]:
             value = getattr(value, part)
         flat[name] = value
     return flat
-
-
-def help_text(doc: str) -> str:
-    """--help: every field with its type, default, unit and help."""
-    lines = [
-        doc.strip(),
-        "",
-        "flags (a recipe's [section] field is --section.field):",
-        "  --config FILE",
-        "      a recipe; flags go over it",
-    ]
-    for spec in FIELDS.values():
-        unit = f" {spec.meta['unit']}" if spec.meta["unit"] else ""
-        shown = str(spec.default).lower() if isinstance(spec.default, bool) else spec.default
-        default = (
-            "" if spec.is_args else f" (default: {shown!s}{unit})" if shown != "" else " (default: empty)"
-        )
-        suffix = ".NAME VALUE" if spec.is_args else f" {_type_name(spec)}"
-        lines += [f"  --{spec.name}{suffix}", f"      {spec.meta['help']}{default}"]
-    return "\n".join(lines)
-
-
-def _type_name(spec: FieldSpec) -> str:
-    if typing.get_origin(spec.type) is Literal:
-        return "|".join(typing.get_args(spec.type))
-    return {int: "INT", float: "FLOAT", bool: "true|false", str: "TEXT"}[spec.type]

@@ -1,7 +1,7 @@
 """From a command line to a Config: the recipe first, flags over it, then the checks.
 
-Here live the order, the grammar of flags, and the build of the tree. Not here: the parse of one value
-(values.py), the checks themselves (checks.py).
+Contains the order, the grammar of flags, and the build of the tree. Not here: parsing one value (values.py),
+the checks themselves (checks.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fsdp.config.values import parse_free_value, parse_value
 
 
 def load(argv: Sequence[str], overrides: Mapping[str, Any] | None = None) -> Config:
-    """Defaults, then the recipe that --config names, then the flags in their order, then overrides; checked."""
+    """Applies defaults, recipes (--config), flags in their order, then overrides, and checks the result."""
     values: dict[str, Any] = {}
     flags = list(pair_flags(argv))
     for path in [value for name, value in flags if name == "config"]:
@@ -37,7 +37,7 @@ def load(argv: Sequence[str], overrides: Mapping[str, Any] | None = None) -> Con
 
 
 def replace(config: Config, **changes: Any) -> Config:
-    """A copy with `section__field=value` changed; checked again."""
+    """Returns a copy with `section__field=value` changed, and checks it."""
     flat = {**flatten(config), **{name.replace("__", "."): value for name, value in changes.items()}}
     new: Config = _build(Config, flat)
     check(new)
@@ -45,26 +45,25 @@ def replace(config: Config, **changes: Any) -> Config:
 
 
 def read_recipe(path: str) -> dict[str, Any]:
-    """A TOML file as flat `section.field` values; not yet typed. Of a run's own config, without a launcher's
-    settings.
+    """Reads a TOML file as flat `section.field` values, not yet typed.
+
+    A launcher's settings are left out if the file is a run directory's config.toml.
     """
     try:
         tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
-            f"--config {path} cannot be read ({error.strerror}).", "ls recipes/ shows those that ship"
+            f"--config {path} cannot be read ({error.strerror}).", "ls recipes/ lists the recipes that ship"
         ) from None
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # no TOML, no UTF-8, a number of too many digits, tables nested too deeply
+    except (ValueError, RecursionError) as error:
+        # invalid TOML or UTF-8, a number of too many digits, tables nested too deeply
         raise ConfigError(
             f"--config {path} is not TOML: {error}.", "compare it with recipes/digits.toml"
         ) from None
     values = dict(_flatten(tree))
     if not _is_of_a_run(Path(path)):
         return values
-    # a run directory written before they were left out has them
+    # written by older versions
     return {name: value for name, value in values.items() if name.partition(".")[0] not in LAUNCHERS_OWN}
 
 
@@ -82,13 +81,13 @@ def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def pair_flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """`--name value` and `--name=value`; a flag of a bool field may stand alone."""
+    """Yields (name, value) of `--name value` and `--name=value`; a bool field's flag needs no value."""
     rest = list(argv)
     while rest:
         word = rest.pop(0)
         if not word.startswith("--") or word == "--":
             raise ConfigError(
-                f"{word} is not a flag.", "flags are --section.field value; python train.py --help lists them"
+                f"{word} is not a flag.", "flags are --section.field VALUE; python train.py --help lists them"
             )
         name, equals, value = word[2:].partition("=")
         name = name.replace("-", "_")
@@ -128,11 +127,11 @@ def _unknown_hint(name: str, value: Any = "") -> str:
     tail = difflib.get_close_matches(name.rpartition(".")[2], tails, n=1, cutoff=0.75)
     if near or tail:
         return f"did you mean --{near[0] if near else tails[tail[0]]}?"
-    return "python train.py --help lists them all"
+    return "python train.py --help-all lists them"
 
 
 def _as_typed(hint: str) -> str:
-    """The flags of a hint with a value that each takes: the default where the value typed is none of ours."""
+    """Returns the flags of a hint with valid values: the default replaces a typed value that is invalid."""
     if not hint.startswith("--"):
         return hint
     words = hint.split(" ")

@@ -1,9 +1,7 @@
-"""The tree of sections: every knob of a run with its type, default, help, unit and range, as frozen
-dataclasses.
+"""The configuration tree: every field with its type, default, help, unit and range, as frozen dataclasses.
 
-Here live the declarations, and `knob`, in which a field is said once. Not here: how a value is read
-(values.py, reading.py), what two fields may not say together (checks.py, checks_memory.py), what a field
-does.
+The only place where a field is declared, and where it is marked as common. Not here: how a value is read
+(values.py, reading.py), which fields conflict (checks.py, checks_memory.py), what a field does.
 """
 
 from __future__ import annotations
@@ -14,19 +12,28 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Args = Mapping[str, Any]
-"""Free keyword arguments (`--model.args.width 512`), checked by whoever takes them."""
+"""Free keyword arguments (`--model.args.width 512`), checked by the code that receives them."""
 
 
 def knob(
     default: Any,
     help: str,
+    detail: str = "",
+    *,
     unit: str = "",
     low: float | None = None,
     high: float | None = None,
     above: float | None = None,
+    common: bool = False,
 ) -> Any:
-    """A field with its help, unit and range: what --help shows and what the parser enforces."""
-    metadata = {"help": help, "unit": unit, "low": low, "high": high, "above": above}
+    """A field with its help, unit and range.
+
+    --help prints the `help` of common fields; --help-all prints `help` and `detail` of every field.
+    """
+    metadata = {
+        "help": help, "detail": detail, "unit": unit, "low": low, "high": high, "above": above,
+        "common": common,
+    }  # fmt: skip
     if isinstance(default, dict):
         return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -34,75 +41,139 @@ def knob(
 
 @dataclass(frozen=True, kw_only=True)
 class RunSection:
+    """the run directory, the device, logging"""
+
     dir: str = knob(
-        "", "run directory; empty makes a new one under runs/. The same directory again resumes it"
+        "",
+        "run directory; the same directory resumes the run",
+        "Empty creates a new directory under runs/.",
+        common=True,
     )
-    seed: int = knob(0, "seed of weights, data order and dropout", low=0)
+    seed: int = knob(0, "seed of weights, data order and dropout", low=0, common=True)
     process_group_timeout_s: float = knob(
-        600.0, "a collective that waits longer than this fails", "s", above=0
+        600.0,
+        "time after which a waiting collective fails",
+        "Raise it where a rank legitimately waits longer, as for a very large checkpoint.",
+        unit="s",
+        above=0,
     )
     device: Literal["auto", "cpu", "cuda"] = knob(
-        "auto", "where to compute; auto takes the GPUs where torch sees any"
+        "auto", "device to train on; auto: CUDA if available, else CPU", common=True
     )
     log_every_steps: int = knob(
-        0, "print a line each n steps; 0 chooses: 1 on CPU, 10 on CUDA", "steps", low=0
+        0, "steps between log lines; 0: 1 on CPU, 10 on CUDA", unit="steps", low=0, common=True
     )
     matmul_precision: Literal["highest", "high", "medium"] = knob(
-        "high", "fp32 matrix products on CUDA: high is TF32"
+        "high",
+        "precision of fp32 matrix products on CUDA; high is TF32",
+        "As torch.set_float32_matmul_precision. highest computes in full fp32, more slowly.",
     )
-    wandb: str = knob("", "a Weights & Biases project that hears the numbers too; empty: none")
+    wandb: str = knob("", "Weights & Biases project to log to; empty: none", common=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSection:
-    steps: int = knob(0, "optimizer steps; 0 counts epochs instead", "steps", low=0)
+    """length, batch, gradients, evaluation"""
+
+    steps: int = knob(
+        0,
+        "optimizer steps; 0: as --train.epochs",
+        "If neither is given, the data set's default length is used.",
+        unit="steps",
+        low=0,
+        common=True,
+    )
     epochs: int = knob(
-        0, "passes over the data; 0 counts steps; neither given is the data's own default", "epochs", low=0
+        0,
+        "passes over the data; 0: as --train.steps",
+        "If neither is given, the data set's default length is used.",
+        unit="epochs",
+        low=0,
+        common=True,
     )
     stop_after: int = knob(
-        0, "leave after this step with a checkpoint, the schedule untouched; 0 runs to the end", low=0
+        0,
+        "step after which to save a checkpoint and stop; 0: run to the end",
+        "The learning-rate schedule is that of the whole run. Use it to split a run into parts.",
+        low=0,
     )
     global_batch: int = knob(
-        64, "samples an optimizer step, over all ranks and micro-batches", "samples", low=1
+        64,
+        "samples per optimizer step, over all ranks",
+        "All micro-batches included. It is the same on any number of ranks.",
+        unit="samples",
+        low=1,
+        common=True,
     )
     micro_batch: int = knob(
-        0, "samples a rank takes at once; 0 takes the rank's whole share", "samples", low=0
+        0,
+        "samples per rank and forward; 0: the rank's share",
+        "Lower it to save memory: gradients of several micro-batches are accumulated.",
+        unit="samples",
+        low=0,
+        common=True,
     )
-    clip_grad_norm: float = knob(1.0, "largest global gradient norm; 0 never clips", low=0)
-    eval_every_steps: int = knob(0, "evaluate each n steps; 0 only at the end", "steps", low=0)
-    eval_batch: int = knob(0, "samples a rank evaluates at once; 0 takes the micro-batch", "samples", low=0)
-    eval_samples: int = knob(0, "held-out samples of an evaluation; 0 takes all", "samples", low=0)
+    clip_grad_norm: float = knob(
+        1.0, "clip gradients to this global norm; 0: no clipping", low=0, common=True
+    )
+    eval_every_steps: int = knob(
+        0, "steps between evaluations; 0: only at the end", unit="steps", low=0, common=True
+    )
+    eval_batch: int = knob(
+        0, "samples per rank and evaluation batch; 0: the micro-batch", unit="samples", low=0
+    )
+    eval_samples: int = knob(0, "held-out samples per evaluation; 0: all", unit="samples", low=0)
     nonfinite: Literal["stop", "skip"] = knob(
-        "stop", "a loss or gradient that is NaN or infinite: stop, or skip the update"
+        "stop",
+        "action on a NaN or infinite loss or gradient: stop the run, or skip the update",
     )
     max_skipped: int = knob(
-        10, "skipped updates in a row that are borne before the run stops", "steps", low=1
+        10,
+        "consecutive skipped updates allowed",
+        "For --train.nonfinite skip: one more stops the run.",
+        unit="steps",
+        low=1,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSection:
-    name: str = knob("vit", "vit, transformer, mlp, or package.module:factory for any nn.Module of yours")
-    preset: str = knob("", "a named size of that model; empty takes its default")
-    args: Args = knob({}, "keyword arguments over the preset, or of your factory: --model.args.NAME VALUE")
-    init: Literal["shard", "broadcast"] = knob(
-        "shard", "each rank draws its own shard, or rank 0 draws and sends; the bits are the same"
+    """the model and its initial weights"""
+
+    name: str = knob(
+        "vit",
+        "vit, transformer, mlp or package.module:factory",
+        "The factory returns any nn.Module.",
+        common=True,
     )
-    weights: str = knob("", "a torch or safetensors state dict, file or folder, to start from")
+    preset: str = knob("", "named size of that model; empty: its default", common=True)
+    args: Args = knob({}, "keyword arguments of the model, over the preset's", common=True)
+    init: Literal["shard", "broadcast"] = knob(
+        "shard",
+        "how initial weights are made: each rank draws its own shard, or rank 0 draws and broadcasts",
+        "Both give the same bits.",
+    )
+    weights: str = knob(
+        "",
+        "torch or safetensors file or folder to start from",
+        "A state dict, in one file or in several. Empty draws weights from the seed.",
+        common=True,
+    )
     frozen: str = knob("", "parameters that are not trained: names or patterns, as in encoder.*,*.bias")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSection:
-    rank: int = knob(
-        0, "width of the adapters that are trained in place of the model; 0 trains the model", low=0
-    )
-    alpha: float = knob(16.0, "an adapter's product is scaled by alpha over rank", above=0)
+    """low-rank adapters, trained in place of the model"""
+
+    rank: int = knob(0, "rank of the LoRA adapters; 0: train the whole model", low=0, common=True)
+    alpha: float = knob(16.0, "scale of the adapters: their product is multiplied by alpha / rank", above=0)
     targets: str = knob(
         "",
-        "linear layers with an adapter: names or patterns, as in q_proj,v_proj; empty is all within blocks",
+        "linear layers with an adapter: names or patterns, as in q_proj,v_proj",
+        "Empty selects every linear layer within the blocks.",
     )
-    dropout: float = knob(0.0, "dropout of what goes into the adapters", low=0, high=0.999)
+    dropout: float = knob(0.0, "dropout on the adapters' input", low=0, high=0.999)
 
     @property
     def scale(self) -> float:
@@ -111,64 +182,92 @@ class LoraSection:
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection:
+    """the data set and how it is read"""
+
     name: str = knob(
         "digits",
-        "digits, fashion_mnist, text, tokens, folder, synthetic, a FILE or FOLDER of yours, or package.module:factory",
+        "digits, fashion_mnist, text, tokens, folder, synthetic, a FILE or FOLDER, or package.module:factory",
+        common=True,
     )
-    dir: str = knob("", "where the data's files lie; empty takes the data's own place")
-    seq_len: int = knob(256, "tokens a sample, for text and tokens", "tokens", low=1)
-    args: Args = knob({}, "keyword arguments of the data set: --data.args.NAME VALUE")
-    workers: int = knob(1, "threads a rank that read ahead; 0 reads in the step", "threads", low=0)
+    dir: str = knob("", "folder of the data; empty: the data set's default", common=True)
+    seq_len: int = knob(256, "tokens per sample, for text and tokens", unit="tokens", low=1, common=True)
+    args: Args = knob({}, "keyword arguments of the data set", common=True)
+    workers: int = knob(
+        1,
+        "reader threads per rank; 0: read within the step",
+        "Raise it where the step waits for data.",
+        unit="threads",
+        low=0,
+        common=True,
+    )
     skip_unreadable: int = knob(
         0,
-        "samples that cannot be read and are replaced by the next, in the whole run; 0 stops at the first",
-        "samples",
+        "unreadable samples allowed in the whole run",
+        "Each is replaced by the next sample. 0 stops at the first.",
+        unit="samples",
         low=0,
     )
-    prefetch: int = knob(2, "steps read ahead; at least one a worker", "steps", low=1)
-    to_device: bool = knob(True, "on CUDA, what is read ahead is also copied ahead, on a stream of its own")
+    prefetch: int = knob(2, "steps read ahead; at least one per worker", unit="steps", low=1)
+    to_device: bool = knob(
+        True, "on CUDA, copy the batches read ahead to the device too, on a separate stream"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshSection:
+    """how parameters are divided among ranks"""
+
     strategy: Literal["auto", "fsdp", "hsdp", "ddp"] = knob(
         "auto",
-        "fsdp shards over all ranks; hsdp shards within a node and replicates across; ddp replicates; "
-        "auto is hsdp on several nodes and fsdp on one",
+        "fsdp, hsdp or ddp; auto: hsdp if several nodes",
+        "auto is fsdp on one node. fsdp shards over all ranks. hsdp shards within a node and replicates "
+        "across nodes. ddp replicates.",
+        common=True,
     )
-    replicate: int = knob(0, "size of axis dp_replicate; 0 derives it", "ranks", low=0)
-    shard: int = knob(0, "size of axis dp_shard; 0 derives it", "ranks", low=0)
+    replicate: int = knob(0, "size of mesh axis dp_replicate; 0: derived", unit="ranks", low=0, common=True)
+    shard: int = knob(0, "size of mesh axis dp_shard; 0: derived", unit="ranks", low=0, common=True)
     reshard_after_forward: str = knob(
         "true",
-        "true frees gathered parameters after forward (ZeRO-3) but for those that backward begins with, false keeps them to "
-        "backward (ZeRO-2), step gathers once an optimizer step (like ZeRO-1), a number reshards to that many ranks",
+        "free gathered parameters after forward",
+        "true, false, step or a number. true frees all but those with which backward begins (ZeRO-3). "
+        "false keeps them until backward "
+        "(ZeRO-2): faster, more memory. step gathers once per optimizer step (like ZeRO-1). A number "
+        "reshards to that many ranks.",
+        common=True,
     )
     accumulate: Literal["last", "shard", "every"] = knob(
         "last",
-        "gradients of micro-batches are reduced at the last one; or scattered each time and all-reduced "
-        "at the last (less memory); or both each time",
+        "when gradients of micro-batches are reduced",
+        "last reduces once, at the last micro-batch. shard reduce-scatters at each and all-reduces at the "
+        "last (less memory). every does both at each.",
     )
     wrap: str = knob(
         "auto",
-        "what becomes a communication unit: auto (the model's own units, else its repeated blocks), "
-        "class:NAME[,NAME], size:PARAMETERS, or root",
+        "communication units: auto, class:NAME[,NAME], size:PARAMETERS, or root",
+        "auto takes the units that the model names, else its repeated blocks.",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommSection:
+    """hooks for FSDP's collectives"""
+
     all_reduce_hook: str = knob(
-        "", "package.module:function(gradient), run after each unit's reduction, in place"
+        "", "package.module:function(gradient), run in place after each unit's reduction"
     )
     all_gather: str = knob(
-        "", "package.module:function(output, input, group, async_op) in place of FSDP's own, or a class"
+        "",
+        "package.module:function(output, input, group, async_op), or a class, in place of FSDP's all-gather",
     )
     reduce_scatter: str = knob(
-        "", "package.module:function(output, input, group, op, async_op) in place of FSDP's, or a class"
+        "",
+        "package.module:function(output, input, group, op, async_op), or a class, in place of FSDP's "
+        "reduce-scatter",
     )
     divide_by: float = knob(
         0.0,
-        "the reduction divides by this and the loss is multiplied by it: 1 only sums; 0 is the number of ranks",
+        "divisor of the gradient reduction; the loss is multiplied by it",
+        "1 only sums. 0 is the number of ranks.",
         low=0,
     )
 
@@ -178,201 +277,307 @@ Precision = Literal["auto", "fp64", "fp32", "bf16", "fp16"]
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionSection:
-    master: Literal["fp32", "fp64"] = knob("fp32", "what parameters and optimizer states are kept in")
-    param: Precision = knob(
-        "auto", "what forward and backward compute in; auto is bf16 on CUDA, master on CPU"
-    )
-    reduce: Precision = knob("auto", "what gradients are reduced in; auto is the master's")
-    output: Precision = knob("auto", "what the model's output is cast to; auto leaves it as computed")
+    """dtypes of parameters, computation and reduction"""
+
+    master: Literal["fp32", "fp64"] = knob("fp32", "dtype of stored parameters and optimizer states")
+    param: Precision = knob("auto", "dtype of computation; auto: bf16 on CUDA, else master", common=True)
+    reduce: Precision = knob("auto", "dtype of the gradient reduction; auto: the master's")
+    output: Precision = knob("auto", "dtype that the model's output is cast to; auto: as computed")
     loss_scale: float = knob(
-        65536.0, "fp16's first loss scale; halves on overflow, doubles after 2000 good steps", above=0
+        65536.0,
+        "initial loss scale of fp16",
+        "It halves on overflow and doubles after 2000 finite steps.",
+        above=0,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimSection:
-    name: Literal["adamw", "adam", "sgd"] = knob("adamw", "the optimizer; adamw decays matrices only")
-    lr: float = knob(5e-4, "peak learning rate", above=0)
-    beta1: float = knob(0.9, "decay of the first moment", low=0, high=1)
-    beta2: float = knob(0.95, "decay of the second moment", low=0, high=1)
-    eps: float = knob(1e-8, "Adam's denominator floor", above=0)
-    weight_decay: float = knob(0.1, "decay of matrices; vectors and scalars never decay", low=0)
-    momentum: float = knob(0.9, "SGD's momentum", low=0, high=1)
-    fused: Literal["auto", "true", "false"] = knob("auto", "one kernel for the whole update where it exists")
+    """optimizer and learning-rate schedule"""
+
+    name: Literal["adamw", "adam", "sgd"] = knob("adamw", "adamw, adam or sgd", common=True)
+    lr: float = knob(5e-4, "peak learning rate", above=0, common=True)
+    beta1: float = knob(0.9, "Adam: decay rate of the first moment", low=0, high=1)
+    beta2: float = knob(0.95, "Adam: decay rate of the second moment", low=0, high=1)
+    eps: float = knob(1e-8, "Adam: term added to the denominator", above=0)
+    weight_decay: float = knob(
+        0.1,
+        "weight decay of matrices",
+        "Vectors and scalars (biases, norms) never decay.",
+        low=0,
+        common=True,
+    )
+    momentum: float = knob(0.9, "SGD: momentum", low=0, high=1)
+    fused: Literal["auto", "true", "false"] = knob(
+        "auto", "use one fused kernel for the update; auto: where torch has one"
+    )
     state: Literal["master", "bf16", "8bit"] = knob(
         "master",
-        "what Adam's moments are kept in: the master's dtype, bf16 rounded at random, or 8 bits and a scale a block",
+        "storage of Adam's moments: the master dtype, bf16, or 8 bits",
+        "bf16 rounds stochastically; 8bit keeps a scale per block. Both save memory.",
     )
-    schedule: Literal["cosine", "linear", "constant"] = knob("cosine", "how the rate falls after warm-up")
-    warmup_steps: int = knob(-1, "steps from 0 to the peak; -1 is a twentieth of the run", "steps", low=-1)
-    min_lr_ratio: float = knob(0.1, "the last rate over the peak", low=0, high=1)
+    schedule: Literal["cosine", "linear", "constant"] = knob(
+        "cosine", "decay after warm-up: cosine, linear or constant", common=True
+    )
+    warmup_steps: int = knob(
+        -1, "steps up to the peak rate; -1: a twentieth of the run", unit="steps", low=-1, common=True
+    )
+    min_lr_ratio: float = knob(0.1, "final learning rate, as a fraction of the peak", low=0, high=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSection:
-    dir: str = knob(
-        "", "where checkpoints go; empty is RUN/checkpoints; s3://bucket/prefix is an object store"
+    """saving, resuming, exporting"""
+
+    dir: str = knob("", "folder or s3://bucket/prefix; empty: RUN/checkpoints", common=True)
+    every_steps: int = knob(100, "steps between checkpoints; 0: none", unit="steps", low=0, common=True)
+    every_minutes: float = knob(
+        0.0,
+        "minutes between checkpoints; 0: none",
+        "Counted from the last checkpoint, beside --checkpoint.every_steps.",
+        unit="min",
+        low=0,
     )
-    every_steps: int = knob(100, "save each n steps; 0 never", "steps", low=0)
-    every_minutes: float = knob(0.0, "save when this long since the last; 0 never", "min", low=0)
     resume: str = knob(
-        "auto", "auto goes on from the newest whole one, never starts anew, or a PATH to start from"
+        "auto",
+        "auto, never, or the PATH of a checkpoint",
+        "auto resumes from the newest valid checkpoint. never starts anew. PATH is the folder of a "
+        "checkpoint to start from.",
+        common=True,
     )
-    mode: Literal["async", "blocking"] = knob("async", "write behind the steps, or wait for each save")
-    keep_last: int = knob(3, "newest checkpoints kept; 0 keeps all", low=0)
-    keep_every_steps: int = knob(0, "also keep each n-th step's; 0 keeps none", "steps", low=0)
-    keep_best: int = knob(0, "also keep the best k by keep_best_metric; 0 keeps none", low=0)
-    keep_best_metric: str = knob("eval_loss", "which metric says best; a leading - means larger is better")
-    verify: bool = knob(True, "check every file's checksum before a load; sizes are always checked")
-    export: bool = knob(True, "write full_model/ at the end of the run")
-    export_format: Literal["torch", "safetensors", "both"] = knob("torch", "what the export writes")
-    export_shard_gib: float = knob(5.0, "largest safetensors file", "GiB", above=0)
+    mode: Literal["async", "blocking"] = knob(
+        "async", "write in the background while training continues, or block until written"
+    )
+    keep_last: int = knob(3, "newest checkpoints kept; 0: all", low=0, common=True)
+    keep_every_steps: int = knob(
+        0, "also keep checkpoints of steps that are a multiple of N; 0: none", unit="steps", low=0
+    )
+    keep_best: int = knob(0, "also keep the N best by keep_best_metric; 0: none", low=0)
+    keep_best_metric: str = knob(
+        "eval_loss", "metric that ranks checkpoints; a leading - means larger is better"
+    )
+    verify: bool = knob(True, "check every file's checksum before loading", "Sizes are checked in any case.")
+    export: bool = knob(True, "write full_model/ at the end of the run", common=True)
+    export_format: Literal["torch", "safetensors", "both"] = knob("torch", "format of the export")
+    export_shard_gib: float = knob(5.0, "maximum size of a safetensors file", unit="GiB", above=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StopSection:
-    file: str = knob("", "stop with a checkpoint when this file appears; empty is RUN/STOP")
+    """stopping early, with a checkpoint"""
+
+    file: str = knob("", "save and stop when this file appears; empty: RUN/STOP")
     deadline_s: float = knob(
-        0.0, "stop this long after the start, the last save counted in; 0 never", "s", low=0
+        0.0,
+        "save and stop this long after the start; 0: never",
+        "The time of the last save is included.",
+        unit="s",
+        low=0,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySection:
+    """saving device memory"""
+
     activation_checkpointing: Literal["none", "full", "ops"] = knob(
-        "none", "recompute in backward: nothing, whole units, or all but matrix products and attention"
+        "none",
+        "recompute in backward: none, full (whole units) or ops",
+        "ops recomputes all but matrix products and attention. Turn it on when activations do not fit.",
+        common=True,
     )
-    activation_checkpointing_every: int = knob(1, "recompute in each n-th unit alone", "units", low=1)
+    activation_checkpointing_every: int = knob(1, "recompute only every N-th unit", unit="units", low=1)
     activation_budget: float = knob(
         1.0,
-        "share of their activations that units keep; what is cheapest to make again is recomputed",
+        "fraction of their activations that units keep",
+        "The rest, cheapest to recompute first, is recomputed in backward.",
         low=0,
         high=1,
     )
     activation_offload: bool = knob(
-        False, "what units keep for backward, or checkpointing keeps of them, lies in host memory"
+        False,
+        "keep activations saved for backward in host memory",
+        "With --memory.activation_checkpointing full: the units' inputs.",
     )
-    cpu_offload: bool = knob(False, "parameters, gradients and optimizer rest in host memory")
+    cpu_offload: bool = knob(False, "keep parameters, gradients, states in host memory", common=True)
     nvme: Literal["off", "optimizer", "all"] = knob(
         "off",
-        "what rests in files under nvme_dir: the optimizer's states, or sharded parameters and gradients too",
+        "keep optimizer states in files under nvme_dir; all: sharded parameters and gradients too",
     )
-    nvme_dir: str = knob("", "a folder on a local disk, for --memory.nvme; no run leaves anything in it")
+    nvme_dir: str = knob(
+        "", "folder on a local disk for --memory.nvme", "No file remains after the run, even if it is killed."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedSection:
-    compile: Literal["auto", "true", "false"] = knob("auto", "torch.compile each unit; auto is on CUDA only")
+    """compilation, float8, prefetching"""
+
+    compile: Literal["auto", "true", "false"] = knob(
+        "auto", "torch.compile each unit; auto: on CUDA only", common=True
+    )
     compile_cache: str = knob(
         "auto",
-        "where compiled kernels are kept for the next start: auto is a folder of the node, filled from and copied to "
-        "your home's cache; off is torch's own, or DIR",
+        "folder of compiled kernels for the next start: auto, off or DIR",
+        "auto is a folder on the node's disk, filled from and copied to a cache in the home directory. "
+        "off leaves torch's own cache.",
     )
     float8: Literal["off", "tensorwise", "rowwise"] = knob(
-        "off", "matrix products within blocks in float8, by torchao; tensorwise also gathers weights in it"
+        "off",
+        "float8 matrix products: off, tensorwise or rowwise",
+        "In the blocks' linear layers, by torchao, on compute capability 8.9, for rowwise 9.0. tensorwise "
+        "also gathers weights "
+        "in float8.",
+        common=True,
     )
-    float8_emulate: bool = knob(False, "round as float8 does on any hardware, slowly: to try it")
-    prefetch_forward: int = knob(1, "units gathered ahead in forward", "units", low=1)
-    prefetch_backward: int = knob(1, "units gathered ahead in backward", "units", low=1)
+    float8_emulate: bool = knob(
+        False, "emulate float8 rounding on any hardware, slowly", "For trying --speed.float8."
+    )
+    prefetch_forward: int = knob(1, "units gathered ahead in forward", unit="units", low=1)
+    prefetch_backward: int = knob(1, "units gathered ahead in backward", unit="units", low=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileSection:
+    """memory and time of chosen steps"""
+
     memory: bool = knob(
-        False, "on the chosen steps, each rank's memory by kind over time, as a page under RUN/profile"
+        False,
+        "record memory by kind over time, into RUN/profile",
+        "One HTML page per rank, for the steps of --profile.steps.",
+        common=True,
     )
     trace: bool = knob(
-        False, "on the chosen steps, each rank's trace for Perfetto, and a table of where the time goes"
+        False,
+        "record a Perfetto trace, into RUN/profile",
+        "One trace per rank, and a table of where the time goes, for the steps of --profile.steps.",
+        common=True,
     )
-    steps: str = knob("3:5", "the steps that are profiled, first:last; one number is one step", "steps")
+    steps: str = knob("3:5", "steps to profile, FIRST:LAST; one number is one step", unit="steps")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSection:
-    """Read by python -m fsdp.plan; a run keeps it to compare what was planned with what came."""
+    """read by python -m fsdp.plan; a run keeps it to compare the plan with what was measured"""
 
     gpus: int = knob(
-        0, "ranks to plan for; 0 takes mesh.replicate × mesh.shard, or finds the fewest that fit", low=0
+        0,
+        "ranks to plan for; 0: mesh.replicate × mesh.shard, or the fewest that fit",
+        unit="ranks",
+        low=0,
     )
     gpu: str = knob("h100", "a100, a100-40gb, h100, h100-pcie, h200, b200, l4, l40s or cpu")
-    gpus_per_node: int = knob(0, "ranks that share a node's fast links; 0 takes the table's", low=0)
-    memory_gib: float = knob(0.0, "memory of a device; 0 takes the table's", "GiB", low=0)
-    memory_gb_s: float = knob(0.0, "memory rate of a device; 0 takes the table's", "GB/s", low=0)
+    gpus_per_node: int = knob(0, "ranks that share a node's fast links; 0: from the table", low=0)
+    memory_gib: float = knob(0.0, "memory of a device; 0: from the table", unit="GiB", low=0)
+    memory_gb_s: float = knob(0.0, "memory bandwidth of a device; 0: from the table", unit="GB/s", low=0)
     tflops: float = knob(
-        0.0, "bf16 matrix products that the device reaches; 0 takes the table's", "TFLOP/s", low=0
+        0.0, "attained rate of bf16 matrix products; 0: from the table", unit="TFLOP/s", low=0
     )
-    link_gb_s: float = knob(0.0, "one way out of one GPU within a node; 0 takes the table's", "GB/s", low=0)
+    link_gb_s: float = knob(
+        0.0, "one-way bandwidth of a GPU within a node; 0: from the table", unit="GB/s", low=0
+    )
     node_link_gb_s: float = knob(
-        0.0, "one way out of a node, all adapters; 0 takes the table's", "GB/s", low=0
+        0.0, "one-way bandwidth of a node, all adapters; 0: from the table", unit="GB/s", low=0
     )
-    margin: float = knob(0.03, "part of the memory that must stay free for a plan to fit", low=0, high=0.9)
-    rank: int = knob(0, "whose memory is counted; rank 0 holds most where shards are uneven", low=0)
+    margin: float = knob(0.03, "fraction of the memory that a plan must leave free", low=0, high=0.9)
+    rank: int = knob(0, "rank whose memory is counted", "Rank 0 holds most where shards are uneven.", low=0)
     rows: int = knob(12, "rows of the table", low=1)
-    fix: bool = knob(False, "plan the given mesh and knobs alone, search nothing")
-    write: str = knob("", "write the best as a recipe to this file")
-    calibrate: bool = knob(False, "measure the device at hand under --plan.gpu's name and keep its rates")
+    fix: bool = knob(False, "plan the given mesh and flags only, without a search")
+    write: str = knob("", "file to write the best plan to, as a recipe")
+    calibrate: bool = knob(False, "measure this machine's device and store its rates under --plan.gpu's name")
     tokens: float = knob(
-        0.0, "tokens (or samples) to train on: hours and GPU-hours; 0 leaves them out", low=0
+        0.0, "tokens (or samples) to train on, for hours and GPU-hours; 0: leave them out", low=0
     )
     store_gb_s: float = knob(
-        2.0, "what the store of checkpoints takes from all ranks together", "GB/s", above=0
+        2.0, "write bandwidth of the checkpoint store, all ranks together", unit="GB/s", above=0
     )
     failures_per_gpu_year: float = knob(
-        0.19, "failures that end a run, for each GPU and year; 0.19 is Llama 3's report", low=0
+        0.19, "failures that end a run, per GPU and year", "0.19 is from Llama 3's report.", low=0
     )
     predicted_peak_gib: float = knob(
-        0.0, "written by --plan.write: peak of the plan, compared at the run's end", "GiB", low=0
+        0.0,
+        "peak memory of the plan",
+        "Written by --plan.write and compared at the end of the run.",
+        unit="GiB",
+        low=0,
     )
     predicted_step_s: float = knob(
-        0.0, "written by --plan.write: step time of the plan, compared at the run's end", "s", low=0
+        0.0,
+        "step time of the plan",
+        "Written by --plan.write and compared at the end of the run.",
+        unit="s",
+        low=0,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class WatchSection:
+    """hangs, stragglers, diverging replicas"""
+
     enabled: bool = knob(
-        True, "heartbeats, and a small process a node that says which rank did not come, and why"
+        True, "heartbeats, and a monitor process on each node that names the failed rank and the cause"
     )
     hang_s: float = knob(
         -1.0,
-        "end a run that stands still so long; -1 is 60 s or 30 of its own steps; 0 never judges stillness",
-        "s",
+        "end a run without progress this long; -1: automatic",
+        "-1 is 60 s or 30 of the run's own steps, whichever is longer. 0 disables the check.",
+        unit="s",
         low=-1,
+        common=True,
     )
     late_percent: float = knob(
-        7.0, "name a rank whose own work takes so much longer than the others'; 0 never", "%", low=0
+        7.0,
+        "report a rank whose own work takes this much longer than the others'; 0: never",
+        unit="%",
+        low=0,
     )
-    divergence: int = knob(0, "compare replicas bit by bit each n steps; 0 never", "steps", low=0)
-    unit_norms: int = knob(0, "write each unit's gradient norm each n steps; 0 never", "steps", low=0)
+    divergence: int = knob(
+        0, "steps between bitwise comparisons of the replicas; 0: never", unit="steps", low=0
+    )
+    unit_norms: int = knob(
+        0, "steps between records of each unit's gradient norm; 0: never", unit="steps", low=0
+    )
     spike: float = knob(
-        10.0, "write the samples of a step whose gradient norm is so many times the usual; 0 never", low=0
+        10.0,
+        "record the samples of a step whose gradient norm is this many times the usual; 0: never",
+        low=0,
     )
-    deterministic: bool = knob(False, "a run that repeats to the bit; refuses what cannot")
+    deterministic: bool = knob(
+        False,
+        "make the run repeat bit for bit",
+        "Operations without a deterministic implementation are refused.",
+        common=True,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RaySection:
+    """with --backend ray"""
+
     address: str = knob(
-        "", "a Ray cluster to join (auto, host:port, ray://…); empty starts one here and ends it"
+        "",
+        "cluster: auto, host:port, ray://...; empty: local",
+        "A local cluster is started with the run and ended with it.",
+        common=True,
     )
-    num_workers: str = knob("2", "ranks; a range 2:8 is elastic", "workers")
-    cpus_per_worker: float = knob(1.0, "CPUs that a worker asks for", "CPUs", above=0)
-    gpus_per_worker: str = knob("auto", "GPUs that a worker asks for; auto is 1 where the cluster has any")
-    max_failures: int = knob(
-        3, "restarts of the worker group before the run fails; -1 never gives up", low=-1
+    num_workers: str = knob("2", "ranks; a range, as in 2:8, is elastic", unit="workers", common=True)
+    cpus_per_worker: float = knob(1.0, "CPUs that a worker reserves", unit="CPUs", above=0)
+    gpus_per_worker: str = knob(
+        "auto", "GPUs that a worker reserves; auto: 1 where the cluster has any, else 0"
     )
+    max_failures: int = knob(3, "restarts of the worker group before the run fails; -1: no limit", low=-1)
 
 
 LAUNCHERS_OWN = ("backend", "ray")
-"""The field and the section that say how a run is started. RUN/config.toml has neither: any launcher
-continues a run.
+"""The field and the section that select how a run is started. RUN/config.toml omits both: any launcher can
+resume a run.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     backend: Literal["torchrun", "ray"] = knob(
-        "torchrun", "who makes the ranks; torchrun also means Slurm or one process"
+        "torchrun", "torchrun (also Slurm, or one process), or ray", common=True
     )
     run: RunSection = RunSection()
     train: TrainSection = TrainSection()

@@ -1,11 +1,9 @@
-"""A run directory's own config.toml, read as data: the code that it names is imported only where a person
-allows it.
+"""Reads a run directory's config.toml as untrusted data: code that it names needs the user's permission.
 
-A tool that reads RUN (report, predict, checkpoints) takes RUN/config.toml from here. `model.name` and
-`data.name` may name code, as package.module:factory; such a name is accepted only if the command line holds
-it too, in --trust-code or in a flag of its field. The hooks of [comm] belong to training and are dropped. A
-recipe that a person names with --config is trusted, and reading.py reads it. Not here: the import itself
-(fsdp/models/factory.py).
+Used by the tools that read RUN (report, predict, checkpoint). `model.name` and `data.name` may name code, as
+package.module:factory; such a name is accepted only if the command line contains it too, in --trust-code or
+in a flag of its field. The hooks of [comm] are for training and are dropped. A recipe given with --config is
+trusted and read by reading.py. Not here: the import itself (fsdp/models/factory.py).
 """
 
 from __future__ import annotations
@@ -27,14 +25,15 @@ TRUST_HELP = "PACKAGE.MODULE:NAME that RUN/config.toml names and that may be imp
 
 
 class CodeRefused(ConfigError):
-    """The person has not named the code that a run directory names."""
+    """A run directory names code that the command line does not name."""
 
 
 def load_run_config(
     run: Path, *, flags: Sequence[str] = (), trusted: Collection[str] = (), forgotten: tuple[str, ...] = ()
 ) -> Config:
-    """RUN/config.toml with `flags` over it, without the fields whose names begin with `forgotten`;
-    ConfigError where it names code that the person did not name.
+    """Loads RUN/config.toml with `flags` over it, without the fields whose names begin with `forgotten`.
+
+    Raises CodeRefused if it names code that is neither in `trusted` nor a value in `flags`.
     """
     given = dict(pair_flags(flags))
     values = _without_downloads(read_recipe(str(run / "config.toml")))
@@ -45,8 +44,8 @@ def load_run_config(
 
 
 def _without_downloads(values: dict[str, Any]) -> dict[str, Any]:
-    """FashionMNIST is downloaded where it is missing: not from an address and not into a folder that a run
-    directory names.
+    """Drops the mirror and a folder without the files: FashionMNIST is downloaded if it is missing, and
+    neither the address nor the target may come from a run directory.
     """
     if values.get("data.name") != "fashion_mnist":
         return values
@@ -57,20 +56,21 @@ def _without_downloads(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_store(run: Path, place: str) -> str:
-    """The store that RUN/config.toml names, or ConfigError: fsspec knows protocols that run what a file says,
-    or log in at any host.
+    """Returns the store that RUN/config.toml names if its protocol is allowed: others of fsspec's run code
+    from files, or log in at any host.
     """
     scheme, colon, _ = place.partition("://")
     if colon and (scheme not in STORES or "::" in place):
         raise ConfigError(
-            f"{run}/config.toml names the store {place!a}: of a run directory's own only {', '.join(STORES)} are opened.",
+            f"{run}/config.toml names the store {place!a}: "
+            f"a run directory may only name {', '.join(STORES)}.",
             "python -m fsdp.checkpoint URL, with the URL of that store",
         )
     return place
 
 
 def check_code(run: Path, config: Config, trusted: Collection[str]) -> None:
-    """ConfigError if model.name or data.name is code outside `trusted`, or trusted code that lies in the run
+    """Raises ConfigError if model.name or data.name is code outside `trusted`, or is trusted code in the run
     directory.
     """
     named = {"model.name": config.model.name, "data.name": config.data.name}
@@ -93,7 +93,7 @@ def check_code(run: Path, config: Config, trusted: Collection[str]) -> None:
 
 
 def _hint(names: Collection[str]) -> str:
-    """Names that have another form than code's are not repeated: a person may paste the line into a shell."""
+    """Repeats only names that have the form of code: the line may be pasted into a shell."""
     if not all(_CODE.fullmatch(name) for name in names):
         return "the name is not package.module:factory: look into the file before you use it"
     allowed = " ".join(f"--trust-code {name}" for name in dict.fromkeys(names))
@@ -101,13 +101,13 @@ def _hint(names: Collection[str]) -> str:
 
 
 def _within(run: Path, module: str) -> Iterator[Path]:
-    """Where Python would find the module, as far as that is in the run directory. Imports nothing."""
+    """Yields the places in the run directory where Python would find the module. Imports nothing."""
     root = run.resolve()
     if Path.cwd().is_relative_to(root):
         yield Path.cwd()
     try:
         spec = importlib.util.find_spec(module.partition(".")[0])
-    except (ImportError, ValueError):  # it has no place of its own; the import says what is wrong with it
+    except (ImportError, ValueError):  # no place of its own; the import reports the error
         return
     places = [spec.origin, *(spec.submodule_search_locations or ())] if spec is not None else []
     yield from (Path(place) for place in places if place and Path(place).resolve().is_relative_to(root))

@@ -1,8 +1,7 @@
-"""One value: what a flag's text or a recipe's value becomes in its field, or the line that says why it
-cannot.
+"""Parses one value: from a flag's text or a recipe's value to its field, or a ConfigError.
 
-Here live the types, the ranges, and the spellings of strings that hold more than a word (`2:8`, `step`). Not
-here: where values come from (reading.py), two fields that disagree (checks.py).
+Contains the types, the ranges, and the syntax of structured strings (`2:8`, `step`). Not here: where values
+come from (reading.py), fields that conflict (checks.py).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from fsdp.config.fields import FieldSpec
 
 
 def parse_value(spec: FieldSpec, value: Any) -> Any:
-    """A string from a flag, or a TOML value, as the field's type and within its range."""
+    """Converts a string from a flag, or a TOML value, to the field's type, and checks its range."""
     choices = typing.get_args(spec.type) if typing.get_origin(spec.type) is Literal else ()
     if choices:
         text = str(value).lower() if isinstance(value, bool) else str(value)
@@ -47,22 +46,16 @@ def _choice_hint(spec: FieldSpec, text: str, choices: Sequence[str]) -> str:
     return f"--{spec.name} {near[0] if near else spec.default}"
 
 
+_TRUE, _FALSE = {"true", "1", "yes", "on"}, {"false", "0", "no", "off"}
+
+
 def _parse_bool(spec: FieldSpec, value: Any) -> bool:
-    known = {
-        "true": True,
-        "1": True,
-        "yes": True,
-        "on": True,
-        "false": False,
-        "0": False,
-        "no": False,
-        "off": False,
-    }
-    if str(value).lower() not in known:
+    text = str(value).lower()
+    if text not in _TRUE | _FALSE:
         raise ConfigError(
             f"--{spec.name} {value} is not true or false.", f"--{spec.name} {str(spec.default).lower()}"
         )
-    return known[str(value).lower()]
+    return text in _TRUE
 
 
 def _parse_number(spec: FieldSpec, value: Any) -> float | int:
@@ -73,7 +66,7 @@ def _parse_number(spec: FieldSpec, value: Any) -> float | int:
         number = float(value)
         if spec.type is float:
             return number
-        # "1e6" and "1_000" are whole numbers to a person; 2.5 is not.
+        # "1e6" and "1_000" are whole numbers too; 2.5 is not.
         exact = (
             int(value)
             if isinstance(value, (int, str)) and str(value).lstrip("+-").replace("_", "").isdigit()
@@ -105,7 +98,7 @@ def _in_range(spec: FieldSpec, number: float | int) -> float | int:
 
 
 def parse_free_value(text: Any) -> Any:
-    """`--model.args.NAME VALUE` has no declared type: a TOML literal where it is one, else a string."""
+    """Parses the value of `--model.args.NAME`, which has no declared type: a TOML literal, else a string."""
     if not isinstance(text, str):
         return text
     try:
@@ -115,7 +108,7 @@ def parse_free_value(text: Any) -> Any:
 
 
 def reshard_policy(text: str) -> bool | int | Literal["step"]:
-    """--mesh.reshard_after_forward as what it means."""
+    """Parses --mesh.reshard_after_forward: a bool, a number of ranks, or "step"."""
     if text in ("true", "false"):
         return text == "true"
     if text == "step":
@@ -129,7 +122,7 @@ def reshard_policy(text: str) -> bool | int | Literal["step"]:
 
 
 def worker_range(text: str) -> tuple[int, int]:
-    """--ray.num_workers: `4` is (4, 4), `2:8` is (2, 8)."""
+    """Parses --ray.num_workers: `4` is (4, 4), `2:8` is (2, 8)."""
     low, colon, high = text.partition(":")
     if (
         not low.isdigit()
@@ -144,7 +137,7 @@ def worker_range(text: str) -> tuple[int, int]:
 
 
 def profile_steps(text: str) -> tuple[int, int]:
-    """--profile.steps: `3:5` is (3, 5), `4` is (4, 4)."""
+    """Parses --profile.steps: `3:5` is (3, 5), `4` is (4, 4)."""
     first, colon, last = text.partition(":")
     if not first.isdigit() or (colon and not last.isdigit()) or not 1 <= int(first) <= int(last or first):
         raise ConfigError(f"--profile.steps {text} is not first:last, counted from 1.", "--profile.steps 3:5")

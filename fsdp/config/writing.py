@@ -1,7 +1,6 @@
-"""A Config as text that outlives the run: the recipe that gives it back, and the short name of what is
-trained.
+"""Writes a Config as a recipe (TOML), and hashes the fields that define what is trained.
 
-Here live TOML's writing and `config_hash`. Not here: what reads a recipe (reading.py), --help (fields.py).
+Not here: reading a recipe (reading.py), --help (help.py).
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from fsdp.config.sections import LAUNCHERS_OWN, Config
 
 
 def to_toml(config: Config) -> str:
-    """The resolved configuration as a recipe: --config gives the same Config back."""
+    """The resolved configuration as a recipe; --config loads the same Config from it."""
     return f"backend = {_toml(config.backend)}\n{_sections(config, ())}"
 
 
 def run_toml(config: Config) -> str:
-    """The same for a run directory: without a launcher's settings, so that any launcher continues the run."""
+    """The same for a run directory, without the launcher's settings: any launcher can resume the run."""
     return _sections(config, LAUNCHERS_OWN).lstrip()
 
 
@@ -52,28 +51,29 @@ def _toml(value: Any) -> str:
     if isinstance(value, (int, float)):
         return repr(value)
     if isinstance(value, str):
-        # JSON's string escapes are TOML's, but for DEL, which JSON leaves bare.
+        # JSON's string escapes are valid in TOML, except DEL, which JSON does not escape.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_toml_key(k)} = {_toml(v)}" for k, v in value.items()) + "}"
     return "[" + ", ".join(_toml(v) for v in value) + "]"
 
 
-ELSEWHERE = {
+NOT_TRAINED = {
     "backend", "mesh", "ray", "plan", "checkpoint", "stop", "memory", "speed", "profile",
     "run.dir", "run.log_every_steps", "run.wandb", "run.process_group_timeout_s", "train.stop_after",
     "data.workers", "data.prefetch", "data.to_device", "comm.divide_by",
-    "watch.enabled", "watch.hang_s", "watch.late_percent", "watch.divergence", "watch.unit_norms", "watch.spike",
+    "watch.enabled", "watch.hang_s", "watch.late_percent", "watch.divergence", "watch.unit_norms",
+    "watch.spike",
 }  # fmt: skip
-"""Sections and fields that say where and how a run is run, not what is trained."""
+"""Sections and fields that define where and how the run is executed, not what is trained."""
 
 
 def config_hash(config: Config) -> str:
-    """A short name of what is trained: equal for runs that differ only in where and how they are run."""
+    """Hash of what is trained: equal for runs that differ only in where and how they are executed."""
     kept = {
         name: value
         for name, value in flatten(config).items()
-        if not {name, name.partition(".")[0]} & ELSEWHERE
+        if not {name, name.partition(".")[0]} & NOT_TRAINED
     }
     kept["speed.float8"] = config.speed.float8
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -16,54 +16,39 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from fsdp.base.errors import ConfigError, LaunchError, ShardrunError
+from fsdp.base.errors import LaunchError, ShardrunError
+from fsdp.config.command_line import CommandParser, number, whole_number
 
 ENDED = LaunchError.exit_code
-MOST_S = 86400.0
+LEAST_S, MOST_S = 5.0, 86400.0
+"""Bounds of --limit-s: the stages take the first."""
 COME_UP_S = 60.0
 """What the ranks that it starts itself have for their imports, before their own bound begins to run, and for
 their end.
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    """One line and a HINT, as everywhere."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}.", "python -m fsdp.doctor --help")
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(
-        prog="python -m fsdp.doctor",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = CommandParser("fsdp.doctor", __doc__)
     parser.add_argument(
-        "--dir", type=Path, default=Path("runs"), help="where checkpoints will lie (default: runs)"
+        "--dir", type=Path, default=Path("runs"), help="folder of the checkpoints to come (default: runs)"
     )
     parser.add_argument(
         "--limit-s",
-        type=float,
+        type=number(LEAST_S, MOST_S),
         default=120.0,
-        help="it ends after so many seconds, done or not (default: 120)",
+        help="seconds after which it ends, done or not (default: 120)",
     )
     parser.add_argument(
-        "--ranks", type=int, default=0, help="alone: how many to start (default: a rank a GPU, or two)"
+        "--ranks",
+        type=whole_number(),
+        default=0,
+        help="in a single process: ranks to start (default: 0, a rank per GPU, or two)",
     )
-    # how ranks tell the process that started them
+    # the file in which a rank leaves its exit code for the process that started it
     parser.add_argument("--verdict-to", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
-    if not 5 <= options.limit_s <= MOST_S:
-        parser.error(
-            f"--limit-s {options.limit_s:g}: at least 5, which its stages take, and at most {MOST_S:.0f}"
-        )
-    if options.ranks < 0:
-        parser.error(f"--ranks {options.ranks}: 0 starts a rank a GPU, or two")
-    return options
+    return parser.parse(argv)
 
 
 def main(argv: Sequence[str]) -> int:

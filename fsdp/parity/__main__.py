@@ -24,21 +24,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 
-from fsdp import config as configuration
-from fsdp.base.errors import ConfigError, ShardrunError
+from fsdp.base.errors import ShardrunError
+from fsdp.config.command_line import RUN_FLAGS, CommandParser, one_of, whole_number
 from fsdp.parity.compare import compare
 from fsdp.parity.measure import ParityDifference
 from fsdp.parity.options import BOUNDS, Comparison, ParityOptions, Row
 
-DEFAULTS = {"ranks": "2", "dtype": "fp64", "steps": "20"}
-
 
 def main(argv: Sequence[str]) -> int:
-    if "--help" in argv or "-h" in argv:
-        print(__doc__)
-        return 0
     try:
-        asked = _ask(argv)
+        asked = _parse(argv)
         return _show(
             asked, compare(asked, lambda text: print(f"fsdp.parity: {text}", file=sys.stderr, flush=True))
         )
@@ -47,27 +42,17 @@ def main(argv: Sequence[str]) -> int:
         return error.exit_code
 
 
-def _ask(argv: Sequence[str]) -> ParityOptions:
-    own, words = dict(DEFAULTS), []
-    for name, value in configuration.pair_flags(argv):
-        section, _, key = name.partition(".")
-        if section != "parity":
-            words += [f"--{name}={value}"]
-        elif key not in own:
-            raise ConfigError(f"--{name} is not a flag.", "--parity.ranks, --parity.dtype or --parity.steps")
-        else:
-            own[key] = value
-    for key in ("ranks", "steps"):
-        if not own[key].isdigit() or int(own[key]) < 1:
-            raise ConfigError(
-                f"--parity.{key} {own[key]} is not a whole number from 1.", f"--parity.{key} {DEFAULTS[key]}"
-            )
-    if own["dtype"] not in BOUNDS:
-        raise ConfigError(
-            f"--parity.dtype {own['dtype']} is not one of {', '.join(BOUNDS)}.", "--parity.dtype fp64"
-        )
-    asked = ParityOptions(words, int(own["ranks"]), own["dtype"], int(own["steps"]))
-    asked.config(None, "")  # a wrong flag is said before torch is loaded
+def _parse(argv: Sequence[str]) -> ParityOptions:
+    parser = CommandParser("fsdp.parity", __doc__, epilog=RUN_FLAGS)
+    for name, kind, default, text in (
+        ("ranks", whole_number(1), 2, "ranks to compare with one process (default: 2)"),
+        ("dtype", one_of(*BOUNDS), "fp64", "fp64, fp32, bf16 or fp16 (default: fp64)"),
+        ("steps", whole_number(1), 20, "steps with the run's own optimizer (default: 20)"),
+    ):
+        parser.add_argument(f"--parity.{name}", dest=name, type=kind, default=default, help=text)
+    options, flags = parser.parse_with_run_flags(argv)
+    asked = ParityOptions(flags, options.ranks, options.dtype, options.steps)
+    asked.config(None, "")  # a wrong flag is an error before torch is loaded
     return asked
 
 

@@ -17,15 +17,15 @@ import warnings
 from fsdp import config as configuration
 from fsdp.base.errors import ShardrunError
 from fsdp.config import Config
+from fsdp.config.command_line import RUN_FLAGS, CommandParser
 
 
 def main(argv: list[str]) -> int:
-    if "--help" in argv or "-h" in argv:
-        print(configuration.help_text(__doc__ or ""))
-        return 0
+    parser = CommandParser("fsdp.plan", __doc__, epilog=f"{configuration.all_fields('plan')}\n\n{RUN_FLAGS}")
     try:
-        config = configuration.load(argv)
-        print("\n".join(answer(config, given_in(argv))))
+        _, flags = parser.parse_with_run_flags(argv)
+        config = configuration.load(flags)
+        print("\n".join(answer(config, given_in(flags))))
     except ShardrunError as error:
         print(f"fsdp.plan: {error}", file=sys.stderr)
         return error.exit_code

@@ -15,10 +15,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.config import TRUST_HELP
+from fsdp.config.command_line import CommandParser, number, one_of, whole_number
 from fsdp.predict import images, language, picture
 from fsdp.predict.images import Said
 from fsdp.predict.trained import TrainedModel, open_run
@@ -47,25 +47,13 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-class _Parser(argparse.ArgumentParser):
-    """One line and a HINT, as everywhere."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}.", "python -m fsdp.predict --help")
-
-
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = _Parser(
-        prog="python -m fsdp.predict",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = CommandParser("fsdp.predict", __doc__)
     parser.add_argument("run", metavar="RUN", help="a run directory")
     parser.add_argument(
-        "--split", choices=("heldout", "train"), help="images: whose samples (default: heldout)"
+        "--split", type=one_of("heldout", "train"), help="images: heldout or train (default: heldout)"
     )
-    parser.add_argument("--samples", type=_count, help="images: how many to show (default: 16)")
+    parser.add_argument("--samples", type=whole_number(), help="images: how many to show (default: 16)")
     parser.add_argument(
         "--image", action="append", metavar="FILE", help="images: a picture of yours; may be repeated"
     )
@@ -76,39 +64,19 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         help="images: yours is dark on light, training's were not",
     )
     parser.add_argument("--prompt", help="text: what to go on from; token numbers where training read those")
-    parser.add_argument("--tokens", type=_count, help="text: how many to add (default: 200)")
+    parser.add_argument("--tokens", type=whole_number(), help="text: how many to add (default: 200)")
     parser.add_argument(
-        "--temperature", type=_not_negative, help="text: 0 always takes the likeliest (default: 0.8)"
+        "--temperature", type=number(0), help="text: 0 always takes the likeliest (default: 0.8)"
     )
     parser.add_argument(
-        "--top-k", type=_count, help="text: draw from the k likeliest; 0 from all (default: 40)"
+        "--top-k", type=whole_number(), help="text: draw from the k likeliest; 0 from all (default: 40)"
     )
-    parser.add_argument("--seed", type=_count, help="text: another seed, another text (default: 0)")
+    parser.add_argument("--seed", type=whole_number(), help="text: another seed, another text (default: 0)")
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="the picture (default: RUN/predictions.png), or the text"
     )
     parser.add_argument("--trust-code", action="append", default=[], metavar="NAME", help=TRUST_HELP)
-    options, flags = parser.parse_known_args(list(argv))
-    for flag in flags:
-        if flag.startswith("-") and not flag.startswith("--data."):
-            parser.error(f"{flag.partition('=')[0]} is not a flag")
-    return options, flags
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 0")
-    return int(text)
-
-
-def _not_negative(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 0")
-    return number
+    return parser.parse_with_run_flags(argv, sections=["data"])
 
 
 def _check_fits(options: argparse.Namespace, what: str, names: Sequence[str]) -> None:

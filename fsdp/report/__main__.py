@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp.base.errors import ConfigError, ShardrunError
+from fsdp.config import TRUST_HELP
+from fsdp.config.command_line import CommandParser
 from fsdp.report.page import page
 from fsdp.report.run_data import read_run
 from fsdp.report.sample_section import SampleSection, read_samples
 from fsdp.rundir.paths import write_atomically
 
-USAGE = "python -m fsdp.report RUN [RUN] [--out FILE] [--no-samples] [--trust-code NAME]"
+USAGE = "python -m fsdp.report RUN, or RUN RUN"
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,8 @@ class ReportOptions:
 
 
 def main(argv: list[str]) -> int:
-    if "--help" in argv or "-h" in argv:
-        print(__doc__)
-        return 0
     try:
-        asked = _asked(argv)
+        asked = _parse(argv)
         stories = [read_run(run) for run in asked.runs]
         samples = [
             read_samples(story.path, asked.trusted) if asked.samples else SampleSection() for story in stories
@@ -68,34 +67,16 @@ def _write(asked: ReportOptions, text: str) -> Path:
     return out
 
 
-def _asked(argv: list[str]) -> ReportOptions:
-    words = list(argv)
-    out = _values(words, "--out", "report.html")
-    trusted = _values(words, "--trust-code", "my_module:build")
-    runs = [word for word in words if word != "--no-samples"]
-    wrong = next((word for word in runs if word.startswith("--")), None)
-    if wrong is not None:
-        raise ConfigError(f"{wrong} is not a flag.", USAGE)
-    if not 1 <= len(runs) <= 2:
-        raise ConfigError(f"{len(runs)} runs were named, not one or two.", USAGE)
-    return ReportOptions(
-        [Path(run) for run in runs],
-        Path(out[-1]) if out else None,
-        "--no-samples" not in words,
-        tuple(trusted),
-    )
-
-
-def _values(words: list[str], flag: str, example: str) -> list[str]:
-    """The values of a flag, in their order; it and they are taken out of the words."""
-    found: list[str] = []
-    while flag in words:
-        at = words.index(flag)
-        if at + 1 == len(words):
-            raise ConfigError(f"{flag} has no value.", f"{flag} {example}")
-        found.append(words.pop(at + 1))
-        words.pop(at)
-    return found
+def _parse(argv: list[str]) -> ReportOptions:
+    parser = CommandParser("fsdp.report", __doc__)
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="one or two run directories")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the page (default: RUN/report.html)")
+    parser.add_argument("--no-samples", action="store_true", help="leave out the trained model's samples")
+    parser.add_argument("--trust-code", action="append", default=[], metavar="NAME", help=TRUST_HELP)
+    options = parser.parse(argv)
+    if not 1 <= len(options.runs) <= 2:
+        raise ConfigError(f"{len(options.runs)} runs were named, not one or two.", USAGE)
+    return ReportOptions(options.runs, options.out, not options.no_samples, tuple(options.trust_code))
 
 
 if __name__ == "__main__":

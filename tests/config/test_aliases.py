@@ -1,4 +1,4 @@
-"""Names of other trainers: each hint names flags that are accepted as typed, and the page has the same table."""
+"""Names of other trainers: each hint is accepted as typed, and docs/migrate.md has the same table."""
 
 from __future__ import annotations
 

@@ -128,13 +128,13 @@ def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["--limit-s", "1"], "--limit-s 1: at least 5"),
-        (["--limit-s", "nan"], "--limit-s nan: at least 5"),
-        (["--limit-s", "soon"], "invalid float value: 'soon'"),
-        (["--ranks", "-1"], "--ranks -1: 0 starts"),
-        (["--ranks"], "expected one argument"),
-        (["--nonsense"], "unrecognized arguments: --nonsense"),
-        (["folder"], "unrecognized arguments: folder"),
+        (["--limit-s", "1"], "--limit-s 1 is not a number from 5 to 86400"),
+        (["--limit-s", "nan"], "--limit-s nan is not a number from 5 to 86400"),
+        (["--limit-s", "soon"], "--limit-s soon is not a number from 5 to 86400. HINT: --limit-s 120"),
+        (["--ranks", "-1"], "--ranks -1 is not a whole number from 0"),
+        (["--ranks"], "--ranks has no value"),
+        (["--nonsense"], "--nonsense is not a flag"),
+        (["folder"], "folder is not a flag"),
     ],
 )
 def test_a_wrong_flag_is_one_line(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

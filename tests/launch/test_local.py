@@ -126,7 +126,7 @@ def test_numbers_that_are_not_finite_are_final_and_leave_a_marker(tmp_path: Path
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--ranks", "many"], "--ranks many is not a number of ranks. HINT: --ranks 1"),
+        (["--ranks", "many"], "--ranks many is not a whole number from 1. HINT: --ranks 1"),
         (["--ranks", "2", "--optim.lr", "x"], "--optim.lr x is not a number. HINT: --optim.lr 0.0005"),
         (["--ranks"], "--ranks has no value is not"),
     ],

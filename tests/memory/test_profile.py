@@ -114,9 +114,9 @@ def test_steps_that_are_none(text: str) -> None:
 
 
 def test_profile_flags_that_say_nothing() -> None:
-    with pytest.raises(ConfigError, match=r"--profile.steps 4:5 says nothing alone"):
+    with pytest.raises(ConfigError, match=r"--profile.steps 4:5 has no effect alone"):
         configuration.load(["--profile.steps", "4:5"])
-    with pytest.raises(ConfigError, match=r"--profile.steps 30 begins after the last step, 10"):
+    with pytest.raises(ConfigError, match=r"--profile.steps 30 starts after the last step, 10"):
         configuration.load(["--profile.steps", "30", "--profile.memory", "--train.steps", "10"])
     assert profile_steps("4") == (4, 4)
 

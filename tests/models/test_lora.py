@@ -91,10 +91,10 @@ def test_alpha_rank_and_dropout_do_what_they_say() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--lora.targets", "up"], "--lora.targets up says nothing without adapters. HINT: --lora.rank 8"),
+        (["--lora.targets", "up"], "--lora.targets up has no effect without adapters. HINT: --lora.rank 8"),
         (
             ["--lora.rank", "8", "--model.frozen", "stem.*"],
-            "--model.frozen stem.* says nothing beside --lora.rank 8",
+            "--model.frozen stem.* has no effect beside --lora.rank 8",
         ),
     ],
 )

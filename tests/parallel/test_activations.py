@@ -149,8 +149,8 @@ def test_recomputing_without_units_is_refused() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--memory.activation_budget 0.5 --memory.activation_checkpointing full", "both say what is kept"),
-        ("--memory.activation_checkpointing_every 2", "says nothing"),
+        ("--memory.activation_budget 0.5 --memory.activation_checkpointing full", "both select what is kept"),
+        ("--memory.activation_checkpointing_every 2", "has no effect"),
         ("--memory.activation_budget 1.5", "out of range"),
     ],
 )

@@ -119,8 +119,11 @@ def test_what_cannot_be_called_is_refused_before_any_process_group(flag: str, pa
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--mesh.strategy ddp --comm.divide_by 2", "--comm.divide_by 2.0 is FSDP's"),
-        (f"--mesh.strategy ddp --comm.all_gather {HERE}:gather", "is FSDP's, and --mesh.strategy ddp is not"),
+        ("--mesh.strategy ddp --comm.divide_by 2", "--comm.divide_by 2.0 applies to FSDP"),
+        (
+            f"--mesh.strategy ddp --comm.all_gather {HERE}:gather",
+            "applies to FSDP, not to --mesh.strategy ddp",
+        ),
         ("--mesh.strategy ddp --mesh.accumulate shard", "HINT: --mesh.accumulate every"),
     ],
 )

@@ -157,5 +157,5 @@ def test_what_does_not_go_with_it_is_refused_by_name(more: str) -> None:
 
 
 def test_emulation_alone_says_nothing() -> None:
-    with pytest.raises(ConfigError, match=r"--speed.float8_emulate true says nothing alone"):
+    with pytest.raises(ConfigError, match=r"--speed.float8_emulate true has no effect alone"):
         configuration.load(["--speed.float8_emulate", "true"])

@@ -142,8 +142,8 @@ def test_a_folder_that_cannot_be_is_said_with_the_rank(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--memory.nvme optimizer", "has no folder to put files in. HINT: --memory.nvme_dir"),
-        ("--memory.nvme_dir /tmp", "alone says nothing"),
+        ("--memory.nvme optimizer", "needs a folder for its files. HINT: --memory.nvme_dir"),
+        ("--memory.nvme_dir /tmp", "has no effect alone"),
         (
             "--memory.nvme all --memory.nvme_dir /tmp --mesh.strategy ddp",
             "moves shards, and --mesh.strategy ddp has none",

@@ -52,7 +52,7 @@ def test_a_person_s_own_model_on_two_ranks() -> None:
          "fsdp.parity: --parity.dtype fp8 is not one of fp64, fp32, bf16, fp16. HINT: --parity.dtype fp64"),
         (["--parity.ranks", "0"], "fsdp.parity: --parity.ranks 0 is not a whole number from 1. HINT: --parity.ranks 2"),
         (["--parity.rank", "2"],
-         "fsdp.parity: --parity.rank is not a flag. HINT: --parity.ranks, --parity.dtype or --parity.steps"),
+         "fsdp.parity: --parity.rank is not a flag. HINT: did you mean --parity.ranks?"),
     ],
 )  # fmt: skip
 def test_a_wrong_flag_is_one_line(words: list[str], message: str) -> None:

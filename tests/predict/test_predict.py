@@ -299,9 +299,9 @@ def test_an_export_that_would_run_code_is_refused(tmp_path: Path, complain: Say)
     ("argv", "message"),
     [
         (["--sample", "3"], "--sample is not a flag"),
-        (["--samples", "few"], "argument --samples: few is not a whole number from 0"),
-        (["--temperature", "-1"], "argument --temperature: "),
-        (["--split", "test"], "argument --split: invalid choice: 'test'"),
+        (["--samples", "few"], "--samples few is not a whole number from 0"),
+        (["--temperature", "-1"], "--temperature -1 is not a number from 0"),
+        (["--split", "test"], "--split test is not one of heldout, train"),
         (["--prompt", "hello"], "--prompt says nothing to"),
         (["--tokens", "5"], "--tokens says nothing to"),
         (["--image", "no/such.png"], "--image no/such.png does not exist"),

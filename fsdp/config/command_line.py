@@ -1,0 +1,136 @@
+"""The argument parser of every tool: `python -m fsdp.plan`, `python -m launch.local` and the others.
+
+    parser = CommandParser("fsdp.report", __doc__)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="…")
+    options = parser.parse(argv)                         every flag is the tool's own
+    options, flags = parser.parse_with_run_flags(argv)   the other flags are train.py's, for config.load
+
+--help prints the tool's docstring and its flags. A wrong flag raises ConfigError: one line with a HINT, exit
+code 2. Not here: the flags of a run (reading.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from fsdp.base.errors import ConfigError
+
+RUN_FLAGS = "Flags of train.py are accepted too: python train.py --help lists them."
+
+
+class CommandParser(argparse.ArgumentParser):
+    """argparse with one-line errors, flags in full, and the tool's docstring as help."""
+
+    def __init__(self, module: str, doc: str | None, *, epilog: str = "", unknown_hint: str = "") -> None:
+        """`unknown_hint` replaces the hint for an unknown flag; {} stands for the flag."""
+        self.flags: dict[str, argparse.Action] = {}
+        self._unknown_hint = unknown_hint
+        super().__init__(
+            prog=f"python -m {module}",
+            usage=argparse.SUPPRESS,
+            description=(doc or "").strip(),
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
+        action = super().add_argument(*names, **options)
+        self.flags.update(dict.fromkeys(action.option_strings, action))
+        return action
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """The tool's own flags and positional arguments. An unknown flag is an error."""
+        options, unknown = self.parse_known_intermixed_args(list(argv))
+        if unknown:
+            self._refuse(unknown[0])
+        return options
+
+    def parse_with_run_flags(
+        self, argv: Sequence[str], sections: Sequence[str] = ()
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """The tool's own flags, and train.py's as typed: of `sections` only, if any are given."""
+        own: list[str] = []
+        flags: list[str] = []
+        words = [word for word in argv if word != "--"]
+        while words:
+            word = words.pop(0)
+            if not word.startswith("--") or not self._is_of_the_run(word, sections):
+                own.append(word)
+                continue
+            flags.append(word)
+            if "=" not in word and words and not words[0].startswith("--"):
+                flags.append(words.pop(0))
+        return self.parse(own), flags
+
+    def _is_of_the_run(self, word: str, sections: Sequence[str]) -> bool:
+        name, section = word.partition("=")[0], _section(word)
+        if name in self.flags or (section and section in map(_section, self.flags)):
+            return False
+        return not sections or section in sections
+
+    def error(self, message: str) -> NoReturn:
+        """argparse reports `argument --out: expected one argument` and the like."""
+        text, hint = message, f"{self.prog} --help"
+        if message.startswith("argument "):
+            flag, _, problem = message.removeprefix("argument ").partition(": ")
+            text = f"{flag} has no value" if problem.startswith("expected ") else f"{flag} {problem}"
+            default = getattr(self.flags.get(flag), "default", None)
+            hint = f"{flag} {default}" if default not in (None, "", False, []) else hint
+        elif message.startswith("the following arguments are required: "):
+            text = f"{message.rpartition(': ')[2]} is missing"
+        raise ConfigError(f"{text}.", hint)
+
+    def _refuse(self, word: str) -> NoReturn:
+        name = word.partition("=")[0]
+        near = difflib.get_close_matches(name, self.flags, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"{self.prog} --help"
+        raise ConfigError(f"{name} is not a flag.", self._unknown_hint.format(name) or hint)
+
+
+def _section(flag: str) -> str:
+    """`parity` of `--parity.ranks=2`; empty for a flag without a section."""
+    section, dot, _ = flag.partition("=")[0].removeprefix("--").partition(".")
+    return section if dot else ""
+
+
+def whole_number(low: int = 0) -> Callable[[str], int]:
+    """A type for add_argument: a whole number, `low` or more."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < low:
+            raise argparse.ArgumentTypeError(f"{text} is not a whole number from {low}")
+        return int(text)
+
+    return parse
+
+
+def number(low: float, high: float = math.inf) -> Callable[[str], float]:
+    """A type for add_argument: a finite number, `low` or more and at most `high`."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high or math.isinf(value):
+            bounds = f"from {low:g}" + (f" to {high:g}" if high < math.inf else "")
+            raise argparse.ArgumentTypeError(f"{text} is not a number {bounds}")
+        return value
+
+    return parse
+
+
+def one_of(*names: str) -> Callable[[str], str]:
+    """A type for add_argument: one of these words."""
+
+    def parse(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"{text} is not one of {', '.join(names)}")
+        return text
+
+    return parse

@@ -1,0 +1,82 @@
+"""The parser of the tools: one-line errors with a hint, help from the docstring, flags of the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fsdp.base.errors import ConfigError
+from fsdp.config import load
+from fsdp.config.command_line import CommandParser, number, one_of, whole_number
+
+
+def parser() -> CommandParser:
+    made = CommandParser("fsdp.tool", "Do it:\n\n    python -m fsdp.tool RUN\n")
+    made.add_argument("run", metavar="RUN", help="a run directory")
+    made.add_argument("--out", type=Path, metavar="FILE", help="where to write")
+    made.add_argument("--tool.ranks", dest="ranks", type=whole_number(1), default=2, help="how many")
+    made.add_argument("--share", type=number(0, 1), help="how much")
+    made.add_argument("--format", type=one_of("torch", "both"), help="which format")
+    made.add_argument("--quick", action="store_true", help="skip the rest")
+    return made
+
+
+def test_own_flags_and_positional_arguments_in_any_order() -> None:
+    for words in ("RUN --out a --quick", "--out a RUN --quick", "--quick --out=a RUN"):
+        options = parser().parse(words.split())
+        assert (options.run, options.out, options.quick, options.ranks) == ("RUN", Path("a"), True, 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "hint"),
+    [
+        ("", "RUN is missing.", "python -m fsdp.tool --help"),
+        ("RUN --outt a", "--outt is not a flag.", "did you mean --out?"),
+        ("RUN --zzz", "--zzz is not a flag.", "python -m fsdp.tool --help"),
+        ("RUN other", "other is not a flag.", "python -m fsdp.tool --help"),
+        ("RUN --out", "--out has no value.", "python -m fsdp.tool --help"),
+        ("RUN --tool.ranks", "--tool.ranks has no value.", "--tool.ranks 2"),
+        ("RUN --tool.ranks 0", "--tool.ranks 0 is not a whole number from 1.", "--tool.ranks 2"),
+        ("RUN --tool.rank 2", "--tool.rank is not a flag.", "did you mean --tool.ranks?"),
+        ("RUN --share nan", "--share nan is not a number from 0 to 1.", "python -m fsdp.tool --help"),
+        ("RUN --format x", "--format x is not one of torch, both.", "python -m fsdp.tool --help"),
+        ("RUN --quic", "--quic is not a flag.", "did you mean --quick?"),
+    ],
+)
+def test_a_mistake_is_one_line_with_a_hint(words: str, message: str, hint: str) -> None:
+    for parse in (parser().parse, lambda argv: parser().parse_with_run_flags(argv, sections=["data"])):
+        with pytest.raises(ConfigError) as refused:
+            parse(words.split())
+        assert str(refused.value) == f"{message} HINT: {hint}"
+        assert refused.value.exit_code == 2
+
+
+def test_flags_of_the_run_are_handed_on_as_typed() -> None:
+    words = "--train.steps 3 RUN --watch.deterministic --out a --config c.toml --optim.lr=1e-3 --batch_size 2"
+    options, flags = parser().parse_with_run_flags(words.split())
+    assert (options.run, options.out) == ("RUN", Path("a"))
+    assert " ".join(flags) == (
+        "--train.steps 3 --watch.deterministic --config c.toml --optim.lr=1e-3 --batch_size 2"
+    )
+    with pytest.raises(ConfigError, match=r"HINT: --train\.global_batch 2"):
+        load(["--batch_size", "2"])
+
+
+def test_flags_of_other_sections_are_refused_where_one_is_accepted() -> None:
+    assert parser().parse_with_run_flags(["RUN", "--data.dir", "x"], sections=["data"])[1] == [
+        "--data.dir",
+        "x",
+    ]
+    with pytest.raises(ConfigError, match=r"--model\.name is not a flag"):
+        parser().parse_with_run_flags(["RUN", "--model.name", "vit"], sections=["data"])
+
+
+def test_help_is_the_docstring_and_the_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parser().parse(["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith("Do it:\n\n    python -m fsdp.tool RUN\n")
+    assert "--tool.ranks" in text
+    assert "how many" in text

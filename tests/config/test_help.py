@@ -1,0 +1,92 @@
+"""--help fits two screens and has the common fields; --help-all has every field."""
+
+from __future__ import annotations
+
+import pytest
+
+import train
+from fsdp.base.errors import ConfigError
+from fsdp.config import FIELDS, help_asked
+from fsdp.config.help import SECTIONS
+from tests.config.test_bad_inputs import train_py
+
+COMMON = [name for name, spec in FIELDS.items() if spec.meta["common"]]
+
+
+def text_of(*argv: str) -> str:
+    text = help_asked(argv, train.__doc__ or "")
+    assert text is not None
+    return text
+
+
+def flags_in(text: str) -> set[str]:
+    words = [line.split()[0] for line in text.splitlines() if line.startswith("  --")]
+    names = {word.removeprefix("--").removesuffix(".NAME") for word in words}
+    return names - {"config", "dry-run", "help", "help-all"}
+
+
+def test_help_is_two_screens_with_every_common_flag() -> None:
+    lines = text_of("--help").splitlines()
+    assert len(lines) <= 100
+    assert max(map(len, lines)) <= 110
+    assert flags_in("\n".join(lines)) == set(COMMON)
+    assert 30 < len(COMMON) < len(FIELDS) / 2
+
+
+def test_help_of_a_common_flag_is_its_default_and_meaning() -> None:
+    text = text_of("-h")
+    assert "  --train.global_batch              64        samples per optimizer step, over all ranks" in text
+    assert "  --watch.deterministic             false     make the run repeat bit for bit" in text
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_help_of_a_section_has_its_flags_only(section: str) -> None:
+    every = {name for name in FIELDS if name.startswith(f"{section}.")}
+    assert flags_in(text_of("--help-all", section)) == every
+    assert flags_in(text_of("--help", section)) == (every & set(COMMON) or every)
+
+
+def test_help_all_lists_every_field_with_type_default_unit_and_detail() -> None:
+    text = text_of("--help-all")
+    assert flags_in(text) == set(FIELDS)
+    joined = " ".join(text.split())
+    assert max(map(len, text.splitlines())) <= 110
+    assert "--mesh.strategy auto|fsdp|hsdp|ddp" in joined
+    for name, spec in FIELDS.items():
+        assert spec.meta["help"] in joined, name
+        assert spec.meta["detail"] in joined, name
+        if spec.meta["unit"] and spec.default != "":
+            assert f" {spec.meta['unit']})" in joined, name
+
+
+def test_help_texts_are_sentences_without_an_end() -> None:
+    """The default follows the help in brackets, and the detail is whole sentences."""
+    for name, spec in FIELDS.items():
+        assert spec.meta["help"], name
+        assert not spec.meta["help"].endswith("."), name
+        assert not spec.meta["detail"] or spec.meta["detail"].endswith("."), name
+
+
+@pytest.mark.parametrize(
+    ("wrong", "hint"), [("nonsense", "--help-all"), ("chekpoint", "--help-all checkpoint")]
+)
+def test_a_section_that_does_not_exist_is_one_line_with_a_hint(wrong: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        text_of("--help-all", wrong)
+    assert str(refused.value).startswith(f"--help-all {wrong}: {wrong} is not one of run, train, ")
+    assert refused.value.hint == hint
+
+
+def test_help_beside_other_flags_and_without_help() -> None:
+    assert help_asked(["--train.steps", "3"], "") is None
+    assert text_of("--dry-run", "--help", "--train.steps", "3") == text_of("--help")
+
+
+def test_the_command_prints_help_and_refuses_an_unknown_section() -> None:
+    done = train_py("--help")
+    assert done.returncode == 0
+    assert "torchrun --nproc_per_node=2 train.py" in done.stdout
+    wrong = train_py("--help-all", "nonsense")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.stderr.count("\n") == 1
+    assert "HINT: --help-all" in wrong.stderr
