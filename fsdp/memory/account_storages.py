@@ -1,8 +1,8 @@
-"""Follows every storage that operations make and drop, on a device with no book of its own: the CPU.
+"""Tracks every storage that operations create and release on the CPU, whose allocator has no history.
 
-A dispatch mode sees what each operation returns, a weak reference when it goes, and a wrapped `resize_` what
-FSDP gathers into and empties. Only while it is entered, on the thread that entered it (autograd runs CPU
-backward there). What compiled code allocates inside is not seen: it counts as `beyond`. Costs 5–20 µs an
+A dispatch mode receives the outputs of each operation, a weak reference reports their release, and a wrapped
+`resize_` what FSDP gathers and frees. Active only while entered, on the thread that entered it (autograd runs
+CPU backward there). Allocations inside compiled code are not seen: they count as `beyond`. Costs 5–20 µs per
 operation.
 """
 
@@ -19,80 +19,78 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp.memory.account import KINDS, standing, storages_of
+from fsdp.memory.account import KINDS, owned_storages, storages_of
 from fsdp.memory.account_timeline import Mark, Timeline
 
 COMMUNICATION = ("foreach_all_gather", "foreach_all_gather_copy_out", "foreach_reduce")
-"""Functions of FSDP in which a new tensor is a buffer of a collective."""
+"""Functions of FSDP in which new tensors are communication buffers."""
 
 ACTIVATIONS = ("forward", "backward", "evaluate")
 
 
 class StorageTracker(TorchDispatchMode):
-    """Enter it for the steps to be followed; say each phase with `phase`."""
+    """Context manager around the profiled steps; `phase` marks each phase."""
 
     def __init__(self, root: nn.Module, optimizer: torch.optim.Optimizer | None, device: str = "cpu") -> None:
         super().__init__()
         self.timeline = Timeline(KINDS)
         self._root, self._optimizer, self._device = root, optimizer, device
-        # object → block, bytes, itself
+        # address of the storage object → block, bytes, weak reference
         self._live: dict[int, tuple[int, int, weakref.ref[torch.UntypedStorage]]] = {}
         self._kind = "other"
         self._undo: list[Callable[[], None]] = []
 
-    # ------------------------------------------------------------ what happens
+    # ------------------------------------------------------------ events
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(one, DTensor) for one in types):
-            return NotImplemented  # it turns into operations on shards, which come here
+            return NotImplemented  # it becomes operations on shards, which are dispatched here
         for tensor in _tensors(args):
-            self._meet(tensor, "other")
+            self._track(tensor, "other")
         out = func(*args, **(kwargs or {}))
         for tensor in _tensors((out,)):
-            self._meet(tensor, self._kind)
+            self._track(tensor, self._kind)
         return out
 
     def phase(self, mark: Mark) -> None:
-        """A phase begins: what model and optimizer hold by now is known by its kind, whatever it was taken
-        for.
-        """
+        """Start of a phase. Storages that model and optimizer own now get the kind of their owner."""
         self.identify()
         self.timeline.mark(mark)
         self._kind = "activations" if mark.phase in ACTIVATIONS else "other"
 
     def identify(self) -> None:
-        for kind, storage in standing(self._root, self._optimizer).values():
-            self._name(storage, kind)
+        for kind, storage in owned_storages(self._root, self._optimizer).values():
+            self._set_kind(storage, kind)
 
-    def _name(self, storage: torch.UntypedStorage, kind: str) -> None:
+    def _set_kind(self, storage: torch.UntypedStorage, kind: str) -> None:
         if storage.device.type == self._device:
-            self._see(storage, kind)
+            self._record(storage, kind)
             self.timeline.kind_of[self._live[storage._cdata][0]] = kind
 
-    def _meet(self, tensor: Tensor, kind: str) -> None:
+    def _track(self, tensor: Tensor, kind: str) -> None:
         for storage in storages_of(tensor):
             if storage.device.type == self._device:
-                self._see(storage, kind)
+                self._record(storage, kind)
 
-    def _see(self, storage: torch.UntypedStorage, kind: str) -> None:
+    def _record(self, storage: torch.UntypedStorage, kind: str) -> None:
         key, size = storage._cdata, storage.nbytes()
         if key not in self._live:
             block = self.timeline.block(kind)
-            self._live[key] = (block, size, weakref.ref(storage, lambda _: self._gone(key)))
+            self._live[key] = (block, size, weakref.ref(storage, lambda _: self._released(key)))
             self.timeline.change(time.perf_counter(), block, size)
             return
-        block, known, itself = self._live[key]
+        block, known, reference = self._live[key]
         if size != known:
-            self._live[key] = (block, size, itself)
+            self._live[key] = (block, size, reference)
             self.timeline.change(time.perf_counter(), block, size - known)
 
-    def _gone(self, key: int) -> None:
+    def _released(self, key: int) -> None:
         block, size, _ = self._live.pop(key)
         self.timeline.change(time.perf_counter(), block, -size)
 
-    # ------------------------------------------------------------ in and out
+    # ------------------------------------------------------------ enter and exit
 
     def __enter__(self) -> StorageTracker:
         self._wrap(torch.UntypedStorage, "resize_", self._resizing)
@@ -108,7 +106,7 @@ class StorageTracker(TorchDispatchMode):
             self._undo.pop()()
 
     def forget(self) -> None:
-        """After the last step: no weak reference stays."""
+        """Drops all weak references, after the last step."""
         self._live.clear()
 
     def _wrap(self, owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
@@ -121,18 +119,18 @@ class StorageTracker(TorchDispatchMode):
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             out = real(storage, size)
             if storage.device.type == self._device:
-                self._see(storage, "gathered")
+                self._record(storage, "gathered")
             return out
 
         return resize_
 
     def _communicating(self, real: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            # The gradients that come in are the unsharded ones: named here, since none is left when the phase
-            # ends.
+            # The arguments are the unsharded gradients. They are released before the phase ends, so their
+            # kind is set here.
             for tensor in _tensors(args[1:2]) if real.__name__ == "foreach_reduce" else ():
                 for storage in storages_of(tensor):
-                    self._name(storage, "gradients")
+                    self._set_kind(storage, "gradients")
             before, self._kind = self._kind, "communication"
             try:
                 return real(*args, **kwargs)

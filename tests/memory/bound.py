@@ -1,7 +1,7 @@
 """Does a run fit into memory that a third of its optimizer states would fill? In files it does, killed and
 resumed, to the bit.
 
-    python -m tests.memory.bound                    # a few minutes, 4 GB of disk, 4 GB of memory for the comparison
+    python -m tests.memory.bound          # a few minutes, 4 GB of disk, 4 GB of memory for the comparison
     python -m tests.memory.bound --limit-mib 512 --dir /local/nvme
 
 The limit is on anonymous memory that is resident (RssAnon, looked at all the time): what cannot leave but by
@@ -80,9 +80,10 @@ def _command(run: Path, layers: int, more: Sequence[str]) -> list[str]:
     words = [word for name, value in arguments.items() for word in (f"--model.args.{name}", str(value))]
     return [
         sys.executable, "train.py", "--run.dir", str(run), "--model.name", "transformer", *words,
-        "--data.name", "synthetic", "--data.args.kind", "tokens", "--data.args.vocab_size", "256", "--data.seq_len", "16",
-        "--train.steps", str(STEPS), "--train.global_batch", "2", "--train.micro_batch", "1", "--train.eval_samples", "1",
-        "--mesh.accumulate", "shard", "--checkpoint.every_steps", str(SAVE_EVERY), "--checkpoint.keep_last", "1",
+        "--data.name", "synthetic", "--data.args.kind", "tokens", "--data.args.vocab_size", "256",
+        "--data.seq_len", "16", "--train.steps", str(STEPS), "--train.global_batch", "2",
+        "--train.micro_batch", "1", "--train.eval_samples", "1", "--mesh.accumulate", "shard",
+        "--checkpoint.every_steps", str(SAVE_EVERY), "--checkpoint.keep_last", "1",
         "--checkpoint.export", "false", *more,
     ]  # fmt: skip
 

@@ -20,7 +20,10 @@ from fsdp.run.loop import _maybe_profile
 from tests.support import runs, user_code
 
 RANKS = 2
-STEPS = "--train.steps 6 --profile.memory true --profile.steps 3:5 --checkpoint.export false --train.clip_grad_norm 0"
+STEPS = (
+    "--train.steps 6 --profile.memory true --profile.steps 3:5 "
+    "--checkpoint.export false --train.clip_grad_norm 0"
+)
 
 
 def accounts(folder: Path, *more: str, ranks: int = RANKS) -> list[dict[str, Any]]:
@@ -156,7 +159,8 @@ def test_the_allocator_s_history_by_kind() -> None:
     """
     timeline = Timeline(("parameters", "gathered", "gradients", "activations", "communication", "other"))
     events = [
-        ("alloc", 200, 40, 1.05), ("alloc", 300, 40, 1.06), ("free_requested", 300, 40, 1.08), ("alloc", 400, 30, 1.2),
+        ("alloc", 200, 40, 1.05), ("alloc", 300, 40, 1.06), ("free_requested", 300, 40, 1.08),
+        ("alloc", 400, 30, 1.2),
         ("alloc", 500, 25, 2.1), ("free_requested", 400, 30, 2.2), ("free_completed", 400, 30, 2.3),
         ("segment_free", 900, 1, 2.3), ("free_requested", 777, 9, 2.35),
     ]  # fmt: skip

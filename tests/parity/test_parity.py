@@ -101,7 +101,8 @@ SAMPLE_MESHES = [
     ("ddp of 3", "fp64"),
 ]
 SAMPLE = (
-    "tied", "hsdp, scattered each time", "scalars", "own loss", "zero-2", "reshard to 2 of 4", "uneven micro-batches",
+    "tied", "hsdp, scattered each time", "scalars", "own loss", "zero-2", "reshard to 2 of 4",
+    "uneven micro-batches",
     "clipped hard, hsdp", "sent and not drawn", "frozen, hsdp", "smaller than the mesh",
 )  # fmt: skip
 """With those of the quick part: what can go wrong, each in one way. The others are in the full form."""
