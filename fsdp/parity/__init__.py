@@ -7,8 +7,3 @@ ranks        the processes that train sharded, by fsdp.run.loop.train itself
 measure      the size of a difference, the largest one, and its bound
 compare      starts both sides and judges each mesh
 """
-
-from fsdp.parity.measure import relative_differences
-from fsdp.parity.options import Comparison, Row, rows
-
-__all__ = ["Comparison", "Row", "relative_differences", "rows"]

@@ -10,7 +10,7 @@ loop in one process; the two share no other code. For each mesh it compares
     gradients   loss, gradient norm and each parameter's gradient before any update, without clipping
     clipped     the same with clipping
     sgd         loss and gradient norm of three SGD steps without clipping, and each parameter after them
-    as asked    loss and gradient norm of N steps with the configured optimizer, and each parameter after them
+    configured  loss and gradient norm of N steps with the configured optimizer, and each parameter after them
 
 and prints the largest relative difference of each in a table. In fp64 it is that of the worst parameter, and
 rounding cannot hide a wrong reduction. In lower precisions, and in a model with float32 computations inside,

@@ -85,17 +85,17 @@ class Reference:
     def notes(self) -> Iterator[str]:
         measure = self.measure
         if measure.rounds:
-            bounds = [f"{measure.bound(kind):.0e}" for kind in (Comparison.GRADIENT, Comparison.ASKED)]
+            bounds = [f"{measure.bound(kind):.0e}" for kind in (Comparison.GRADIENT, Comparison.CONFIGURED)]
             yield (
                 f"{measure.rounds} although the run computes in float64: "
-                f"the bound of the whole model is {bounds[0]}, and {bounds[1]} in 'as asked'"
+                f"the bound of the whole model is {bounds[0]}, and {bounds[1]} in 'configured'"
             )
         if measure.flat:
             first, more = min(measure.flat), len(measure.flat) - 1
             others = f" and {more} other parameter{'s' * (more > 1)}" if more else ""
             yield (
                 f"the gradient of {first}{others} is 0 except for rounding, which Adam amplifies: "
-                "not compared in 'as asked'"
+                "not compared in 'configured'"
             )
         if not self._plain.loss.of_logits:
             yield (

@@ -26,7 +26,7 @@ ROUNDING = 1e-5
 """Of a parameter's norm: a smaller change cannot be distinguished from rounding."""
 ADAPTIVE = 1e4
 """Factor on the bound for Adam, which may divide by rounding alone (eps is 1e-8)."""
-ROUNDED_INSIDE, ROUNDED_ASKED = 1e-5, 1e-2
+ROUNDED_INSIDE, ROUNDED_CONFIGURED = 1e-5, 1e-2
 """Bounds of a model that computes in float32 inside: of gradients and SGD, and of the run's own optimizer."""
 NO_GRADIENT = 1e-12
 """Of the model's gradient norm: less is rounding, which Adam scales to the size of any other gradient."""
@@ -71,8 +71,8 @@ class Measure:
 
     def bound(self, training: Comparison) -> float:
         if self.dtype == "fp64" and self.rounds:
-            return ROUNDED_ASKED if training is Comparison.ASKED else ROUNDED_INSIDE
-        wide = ADAPTIVE if self.each and self.adaptive and training is Comparison.ASKED else 1.0
+            return ROUNDED_CONFIGURED if training is Comparison.CONFIGURED else ROUNDED_INSIDE
+        wide = ADAPTIVE if self.each and self.adaptive and training is Comparison.CONFIGURED else 1.0
         return wide * BOUNDS[self.dtype]
 
     def differences(
@@ -110,7 +110,7 @@ class Measure:
             n: (plain.start[n].double() - b.double()) / (length or 1.0) for n, b in plain.parameters.items()
         }
         found = {n: (plain.start[n].double() - ours.parameters[n].double()) / (length or 1.0) for n in moved}
-        kept = [n for n in moved if training is not Comparison.ASKED or n not in self.flat]
+        kept = [n for n in moved if training is not Comparison.CONFIGURED or n not in self.flat]
         what = "the gradient of" if length else "the parameter"
         if not self.each:
             size = _whole_difference({n: found[n] for n in kept}, {n: moved[n] for n in kept})

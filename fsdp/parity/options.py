@@ -41,11 +41,11 @@ class Comparison(StrEnum):
     GRADIENT = "gradients"
     CLIPPED = "clipped"
     SGD = "sgd"
-    ASKED = "as asked"
+    CONFIGURED = "configured"
 
     def overrides(self) -> dict[str, Any]:
         """SGD has momentum: without optimizer states --memory.nvme optimizer has nothing to move."""
-        if self is Comparison.ASKED:
+        if self is Comparison.CONFIGURED:
             return {}
         sgd = {
             "optim.name": "sgd", "optim.momentum": 0.5, "optim.state": "master", "optim.schedule": "constant",
@@ -84,7 +84,7 @@ class ParityOptions:
     dtype: str
     steps: int
 
-    def config(self, row: Row | None, folder: str, training: Comparison = Comparison.ASKED) -> Config:
+    def config(self, row: Row | None, folder: str, training: Comparison = Comparison.CONFIGURED) -> Config:
         fixed: dict[str, Any] = {
             "backend": "torchrun", "run.dir": folder, "stop.file": "", "stop.deadline_s": 0.0,
             "train.steps": self.steps, "train.epochs": 0, "train.stop_after": 0,

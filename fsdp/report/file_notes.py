@@ -55,5 +55,5 @@ def number(value: Any, most: float = LARGEST) -> float:
     return float(value)
 
 
-def whole(value: Any) -> int:
+def integer(value: Any) -> int:
     return int(number(value))

@@ -20,7 +20,7 @@ from fsdp.base.phases import Ending
 from fsdp.checkpoint.inspect import CheckpointListing, scan
 from fsdp.checkpoint.open_store import open_store
 from fsdp.config import FIELDS, check_store, parse_value, read_recipe
-from fsdp.report.file_notes import LARGEST, Notes, number, whole
+from fsdp.report.file_notes import LARGEST, Notes, integer, number
 from fsdp.report.profile_section import read_accounts
 from fsdp.report.series import Series, read_numbers
 from fsdp.report.watch_records import VerdictRecord, WatchData, read_watched
@@ -167,9 +167,9 @@ def _start(event: Mapping[str, Any], number: int) -> Start:
         number=number,
         time=str(event.get("time", "")),
         launcher=str(event.get("launcher", "")),
-        ranks=_whole(event.get("ranks")) or 0,
+        ranks=_integer_or_none(event.get("ranks")) or 0,
         nodes=_texts(event.get("nodes")),
-        from_step=_whole(event.get("from_step")) or 0,
+        from_step=_integer_or_none(event.get("from_step")) or 0,
         changed=_texts(event.get("changed")),
     )
 
@@ -189,7 +189,7 @@ def _ended(start: Start, event: Mapping[str, Any]) -> Start:
         outcome = event["how"] if event.get("how") in set(Ending) else _outcome_of_text(why)
     return replace(
         start,
-        to_step=_whole(event.get("step")),
+        to_step=_integer_or_none(event.get("step")),
         ended=str(event.get("time", "")) or "?",
         why=why or start.why,
         outcome=outcome,
@@ -213,7 +213,7 @@ def _planned(run: RunDir) -> dict[str, float]:
     return found
 
 
-def _whole(value: object) -> int | None:
+def _integer_or_none(value: object) -> int | None:
     return int(value) if isinstance(value, (int, float)) and value == value and abs(value) < 1e15 else None
 
 
@@ -272,7 +272,7 @@ def _saves(path: Path, notes: Notes) -> dict[int, Save]:
     for record in read_lines(path):
         with notes.left_out("saves.jsonl"):
             known = {} if record is None else record
-            saves[whole(known["step"])] = Save(
+            saves[integer(known["step"])] = Save(
                 number(known.get("stall_s", 0.0)), number(known.get("write_s", 0.0))
             )
     return saves

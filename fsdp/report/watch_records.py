@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from fsdp.base.phases import PHASES
-from fsdp.report.file_notes import Notes, number, whole
+from fsdp.report.file_notes import Notes, integer, number
 from fsdp.report.series import Series, in_order
 from fsdp.rundir.paths import read_lines
 
@@ -169,9 +169,9 @@ def _verdict(record: Mapping[str, Any]) -> VerdictRecord:
     return VerdictRecord(
         time=_timestamp(record.get("time") or 0.0),
         kind=text("kind"),
-        ranks=tuple(map(whole, record.get("ranks") or ())),
+        ranks=tuple(map(integer, record.get("ranks") or ())),
         nodes=tuple(str(node) for node in record.get("nodes") or ()),
-        step=whole(record.get("step") or 0),
+        step=integer(record.get("step") or 0),
         what=text("what"),
         others=text("others"),
         hint=text("hint"),
@@ -227,12 +227,12 @@ def _late(folder: Path, notes: Notes) -> Iterator[LateRecord]:
     for record in _records(folder, "late.jsonl", notes):
         with notes.left_out("watch/late.jsonl"):
             if "over" in record:
-                ended = late.pop(whole(record.get("of", next(iter(late), -1))), None)
+                ended = late.pop(integer(record.get("of", next(iter(late), -1))), None)
                 if ended is not None:
                     yield replace(ended, over=str(record["over"]))
             elif "rank" in record:
-                numbers = number(record.get("percent", 0.0)), whole(record.get("since_step", 0))
-                found = LateRecord(whole(record["rank"]), str(record.get("node", "")), *numbers, "")
+                numbers = number(record.get("percent", 0.0)), integer(record.get("since_step", 0))
+                found = LateRecord(integer(record["rank"]), str(record.get("node", "")), *numbers, "")
                 before = late.pop(found.rank, None)
                 if before is not None:  # from an earlier start, which did not record its end
                     yield before
@@ -244,7 +244,10 @@ def _spikes(folder: Path, notes: Notes) -> Iterator[Spike]:
     """NaN is allowed as a norm: it is what such a line reports."""
     for record in _records(folder, "spikes.jsonl", notes, "step", "grad_norm"):
         with notes.left_out("watch/spikes.jsonl"):
-            samples = tuple(map(whole, record.get("samples") or ()))
+            samples = tuple(map(integer, record.get("samples") or ()))
             yield Spike(
-                whole(record["step"]), float(record["grad_norm"]), float(record.get("usual") or 0.0), samples
+                integer(record["step"]),
+                float(record["grad_norm"]),
+                float(record.get("usual") or 0.0),
+                samples,
             )

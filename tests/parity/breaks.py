@@ -1,4 +1,4 @@
-"""Ways to break the product's reductions in a rank: each is a context manager that patches this process."""
+"""Broken reductions: each is a context manager that patches the process of a rank."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from fsdp.run.loop import _Loop
 Break = Callable[[DistEnv], contextlib.AbstractContextManager[Any]]
 
 
-def instead(owner: Any, name: str, make: Callable[[Any], Any]) -> contextlib.AbstractContextManager[Any]:
-    """`owner.name` is replaced by what `make` makes of it."""
+def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> contextlib.AbstractContextManager[Any]:
+    """Replaces `owner.name` by `make(owner.name)`."""
     found = owner.__dict__[name]
     return mock.patch.object(owner, name, make(found.fget if isinstance(found, property) else found))
 
 
 def times(factor: float) -> Break:
-    """Every gradient, before its norm is taken."""
+    """Multiplies every gradient before its norm is computed."""
 
     def make(norm: Any) -> Any:
         def broken(self: Gradients) -> Tensor:
@@ -43,11 +43,11 @@ def times(factor: float) -> Break:
 
         return broken
 
-    return lambda env: instead(Gradients, "norm", make)
+    return lambda env: replaced(Gradients, "norm", make)
 
 
 def with_gradient(parts: LossParts, factor: float) -> LossParts:
-    """The same loss, with its gradient multiplied."""
+    """The same loss with its gradient multiplied."""
     return replace(parts, loss_sum=parts.loss_sum.detach() * (1 - factor) + parts.loss_sum * factor)
 
 
@@ -55,7 +55,7 @@ def rank_left_out(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
     def make(call: Any) -> Any:
         return lambda self, *args: with_gradient(call(self, *args), 0.0 if env.rank == 1 else 1.0)
 
-    return instead(LossFunction, "__call__", make)
+    return replaced(LossFunction, "__call__", make)
 
 
 def divided_by_micro_batches(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
@@ -66,11 +66,11 @@ def divided_by_micro_batches(env: DistEnv) -> contextlib.AbstractContextManager[
 
         return broken
 
-    return instead(_Loop, "_accumulate", make)
+    return replaced(_Loop, "_accumulate", make)
 
 
 def mean_over_tokens(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
-    """Of each micro-batch, weighed by its rows."""
+    """The mean over the tokens of each micro-batch, weighted by its rows."""
 
     def make(parts_of: Any) -> Any:
         def broken(logits: Tensor, targets: Tensor, valid: Tensor) -> LossParts:
@@ -80,11 +80,11 @@ def mean_over_tokens(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
 
         return broken
 
-    return instead(fsdp.models.loss, "cross_entropy_parts", make)
+    return replaced(fsdp.models.loss, "cross_entropy_parts", make)
 
 
 def own_part(output: Tensor, given: Tensor, group: Any, op: Any, async_op: bool = False) -> None:
-    """A reduce-scatter that scatters and sums nothing."""
+    """A reduce-scatter without the reduction."""
     output.copy_(given.view(group.size(), -1)[group.rank()])
 
 
@@ -109,11 +109,11 @@ def unit_not_reduced(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
 
         return broken
 
-    return instead(fsdp.run.loop, "shard_model", make)
+    return replaced(fsdp.run.loop, "shard_model", make)
 
 
 def divisor_of_one_axis(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
-    return instead(Sharded, "divisor", lambda _: property(lambda self: float(self.sizes.shard)))
+    return replaced(Sharded, "divisor", lambda _: property(lambda self: float(self.sizes.shard)))
 
 
 def first_micro_batch_dropped(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
@@ -130,8 +130,8 @@ def first_micro_batch_dropped(env: DistEnv) -> contextlib.AbstractContextManager
         return lambda self, *args: with_gradient(call(self, *args), float(left.pop(0)) if left else 1.0)
 
     stack = contextlib.ExitStack()
-    stack.enter_context(instead(_Loop, "_accumulate", counted))
-    stack.enter_context(instead(LossFunction, "__call__", dropped))
+    stack.enter_context(replaced(_Loop, "_accumulate", counted))
+    stack.enter_context(replaced(LossFunction, "__call__", dropped))
     return stack
 
 
@@ -139,7 +139,7 @@ def local_norm(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
     def make(init: Any) -> Any:
         return lambda self, parameters, group, in_turn=None: init(self, parameters, None, in_turn)
 
-    return instead(Gradients, "__init__", make)
+    return replaced(Gradients, "__init__", make)
 
 
 def clipped_by_local_norm(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
@@ -152,7 +152,7 @@ def clipped_by_local_norm(env: DistEnv) -> contextlib.AbstractContextManager[Any
 
         return broken
 
-    return instead(Gradients, "clip", make)
+    return replaced(Gradients, "clip", make)
 
 
 def gradients_kept(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
@@ -164,7 +164,7 @@ def vectors_decayed(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
         return lambda *args: [{**group, "weight_decay": 0.1} for group in groups(*args)]
 
     stack = contextlib.ExitStack()
-    stack.enter_context(instead(fsdp.optim.optimizer, "parameter_groups", make))
+    stack.enter_context(replaced(fsdp.optim.optimizer, "parameter_groups", make))
     stack.enter_context(mock.patch.object(fsdp.run.loop, "apply_hyperparameters"))
     return stack
 
@@ -197,7 +197,7 @@ def broken(name: str, env: DistEnv) -> Iterator[None]:
 
 
 def train_broken(env: DistEnv, name: str, asked: ParityOptions, tried: list[Row], folder: str) -> None:
-    """What a rank of the command does, in one of these ways."""
+    """The work of one rank of the command, with one of BREAKS."""
     with broken(name, env):
         train_rows(env, asked, tried, folder, lambda _: None)
     assert dist.is_initialized()

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp.parity import Comparison, Row, relative_differences, rows
 from fsdp.parity.__main__ import _show
-from fsdp.parity.measure import ParityDifference
-from fsdp.parity.options import ParityOptions
+from fsdp.parity.measure import ParityDifference, relative_differences
+from fsdp.parity.options import Comparison, ParityOptions, Row, rows
 from tests.test_house import imports
 
 ROOT = Path(__file__).parents[2]

@@ -47,7 +47,7 @@ cached = functools.cache(reference)
 
 
 def differences(words: str, name: str, folder: Path) -> dict[Row, list[ParityDifference]]:
-    """What the command prints under each mesh."""
+    """The differences that the command prints below each mesh."""
     known, asked, tried = cached(words)
     run_world(2, train_broken, name, asked, tried, str(folder))
     return {row: [d for d in known.judge(at, str(folder)) if not d.same] for at, row in enumerate(tried)}
@@ -79,10 +79,10 @@ def test_notes_explain_why_a_model_is_not_exact() -> None:
     notes = list(cached(RIGHT["gemma 3"])[0].notes())
     assert notes == [
         "Gemma3RMSNorm computes in float32 although the run computes in float64: "
-        "the bound of the whole model is 1e-05, and 1e-02 in 'as asked'"
+        "the bound of the whole model is 1e-05, and 1e-02 in 'configured'"
     ]
     notes = list(cached(RIGHT["vit"])[0].notes())
     assert notes == [
         "the gradient of vit.layers.0.attention.k_proj.bias and 1 other parameter is 0 except for rounding, "
-        "which Adam amplifies: not compared in 'as asked'"
+        "which Adam amplifies: not compared in 'configured'"
     ]
