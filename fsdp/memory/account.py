@@ -1,6 +1,6 @@
 """Memory of a rank by kind, read from the objects that own it: the model, its FSDP groups, the optimizer.
 
-`owned_storages` reads what exists now: a run that is not profiled pays nothing, and one that runs out of
+`standing` reads what exists now: a run that is not profiled pays nothing, and one that runs out of
 memory can still be accounted. Activations have no owner; account_storages.py (CPU) and account_cuda.py (CUDA)
 track them. Not here: files, pages, advice.
 """
@@ -48,13 +48,13 @@ def groups_of(root: nn.Module) -> Iterator[Any]:
             )
 
 
-def owned_storages(
+def standing(
     root: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[int, tuple[str, torch.UntypedStorage]]:
     """(kind, storage) of everything that model and optimizer own, by the address of the storage object."""
     found: dict[int, tuple[str, torch.UntypedStorage]] = {}
     # Groups first: while one is gathered, its modules own the gathered parameters instead of the shards.
-    for kind, tensor in _owned(root, optimizer):
+    for kind, tensor in _held(root, optimizer):
         if isinstance(tensor, Tensor):
             for storage in storages_of(tensor):
                 found.setdefault(storage._cdata, (kind, storage))
@@ -64,13 +64,13 @@ def owned_storages(
 def tally(root: nn.Module, optimizer: torch.optim.Optimizer | None, device: str) -> dict[str, int]:
     """Bytes by kind on one type of device ("cpu", "cuda"); offloaded shards of a CUDA run are on "cpu"."""
     totals = dict.fromkeys(KINDS, 0)
-    for kind, storage in owned_storages(root, optimizer).values():
+    for kind, storage in standing(root, optimizer).values():
         if storage.device.type == device:
             totals[kind] += storage.nbytes()
     return totals
 
 
-def _owned(root: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, Any]]:
+def _held(root: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, Any]]:
     for group in groups_of(root):
         yield from _of_group(group)
     for parameter in root.parameters():

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
-from fsdp.memory.account import KINDS, owned_storages
+from fsdp.memory.account import KINDS, standing
 from fsdp.memory.account_storages import ACTIVATIONS, COMMUNICATION
 from fsdp.memory.account_timeline import Mark, Timeline
 
@@ -39,12 +39,12 @@ class AllocatorTracker:
         self._marks: list[Mark] = []
         self._windows: list[tuple[float, float]] = []
         self._sightings: list[Sighting] = []
-        self._allocated_before: list[tuple[int, int]] = []
+        self._resting: list[tuple[int, int]] = []
         self._undo: list[Callable[[], None]] = []
 
     def __enter__(self) -> AllocatorTracker:
         torch.cuda.synchronize(self._device)
-        self._allocated_before = live_blocks(torch.cuda.memory._snapshot(), self._device.index or 0)
+        self._resting = live_blocks(torch.cuda.memory._snapshot(), self._device.index or 0)
         torch.cuda.memory._record_memory_history(max_entries=HISTORY, stacks="python")
         for name in COMMUNICATION:
             if hasattr(_fsdp_param_group, name):
@@ -63,7 +63,7 @@ class AllocatorTracker:
             history = torch.cuda.memory._snapshot()["device_traces"][self._device.index or 0]
         finally:
             torch.cuda.memory._record_memory_history(enabled=None)
-        fill(self.timeline, self._allocated_before, history, self._marks, self._sightings, self._windows)
+        fill(self.timeline, self._resting, history, self._marks, self._sightings, self._windows)
 
     def forget(self) -> None:
         self._sightings.clear()
@@ -74,7 +74,7 @@ class AllocatorTracker:
 
     def identify(self) -> None:
         now = time.time()
-        for kind, storage in owned_storages(self._root, self._optimizer).values():
+        for kind, storage in standing(self._root, self._optimizer).values():
             if storage.device.type == "cuda" and storage.nbytes():
                 self._sightings.append((now, storage.data_ptr(), kind))
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp.memory.account import KINDS, owned_storages, storages_of
+from fsdp.memory.account import KINDS, standing, storages_of
 from fsdp.memory.account_timeline import Mark, Timeline
 
 COMMUNICATION = ("foreach_all_gather", "foreach_all_gather_copy_out", "foreach_reduce")
@@ -48,10 +48,10 @@ class StorageTracker(TorchDispatchMode):
         if any(issubclass(one, DTensor) for one in types):
             return NotImplemented  # it becomes operations on shards, which are dispatched here
         for tensor in _tensors(args):
-            self._track(tensor, "other")
+            self._meet(tensor, "other")
         out = func(*args, **(kwargs or {}))
         for tensor in _tensors((out,)):
-            self._track(tensor, self._kind)
+            self._meet(tensor, self._kind)
         return out
 
     def phase(self, mark: Mark) -> None:
@@ -61,24 +61,24 @@ class StorageTracker(TorchDispatchMode):
         self._kind = "activations" if mark.phase in ACTIVATIONS else "other"
 
     def identify(self) -> None:
-        for kind, storage in owned_storages(self._root, self._optimizer).values():
-            self._set_kind(storage, kind)
+        for kind, storage in standing(self._root, self._optimizer).values():
+            self._name(storage, kind)
 
-    def _set_kind(self, storage: torch.UntypedStorage, kind: str) -> None:
+    def _name(self, storage: torch.UntypedStorage, kind: str) -> None:
         if storage.device.type == self._device:
-            self._record(storage, kind)
+            self._see(storage, kind)
             self.timeline.kind_of[self._live[storage._cdata][0]] = kind
 
-    def _track(self, tensor: Tensor, kind: str) -> None:
+    def _meet(self, tensor: Tensor, kind: str) -> None:
         for storage in storages_of(tensor):
             if storage.device.type == self._device:
-                self._record(storage, kind)
+                self._see(storage, kind)
 
-    def _record(self, storage: torch.UntypedStorage, kind: str) -> None:
+    def _see(self, storage: torch.UntypedStorage, kind: str) -> None:
         key, size = storage._cdata, storage.nbytes()
         if key not in self._live:
             block = self.timeline.block(kind)
-            self._live[key] = (block, size, weakref.ref(storage, lambda _: self._released(key)))
+            self._live[key] = (block, size, weakref.ref(storage, lambda _: self._gone(key)))
             self.timeline.change(time.perf_counter(), block, size)
             return
         block, known, reference = self._live[key]
@@ -86,7 +86,7 @@ class StorageTracker(TorchDispatchMode):
             self._live[key] = (block, size, reference)
             self.timeline.change(time.perf_counter(), block, size - known)
 
-    def _released(self, key: int) -> None:
+    def _gone(self, key: int) -> None:
         block, size, _ = self._live.pop(key)
         self.timeline.change(time.perf_counter(), block, -size)
 
@@ -119,7 +119,7 @@ class StorageTracker(TorchDispatchMode):
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             out = real(storage, size)
             if storage.device.type == self._device:
-                self._record(storage, "gathered")
+                self._see(storage, "gathered")
             return out
 
         return resize_
@@ -130,7 +130,7 @@ class StorageTracker(TorchDispatchMode):
             # kind is set here.
             for tensor in _tensors(args[1:2]) if real.__name__ == "foreach_reduce" else ():
                 for storage in storages_of(tensor):
-                    self._set_kind(storage, "gradients")
+                    self._name(storage, "gradients")
             before, self._kind = self._kind, "communication"
             try:
                 return real(*args, **kwargs)

@@ -37,11 +37,11 @@ def main(argv: list[str]) -> int:
         return 0
     try:
         asked = _asked(argv)
-        runs = [read_run(run) for run in asked.runs]
+        stories = [read_run(run) for run in asked.runs]
         samples = [
-            read_samples(run.path, asked.trusted) if asked.samples else SampleSection() for run in runs
+            read_samples(story.path, asked.trusted) if asked.samples else SampleSection() for story in stories
         ]
-        out = _write(asked, page(runs, samples))
+        out = _write(asked, page(stories, samples))
     except ShardrunError as error:
         print(f"fsdp.report: {error}", file=sys.stderr)
         return error.exit_code

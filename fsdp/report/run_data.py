@@ -28,7 +28,7 @@ from fsdp.rundir.paths import RunDir, read_lines
 
 Outcome = Literal["finished", "stopped", "failed", "killed", "running"]
 LIVE_S = 30.0
-"""A lock file modified within this time belongs to a live run."""
+"""A claim whose count was raised this lately belongs to a live run."""
 FAILURE = re.compile(r"^[A-Za-z_.]*(Error|Exception|Interrupt|Exit|Elsewhere|Refused|Timeout)\b")
 
 

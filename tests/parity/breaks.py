@@ -27,7 +27,7 @@ from fsdp.run.loop import _Loop
 Break = Callable[[DistEnv], contextlib.AbstractContextManager[Any]]
 
 
-def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> contextlib.AbstractContextManager[Any]:
+def instead(owner: Any, name: str, make: Callable[[Any], Any]) -> contextlib.AbstractContextManager[Any]:
     """Replaces `owner.name` by `make(owner.name)`."""
     found = owner.__dict__[name]
     return mock.patch.object(owner, name, make(found.fget if isinstance(found, property) else found))
@@ -43,7 +43,7 @@ def times(factor: float) -> Break:
 
         return broken
 
-    return lambda env: replaced(Gradients, "norm", make)
+    return lambda env: instead(Gradients, "norm", make)
 
 
 def with_gradient(parts: LossParts, factor: float) -> LossParts:
@@ -55,7 +55,7 @@ def rank_left_out(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
     def make(call: Any) -> Any:
         return lambda self, *args: with_gradient(call(self, *args), 0.0 if env.rank == 1 else 1.0)
 
-    return replaced(LossFunction, "__call__", make)
+    return instead(LossFunction, "__call__", make)
 
 
 def divided_by_micro_batches(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
@@ -66,7 +66,7 @@ def divided_by_micro_batches(env: DistEnv) -> contextlib.AbstractContextManager[
 
         return broken
 
-    return replaced(_Loop, "_accumulate", make)
+    return instead(_Loop, "_accumulate", make)
 
 
 def mean_over_tokens(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
@@ -80,7 +80,7 @@ def mean_over_tokens(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
 
         return broken
 
-    return replaced(fsdp.models.loss, "cross_entropy_parts", make)
+    return instead(fsdp.models.loss, "cross_entropy_parts", make)
 
 
 def own_part(output: Tensor, given: Tensor, group: Any, op: Any, async_op: bool = False) -> None:
@@ -109,11 +109,11 @@ def unit_not_reduced(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
 
         return broken
 
-    return replaced(fsdp.run.loop, "shard_model", make)
+    return instead(fsdp.run.loop, "shard_model", make)
 
 
 def divisor_of_one_axis(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
-    return replaced(Sharded, "divisor", lambda _: property(lambda self: float(self.sizes.shard)))
+    return instead(Sharded, "divisor", lambda _: property(lambda self: float(self.sizes.shard)))
 
 
 def first_micro_batch_dropped(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
@@ -130,8 +130,8 @@ def first_micro_batch_dropped(env: DistEnv) -> contextlib.AbstractContextManager
         return lambda self, *args: with_gradient(call(self, *args), float(left.pop(0)) if left else 1.0)
 
     stack = contextlib.ExitStack()
-    stack.enter_context(replaced(_Loop, "_accumulate", counted))
-    stack.enter_context(replaced(LossFunction, "__call__", dropped))
+    stack.enter_context(instead(_Loop, "_accumulate", counted))
+    stack.enter_context(instead(LossFunction, "__call__", dropped))
     return stack
 
 
@@ -139,7 +139,7 @@ def local_norm(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
     def make(init: Any) -> Any:
         return lambda self, parameters, group, in_turn=None: init(self, parameters, None, in_turn)
 
-    return replaced(Gradients, "__init__", make)
+    return instead(Gradients, "__init__", make)
 
 
 def clipped_by_local_norm(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
@@ -152,7 +152,7 @@ def clipped_by_local_norm(env: DistEnv) -> contextlib.AbstractContextManager[Any
 
         return broken
 
-    return replaced(Gradients, "clip", make)
+    return instead(Gradients, "clip", make)
 
 
 def gradients_kept(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
@@ -164,7 +164,7 @@ def vectors_decayed(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
         return lambda *args: [{**group, "weight_decay": 0.1} for group in groups(*args)]
 
     stack = contextlib.ExitStack()
-    stack.enter_context(replaced(fsdp.optim.optimizer, "parameter_groups", make))
+    stack.enter_context(instead(fsdp.optim.optimizer, "parameter_groups", make))
     stack.enter_context(mock.patch.object(fsdp.run.loop, "apply_hyperparameters"))
     return stack
 
