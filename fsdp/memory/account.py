@@ -38,7 +38,7 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 def groups_of(root: nn.Module) -> Iterator[Any]:
-    """FSDP's parameter groups, which are private in torch: one per module before 2.13, a list since."""
+    """FSDP's parameter groups; torch keeps them private, one a module before 2.13 and a list since."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()

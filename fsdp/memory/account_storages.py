@@ -23,7 +23,7 @@ from fsdp.memory.account import KINDS, standing, storages_of
 from fsdp.memory.account_timeline import Mark, Timeline
 
 COMMUNICATION = ("foreach_all_gather", "foreach_all_gather_copy_out", "foreach_reduce")
-"""Functions of FSDP in which new tensors are communication buffers."""
+"""Functions of FSDP in which a new tensor is a buffer of a collective."""
 
 ACTIVATIONS = ("forward", "backward", "evaluate")
 
@@ -126,8 +126,8 @@ class StorageTracker(TorchDispatchMode):
 
     def _communicating(self, real: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            # The arguments are the unsharded gradients. They are released before the phase ends, so their
-            # kind is set here.
+            # The gradients that come in are the unsharded ones: named here, since none is left when the phase
+            # ends.
             for tensor in _tensors(args[1:2]) if real.__name__ == "foreach_reduce" else ():
                 for storage in storages_of(tensor):
                     self._name(storage, "gradients")

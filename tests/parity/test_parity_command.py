@@ -96,10 +96,15 @@ def test_differences_are_printed_below_their_mesh(capsys: pytest.CaptureFixture[
 
 
 def test_the_plain_loop_shares_no_code_that_computes() -> None:
-    """It imports the model, its weights and the samples, and nothing else of the run."""
-    named = {
-        module.split(".")[1]
-        for _, module in imports(ROOT / "fsdp/parity/reference.py")
-        if module.startswith("fsdp.")
+    """It imports the model, its weights and the samples, and of the run the type of its job alone."""
+    imported = {
+        module for _, module in imports(ROOT / "fsdp/parity/reference.py") if module.startswith("fsdp.")
     }
-    assert named == {"parity", "config", "job", "models", "checkpoint"}
+    assert {module.split(".")[1] for module in imported} == {
+        "parity",
+        "config",
+        "run",
+        "models",
+        "checkpoint",
+    }
+    assert {module for module in imported if module.startswith("fsdp.run")} == {"fsdp.run.job.Job"}
