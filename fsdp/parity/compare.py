@@ -17,7 +17,7 @@ from fsdp.base.errors import ConfigError
 from fsdp.parity.measure import NO_GRADIENT, ROUNDED_NO_GRADIENT, Measure, ParityDifference, without_gradient
 from fsdp.parity.options import Comparison, ParityOptions, Row, rows
 from fsdp.parity.ranks import run_of, sharded_ranks
-from fsdp.parity.reference import Plain, TrainingRecord
+from fsdp.parity.reference import PlainLoop, TrainingRecord
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +64,7 @@ class Reference:
     """The plain loop's trainings, and the precision of a comparison that follows from them."""
 
     def __init__(self, options: ParityOptions, jobs: list[Job], device: torch.device, log: Log) -> None:
-        self._plain, self._jobs, self._log = Plain(options, jobs[0], device), jobs, log
+        self._plain, self._jobs, self._log = PlainLoop(options, jobs[0], device), jobs, log
         self._trained: dict[tuple[Comparison, int], TrainingRecord] = {}
         rounds, adaptive = self._plain.rounds, options.config(None, "").optim.name != "sgd"
         rounding_only = without_gradient(

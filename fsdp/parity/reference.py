@@ -34,7 +34,7 @@ class TrainingRecord:
     norms: list[float] = field(default_factory=list)
 
 
-class Plain:
+class PlainLoop:
     """The whole model in one process."""
 
     def __init__(self, options: ParityOptions, job: Job, device: Any) -> None:
