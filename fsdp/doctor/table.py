@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 
+from markupsafe import Markup
+
+from fsdp.base.html import chip, document, joined, paragraph, render, section
+from fsdp.base.html import table as html_table
 from fsdp.doctor.findings import GIB, Diagnosis, Finding, Look, NodeReports
-from fsdp.report.html_document import document
-from fsdp.report.tables import Raw, chip, section
-from fsdp.report.tables import table as html_table
 
 MOST_ROWS = 40
 """Above so many ranks a node has one row: its slowest rank."""
@@ -143,17 +143,16 @@ def page(scene: NodeReports, verdict: Diagnosis, seconds: float) -> str:
     state = chip("fit to train", "finished") if verdict.fit else chip("not fit", "failed")
     pairs = links(scene)
     parts = [
-        f"<header><h1>Before it starts {state}</h1>",
-        f'<p class="about">{html.escape(size(scene, seconds))}<br>{html.escape(about(scene))}</p></header>',
-        section("Verdict", f"<p>{html.escape(str(verdict))}</p>"),
+        render("doctor/templates/header.html", state=state, size=size(scene, seconds), about=about(scene)),
+        section("Verdict", paragraph(str(verdict))),
         section("What was found", _findings(verdict)) if verdict.findings else "",
         section("Ranks", _ranks(scene)),
         section("Between nodes", html_table(LINK_HEADS, pairs, numeric=LINK_HEADS[1:])) if pairs else "",
     ]
-    return document("doctor", "".join(parts))
+    return document("doctor", joined(parts))
 
 
-def _findings(verdict: Diagnosis) -> str:
+def _findings(verdict: Diagnosis) -> Markup:
     shown = [
         [_grade(one), one.host, "" if one.rank is None else one.rank, one.what, one.hint]
         for one in verdict.findings
@@ -161,11 +160,11 @@ def _findings(verdict: Diagnosis) -> str:
     return html_table(("", "node", "rank", "what", "what to do"), shown, numeric=("rank",))
 
 
-def _grade(finding: Finding) -> Raw:
+def _grade(finding: Finding) -> Markup:
     return chip("out", "failed") if finding.out else chip("odd", "stopped")
 
 
-def _ranks(scene: NodeReports) -> str:
+def _ranks(scene: NodeReports) -> Markup:
     """A column without a value is left out."""
     heads = [f"{head} {unit}".strip() for head, unit in zip(HEADS, UNITS, strict=True)]
     filled = rows(scene)

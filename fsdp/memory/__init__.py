@@ -1,6 +1,4 @@
-"""Where memory goes and what may lie elsewhere: activations recomputed or offloaded, tensors in files,
-updates by parts.
+"""Memory of a rank: an account by kind, its profile page, and the page of an out-of-memory error.
 
-Each file holds one knob of `--memory.*` or one way to look at memory. Not here: sharding
-(fsdp/parallel/shard.py).
+Not here: sharding (fsdp/parallel/shard.py), recomputation and offloading (fsdp/parallel/).
 """

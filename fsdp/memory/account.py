@@ -1,10 +1,8 @@
-"""What a rank's memory holds, by kind, read from the objects that hold it: the model, its FSDP groups, the
-optimizer.
+"""Memory of a rank by kind, read from the objects that own it: the model, its FSDP groups, the optimizer.
 
-Nothing is measured ahead of time: `standing` looks at what exists now, so that a run that is not profiled
-pays nothing and one that runs out of memory can still say what stood where. Activations are what no object
-owns; fsdp/memory/account_storages.py (CPU) and account_cuda.py (CUDA) follow them. Not here: files, pages,
-advice.
+`standing` reads what exists now: a run that is not profiled pays nothing, and one that runs out of
+memory can still be accounted. Activations have no owner; account_storages.py (CPU) and account_cuda.py (CUDA)
+track them. Not here: files, pages, advice.
 """
 
 from __future__ import annotations
@@ -44,9 +42,9 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
 def standing(
     root: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[int, tuple[str, torch.UntypedStorage]]:
-    """All that model and optimizer hold now, each storage once, by its address as an object."""
+    """(kind, storage) of everything that model and optimizer own, by the address of the storage object."""
     found: dict[int, tuple[str, torch.UntypedStorage]] = {}
-    # Groups first: while one is gathered, its modules hold the gathered parameters in place of the shards.
+    # Groups first: while one is gathered, its modules own the gathered parameters instead of the shards.
     for kind, tensor in _held(root, optimizer):
         if isinstance(tensor, Tensor):
             for storage in storages_of(tensor):
@@ -55,7 +53,7 @@ def standing(
 
 
 def tally(root: nn.Module, optimizer: torch.optim.Optimizer | None, device: str) -> dict[str, int]:
-    """Bytes by kind on one type of device ("cpu", "cuda"); offloaded shards of a CUDA run are the host's."""
+    """Bytes by kind on one type of device ("cpu", "cuda"); offloaded shards of a CUDA run are on "cpu"."""
     totals = dict.fromkeys(KINDS, 0)
     for kind, storage in standing(root, optimizer).values():
         if storage.device.type == device:
@@ -88,7 +86,7 @@ def process_bytes() -> dict[str, int]:
 
 
 def device_bytes(device: torch.device) -> dict[str, int]:
-    """What CUDA's caching allocator says; empty on the CPU, which has no such book."""
+    """Statistics of CUDA's caching allocator; empty on the CPU."""
     if device.type != "cuda":
         return {}
     free, total = torch.cuda.mem_get_info(device)
@@ -103,7 +101,7 @@ def device_bytes(device: torch.device) -> dict[str, int]:
 
 
 def human(count: float) -> str:
-    """Bytes for a person: 3 significant digits, binary units."""
+    """Three significant digits, binary units."""
     for unit in ("B", "KiB", "MiB"):
         if abs(count) < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
@@ -112,6 +110,6 @@ def human(count: float) -> str:
 
 
 def by_size(kinds: Mapping[str, int]) -> str:
-    """`activations 1.2 GiB, parameters 300 MiB`: the largest first, nothing that is not there."""
-    there = sorted(((size, kind) for kind, size in kinds.items() if size), reverse=True)
-    return ", ".join(f"{kind} {human(size)}" for size, kind in there) or "nothing"
+    """`activations 1.2 GiB, parameters 300 MiB`: the largest first, without kinds of 0 bytes."""
+    present = sorted(((size, kind) for kind, size in kinds.items() if size), reverse=True)
+    return ", ".join(f"{kind} {human(size)}" for size, kind in present) or "nothing"

@@ -1,8 +1,8 @@
-"""Follows every block of CUDA's caching allocator, compiled code's too, from the allocator's own history.
+"""Tracks every block of CUDA's caching allocator, compiled code's too, from the allocator's history.
 
-The history says address, bytes and time of each allocation and release; which kind a block was is known from
-the objects that own its address at a phase's beginning, and from the moments in which FSDP was communicating.
-Nothing is waited for in a step; the history is read once, after the last of the chosen steps.
+The history has address, bytes and time of each allocation and release. A block's kind comes from the objects
+that own its address at the start of a phase, and from the time windows in which FSDP communicates. A step is
+never synchronised; the history is read once, after the last of the chosen steps.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from fsdp.memory.account_storages import ACTIVATIONS
 from fsdp.memory.account_timeline import Mark, Timeline
 
 HISTORY = 1_000_000
-"""Events kept; older ones are dropped by torch. A step of a 1B model makes some tens of thousands."""
+"""Events kept; torch drops older ones. A step of a 1B model makes tens of thousands."""
 
 Sighting = tuple[float, int, str]
-"""(when, address, kind): an object of this kind owned this address then."""
+"""(time, address, kind): an object of this kind owned this address at this time."""
 
 
 class AllocatorTracker:
-    """Enter it for the steps to be followed; say each phase with `phase`; `timeline` is there after leaving."""
+    """Context manager around the profiled steps; `phase` marks each phase; `timeline` is filled on exit."""
 
     def __init__(
         self, root: nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device, dump: Path
@@ -85,7 +85,7 @@ class AllocatorTracker:
 
 
 def live_blocks(snapshot: Mapping[str, Any], device: int) -> list[tuple[int, int]]:
-    """(address, bytes) of what is allocated now, from a snapshot's segments."""
+    """(address, bytes) of the allocated blocks in a snapshot."""
     return [
         (block["address"], block["size"])
         for segment in snapshot["segments"]
@@ -97,31 +97,31 @@ def live_blocks(snapshot: Mapping[str, Any], device: int) -> list[tuple[int, int
 
 def fill(
     timeline: Timeline,
-    resting: Iterable[tuple[int, int]],
+    allocated_before: Iterable[tuple[int, int]],
     history: Iterable[Mapping[str, Any]],
     marks: Sequence[Mark],
     sightings: Sequence[Sighting],
     windows: Sequence[tuple[float, float]],
 ) -> None:
-    """Blocks, marks and sightings in the order of time; a block's last sighting says its kind."""
+    """Adds blocks, marks and sightings in the order of time; a block's last sighting determines its kind."""
     first = marks[0].time_s if marks else 0.0
     moments: list[tuple[float, int, Any]] = [
-        (first, 0, ("alloc", address, size)) for address, size in resting
+        (first, 0, ("alloc", address, size)) for address, size in allocated_before
     ]
     for event in history:
-        # free_requested is when the tensor went; free_completed may wait for another stream.
+        # free_requested: the tensor was released; free_completed may wait for another stream.
         if event["action"] in ("alloc", "free_requested"):
             moments.append((event["time_us"] / 1e6, 2, (event["action"], event["addr"], event["size"])))
     moments += [(mark.time_s, 1, mark) for mark in marks]
     moments += [(sighting[0], 3, sighting) for sighting in sightings]
     live: dict[int, tuple[int, int]] = {}
-    kind_now = "other"
+    current = "other"
     for at, _, what in sorted(moments, key=lambda moment: moment[:2]):
         if isinstance(what, Mark):
             timeline.mark(what)
-            kind_now = "activations" if what.phase in ACTIVATIONS else "other"
+            current = "activations" if what.phase in ACTIVATIONS else "other"
         elif what[0] == "alloc":
-            block = timeline.block("communication" if _within(windows, at) else kind_now)
+            block = timeline.block("communication" if _within(windows, at) else current)
             live[what[1]] = (block, what[2])
             timeline.change(at, block, what[2])
         elif what[0] == "free_requested":
@@ -133,6 +133,6 @@ def fill(
 
 
 def _within(windows: Sequence[tuple[float, float]], at: float) -> bool:
-    """Windows come in the order in which they ended, and FSDP's do not nest."""
+    """Windows are in the order of their ends, and FSDP's do not nest."""
     place = bisect_right(windows, at, key=lambda window: window[0]) - 1
     return place >= 0 and at <= windows[place][1]

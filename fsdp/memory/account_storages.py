@@ -1,8 +1,8 @@
-"""Follows every storage that operations make and drop, on a device with no book of its own: the CPU.
+"""Tracks every storage that operations create and release on the CPU, whose allocator has no history.
 
-A dispatch mode sees what each operation returns, a weak reference when it goes, and a wrapped `resize_` what
-FSDP gathers into and empties. Only while it is entered, on the thread that entered it (autograd runs CPU
-backward there). What compiled code allocates inside is not seen: it counts as `beyond`. Costs 5–20 µs an
+A dispatch mode receives the outputs of each operation, a weak reference reports their release, and a wrapped
+`resize_` what FSDP gathers and frees. Active only while entered, on the thread that entered it (autograd runs
+CPU backward there). Allocations inside compiled code are not seen: they count as `beyond`. Costs 5–20 µs per
 operation.
 """
 
@@ -27,24 +27,24 @@ ACTIVATIONS = ("forward", "backward", "evaluate")
 
 
 class StorageTracker(TorchDispatchMode):
-    """Enter it for the steps to be followed; say each phase with `phase`."""
+    """Context manager around the profiled steps; `phase` marks each phase."""
 
     def __init__(self, root: nn.Module, optimizer: torch.optim.Optimizer | None, device: str = "cpu") -> None:
         super().__init__()
         self.timeline = Timeline(KINDS)
         self._root, self._optimizer, self._device = root, optimizer, device
-        # object → block, bytes, itself
+        # address of the storage object → block, bytes, weak reference
         self._live: dict[int, tuple[int, int, weakref.ref[torch.UntypedStorage]]] = {}
         self._kind = "other"
         self._patches = contextlib.ExitStack()
 
-    # ------------------------------------------------------------ what happens
+    # ------------------------------------------------------------ events
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(one, DTensor) for one in types):
-            return NotImplemented  # it turns into operations on shards, which come here
+            return NotImplemented  # it becomes operations on shards, which are dispatched here
         for tensor in _tensors(args):
             self._meet(tensor, "other")
         out = func(*args, **(kwargs or {}))
@@ -53,9 +53,7 @@ class StorageTracker(TorchDispatchMode):
         return out
 
     def phase(self, mark: Mark) -> None:
-        """A phase begins: what model and optimizer hold by now is known by its kind, whatever it was taken
-        for.
-        """
+        """Start of a phase. Storages that model and optimizer own now get the kind of their owner."""
         self.identify()
         self.timeline.mark(mark)
         self._kind = "activations" if mark.phase in ACTIVATIONS else "other"
@@ -81,16 +79,16 @@ class StorageTracker(TorchDispatchMode):
             self._live[key] = (block, size, weakref.ref(storage, lambda _: self._gone(key)))
             self.timeline.change(time.perf_counter(), block, size)
             return
-        block, known, itself = self._live[key]
+        block, known, reference = self._live[key]
         if size != known:
-            self._live[key] = (block, size, itself)
+            self._live[key] = (block, size, reference)
             self.timeline.change(time.perf_counter(), block, size - known)
 
     def _gone(self, key: int) -> None:
         block, size, _ = self._live.pop(key)
         self.timeline.change(time.perf_counter(), block, -size)
 
-    # ------------------------------------------------------------ in and out
+    # ------------------------------------------------------------ enter and exit
 
     def __enter__(self) -> StorageTracker:
         self._patches.enter_context(after_resizes(self._resized))
@@ -103,7 +101,7 @@ class StorageTracker(TorchDispatchMode):
         self._patches.close()
 
     def forget(self) -> None:
-        """After the last step: no weak reference stays."""
+        """Drops all weak references, after the last step."""
         self._live.clear()
 
     def _resized(self, storage: torch.UntypedStorage) -> None:

@@ -1,8 +1,7 @@
-"""Memory over time: blocks that came and went, by kind; peaks by phase, and a line thin enough to draw.
+"""Memory over time: events of blocks by kind, peaks by phase, and a thinned timeline for drawing.
 
-A block's kind may be known only after it has gone (a reduce-scatter's output becomes gradients), so events
-are kept and read at the end. Filled by account_storages.py and account_cuda.py, which know where events come
-from; nothing here knows torch.
+A block's kind may be known only after its release (a reduce-scatter's output becomes gradients), so events
+are kept and evaluated at the end. Filled by account_storages.py and account_cuda.py; independent of torch.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 POINTS = 1500
-"""A drawn timeline's largest number of points: each keeps the highest moment of its stretch."""
+"""Maximum points of a drawn timeline; each is the highest moment of its interval."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A phase begins."""
+    """Start of a phase."""
 
     time_s: float
     phase: str
@@ -26,7 +25,7 @@ class Mark:
 
 @dataclass
 class Peak:
-    """The highest moment of a stretch."""
+    """The highest moment of an interval."""
 
     bytes: int = 0
     step: int = 0
@@ -39,24 +38,24 @@ class Peak:
 
 @dataclass(frozen=True)
 class Moment:
-    """What stood right after an event, or, with a mark, when a phase began."""
+    """Memory after an event or, with a mark, at the start of a phase."""
 
     time_s: float
     total: int
-    kinds: dict[str, int]  # one dict, changed from moment to moment: copy what is kept
+    kinds: dict[str, int]  # one dict that each moment changes: copy what is kept
     mark: Mark | None = None
 
 
 class Timeline:
-    """Events in their order: a block grows or shrinks, or a phase begins."""
+    """Events in order: a block grows or shrinks, or a phase starts."""
 
     def __init__(self, kinds: Sequence[str]) -> None:
         self.kinds = tuple(kinds)
         self.kind_of: list[str] = []
-        self._events: list[tuple[float, int, int] | Mark] = []  # (time, block, by how many bytes)
+        self._events: list[tuple[float, int, int] | Mark] = []  # (time, block, change in bytes)
 
     def block(self, kind: str) -> int:
-        """A new block's number; its kind may be told better later."""
+        """The number of a new block; its kind may be corrected later in `kind_of`."""
         self.kind_of.append(kind)
         return len(self.kind_of) - 1
 
@@ -80,7 +79,7 @@ class Timeline:
 
 
 def peaks_by_phase(timeline: Timeline) -> dict[str, Peak]:
-    """The highest moment of each phase over all its times; what stood when it began counts."""
+    """The highest moment of each phase over all steps, the moment of its start included."""
     peaks: dict[str, Peak] = {}
     phase, step = "", 0
     for moment in timeline.moments():
@@ -92,7 +91,7 @@ def peaks_by_phase(timeline: Timeline) -> dict[str, Peak]:
 
 
 def ends_of_phases(timeline: Timeline) -> list[dict[str, Any]]:
-    """What stood when each phase ended, that is when the next began."""
+    """Memory by kind at the end of each phase, which is the start of the next."""
     ends: list[dict[str, Any]] = []
     before: Mark | None = None
     for moment in timeline.moments():
@@ -112,7 +111,7 @@ def ends_of_phases(timeline: Timeline) -> list[dict[str, Any]]:
 
 
 def curve(timeline: Timeline, points: int = POINTS) -> dict[str, Any]:
-    """Times, bytes by kind, and marks: of each stretch of time its highest moment, so that no peak is lost."""
+    """Times, bytes by kind, and marks: the highest moment of each interval, so that no peak is lost."""
     times = [moment.time_s for moment in timeline.moments()]
     if not times:
         return {"t_s": [], "kinds": {}, "marks": []}

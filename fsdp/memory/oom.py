@@ -1,12 +1,11 @@
-"""When memory runs out on a rank: a page that says which rank, in which phase, what held how much, and what
-to turn.
+"""Context manager that catches out-of-memory errors and writes a page: memory by kind, flags to change.
 
     RUN/oom-rank3.txt, RUN/oom-rank3.html, and the text on stderr
 
-A Witness stands around the run and costs nothing until an error passes it. Then it looks at what stands
-(account.py), lets go of what the failed step held, counts on fake tensors what a step needs
-(oom_estimate.py), and reckons what each flag would give back (oom_advice.py). A process that the kernel's OOM
-killer ends hears nothing and leaves no page: docs/oom.md.
+It costs nothing until an error reaches it. Then it measures memory by kind (account.py), frees the failed
+step's tensors, estimates on fake tensors what a step needs (oom_estimate.py), and computes what each flag
+frees (oom_advice.py). A process killed by the kernel's OOM killer gets no signal that it can handle and
+leaves no page: docs/oom.md.
 """
 
 from __future__ import annotations
@@ -22,15 +21,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fsdp.base.errors import ShardrunError
 from fsdp.base.phases import Phases
 from fsdp.config import Config, reshard_policy
+from fsdp.data.types import Samples
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import BatchPlan, MeshSizes
 from fsdp.memory import oom_page
@@ -41,46 +41,37 @@ from fsdp.models.blocks import blocks_of, find_units
 from fsdp.optim.optimizer import state_bytes
 from fsdp.parallel.activations import apply_activation_checkpointing
 
-WORDS = (
+MESSAGES = (
     "can't allocate memory",
     "not enough memory",
     "std::bad_alloc",
     "CUDA out of memory",
     "out of memory",
 )
-"""How torch says it on the CPU and in the places where CUDA's own class is lost."""
-
+"""Parts of torch's error messages on the CPU, and where the class torch.OutOfMemoryError is lost."""
 
 KEPT = 0.25
-"""A share that an allocator may well keep beside what tensors hold; more of it is worth a word."""
+"""A larger share of memory cached by an allocator is reported first."""
 
 
 class OutOfMemory(ShardrunError):
-    """One rank's; the page says the rest."""
+    """Memory ran out on one rank; the page has the details."""
 
     exit_code = 6
     scope: Literal["all", "node", "rank"] = "rank"
 
 
-class SizedDataset(Protocol):
-    """What the page asks of a data set."""
-
-    def __len__(self) -> int: ...
-
-    def batch(self, indices: np.ndarray) -> dict[str, Tensor]: ...
-
-
 @dataclass(kw_only=True)
 class OomContext:
-    """What the loop knows of the model and its step, told as it comes to be; None is what was not there yet."""
+    """The model and its step, filled in by the loop as they are built; None for what does not exist yet."""
 
     sizes: MeshSizes
     batch: BatchPlan
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
     """master, param, reduce"""
     build: Callable[[], nn.Module]
-    """The model on meta, as it is trained."""
-    samples: SizedDataset
+    """Builds the trained model on the meta device."""
+    samples: Samples
     root: nn.Module
     units: Sequence[Sequence[nn.Module]]
     optimizer: torch.optim.Optimizer | None = None
@@ -89,16 +80,17 @@ class OomContext:
 
 @dataclass
 class OutOfMemoryHandler:
-    """Around the run: an error that says memory is out leaves as OutOfMemory, its page written. Others pass."""
+    """Writes the page for an out-of-memory error and raises OutOfMemory; other errors pass."""
 
     config: Config
     env: DistEnv
     run_dir: Path
     scene: OomContext | None = None
     beyond: int = field(default=0, init=False)
+    """Bytes of the process before the first step that belong to no tensor."""
 
     def sees(self, scene: OomContext) -> None:
-        """The model is real, nothing has run: what the process holds beyond it is its own, not a step's."""
+        """Call it once the model is materialized and before the first step."""
         self.scene = scene
         resting = sum(tally(scene.root, None, "cpu").values())
         self.beyond = max(0, process_bytes().get("rss_anon", 0) - resting)
@@ -113,29 +105,28 @@ class OutOfMemoryHandler:
             raise self.verdict(error) from error
 
     def verdict(self, error: BaseException) -> OutOfMemory:
-        """Writes the page, prints it, and says it in one line."""
-        facts = self._look(error)
-        let_go(error)
+        """Writes and prints the page; the error has its summary in one line."""
+        facts = self._measure(error)
+        free_frames(error)
         advice, note = (
-            self._advice(facts) if self.scene is not None else (None, "it failed before the model was there")
+            self._advice(facts) if self.scene is not None else (None, "It failed before the model was built.")
         )
         text = oom_page.text(facts, advice, note)
         path = self.run_dir / f"oom-rank{self.env.rank}.txt"
         path.write_text(text, encoding="utf-8")
-        path.with_suffix(".html").write_text(oom_page.html_page(facts, advice, note), encoding="utf-8")
         print(text, file=sys.stderr, flush=True)
+        path.with_suffix(".html").write_text(oom_page.html_page(facts, advice, note), encoding="utf-8")
         first = advice.first if advice is not None else None
         hint = (
-            f"{first.flags} gives back {human(first.bytes)}; {path} says more"
-            if first
-            else f"{path} says more"
+            f"{first.flags} frees {human(first.bytes)}; details in {path}" if first else f"details in {path}"
         )
         return OutOfMemory(
-            f"{facts.where()}: {by_size(facts.kinds)} stood, {human(facts.asked)} more were asked.", hint
+            f"{facts.where()}: it held {by_size(facts.kinds)} and requested {human(facts.requested)} more.",
+            hint,
         )
 
-    def _look(self, error: BaseException) -> oom_page.OomFacts:
-        """While the failed step's tensors are still there."""
+    def _measure(self, error: BaseException) -> oom_page.OomFacts:
+        """Call it while the failed step's tensors still exist."""
         scene, device = self.scene, self.env.device
         kinds = tally(scene.root, scene.optimizer, device.type) if scene is not None else {}
         process, allocator = process_bytes(), device_bytes(device)
@@ -143,7 +134,7 @@ class OutOfMemoryHandler:
         if scene is not None:
             kinds["activations"] = max(0, held - sum(kinds.values()))
         phases = scene.phases if scene is not None else None
-        said = " ".join(str(error).split()) or type(error).__name__
+        message = " ".join(str(error).split()) or type(error).__name__
         return oom_page.OomFacts(
             rank=self.env.rank,
             ranks=self.env.world_size,
@@ -151,10 +142,10 @@ class OutOfMemoryHandler:
             device=str(device),
             phase=phases.name if phases else "start",
             step=phases.step if phases else 0,
-            said=said[:400],
+            error=message[:400],
             kinds=kinds,
             held=held,
-            asked=asked_bytes(said),
+            requested=requested_bytes(message),
             process=process,
             allocator=allocator,
             limits=limits(),
@@ -163,10 +154,10 @@ class OutOfMemoryHandler:
     def _advice(self, facts: oom_page.OomFacts) -> tuple[Advice | None, str]:
         assert self.scene is not None
         footprint = footprint_of(self.config, self.scene, self.env.device)
-        activations = Counting(
+        activations = ActivationEstimates(
             self.scene, self.config, self.env.device, footprint, facts.kinds["activations"]
         )
-        advice = advise(footprint, activations, facts.held, facts.asked, self.env.device.type)
+        advice = advise(footprint, activations, facts.held, facts.requested, self.env.device.type)
         special = comes_first(self.config, self.scene, facts, sum(advice.needs.values()))
         if special is not None:
             advice.others, advice.first = [one for one in (advice.first, *advice.others) if one], special
@@ -174,10 +165,8 @@ class OutOfMemoryHandler:
 
 
 @dataclass
-class Counting:
-    """Activations by micro-batch and checkpointing, each counted once. `held` is what the failed step had of
-    them.
-    """
+class ActivationEstimates:
+    """Activation bytes by micro-batch and checkpointing, each estimated once. `held`: the failed step's."""
 
     scene: OomContext
     config: Config
@@ -190,17 +179,17 @@ class Counting:
     def __call__(self, micro: int, checkpointing: str) -> int:
         if (micro, checkpointing) not in self._known:
             try:
-                found = self._count(micro, checkpointing)
+                found = self._estimate(micro, checkpointing)
             except Exception as error:
-                # A person's own model may do what fake tensors cannot: the page says so, and reckons from
-                # what was held.
-                said = " ".join(str(error).split())[:200]
-                self.note = f"not every case could be counted on fake tensors: {type(error).__name__}: {said}"
+                # A user's model may do what fake tensors do not support: the page has a note, and the
+                # estimate is scaled from what was held.
+                message = " ".join(str(error).split())[:200]
+                self.note = f"Some estimates on fake tensors failed: {type(error).__name__}: {message}"
                 found = self._known.get((micro, self.now.checkpointing), self.held * micro // self.now.micro)
             self._known[micro, checkpointing] = found
         return self._known[micro, checkpointing]
 
-    def _count(self, micro: int, checkpointing: str) -> int:
+    def _estimate(self, micro: int, checkpointing: str) -> int:
         kind: Any = checkpointing
         memory = dataclasses.replace(self.config.memory, activation_checkpointing=kind)
 
@@ -212,7 +201,7 @@ class Counting:
 
 
 def footprint_of(config: Config, scene: OomContext, device: torch.device) -> Footprint:
-    """The configuration in numbers. Parameters of one unit are no other's; what is in none is the root's."""
+    """The configuration in numbers. A parameter counts in one unit only; those in no unit are the root's."""
     seen: set[int] = set()
 
     def count(modules: Sequence[nn.Module]) -> int:
@@ -246,7 +235,7 @@ def footprint_of(config: Config, scene: OomContext, device: torch.device) -> Foo
 
 
 def comes_first(config: Config, scene: OomContext, facts: oom_page.OomFacts, needs: int) -> Suggestion | None:
-    """What an evaluation or a save holds and no step does; what no tensor holds, but the allocator keeps."""
+    """Suggestions for memory that no step holds: an evaluation's, a save's, the allocator's cache."""
     if facts.phase == "evaluate":
         rows = config.train.eval_batch or scene.batch.micro_batch
         if rows > 1:
@@ -260,17 +249,17 @@ def comes_first(config: Config, scene: OomContext, facts: oom_page.OomFacts, nee
         return Suggestion("--checkpoint.mode blocking", copied, "training waits for each save")
     if facts.allocator:
         unused = facts.allocator["reserved"] - facts.allocator["allocated"]
-        if unused > facts.asked and unused > KEPT * facts.held:
+        if unused > facts.requested and unused > KEPT * facts.held:
             return Suggestion(
                 "PYTORCH_ALLOC_CONF=expandable_segments:True",
                 unused,
-                "in the environment: its free blocks join",
+                "in the environment: free blocks are merged",
             )
     elif facts.held - needs > KEPT * needs:
         return Suggestion(
             "MALLOC_MMAP_THRESHOLD_=131072 MALLOC_TRIM_THRESHOLD_=131072",
             facts.held - needs,
-            "in the environment: freed blocks go back at once, at the price of page faults",
+            "in the environment: freed blocks are returned to the system at once, at the cost of page faults",
         )
     return None
 
@@ -279,14 +268,14 @@ def comes_first(config: Config, scene: OomContext, facts: oom_page.OomFacts, nee
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """The error or what caused it."""
+    """Whether the error or one of its causes is an out-of-memory error."""
     chain: BaseException | None = error
     while chain is not None:
         if isinstance(chain, ShardrunError):
             return False
         if isinstance(chain, (torch.OutOfMemoryError, MemoryError)):
             return True
-        if isinstance(chain, RuntimeError) and any(words in str(chain) for words in WORDS):
+        if isinstance(chain, RuntimeError) and any(message in str(chain) for message in MESSAGES):
             return True
         if isinstance(chain, OSError) and chain.errno == errno.ENOMEM:
             return True
@@ -294,17 +283,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     return False
 
 
-def asked_bytes(said: str) -> int:
-    """What could not be had, in torch's own words; 0 where they do not say."""
-    found = re.search(r"tried to allocate ([\d.]+) ?(bytes|KiB|MiB|GiB|TiB)", said, re.IGNORECASE)
+def requested_bytes(message: str) -> int:
+    """Bytes of the failed allocation, from torch's message; 0 if it does not name them."""
+    found = re.search(r"tried to allocate ([\d.]+) ?(bytes|KiB|MiB|GiB|TiB)", message, re.IGNORECASE)
     if not found:
         return 0
     scale = {"bytes": 0, "kib": 1, "mib": 2, "gib": 3, "tib": 4}[found[2].lower()]
     return round(float(found[1]) * 1024**scale)
 
 
-def let_go(error: BaseException) -> None:
-    """The frames that an error keeps alive hold the step's tensors: the page needs their room."""
+def free_frames(error: BaseException) -> None:
+    """Clears the frames of an error's tracebacks: they hold the step's tensors, and the page needs memory."""
     chain: BaseException | None = error
     while chain is not None:
         if chain.__traceback__ is not None:
@@ -315,7 +304,7 @@ def let_go(error: BaseException) -> None:
 
 
 def limits() -> dict[str, int]:
-    """What bounds this process, in bytes, by the name that a person would look for."""
+    """Memory limits of this process in bytes, by the name under which they are set."""
     found = {}
     for name, which in (("ulimit -v", resource.RLIMIT_AS), ("ulimit -d", resource.RLIMIT_DATA)):
         soft, _ = resource.getrlimit(which)

@@ -1,8 +1,7 @@
-"""What a rank of this model on this mesh needs, and what each flag gives back: arithmetic, no torch.
+"""Memory that a rank of this model needs on this mesh, and what each flag frees: arithmetic, no torch.
 
-A footprint says what is held at the fullest moment of a step; a flag is a change of the footprint, and gives
-back the difference. The first suggestion is the one that costs least and gives back enough; where none alone
-does, several together.
+A footprint gives the peak of a step; a flag changes the footprint and frees the difference. The first
+suggestion is the cheapest flag that frees enough, or several flags together where none alone does.
 """
 
 from __future__ import annotations
@@ -12,12 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 MARGIN = 1.1
-"""Arithmetic leaves out what the allocator rounds and keeps: a suggestion must give back this much more than
-is short.
-"""
+"""A suggestion must free this many times what is missing: the arithmetic ignores the allocator's rounding."""
 
 HALVINGS = 4
-"""Of the micro-batch, that are offered at once."""
+"""Of the micro-batch, suggested at once."""
 
 Activations = Callable[[int, str], int]
 """(micro-batch, checkpointing) → bytes."""
@@ -25,7 +22,7 @@ Activations = Callable[[int, str], int]
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """Parameters in numbers, widths in bytes; units in numbers of parameters, the root's own last."""
+    """Sizes in numbers of parameters, dtypes in bytes; the last of `units` is the root's own parameters."""
 
     units: tuple[int, ...]
     trained: int
@@ -35,16 +32,16 @@ class Footprint:
     param: int
     reduce: int
     state: float
-    """Optimizer bytes a trained parameter."""
+    """Optimizer bytes per trained parameter."""
     reshard: bool | int | str
     accumulate: str
     accumulation: int
     micro: int
     checkpointing: str
     counted: int
-    """The width in which activations are counted."""
+    """Bytes of the dtype in which activations are estimated."""
     recomputes: bool = True
-    """Whether the model has units that can be computed again."""
+    """Whether the model has units that can be recomputed."""
     offload: bool = False
     nvme: bool = False
     ddp: bool = False
@@ -54,7 +51,7 @@ class Footprint:
         return sum(self.units)
 
     def needs(self, activations: Activations) -> dict[str, int]:
-        """Bytes by kind at the fullest moment of a step."""
+        """Bytes by kind at the peak of a step."""
         resting = 0 if self.offload else 1
         largest, several = max(self.units), self.shard > 1 and not self.ddp
         whole_gradients = several and self.accumulation > 1 and self.accumulate == "last"
@@ -84,12 +81,10 @@ class Suggestion:
 
 @dataclass
 class Advice:
-    """`first` gives back what is short, as far as anything does; `others` stand in the order of what they
-    cost.
-    """
+    """`first` frees what is missing, or as much as flags can; `others` are in the order of their cost."""
 
     needs: Mapping[str, int]
-    short: int
+    missing: int
     first: Suggestion | None
     enough: bool
     others: Sequence[Suggestion] = field(default_factory=list)
@@ -98,49 +93,49 @@ class Advice:
 Step = tuple[str, Footprint, str]
 
 
-def advise(now: Footprint, activations: Activations, held: int, asked: int, device: str) -> Advice:
-    """`held` bytes stood when `asked` more could not be had."""
+def advise(now: Footprint, activations: Activations, held: int, requested: int, device: str) -> Advice:
+    """`held` bytes were in use when an allocation of `requested` more failed."""
     needs = now.needs(activations)
-    wants = sum(needs.values())
-    short = max(asked, wants - held)
+    peak = sum(needs.values())
+    missing = max(requested, peak - held)
     singles = [
-        Suggestion(flags, wants - sum(changed.needs(activations).values()), cost)
+        Suggestion(flags, peak - sum(changed.needs(activations).values()), cost)
         for flags, changed, cost in steps(now, device)
     ]
     singles = [one for one in singles if one.bytes > 0]
-    enough = next((one for one in singles if one.bytes >= short * MARGIN), None)
-    first = enough or _together(now, activations, device, wants, short)
+    enough = next((one for one in singles if one.bytes >= missing * MARGIN), None)
+    first = enough or _together(now, activations, device, peak, missing)
     return Advice(
         needs=needs,
-        short=short,
+        missing=missing,
         first=first,
-        enough=first is not None and first.bytes >= short * MARGIN,
+        enough=first is not None and first.bytes >= missing * MARGIN,
         others=[one for one in singles if one != first],
     )
 
 
 def steps(now: Footprint, device: str) -> Iterator[Step]:
-    """Each flag alone, the cheapest first."""
+    """Each flag alone, in the order of cost."""
     change = dataclasses.replace
     if not now.ddp and now.reshard is not True and now.shard > 1:
         yield (
             "--mesh.reshard_after_forward true",
             change(now, reshard=True),
-            "gathers each unit again for backward",
+            "each unit is gathered again for backward",
         )
     if now.accumulation > 1 and now.accumulate == "last" and not now.ddp and now.shard > 1:
-        yield "--mesh.accumulate shard", change(now, accumulate="shard"), "reduces at every micro-batch"
+        yield "--mesh.accumulate shard", change(now, accumulate="shard"), "a reduction per micro-batch"
     if now.recomputes and now.checkpointing == "none":
         yield (
             "--memory.activation_checkpointing ops",
             change(now, checkpointing="ops"),
-            "computes all but matrix products and attention twice",
+            "recomputes all but matrix products and attention",
         )
     if now.recomputes and now.checkpointing != "full":
         yield (
             "--memory.activation_checkpointing full",
             change(now, checkpointing="full"),
-            "computes units' forward twice",
+            "recomputes the forward of each unit",
         )
     micro = now.micro
     for _ in range(HALVINGS):
@@ -149,61 +144,63 @@ def steps(now: Footprint, device: str) -> Iterator[Step]:
         micro = -(-micro // 2)
         times = -(-now.micro * now.accumulation // micro)
         smaller = change(now, micro=micro, accumulation=times)
-        yield f"--train.micro_batch {micro}", smaller, f"{times} micro-batches a step, the same global batch"
-    yield from _elsewhere(now, device)
+        yield (
+            f"--train.micro_batch {micro}",
+            smaller,
+            f"{times} micro-batches per step, the same global batch",
+        )
+    yield from _moved(now, device)
 
 
-def _elsewhere(now: Footprint, device: str) -> Iterator[Step]:
-    """What moves bytes to other ranks, to the host, to a disk, or to fewer bits."""
+def _moved(now: Footprint, device: str) -> Iterator[Step]:
+    """Flags that move bytes to other ranks, to the host or to a disk, or use smaller dtypes."""
     change = dataclasses.replace
     if now.replicate > 1:
         yield (
             "--mesh.strategy fsdp --mesh.replicate 1",
             change(now, shard=now.shard * now.replicate, replicate=1, ddp=False),
-            "shards over all ranks: gathers go over every link",
+            "shards over all ranks: all-gathers use every link",
         )
     if now.param == 4:
         half = change(now, param=2)
         yield "--precision.param bf16", half, "computes in bf16: losses differ in the third digit"
     if now.state == 2 * now.master == 8 and not now.nvme:
         half = change(now, state=now.state / 2)
-        yield "--optim.state bf16", half, "keeps Adam's moments in bf16, rounded at random"
+        yield "--optim.state bf16", half, "keeps Adam's moments in bf16, with stochastic rounding"
     if device == "cuda" and not now.offload and not now.ddp:
         yield (
             "--memory.cpu_offload true",
             change(now, offload=True),
-            "moves shards over the bus, the update runs on the host",
+            "copies shards over the bus; the update runs on the host",
         )
     if not now.nvme and not now.offload and now.state:
         yield (
             "--memory.nvme optimizer --memory.nvme_dir DIR",
             change(now, nvme=True),
-            "the optimizer's states rest on a local disk",
+            "keeps optimizer states on a local disk",
         )
     if not now.ddp:
         yield (
             "twice as many ranks",
             change(now, shard=now.shard * 2),
-            "the same global batch over more of them",
+            "the same global batch over more ranks",
         )
 
 
 def _together(
-    now: Footprint, activations: Activations, device: str, wants: int, short: int
+    now: Footprint, activations: Activations, device: str, peak: int, missing: int
 ) -> Suggestion | None:
-    """Flags added up, the cheapest first, until they give back enough; a later word for the same flag
-    replaces it.
-    """
+    """Flags added in the order of cost until they free enough; a later value of the same flag replaces it."""
     chosen: dict[str, str] = {}
     best, costs = now, {}
     while True:
-        gives = wants - sum(best.needs(activations).values())
-        if gives >= short * MARGIN:
+        freed = peak - sum(best.needs(activations).values())
+        if freed >= missing * MARGIN:
             break
         better = [
             (flags, changed, cost)
             for flags, changed, cost in steps(best, device)
-            if flags.startswith("--") and sum(changed.needs(activations).values()) < wants - gives
+            if flags.startswith("--") and sum(changed.needs(activations).values()) < peak - freed
         ]
         if not better:
             break
@@ -211,4 +208,4 @@ def _together(
         chosen[flags.split()[0]], costs[flags.split()[0]] = flags, cost
     if not chosen:
         return None
-    return Suggestion(" ".join(chosen.values()), gives, "; ".join(costs.values()))
+    return Suggestion(" ".join(chosen.values()), freed, "; ".join(costs.values()))

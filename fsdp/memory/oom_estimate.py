@@ -1,9 +1,8 @@
-"""What a micro-batch's activations take, counted on fake tensors in this process: nothing is allocated,
-nothing is sent.
+"""Activation memory of a micro-batch, estimated on fake tensors: no allocation, no communication.
 
-The unsharded model runs forward and backward once on a batch of the asked size; every storage that comes is
-counted, what no gradient turns out to be is activations. Takes seconds, for a page that is written once.
-fsdp/plan counts whole sharded steps; a run that has just failed cannot make it a process group.
+The unsharded model runs forward and backward once on a batch of the given size; every new storage that is not
+a gradient counts as activations. Takes seconds, once. fsdp/plan simulates whole sharded steps, which needs a
+process group that a failed run no longer has.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from fsdp.memory.account_timeline import Mark
 from fsdp.models.loss import LossFunction
 
 Prepare = Callable[[nn.Module], None]
-"""Changes a model before it runs: recomputes some of it in backward."""
+"""Changes a model before it runs, such as by activation checkpointing."""
 
 
 def activation_bytes(
     model: nn.Module, batch: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype, prepare: Prepare
 ) -> int:
-    """The most that activations hold at one moment. `model` stands on meta and is spent."""
+    """Peak bytes of activations. `model` is on the meta device and cannot be used afterwards."""
     loss_function = LossFunction(model)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         _place(model, device, dtype)
@@ -34,7 +33,7 @@ def activation_bytes(
         data = {name: fake.from_tensor(value).to(device) for name, value in batch.items()}
         rows = len(next(iter(data.values())))
         valid = torch.ones(rows, dtype=torch.bool, device=device)
-        tracker = StorageTracker(model, None, device="meta")  # which is where a fake tensor's storage lies
+        tracker = StorageTracker(model, None, device="meta")  # the device of a fake tensor's storage
         with tracker:
             tracker.phase(Mark(0.0, "forward", 1))
             parts = loss_function(model, data, valid, rows)
@@ -45,9 +44,7 @@ def activation_bytes(
 
 
 def _place(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Fake parameters and buffers on the device, in what is computed in; a tensor shared by two names stays
-    shared.
-    """
+    """Replaces parameters and buffers by fake ones on the device, in `dtype`; tied tensors stay tied."""
     made: dict[int, Tensor] = {}
 
     def fake(tensor: Tensor) -> Tensor:
@@ -59,7 +56,7 @@ def _place(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
             )
         return made[id(tensor)]
 
-    kept = list(chain(model.parameters(), model.buffers()))  # alive, so that no id is given twice
+    kept = list(chain(model.parameters(), model.buffers()))  # kept alive, so that no id is reused
     for module in model.modules():
         own = (module.named_parameters, module.named_buffers)
         for name, tensor in [pair for of in own for pair in of(recurse=False, remove_duplicate=False)]:

@@ -1,21 +1,18 @@
-"""The page after memory ran out, as text and as HTML: the same facts and advice in both. Only words; oom.py
-beside it knows.
-"""
+"""The out-of-memory page as text and as HTML, with the same facts and advice. oom.py gathers them."""
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from fsdp.base.html import document, render
 from fsdp.memory.account import human
 from fsdp.memory.oom_advice import Advice, Suggestion
 
 
 @dataclass(frozen=True, kw_only=True)
 class OomFacts:
-    """What was seen when it failed, in bytes."""
+    """Measured when the allocation failed, in bytes."""
 
     rank: int
     ranks: int
@@ -23,24 +20,26 @@ class OomFacts:
     device: str
     phase: str
     step: int
-    said: str
+    error: str
+    """The message of torch's error."""
     kinds: Mapping[str, int]
     held: int
-    asked: int
+    requested: int
     process: Mapping[str, int]
     allocator: Mapping[str, int]
     limits: Mapping[str, int]
 
     def where(self) -> str:
         step = f" of step {self.step}" if self.step else ""
-        return f"rank {self.rank} of {self.ranks} ({self.host}, {self.device}) ran out of memory in {self.phase}{step}"
+        place = f"rank {self.rank} of {self.ranks} ({self.host}, {self.device})"
+        return f"{place} ran out of memory in {self.phase}{step}"
 
 
 Rows = Sequence[tuple[str, ...]]
 
 
 def text(facts: OomFacts, advice: Advice | None, note: str) -> str:
-    lines = [f"{facts.where()}.", f"torch said: {facts.said}"]
+    lines = [f"{facts.where()}.", f"torch's error: {facts.error}"]
     for title, rows in _sections(facts, advice):
         lines += ["", title]
         widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
@@ -54,49 +53,42 @@ def text(facts: OomFacts, advice: Advice | None, note: str) -> str:
 
 
 def html_page(facts: OomFacts, advice: Advice | None, note: str) -> str:
-    body = [f"<h1>{html.escape(facts.where())}</h1>", f"<p>torch said: {html.escape(facts.said)}</p>"]
-    for title, rows in _sections(facts, advice):
-        cells = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
-        )
-        body.append(f'<h2>{html.escape(title)}</h2><div class="wide"><table>{cells}</table></div>')
-    if note:
-        body.append(f"<p>{html.escape(note)}</p>")
-    style = Path(__file__).with_name("profile_page.css").read_text(encoding="utf-8")
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{html.escape(facts.where())}</title><style>{style}</style></head><body>{''.join(body)}</body></html>\n"
+    body = render(
+        "memory/templates/oom.html",
+        title=facts.where(),
+        error=f"torch's error: {facts.error}",
+        sections=_sections(facts, advice),
+        note=note,
     )
+    return document(facts.where(), body, style="memory/templates/memory.css")
 
 
 def _sections(facts: OomFacts, advice: Advice | None) -> list[tuple[str, Rows]]:
-    sections: list[tuple[str, Rows]] = [("what held how much when it failed", _held(facts))]
+    sections: list[tuple[str, Rows]] = [("Memory by kind when the allocation failed", _held(facts))]
     around = [*_around(facts)]
     if around:
-        sections.append(("around it", around))
+        sections.append(("Process, device and limits", around))
     if advice is not None:
-        title = f"what the fullest moment of a step needs here, reckoned: short by {human(advice.short)}"
+        title = f"Estimated peak of a step on this rank; missing {human(advice.missing)}"
         sections.append((title, _needs(advice)))
         if advice.first is not None:
-            sections.append(
-                ("turn this first" if advice.enough else _not_enough(advice), [_row("", advice.first)])
-            )
+            heading = "Change this first" if advice.enough else _not_enough(advice)
+            sections.append((heading, [_row("", advice.first)]))
         others = [_row(str(at), one) for at, one in enumerate(advice.others, start=1)]
         if others:
-            sections.append(("each of these alone, what costs least first", others))
+            sections.append(("Each of these alone, in the order of their cost", others))
     return sections
 
 
 def _held(facts: OomFacts) -> Rows:
-    """activations is what was held and belongs to no model, optimizer or FSDP group: buffers under way too."""
+    """`activations` is memory that no model, optimizer or FSDP group owns, buffers of collectives too."""
     there = sorted(((size, kind) for kind, size in facts.kinds.items() if size), reverse=True)
-    named = {"activations": "activations and buffers under way"}
+    named = {"activations": "activations and communication buffers"}
     rows = [(named.get(kind, kind), human(size)) for size, kind in there]
     return [
         *rows,
-        ("in all", human(facts.held)),
-        ("asked for besides", human(facts.asked) if facts.asked else "not said"),
+        ("total", human(facts.held)),
+        ("requested in addition", human(facts.requested) if facts.requested else "unknown"),
     ]
 
 
@@ -105,8 +97,8 @@ def _around(facts: OomFacts) -> Rows:
     if facts.allocator:
         a = facts.allocator
         rows = [
-            ("allocator holds, unused", human(a["reserved"] - a["allocated"])),
-            ("device, free of all", f"{human(a['free'])} of {human(a['total'])}"),
+            ("reserved by the allocator, unused", human(a["reserved"] - a["allocated"])),
+            ("free on the device", f"{human(a['free'])} of {human(a['total'])}"),
         ]
     elif facts.process:
         rows = [(f"process {name.replace('_', ' ')}", human(size)) for name, size in facts.process.items()]
@@ -117,12 +109,12 @@ def _needs(advice: Advice) -> Rows:
     rows = [
         (kind, human(size)) for kind, size in sorted(advice.needs.items(), key=lambda item: -item[1]) if size
     ]
-    return [*rows, ("in all", human(sum(advice.needs.values())))]
+    return [*rows, ("total", human(sum(advice.needs.values())))]
 
 
 def _not_enough(advice: Advice) -> str:
-    return f"all that flags can do falls short of {human(advice.short)}: this, and more ranks"
+    return f"All flags together free less than {human(advice.missing)}: change this and use more ranks"
 
 
 def _row(number: str, one: Suggestion) -> tuple[str, str, str, str]:
-    return number, one.flags, f"gives back {human(one.bytes)}", one.cost
+    return number, one.flags, f"frees {human(one.bytes)}", one.cost

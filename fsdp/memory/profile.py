@@ -1,20 +1,26 @@
-"""--profile.*: where memory and time go on chosen steps, each rank for itself, as files under RUN/profile.
+"""--profile.*: memory and time of chosen steps, each rank for itself, as files under RUN/profile.
 
-    rankN_memory.json              the account (below)            rankN_memory_profile.html   the same, to be looked at
-    rankN_memory_snapshot.pickle   on CUDA, for torch's viewer    rankN_trace.json.gz         for Perfetto or chrome://tracing
-    rankN_steps.json               the trace as a table           summary.json                every rank's peak, from rank 0
+    rankN_memory.json              the account (below)
+    rankN_memory_profile.html      the account as a page
+    rankN_memory_snapshot.pickle   on CUDA, for torch's viewer
+    rankN_trace.json.gz            for Perfetto or chrome://tracing
+    rankN_steps.json               the trace as a table
+    summary.json                   every rank's peak, from rank 0
 
 rankN_memory.json, bytes and seconds:
 
-    format 1, rank, ranks, device, source (`storages` on the CPU, `allocator` on CUDA), steps [first, last], model parameters
+    format 1, rank, ranks, device, source (`storages` on the CPU, `allocator` on CUDA),
+    steps [first, last], parameters of the model
     peak      {bytes, step, phase, kinds {kind: bytes}}: the highest moment of all
     phases    {phase: such a peak}: the highest moment of each phase
-    ends      [{step, phase, kinds, beyond, process {…}, allocator {…}}]: what stood when each phase ended. beyond is what
-              the process (CPU, resident and anonymous) or the allocator (CUDA, reserved) holds over all kinds
-    timeline  {t_s [], kinds {kind: []}, marks [[t_s, phase, step]]}: at most 1500 points, each the highest of its stretch
+    ends      [{step, phase, kinds, beyond, process {…}, allocator {…}}]: memory at the end of each phase.
+              beyond: memory of the process (CPU, resident and anonymous) or of the allocator (CUDA,
+              reserved) beyond all kinds
+    timeline  {t_s [], kinds {kind: []}, marks [[t_s, phase, step]]}: at most 1500 points, each the
+              highest of its interval
 
-Kinds are fsdp/memory/account.py's. Here is when profiling begins and ends and what is written; who follows
-memory is account_*.py's, time profile_trace.py's, the page profile_page.py's.
+Kinds are those of fsdp/memory/account.py. Here: start and end of profiling, and the files. Not here: tracking
+of memory (account_*.py), of time (profile_trace.py), the page (profile_page.py).
 """
 
 from __future__ import annotations
@@ -43,9 +49,7 @@ log = logging.getLogger(__name__)
 
 
 class Profile:
-    """Hears the phases; between the first and the last chosen step it follows, after that it writes and is
-    gone.
-    """
+    """Listens to phases; profiles from the first to the last chosen step, then writes its files."""
 
     def __init__(
         self,
@@ -58,15 +62,15 @@ class Profile:
         self.folder, self._env = folder, env
         self.first, self.last = profile_steps(section.steps)
         self._root, self._optimizer = root, optimizer
-        self._wants_memory, self._wants_trace = section.memory, section.trace
+        self._with_memory, self._with_trace = section.memory, section.trace
         self.memory: StorageTracker | AllocatorTracker | None = None
         self._trace: Tracer | None = None
         self._processes: list[dict[str, Any]] = []
-        self._on, self._over, self._said = False, False, False
+        self._on, self._over, self._warned = False, False, False
         self.peak: dict[str, Any] | None = None
         self.table: dict[str, Any] | None = None
 
-    def heard(self, phase: str, step: int) -> None:
+    def on_phase(self, phase: str, step: int) -> None:
         if self._over or (phase == "start" and not self._on):
             return
         if not self._on and phase == "data" and self.first <= step <= self.last:
@@ -84,7 +88,7 @@ class Profile:
                 self.memory.phase(mark)
 
     def close(self) -> None:
-        """Ends profiling and writes what there is; also on the way out of a failure."""
+        """Ends profiling and writes its files, after a failure too."""
         if not self._on or self._over:
             self._over = True
             return
@@ -97,16 +101,16 @@ class Profile:
             self._path("steps.json").write_text(json.dumps(self.table, indent=1) + "\n", encoding="utf-8")
 
     def finish(self) -> None:
-        """After the last step, on every rank: rank 0 says what each found. Collective."""
+        """After the last step, on every rank: rank 0 logs the results of all. Collective."""
         self.close()
-        if self._env.is_main and not self._said and self.peak is None and self.table is None:
+        if self._env.is_main and not self._warned and self.peak is None and self.table is None:
             log.warning(
-                "--profile.steps %d:%d: the run had no such step, nothing was profiled", self.first, self.last
+                "--profile.steps %d:%d: the run has no such step, nothing was profiled", self.first, self.last
             )
         everyones = collectives.everyones({"peak": self.peak, "table": self.table})
         if not self._env.is_main or (self.peak is None and self.table is None):
             return
-        summary = [{"rank": rank, **told} for rank, told in enumerate(everyones)]
+        summary = [{"rank": rank, **found} for rank, found in enumerate(everyones)]
         (self.folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
         for line in summary_lines(summary):
             log.info("%s", line)
@@ -116,7 +120,7 @@ class Profile:
 
     def _begin(self) -> None:
         device = self._env.device
-        if self._wants_memory:
+        if self._with_memory:
             tracker: StorageTracker | AllocatorTracker = (
                 AllocatorTracker(self._root, self._optimizer, device, self._path("memory_snapshot.pickle"))
                 if device.type == "cuda"
@@ -124,8 +128,8 @@ class Profile:
             )
             self.folder.mkdir(parents=True, exist_ok=True)
             self.memory = tracker.__enter__()
-        if self._wants_trace:
-            self._trace = Tracer(device, with_account=self._wants_memory and device.type == "cpu")
+        if self._with_trace:
+            self._trace = Tracer(device, with_account=self._with_memory and device.type == "cpu")
             self._trace.begin()
         self._on = True
 
@@ -164,10 +168,11 @@ class Profile:
         }
 
     def _too_late(self, step: int) -> None:
-        self._over = self._said = True
+        self._over = self._warned = True
         if self._env.is_main:
             log.warning(
-                "--profile.steps %d:%d lies behind step %d, where this start begins. HINT: --profile.steps %d:%d",
+                "--profile.steps %d:%d is before step %d, at which this start resumes. "
+                "HINT: --profile.steps %d:%d",
                 self.first,
                 self.last,
                 step,
@@ -188,12 +193,12 @@ def start(
     phases: Phases,
 ) -> Profile:
     profile = Profile(section, run_dir / "profile", env, root, optimizer)
-    phases.listen(profile.heard)
+    phases.listen(profile.on_phase)
     return profile
 
 
 def read(run_dir: Path) -> list[dict[str, Any]]:
-    """Each rank's account that a run left, in the order of ranks; empty where none was made."""
+    """The accounts of a run's ranks, in order; empty if none was made."""
     files = sorted(
         (run_dir / "profile").glob("rank*_memory.json"), key=lambda path: int(path.name[4:].split("_")[0])
     )

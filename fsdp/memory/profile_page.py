@@ -1,92 +1,81 @@
-"""An account as one HTML file that opens offline: stacked areas over time by kind, the phases under them,
-peaks by phase.
+"""The memory profile as one offline HTML file: stacked areas over time by kind, and peaks by phase.
 
-Drawn from a record of fsdp/memory/profile.py alone. Style and script stand beside this file and are written
-into the page.
+Made from a record of fsdp/memory/profile.py alone.
 """
 
 from __future__ import annotations
 
-import html
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
+from fsdp.base.html import document, render, table
 from fsdp.memory.account import human
 
 WIDTH, HEIGHT = 1000, 400
 NARROW = 0.03
-"""A phase shorter than this share of the picture has no room for its name."""
+"""A phase below this share of the width gets no label."""
 
 
 def page(record: Mapping[str, Any]) -> str:
     title = f"Memory of rank {record['rank']} of {record['ranks']}"
     peak = record["peak"]
+    timeline = record["timeline"]
+    drawn = len(timeline["t_s"]) >= 2
+    body = render(
+        "memory/templates/profile.html",
+        title=title,
+        about=_about(record),
+        peak={"size": human(peak["bytes"]), "phase": peak["phase"], "step": peak["step"]},
+        plot=_plot(timeline) if drawn else None,
+        width=WIDTH,
+        height=HEIGHT,
+        peaks=peaks_table(record["phases"]),
+        ends=ends_table(record["ends"]),
+        timeline=timeline,
+    )
+    script = "memory/templates/profile.js" if drawn else ""
+    return document(title, body, style="memory/templates/memory.css", script=script)
+
+
+def _about(record: Mapping[str, Any]) -> str:
     first, last = record["steps"]
     source = "CUDA's caching allocator" if record["source"] == "allocator" else "tensor storages"
-    body = [
-        f"<h1>{title}</h1>",
-        f"<p>steps {first} to {last}, {record['parameters']:,} parameters, {html.escape(record['device'])}, from {source}. "
-        f"Highest: <b>{human(peak['bytes'])}</b> in {peak['phase']} of step {peak['step']}.</p>",
-        picture(record["timeline"]),
-        "<h2>Highest moment of each phase</h2>",
-        peaks_table(record["phases"]),
-        "<h2>What stood when each phase ended</h2>",
-        ends_table(record["ends"]),
-    ]
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{title}</title><style>{_beside('css')}</style></head><body>{''.join(body)}"
-        f'<script type="application/json" id="data">{json.dumps(record["timeline"])}</script>'
-        f"<script>{_beside('js')}</script></body></html>\n"
-    )
+    parameters = f"{record['parameters']:,} parameters"
+    return f"Steps {first} to {last}, {parameters}, {record['device']}, measured from {source}."
 
 
-def _beside(ending: str) -> str:
-    return Path(__file__).with_suffix(f".{ending}").read_text(encoding="utf-8")
+# ---------------------------------------------------------------- the plot
 
 
-# ---------------------------------------------------------------- the picture
-
-
-def picture(timeline: Mapping[str, Any]) -> str:
+def _plot(timeline: Mapping[str, Any]) -> dict[str, Any]:
     times: Sequence[float] = timeline["t_s"]
     kinds: Mapping[str, Sequence[int]] = timeline["kinds"]
-    if len(times) < 2:
-        return "<p>nothing was recorded</p>"
     totals = [sum(values) for values in zip(*kinds.values(), strict=True)]
     top = max(totals) * 1.04 or 1
+    bands, phases = _phases(timeline["marks"], times[-1])
+    return {
+        "areas": _areas(times, kinds, top),
+        "levels": [(_y(level, top), f"{level / top:.2%}", human(level)) for level in _levels(top)],
+        "bands": bands,
+        "phases": phases,
+        "milliseconds": f"{times[-1] * 1e3:.0f}",
+    }
+
+
+def _areas(times: Sequence[float], kinds: Mapping[str, Sequence[int]], top: float) -> list[dict[str, str]]:
+    """Each kind above the one before it."""
     areas, below = [], [0.0] * len(times)
     for kind, values in kinds.items():
         above = [low + value for low, value in zip(below, values, strict=True)]
-        areas.append(
-            f'<path style="fill:var(--{kind})" d="{_area(times, below, above, top)}"><title>{kind}</title></path>'
-        )
+        areas.append({"kind": kind, "path": _area(times, below, above, top), "peak": human(max(values))})
         below = above
-    rules = "".join(
-        f'<line class="rule" x1="0" x2="{WIDTH}" y1="{_y(level, top)}" y2="{_y(level, top)}"/>'
-        for level in _levels(top)
-    )
-    labels = "".join(
-        f'<span class="y" style="bottom:{level / top:.2%}">{human(level)}</span>' for level in _levels(top)
-    )
-    legend = "".join(
-        f'<span><i style="background:var(--{kind})"></i>{kind} <span id="at-{kind}">{human(max(values))}</span></span>'
-        for kind, values in kinds.items()
-    )
-    bands, strip = _phases(timeline["marks"], times[-1])
-    return (
-        f'<div class="plot"><svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" '
-        f'aria-label="bytes by kind over time">{bands}{rules}{"".join(areas)}'
-        f'<line id="cursor" x1="-9" x2="-9" y1="0" y2="{HEIGHT}"/></svg>{labels}</div><div class="strip">{strip}</div>'
-        f'<div class="legend"><span id="told">the highest of each, {times[-1] * 1e3:.0f} ms in all</span>{legend}</div>'
-    )
+    return areas
 
 
 def _area(times: Sequence[float], below: Sequence[float], above: Sequence[float], top: float) -> str:
-    """Steps, not slopes: memory stands until the next event."""
+    """Steps, not slopes: memory is constant until the next event."""
     xs = [f"{t / times[-1] * WIDTH:.1f}" for t in times]
     forward = [f"M{xs[0]},{_y(above[0], top)}"]
     forward += [f"H{x}V{_y(high, top)}" for x, high in zip(xs[1:], above[1:], strict=True)]
@@ -107,27 +96,26 @@ def _levels(top: float) -> list[float]:
     return [step * n for n in range(1, int(top / step) + 1)]
 
 
-def _phases(marks: Sequence[Sequence[Any]], end: float) -> tuple[str, str]:
-    """Every second phase has a grey band; names stand under those that are wide enough."""
-    bands, names = [], []
+Phase = dict[str, Any]
+
+
+def _phases(marks: Sequence[Sequence[Any]], end: float) -> tuple[list[tuple[str, str]], list[Phase]]:
+    """Bands (x, width) behind every second phase; labels of phases that are wide enough."""
+    bands, labels = [], []
     for place, (begin, phase, step) in enumerate(marks):
         until = marks[place + 1][0] if place + 1 < len(marks) else end
         left, wide = begin / end, max(0.0, until - begin) / end
         if place % 2:
-            bands.append(
-                f'<rect class="band" x="{left * WIDTH:.1f}" y="0" width="{wide * WIDTH:.1f}" height="{HEIGHT}"/>'
-            )
+            bands.append((f"{left * WIDTH:.1f}", f"{wide * WIDTH:.1f}"))
         if wide >= NARROW:
-            names.append(
-                f'<span style="left:{left:.2%};width:{wide:.2%}" title="{phase}, step {step}">{phase} {step}</span>'
-            )
-    return "".join(bands), "".join(names)
+            labels.append({"left": f"{left:.2%}", "wide": f"{wide:.2%}", "phase": phase, "step": step})
+    return bands, labels
 
 
 # ---------------------------------------------------------------- tables
 
 
-def peaks_table(phases: Mapping[str, Mapping[str, Any]]) -> str:
+def peaks_table(phases: Mapping[str, Mapping[str, Any]]) -> Markup:
     kinds = [
         kind
         for kind in next(iter(phases.values()))["kinds"]
@@ -142,12 +130,12 @@ def peaks_table(phases: Mapping[str, Mapping[str, Any]]) -> str:
         ]
         for phase, peak in phases.items()
     ]
-    return _table(["phase", "step", "in all", *kinds], rows)
+    return table(["phase", "step", "total", *kinds], rows)
 
 
-def ends_table(ends: Sequence[Mapping[str, Any]]) -> str:
+def ends_table(ends: Sequence[Mapping[str, Any]]) -> Markup:
     if not ends:
-        return ""
+        return Markup("")
     kinds = [kind for kind in ends[0]["kinds"] if any(end["kinds"][kind] for end in ends)]
     rows = [
         [
@@ -157,12 +145,4 @@ def ends_table(ends: Sequence[Mapping[str, Any]]) -> str:
         ]
         for end in ends
     ]
-    return _table(["phase and step", *kinds, "beyond"], rows)
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{html.escape(text)}</th>" for text in heads)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(text)}</td>" for text in row) + "</tr>" for row in rows
-    )
-    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+    return table(["phase and step", *kinds, "beyond"], rows)

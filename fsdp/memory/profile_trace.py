@@ -1,14 +1,13 @@
-"""Where a step's time goes: torch's profiler over the chosen steps, and its trace as a table whose parts add
-up to the step.
+"""torch's profiler over the chosen steps, and its trace as a table whose parts add up to the step time.
 
 Every moment of a step on this rank is one of
 
     compute        operations run: kernels on CUDA, operators on the training thread on the CPU
-    communication  a collective is under way and nothing is computed: exposed; `hidden` beside it is the rest of it
+    communication  exposed: a collective runs and nothing is computed; `hidden` is the overlapped rest
     data           the loop waits for a batch
-    host           none of these: Python, launches, waiting for the device to be told
+    host           none of these: Python, kernel launches
 
-The trace is read back from the file that a person opens (Perfetto, chrome://tracing), so both show the same.
+The trace is read back from the exported file (for Perfetto, chrome://tracing), so both show the same.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from fsdp.memory.account_timeline import Mark
 PREFIX = "shardrun::"
 PARTS = ("compute", "communication", "data", "host")
 OPERATORS = ("aten::", "fsdp::", "inductor", "torchao", "Torch-Compiled", "## Call Compiled")
-"""On the CPU: names that compute. autograd's own ranges are none, FSDP's hooks run and wait inside them."""
+"""Names that count as compute on the CPU. Not autograd's ranges: FSDP's hooks run and wait inside them."""
 COLLECTIVES = ("gloo:", "nccl:", "c10d::", "ncclKernel", "ncclDevKernel")
 
 Span = tuple[float, float]
 
 
 class Tracer:
-    """begin, then `phase` at every phase, then close."""
+    """Call begin, then `phase` at every phase, then close."""
 
     def __init__(self, device: torch.device, *, with_account: bool) -> None:
         kinds = [torch.profiler.ProfilerActivity.CPU]
@@ -49,7 +48,7 @@ class Tracer:
         self._profiler.start()
 
     def phase(self, mark: Mark) -> None:
-        """The range of the phase before ends, this one's begins; a step's own range is around them."""
+        """Ends the previous phase's range and begins this one's, both inside the range of their step."""
         if self._ranges:
             self._ranges.pop().__exit__(None, None, None)
         if mark.step != self._step:
@@ -89,22 +88,24 @@ def table(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     ]
     on_device = any(event.get("cat") == "kernel" for event in whole)
     threads = {event["tid"] for event in own}
-    computing, talking = [], []
+    computing, communicating = [], []
     for event in whole:
-        if _talks(event):
-            talking.append(_span(event))
+        if _communicates(event):
+            communicating.append(_span(event))
         elif _computes(event, on_device, threads):
             computing.append(_span(event))
-    computing, talking = union(computing), union(talking)
+    computing, communicating = union(computing), union(communicating)
     steps = [
-        _step(event, own, computing, talking) for event in own if event["name"].startswith(PREFIX + "step ")
+        _step(event, own, computing, communicating)
+        for event in own
+        if event["name"].startswith(PREFIX + "step ")
     ]
     count = max(1, len(steps))
     mean = {name: sum(step["seconds"][name] for step in steps) / count for name in ("step", *PARTS)}
     return {"steps": steps, "mean": mean}
 
 
-def _talks(event: Mapping[str, Any]) -> bool:
+def _communicates(event: Mapping[str, Any]) -> bool:
     return event["name"].startswith(COLLECTIVES) and event.get("cat") in (
         "kernel",
         "cpu_op",
@@ -130,11 +131,11 @@ def _step(
     event: Mapping[str, Any],
     own: Sequence[Mapping[str, Any]],
     computing: Sequence[Span],
-    talking: Sequence[Span],
+    communicating: Sequence[Span],
 ) -> dict[str, Any]:
     inside = [_span(event)]
     compute = intersect(computing, inside)
-    exposed = without(intersect(talking, inside), compute)
+    exposed = without(intersect(communicating, inside), compute)
     begin, end = inside[0]
     phases = [
         (one["name"].removeprefix(PREFIX), _span(one))
@@ -153,7 +154,7 @@ def _step(
     spent: dict[str, float] = {}
     for name, span in phases:
         spent[name] = spent.get(name, 0.0) + span[1] - span[0]
-    hidden = length(intersect(talking, inside)) - seconds["communication"]
+    hidden = length(intersect(communicating, inside)) - seconds["communication"]
     return {
         "step": int(event["name"].rpartition(" ")[2]),
         "seconds": seconds,
@@ -162,11 +163,11 @@ def _step(
     }
 
 
-# ---------------------------------------------------------------- sets of time
+# ---------------------------------------------------------------- sets of time spans
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
-    """Sorted, and none overlaps another."""
+    """Sorted, without overlaps."""
     merged: list[Span] = []
     for begin, end in sorted(spans):
         if merged and begin <= merged[-1][1]:
@@ -177,7 +178,7 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def intersect(a: Sequence[Span], b: Sequence[Span]) -> list[Span]:
-    """Both are unions."""
+    """a and b are unions."""
     out: list[Span] = []
     i = j = 0
     while i < len(a) and j < len(b):
@@ -189,7 +190,7 @@ def intersect(a: Sequence[Span], b: Sequence[Span]) -> list[Span]:
 
 
 def without(a: Sequence[Span], b: Sequence[Span]) -> list[Span]:
-    """What of a is not in b; both are unions."""
+    """a without b; both are unions."""
     out: list[Span] = []
     at = 0
     for begin, end in a:

@@ -1,14 +1,9 @@
-"""Is training a model sharded the same as training it plainly?
+"""Compares sharded training with unsharded training of the same model.
 
-__main__.py   the command: its flags, the table, the verdict
-asked.py      what is compared: the meshes, the trainings, the precisions, and the run's own flags put over them
-plain.py      the unsharded loop, written out
-ranks.py      the processes that train sharded, by fsdp.run.loop.train itself
-measure.py    how far apart two trainings are, what is furthest, and why that may be
-compare.py    both sides started, and each mesh judged
+__main__     the command: its flags, the table, the verdict
+options      what is compared: meshes, kinds of training, precisions, and the run's own flags
+reference    the plain unsharded loop, written independently of the run
+ranks        the processes that train sharded, by fsdp.run.loop.train itself
+measure      the size of a difference, the largest one, and its bound
+compare      starts both sides and judges each mesh
 """
-
-from fsdp.parity.measure import relative_differences
-from fsdp.parity.options import Comparison, Row, rows
-
-__all__ = ["Comparison", "Row", "relative_differences", "rows"]

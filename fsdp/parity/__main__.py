@@ -1,22 +1,21 @@
-"""Is training your model sharded the same as training it plainly? Starts the ranks itself and prints a table
-and a verdict.
+"""Check that sharded training of your model equals unsharded training. Starts its own ranks.
 
     python -m fsdp.parity
-    python -m fsdp.parity --model.name my_package.models:build --data.name my_package.data:build --parity.ranks 4
+    python -m fsdp.parity --model.name my_models:build --data.name my_data:build --parity.ranks 4
 
-takes train.py's flags, and --parity.ranks N (2), --parity.dtype fp64|fp32|bf16|fp16 (fp64), --parity.steps N
-(20). Each mesh trains from the same initial weights on the same samples as an unsharded loop in one process;
-the two share no other code. Compared are, for each mesh,
+It takes train.py's flags, and --parity.ranks N (2), --parity.dtype fp64|fp32|bf16|fp16 (fp64) and
+--parity.steps N (20). Each mesh trains from the same initial weights on the same samples as a plain unsharded
+loop in one process; the two share no other code. For each mesh it compares
 
     gradients   loss, gradient norm and each parameter's gradient before any update, without clipping
-    clipped     the same after clipping
-    sgd         loss and norm of three steps of SGD without clipping, and each parameter after them
-    as asked    loss and norm of N steps with the run's own optimizer, and each parameter after them
+    clipped     the same with clipping
+    sgd         loss and gradient norm of three SGD steps without clipping, and each parameter after them
+    configured  loss and gradient norm of N steps with the configured optimizer, and each parameter after them
 
-The table shows the largest relative difference of each. In fp64 that is the worst parameter's, and rounding
-cannot hide a wrong reduction. In a lower precision, and in a model that computes in float32 inside whatever
-is asked, it is the whole model's. Under a mesh that differs stands what differs most, and by which factor.
-Exit code 0 where every mesh is within its bounds, else 1; 2 for a wrong flag.
+and prints the largest relative difference of each in a table. In fp64 it is that of the worst parameter, and
+rounding cannot hide a wrong reduction. In lower precisions, and in a model with float32 computations inside,
+it is that of the whole model. A mesh that differs is followed by its largest difference and, if there is one,
+the factor. Exit code 0 if every mesh is within its bounds, 1 if not, 2 for a wrong flag.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def _parse(argv: Sequence[str]) -> ParityOptions:
 
 
 def _show(asked: ParityOptions, found: Iterator[tuple[Row, list[ParityDifference]]]) -> int:
-    """A line a mesh as soon as it is done, under it what differs; then the verdict."""
+    """Prints a line per mesh as soon as it is done, with its differences below; then the verdict."""
     wrong = total = 0
     print(
         f"{'mesh':<10} {'reshard':<8} {'micro-batches':<14} {'dtype':<6} "
@@ -78,12 +77,12 @@ def _show(asked: ParityOptions, found: Iterator[tuple[Row, list[ParityDifference
             flush=True,
         )
         for difference in apart:
-            if difference.training is apart[0].training:  # the others follow from it
+            if difference.training is apart[0].training:  # later differences follow from the first
                 print(f"  {difference}", flush=True)
         wrong, total = wrong + bool(apart), total + 1
-    said = "every mesh trains as one process does" if not wrong else f"{wrong} of {total} meshes differ"
+    result = f"{wrong} of {total} meshes differ" if wrong else "every mesh trains as one process does"
     verdict = "PARITY FAILS" if wrong else "parity holds"
-    print(f"{verdict}: {said}, {asked.steps} steps on {asked.ranks} ranks in {asked.dtype}")
+    print(f"{verdict}: {result}, {asked.steps} steps on {asked.ranks} ranks in {asked.dtype}")
     return 1 if wrong else 0
 
 

@@ -1,6 +1,6 @@
-"""Both sides started at once, and each mesh judged as soon as it is done.
+"""Starts both sides at once and judges each mesh as soon as it is done.
 
-Not here: what either side does (plain.py, ranks.py), or how a difference is measured (measure.py).
+Not here: either side (reference.py, ranks.py), or the size of a difference (measure.py).
 """
 
 from __future__ import annotations
@@ -17,66 +17,65 @@ from fsdp.base.errors import ConfigError
 from fsdp.parity.measure import NO_GRADIENT, ROUNDED_NO_GRADIENT, Measure, ParityDifference, without_gradient
 from fsdp.parity.options import Comparison, ParityOptions, Row, rows
 from fsdp.parity.ranks import run_of, sharded_ranks
-from fsdp.parity.reference import Plain, TrainingRecord
+from fsdp.parity.reference import PlainLoop, TrainingRecord
 
 if TYPE_CHECKING:
     import torch
 
     from fsdp.run.job import Job
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
-def compare(asked: ParityOptions, say: Say) -> Iterator[tuple[Row, list[ParityDifference]]]:
-    """Each mesh's differences from the plain loop. The ranks train while the plain loop does; `say` receives
-    the progress.
-    """
+def compare(options: ParityOptions, log: Log) -> Iterator[tuple[Row, list[ParityDifference]]]:
+    """Each mesh's differences from the plain loop, which runs beside the ranks. `log` receives progress."""
     import torch
 
-    on_cuda = torch.cuda.is_available() and torch.cuda.device_count() >= asked.ranks
+    on_cuda = torch.cuda.is_available() and torch.cuda.device_count() >= options.ranks
     device = torch.device("cuda", 0) if on_cuda else torch.device("cpu")
-    # More threads than free cores wait for one another in each product: minutes instead of seconds.
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // (asked.ranks + 1)))
-    tried = rows(asked.ranks)
-    jobs = jobs_of(asked, tried, device)
+    # More threads than free cores wait for one another in each matrix product: minutes instead of seconds.
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // (options.ranks + 1)))
+    tried = rows(options.ranks)
+    jobs = jobs_of(options, tried, device)
     with (
         tempfile.TemporaryDirectory(prefix="parity-") as folder,
-        sharded_ranks(asked, tried, folder, on_cuda) as done,
+        sharded_ranks(options, tried, folder, on_cuda) as done,
     ):
-        reference = Reference(asked, jobs, device, say)
+        reference = Reference(options, jobs, device, log)
         for at in done:
             yield tried[at], reference.judge(at, folder)
             shutil.rmtree(Path(folder, str(at)))
-            say(f"{at + 1} of {len(tried)} meshes done")
+            log(f"{at + 1} of {len(tried)} meshes done")
 
 
-def jobs_of(asked: ParityOptions, tried: list[Row], device: torch.device) -> list[Job]:
-    """What each mesh trains, refused here if it cannot be compared."""
+def jobs_of(options: ParityOptions, tried: list[Row], device: torch.device) -> list[Job]:
+    """The job of each mesh; ConfigError if the model cannot be compared."""
     from fsdp.run.job import prepare
 
     jobs = [
-        prepare(asked.config(row, ""), world_size=asked.ranks, num_nodes=1, device=device) for row in tried
+        prepare(options.config(row, ""), world_size=options.ranks, num_nodes=1, device=device)
+        for row in tried
     ]
-    _refuse_chance(jobs[0])
+    _refuse_random(jobs[0])
     return jobs
 
 
 class Reference:
-    """The plain loop's trainings, and what they say of how exact a comparison can be."""
+    """The plain loop's trainings, and the precision of a comparison that follows from them."""
 
-    def __init__(self, asked: ParityOptions, jobs: list[Job], device: torch.device, say: Say) -> None:
-        self._plain, self._jobs, self._say = Plain(asked, jobs[0], device), jobs, say
+    def __init__(self, options: ParityOptions, jobs: list[Job], device: torch.device, log: Log) -> None:
+        self._plain, self._jobs, self._log = PlainLoop(options, jobs[0], device), jobs, log
         self._trained: dict[tuple[Comparison, int], TrainingRecord] = {}
-        rounds, adaptive = self._plain.rounds, asked.config(None, "").optim.name != "sgd"
-        bare = without_gradient(
+        rounds, adaptive = self._plain.rounds, options.config(None, "").optim.name != "sgd"
+        rounding_only = without_gradient(
             self._get(Comparison.GRADIENT, 0), ROUNDED_NO_GRADIENT if rounds else NO_GRADIENT
         )
-        self.measure = Measure(asked.dtype, rounds, adaptive, bare)
+        self.measure = Measure(options.dtype, rounds, adaptive, rounding_only)
         for note in self.notes():
-            say(f"note: {note}")
+            log(f"note: {note}")
 
     def judge(self, at: int, folder: str) -> list[ParityDifference]:
-        """Of the mesh whose runs are in `folder`: every difference, of all its trainings."""
+        """The differences of all trainings of one mesh, whose runs are in `folder`."""
         found = []
         for training in Comparison:
             plain = self._get(training, at)
@@ -86,27 +85,36 @@ class Reference:
     def notes(self) -> Iterator[str]:
         measure = self.measure
         if measure.rounds:
-            bounds = f"{measure.bound(Comparison.GRADIENT):.0e}, and {measure.bound(Comparison.ASKED):.0e} as asked"
-            yield f"{measure.rounds} although float64 is asked for: the bounds are {bounds}, of the whole model"
+            bounds = [f"{measure.bound(kind):.0e}" for kind in (Comparison.GRADIENT, Comparison.CONFIGURED)]
+            yield (
+                f"{measure.rounds} although the run computes in float64: "
+                f"the bound of the whole model is {bounds[0]}, and {bounds[1]} in 'configured'"
+            )
         if measure.flat:
             first, more = min(measure.flat), len(measure.flat) - 1
-            others = f" and {more} other parameters" if more else ""
-            yield f"the gradient of {first}{others} is 0 but for rounding, which Adam enlarges: left out as asked"
+            others = f" and {more} other parameter{'s' * (more > 1)}" if more else ""
+            yield (
+                f"the gradient of {first}{others} is 0 except for rounding, which Adam amplifies: "
+                "not compared in 'configured'"
+            )
         if not self._plain.loss.of_logits:
-            yield "the model's own loss is no cross entropy of its logits: the plain loop takes it of a whole batch at once"
+            yield (
+                "the model's own loss is not the cross entropy of its logits: "
+                "the plain loop computes it on a whole batch at once"
+            )
 
     def _get(self, training: Comparison, at: int) -> TrainingRecord:
-        """Micro-batches matter to the plain loop where each has an auxiliary loss of its own."""
+        """Micro-batches change the plain loop only if each has its own auxiliary loss."""
         accumulation = self._jobs[at].batch.accumulation if self._plain.loss.by_piece else 1
         key = (training, accumulation)
         if key not in self._trained:
-            self._say(f"plain loop: {training}")
+            self._log(f"plain loop: {training}")
             self._trained[key] = self._plain.train(training, self._jobs[at].batch.accumulation)
         return self._trained[key]
 
 
 def _read(run: Path, plain: TrainingRecord) -> TrainingRecord:
-    """What a run wrote: its parameters, losses and gradient norms."""
+    """A run's parameters, losses and gradient norms from its files."""
     import torch
 
     whole = torch.load(run / "full_model" / "full-model.pt", weights_only=True)
@@ -117,8 +125,8 @@ def _read(run: Path, plain: TrainingRecord) -> TrainingRecord:
     )
 
 
-def _refuse_chance(job: Job) -> None:
-    """Where chance or the company of other rows decides, no two splits of a batch give the same numbers."""
+def _refuse_random(job: Job) -> None:
+    """ConfigError for dropout and BatchNorm: their results depend on how a batch is split."""
     from torch import nn
 
     from fsdp.run.job import meta_model

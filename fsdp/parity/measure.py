@@ -1,10 +1,10 @@
-"""How far one mesh's trainings are from the plain loop's, what is furthest, and why that may be.
+"""Differences between one mesh's trainings and the plain loop's: the largest of each kind, and its bound.
 
-A parameter's gradient is measured against its own size, or a thousandth of the model's where it is smaller:
-the bias of attention's keys has no gradient by mathematics, and what is left of it is rounding. A parameter
-after training is measured against the length of its path in the same way.
+A gradient's difference is relative to its norm, or to a thousandth of the model's norm if that is larger: the
+bias of attention's keys has mathematically no gradient, only rounding. The difference of a trained parameter
+is relative to its change in the same way.
 
-Not here: from which flags either side trains (asked.py), or the loops (plain.py, ranks.py).
+Not here: the flags of either side (options.py), or the loops (reference.py, ranks.py).
 """
 
 from __future__ import annotations
@@ -21,48 +21,43 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SMALL = 1e-3
-"""Of the model's size: a parameter's difference is measured against no less."""
+"""Of the model's norm: the smallest scale of a parameter's difference."""
 ROUNDING = 1e-5
-"""Of a parameter's own size: a shorter path than this is not told from rounding."""
+"""Of a parameter's norm: a smaller change cannot be distinguished from rounding."""
 ADAPTIVE = 1e4
-"""Adam divides by what may be rounding alone, beside an eps of 1e-8: its bound is so many times wider."""
-ROUNDED_INSIDE, ROUNDED_ASKED = 1e-5, 1e-2
-"""The bounds of a model that computes in float32 inside: of gradients and SGD, and of what the run's own
-optimizer makes.
-"""
+"""Factor on the bound for Adam, which may divide by rounding alone (eps is 1e-8)."""
+ROUNDED_INSIDE, ROUNDED_CONFIGURED = 1e-5, 1e-2
+"""Bounds of a model that computes in float32 inside: of gradients and SGD, and of the run's own optimizer."""
 NO_GRADIENT = 1e-12
-"""Of the model's gradient norm: less is rounding, which Adam makes as large as any other gradient."""
+"""Of the model's gradient norm: less is rounding, which Adam scales to the size of any other gradient."""
 ROUNDED_NO_GRADIENT = 1e-5
-"""The same in a model that computes in float32 inside."""
+"""The same for a model that computes in float32 inside."""
 
 
 @dataclass(frozen=True)
 class ParityDifference:
-    """The furthest of what one training compares."""
+    """The largest difference of one quantity of one training."""
 
     training: Comparison
     what: str
     size: float
     bound: float
     factor: float = math.nan
-    """Ours over the plain loop's, where one number says it."""
+    """The run's value over the plain loop's, if one is a multiple of the other."""
 
     @property
     def same(self) -> bool:
         return self.size <= self.bound
 
     def __str__(self) -> str:
-        said = f"{self.training}: {self.what} differs by {self.size:.1e}, bound {self.bound:.0e}"
-        return said + (
-            f": it is {self.factor:.6g} times the plain loop's" if math.isfinite(self.factor) else ""
-        )
+        text = f"{self.training}: {self.what} differs by {self.size:.1e}, bound {self.bound:.0e}"
+        factor = f": it is {self.factor:.6g} times the plain loop's" if math.isfinite(self.factor) else ""
+        return text + factor
 
 
 @dataclass(frozen=True)
 class Measure:
-    """How exact a comparison can be: the dtype, what the model rounds inside, and which parameters have no
-    gradient.
-    """
+    """Precision of a comparison: the dtype, rounding inside the model, parameters without a gradient."""
 
     dtype: str
     rounds: str
@@ -71,19 +66,19 @@ class Measure:
 
     @property
     def each(self) -> bool:
-        """Each parameter by itself; where values are rounded, the whole model."""
+        """Whether each parameter is compared by itself; where values are rounded, the whole model is."""
         return self.dtype == "fp64" and not self.rounds
 
     def bound(self, training: Comparison) -> float:
         if self.dtype == "fp64" and self.rounds:
-            return ROUNDED_ASKED if training is Comparison.ASKED else ROUNDED_INSIDE
-        wide = ADAPTIVE if self.each and self.adaptive and training is Comparison.ASKED else 1.0
+            return ROUNDED_CONFIGURED if training is Comparison.CONFIGURED else ROUNDED_INSIDE
+        wide = ADAPTIVE if self.each and self.adaptive and training is Comparison.CONFIGURED else 1.0
         return wide * BOUNDS[self.dtype]
 
     def differences(
         self, training: Comparison, ours: TrainingRecord, plain: TrainingRecord
     ) -> list[ParityDifference]:
-        """Of the losses, the gradient norms, and the gradients or parameters: the furthest of each."""
+        """The largest difference of the losses, of the gradient norms, and of the gradients or parameters."""
         bound = self.bound(training)
         return [
             self._of_numbers(training, "loss", ours.losses, plain.losses, bound),
@@ -96,7 +91,7 @@ class Measure:
     ) -> ParityDifference:
         if len(ours) != len(plain):
             return ParityDifference(
-                training, f"the number of steps ({len(ours)}, plainly {len(plain)})", math.inf, bound
+                training, f"the number of steps ({len(ours)}, plain loop {len(plain)})", math.inf, bound
             )
         apart = [
             abs(a - b) / max(abs(b), 1e-30) if math.isfinite(a) else math.inf
@@ -115,12 +110,12 @@ class Measure:
             n: (plain.start[n].double() - b.double()) / (length or 1.0) for n, b in plain.parameters.items()
         }
         found = {n: (plain.start[n].double() - ours.parameters[n].double()) / (length or 1.0) for n in moved}
-        kept = [n for n in moved if training is not Comparison.ASKED or n not in self.flat]
+        kept = [n for n in moved if training is not Comparison.CONFIGURED or n not in self.flat]
         what = "the gradient of" if length else "the parameter"
         if not self.each:
             size = _whole_difference({n: found[n] for n in kept}, {n: moved[n] for n in kept})
             if self.dtype != "fp64" and not length:
-                # Against the parameters: half precision leaves a path of a few steps no digits.
+                # Relative to the parameters: in half precision a few steps' change has no significant digits.
                 size = _whole_difference(ours.parameters, plain.parameters)
             worst = max(kept, key=lambda n: _norm(found[n] - moved[n]), default="")
             return ParityDifference(
@@ -141,7 +136,7 @@ class Measure:
 def relative_differences(
     ours: Mapping[str, Tensor], plain: Mapping[str, Tensor], floors: Mapping[str, float] | None = None
 ) -> dict[str, float]:
-    """‖a - b‖ over ‖b‖, or over a thousandth of the whole model's ‖b‖ or the floor where that is more."""
+    """‖a - b‖ over the largest of ‖b‖, a thousandth of the whole model's ‖b‖, and the floor."""
     whole = math.sqrt(sum(_norm(b) ** 2 for b in plain.values()))
     found = {}
     for name, b in plain.items():
@@ -152,7 +147,7 @@ def relative_differences(
 
 
 def without_gradient(gradients: TrainingRecord, least: float) -> frozenset[str]:
-    """Trained parameters whose gradient in the plain loop is rounding."""
+    """Trained parameters whose gradient in the plain loop is only rounding."""
     sizes = {n: _norm(gradients.start[n].double() - b.double()) for n, b in gradients.parameters.items()}
     whole = math.sqrt(sum(size**2 for size in sizes.values()))
     return frozenset(n for n, size in sizes.items() if size and size <= least * whole)
@@ -169,7 +164,7 @@ def _whole_difference(ours: Mapping[str, Tensor], plain: Mapping[str, Tensor]) -
 
 
 def _factor(ours: Mapping[str, Tensor], plain: Mapping[str, Tensor], names: list[str]) -> float:
-    """By which number the plain loop's would have to be multiplied; none where ours is no multiple of it."""
+    """ours / plain by least squares; NaN if ours is not a multiple of plain."""
     along = sum(float((ours[n] * plain[n]).sum()) for n in names)
     square = sum(float(plain[n].square().sum()) for n in names)
     if not square or not math.isfinite(along):

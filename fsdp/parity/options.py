@@ -1,7 +1,6 @@
-"""What is compared: the meshes that so many ranks can form, the trainings of each, the precisions with their
-bounds, and the run's own flags.
+"""What is compared: meshes of a number of ranks, trainings of each, precisions, bounds, the run's flags.
 
-Not here: how either side trains (plain.py, ranks.py), or how far apart they end (measure.py).
+Not here: how either side trains (reference.py, ranks.py), or the size of a difference (measure.py).
 """
 
 from __future__ import annotations
@@ -28,30 +27,25 @@ PRECISION: Mapping[str, Mapping[str, Any]] = {
     },
 }
 LOSS_SCALE = 256.0
-"""fp16's, small enough that no gradient overflows: a run leaves such a step out, the plain loop has no scale.
-"""
+"""For fp16: no gradient overflows. A run would skip such a step; the plain loop has no loss scale."""
 
 FAR = 2.0**20
-"""The length of a step from which its gradient is read: next to it the parameter that it starts from is
-rounding.
-"""
+"""The learning rate of a step from which its gradient is computed; the initial parameter is then rounding."""
 CLIP = 2.0**-10
-"""A norm that nearly any gradient is clipped to."""
+"""A norm to which nearly any gradient is clipped."""
 
 
 class Comparison(StrEnum):
-    """How a mesh and the plain loop both train. SGD shows a wrong factor as that factor; clipping and Adam
-    cancel it.
-    """
+    """A training of both sides. SGD shows a wrong factor of the gradient; clipping and Adam cancel it."""
 
     GRADIENT = "gradients"
     CLIPPED = "clipped"
     SGD = "sgd"
-    ASKED = "as asked"
+    CONFIGURED = "configured"
 
     def overrides(self) -> dict[str, Any]:
-        """Momentum stays: without states --memory.nvme optimizer has nothing to move."""
-        if self is Comparison.ASKED:
+        """SGD has momentum: without optimizer states --memory.nvme optimizer has nothing to move."""
+        if self is Comparison.CONFIGURED:
             return {}
         sgd = {
             "optim.name": "sgd", "optim.momentum": 0.5, "optim.state": "master", "optim.schedule": "constant",
@@ -66,7 +60,7 @@ class Comparison(StrEnum):
 
 @dataclass(frozen=True)
 class Row:
-    """One mesh to try."""
+    """One mesh."""
 
     strategy: str
     replicate: int
@@ -83,19 +77,21 @@ class Row:
 
 @dataclass(frozen=True)
 class ParityOptions:
-    """What to compare: the flags of the run, and how many ranks, in which dtype, for how many steps."""
+    """The run's flags, the number of ranks, the dtype and the number of steps."""
 
     words: list[str]
     ranks: int
     dtype: str
     steps: int
 
-    def config(self, row: Row | None, folder: str, training: Comparison = Comparison.ASKED) -> Config:
+    def config(self, row: Row | None, folder: str, training: Comparison = Comparison.CONFIGURED) -> Config:
         fixed: dict[str, Any] = {
-            "backend": "torchrun", "run.dir": folder, "train.steps": self.steps, "train.epochs": 0, "train.stop_after": 0,
-            "train.eval_every_steps": 0, "train.eval_samples": 1, "checkpoint.dir": "", "checkpoint.every_steps": 10**9,
-            "checkpoint.every_minutes": 0.0, "checkpoint.export": True, "checkpoint.export_format": "torch",
-            "checkpoint.resume": "auto", "checkpoint.keep_best": 0, "stop.file": "", "stop.deadline_s": 0.0,
+            "backend": "torchrun", "run.dir": folder, "stop.file": "", "stop.deadline_s": 0.0,
+            "train.steps": self.steps, "train.epochs": 0, "train.stop_after": 0,
+            "train.eval_every_steps": 0, "train.eval_samples": 1,
+            "checkpoint.dir": "", "checkpoint.every_steps": 10**9, "checkpoint.every_minutes": 0.0,
+            "checkpoint.export": True, "checkpoint.export_format": "torch",
+            "checkpoint.resume": "auto", "checkpoint.keep_best": 0,
             "precision.loss_scale": LOSS_SCALE, **PRECISION[self.dtype], **training.overrides(),
         }  # fmt: skip
         given = configuration.load(
@@ -108,7 +104,7 @@ class ParityOptions:
 
 
 def rows(ranks: int) -> list[Row]:
-    """What this many ranks can form; the last have several micro-batches."""
+    """The meshes of this many ranks, some with several micro-batches."""
     found = [
         Row("fsdp", 1, ranks, "true", 1),
         Row("fsdp", 1, ranks, "false", 2),

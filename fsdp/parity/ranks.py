@@ -1,6 +1,6 @@
 """The processes that train sharded: one world, mesh after mesh, by fsdp.run.loop.train itself.
 
-Not here: what is made of their exports (compare.py).
+Not here: the comparison of their exports (compare.py).
 """
 
 from __future__ import annotations
@@ -25,18 +25,16 @@ GROUP_TIMEOUT_S = 300.0
 
 @contextlib.contextmanager
 def sharded_ranks(
-    asked: ParityOptions, tried: list[Row], folder: str, on_cuda: bool
+    options: ParityOptions, tried: list[Row], folder: str, on_cuda: bool
 ) -> Iterator[Iterator[int]]:
-    """Processes that form one world; yields the places of the meshes as they are done, and raises what a rank
-    met first.
-    """
+    """Processes of one world; yields the index of each mesh when it is done, and raises if a rank fails."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     members = [
         context.Process(
-            target=_rank, args=(rank, asked, tried, folder, on_cuda, None if rank else theirs), daemon=True
+            target=_rank, args=(rank, options, tried, folder, on_cuda, None if rank else theirs), daemon=True
         )
-        for rank in range(asked.ranks)
+        for rank in range(options.ranks)
     ]
     for member in members:
         member.start()
@@ -56,7 +54,7 @@ def sharded_ranks(
     def _ended(rank: int) -> None:
         members[rank].join()
         if members[rank].exitcode:
-            raise TrainingError(f"rank {rank} failed: {_last_words(Path(folder, f'rank-{rank}.log'))}.")
+            raise TrainingError(f"rank {rank} failed: {_last_line(Path(folder, f'rank-{rank}.log'))}.")
 
     try:
         yield done()
@@ -72,30 +70,30 @@ def run_of(folder: str, at: int, training: Comparison) -> Path:
 
 
 def train_rows(
-    env: DistEnv, asked: ParityOptions, tried: list[Row], folder: str, done: Callable[[int], None]
+    env: DistEnv, options: ParityOptions, tried: list[Row], folder: str, done: Callable[[int], None]
 ) -> None:
-    """One rank: the whole of fsdp.run.loop.train, mesh after mesh, each in every way."""
+    """One rank: fsdp.run.loop.train for each mesh and each kind of training."""
     from fsdp.run.loop import train
 
     for at, row in enumerate(tried):
         for training in Comparison:
             run = run_of(folder, at, training)
-            train(asked.config(row, str(run), training), env)
+            train(options.config(row, str(run), training), env)
             shutil.rmtree(run / "checkpoints", ignore_errors=True)
         done(at)
 
 
-def _last_words(log: Path) -> str:
+def _last_line(log: Path) -> str:
     lines = (
         [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         if log.exists()
         else []
     )
-    return lines[-1].strip().rstrip(".") if lines else "it said nothing"
+    return lines[-1].strip().rstrip(".") if lines else "its log is empty"
 
 
 def _rank(
-    rank: int, asked: ParityOptions, tried: list[Row], folder: str, on_cuda: bool, pipe: Connection | None
+    rank: int, options: ParityOptions, tried: list[Row], folder: str, on_cuda: bool, pipe: Connection | None
 ) -> None:
     log = os.open(Path(folder, f"rank-{rank}.log"), os.O_CREAT | os.O_WRONLY)
     os.dup2(log, 1)
@@ -106,16 +104,16 @@ def _rank(
     from fsdp.dist.env import DistEnv, process_group
 
     if not on_cuda:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // (asked.ranks + 1)))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // (options.ranks + 1)))
     env = DistEnv(
         rank=rank,
-        world_size=asked.ranks,
+        world_size=options.ranks,
         local_rank=rank,
-        local_world_size=asked.ranks,
+        local_world_size=options.ranks,
         node_rank=0,
         num_nodes=1,
         device=torch.device("cuda", rank) if on_cuda else torch.device("cpu"),
         launcher="fsdp.parity",
     )
-    with process_group(env, GROUP_TIMEOUT_S, dist.FileStore(str(Path(folder, "store")), asked.ranks)):
-        train_rows(env, asked, tried, folder, pipe.send if pipe is not None else lambda _: None)
+    with process_group(env, GROUP_TIMEOUT_S, dist.FileStore(str(Path(folder, "store")), options.ranks)):
+        train_rows(env, options, tried, folder, pipe.send if pipe is not None else lambda _: None)

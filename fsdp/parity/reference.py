@@ -1,9 +1,8 @@
-"""The unsharded loop that every mesh is held against: one process, the whole model, torch's own optimizer,
-written out.
+"""The plain loop to which every mesh is compared: one process, the unsharded model, torch's own optimizer.
 
-It takes the initial weights and the samples from fsdp/, and nothing that computes: the loss, its weights, the
-clipping, the groups of parameters and the rate are written here a second time. torch is imported within
-functions: a wrong flag is reported before it is loaded.
+Initial weights and samples come from fsdp/, no computation does: the loss and its weights, clipping,
+parameter groups and learning rate are implemented here a second time. torch is imported within functions: a
+wrong flag is reported before torch is loaded.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ MASKED = -100
 
 @dataclass
 class TrainingRecord:
-    """One training's end, and the loss and the gradient norm of each of its steps."""
+    """Parameters before and after a training, and the loss and gradient norm of each step."""
 
     start: dict[str, Tensor]
     parameters: dict[str, Tensor]
@@ -35,10 +34,10 @@ class TrainingRecord:
     norms: list[float] = field(default_factory=list)
 
 
-class Plain:
+class PlainLoop:
     """The whole model in one process."""
 
-    def __init__(self, asked: ParityOptions, job: Job, device: Any) -> None:
+    def __init__(self, options: ParityOptions, job: Job, device: Any) -> None:
         import torch
 
         from fsdp.base.torch_private.tensors import convert_tensors
@@ -46,15 +45,15 @@ class Plain:
         from fsdp.models import build_real
         from fsdp.models.trainable import freeze
 
-        config = asked.config(None, "")
-        self._asked, self._job, self._device = asked, job, device
+        config = options.config(None, "")
+        self._options, self._job, self._device = options, job, device
         self.model = build_real(job.spec, config.run.seed, device)
         if config.model.weights:
             self.model.load_state_dict(dict(open_full_state(config.model.weights)))
         if config.model.frozen:
             freeze(self.model, config.model.frozen)
         kept, computed = (
-            (torch.float64,) * 2 if asked.dtype == "fp64" else (torch.float32, _lower(asked.dtype))
+            (torch.float64,) * 2 if options.dtype == "fp64" else (torch.float32, _lower(options.dtype))
         )
         convert_tensors(self.model, lambda tensor: tensor.to(kept) if tensor.is_floating_point() else tensor)
         self._start = {name: value.clone() for name, value in self.model.state_dict().items()}
@@ -70,20 +69,18 @@ class Plain:
         return {name: value.to(self._device) for name, value in found.items()}
 
     def train(self, training: Comparison, accumulation: int) -> TrainingRecord:
-        """The global batch is cut as ranks and micro-batches cut it: to fit in memory, and for each piece's
-        auxiliary loss.
-        """
+        """The batch is split as on the ranks: to fit in memory, and for each piece's auxiliary loss."""
         import numpy as np
         import torch
 
-        config = self._asked.config(None, "", training)
+        config = self._options.config(None, "", training)
         self.model.load_state_dict(self._start)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         optimizer = _optimizer(config.optim, trained)
         done = TrainingRecord(_parameters(self.model), {})
         for step in range(config.train.steps):
             whole = self._samples(step)
-            shares = np.array_split(np.arange(len(whole["inputs"])), self._asked.ranks)
+            shares = np.array_split(np.arange(len(whole["inputs"])), self._options.ranks)
             pieces = [
                 piece for share in shares for piece in np.array_split(share, accumulation) if len(piece)
             ]
@@ -117,21 +114,21 @@ def _lower(dtype: str) -> Any:
 
 
 class Loss:
-    """The mean over a global batch, as a sum of parts that fit in memory.
+    """The mean loss over a global batch, as a sum of parts that fit in memory.
 
-    Of logits it is the cross entropy of the unmasked targets, or labels. Whether labels are those of the next
-    position is read off the model's own loss, once. A loss that follows from no logits is taken of the whole
-    batch at once: no cut of the batch gives it another value, which is what a mesh has to reproduce.
+    With logits it is the cross entropy of the unmasked targets or labels. Whether labels are shifted by one
+    position is detected once from the model's own loss. A loss that is not computed from logits is evaluated
+    on the whole batch at once: its value does not depend on a split, and a mesh has to reproduce it.
     """
 
     def __init__(self, model: nn.Module, computed: Any, first: Mapping[str, Tensor]) -> None:
         import torch
 
         self._model, self._computed = model, computed
-        wanted = inspect.signature(model.forward).parameters
-        more = any(p.kind is p.VAR_KEYWORD for p in wanted.values())
+        accepted = inspect.signature(model.forward).parameters
+        more = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
         self._passed = {
-            name for name in first if name != "inputs" and (name in wanted or (more and name != "targets"))
+            name for name in first if name != "inputs" and (name in accepted or (more and name != "targets"))
         }
         config = getattr(model, "config", None)
         self._decoder = bool(getattr(config, "is_encoder_decoder", False))
@@ -142,9 +139,9 @@ class Loss:
         self._shifts, self.of_logits, self.by_piece = False, True, False
         if self._labels:
             with torch.no_grad():
-                self._recognise(first)
+                self._detect_loss(first)
 
-    def _recognise(self, batch: Mapping[str, Tensor]) -> None:
+    def _detect_loss(self, batch: Mapping[str, Tensor]) -> None:
         loss, logits, auxiliary = self._call(batch, self._passed)
         if loss is None:
             self._labels = ""
@@ -166,9 +163,7 @@ class Loss:
                 return
 
     def forward(self, batch: Mapping[str, Tensor]) -> Any:
-        """(loss, logits, auxiliary loss). Labels are given where the loss is the model's own, or its decoder
-        reads them.
-        """
+        """(loss, logits, auxiliary loss). Labels are passed if the model's loss or decoder reads them."""
         unread = (
             {self._labels} if self._labels == "labels" and self.of_logits and not self._decoder else set()
         )
@@ -196,14 +191,14 @@ class Loss:
         cast = {n: v.to(dtype) if v.is_floating_point() else v for n, v in batch.items()}
         lower = {n: p.to(dtype) if p.dim() else p for n, p in self._model.named_parameters()}
         given = {name: cast[name] for name in names}
-        return _taken_apart(torch.func.functional_call(self._model, lower, (cast["inputs"],), given))
+        return _unpacked(torch.func.functional_call(self._model, lower, (cast["inputs"],), given))
 
 
-def _taken_apart(output: Any) -> tuple[Any, Any, Any]:
+def _unpacked(output: Any) -> tuple[Any, Any, Any]:
     if hasattr(output, "dim"):
         return (output, None, None) if output.dim() == 0 else (None, output, None)
     if isinstance(output, (tuple, list)):
-        first = _taken_apart(output[0])
+        first = _unpacked(output[0])
         second = output[1] if len(output) > 1 and hasattr(output[1], "dim") and output[1].dim() > 1 else None
         return (first[0], second, None) if first[0] is not None else first
     values = output if isinstance(output, Mapping) else vars(output)
@@ -215,7 +210,7 @@ def _counted(targets: Tensor, shifts: bool) -> int:
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor, shifts: bool) -> tuple[Tensor, int]:
-    """Its sum over the unmasked targets, and how many those are."""
+    """(sum over the unmasked targets, their number)"""
     import torch
 
     if shifts:
@@ -244,7 +239,7 @@ def _optimizer(section: OptimSection, trained: list[Any]) -> Any:
 
 
 def _rate(section: OptimSection, step: int, steps: int) -> float:
-    """Linear to the peak, then the schedule down to min_lr_ratio of it; steps count from 1."""
+    """Linear warmup to the peak, then the schedule down to min_lr_ratio of it; steps count from 1."""
     warm = steps // 20 if section.warmup_steps < 0 else section.warmup_steps
     if step <= warm:
         return section.lr * step / warm
@@ -254,13 +249,11 @@ def _rate(section: OptimSection, step: int, steps: int) -> float:
     return section.lr * (low + (1 - low) * shape)
 
 
-# ---------------------------------------------------------------- why a model cannot be exact
+# ---------------------------------------------------------------- models that are not exact in float64
 
 
 def lower_precision_inside(model: nn.Module, forward: Callable[[], Any]) -> str:
-    """The first kind of module that computes in less than the model's float64, and the dtype; empty where
-    none does.
-    """
+    """The first module class that computes below the model's float64, and the dtype; empty if none."""
     import torch
     from torch.overrides import TorchFunctionMode
 

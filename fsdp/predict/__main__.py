@@ -1,12 +1,12 @@
-"""Ask a trained run, in one process:
+"""Predict with a trained run, in one process:
 
-    python -m fsdp.predict RUN                          samples and accuracy on held-out data; text that goes on
-    python -m fsdp.predict RUN --image digit.png        your own picture; --invert where it is dark on light
-    python -m fsdp.predict RUN --prompt "import "       for a language model
+    python -m fsdp.predict RUN                        classes and accuracy of held-out data, or generated text
+    python -m fsdp.predict RUN --image digit.png      your own image; --invert if it is dark on light
+    python -m fsdp.predict RUN --prompt "import "     for a language model
 
-RUN is the --run.dir of a run with an export in RUN/full_model. Flags --data.NAME go over the run's own, where
-its data has moved. Code that RUN/config.toml names is imported only where --trust-code names it too
-(docs/security.md). Exit code 0, 2 for what the command got wrong.
+RUN is the --run.dir of a run with an export in RUN/full_model. Flags --data.NAME override the run's own, if
+its data has moved. Code that RUN/config.toml names is imported only if --trust-code names it too
+(docs/security.md). Exit code 0, or 2 for a wrong command.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.config import TRUST_HELP
 from fsdp.config.command_line import CommandParser, number, one_of, whole_number
 from fsdp.predict import images, language, picture
-from fsdp.predict.images import Said
+from fsdp.predict.images import Prediction
 from fsdp.predict.trained import TrainedModel, open_run
 
 FOR_IMAGES, FOR_LANGUAGE = (
@@ -33,13 +33,12 @@ def main(argv: Sequence[str]) -> int:
     try:
         options, flags = _parse(argv)
         trained = open_run(Path(options.run), flags, options.trust_code)
-        speaks = trained.data.info.kind == "text"
-        _check_fits(
-            options, "a language model" if speaks else "a classifier", FOR_IMAGES if speaks else FOR_LANGUAGE
-        )
-        if speaks:
-            _go_on(trained, options)
+        generates = trained.data.info.kind == "text"
+        if generates:
+            _check_fits(options, "a language model", FOR_IMAGES)
+            _generate(trained, options)
         else:
+            _check_fits(options, "a classifier", FOR_LANGUAGE)
             _classify(trained, options)
     except ShardrunError as error:
         print(f"fsdp.predict: {error}", file=sys.stderr)
@@ -83,7 +82,7 @@ def _check_fits(options: argparse.Namespace, what: str, names: Sequence[str]) ->
     for name in names:
         if getattr(options, name) is not None:
             raise ConfigError(
-                f"--{name.replace('_', '-')} says nothing to {options.run}: it is {what}.", "leave it out"
+                f"--{name.replace('_', '-')} does not apply to {options.run}: it is {what}.", "leave it out"
             )
 
 
@@ -100,35 +99,33 @@ def _classify(trained: TrainedModel, options: argparse.Namespace) -> None:
     file = options.out or trained.run / "predictions.png"
     picture.check_name(file)
     if options.image:
-        said = images.of_files(trained, options.image, bool(options.invert))
+        predictions = images.of_files(trained, options.image, bool(options.invert))
     elif options.invert:
-        raise ConfigError("--invert is for a picture of yours.", "--image FILE --invert")
+        raise ConfigError("--invert applies to --image alone.", "--image FILE --invert")
     elif samples is None:
-        raise ConfigError(f"{options.run} holds no data out.", "--split train, or --image FILE")
+        raise ConfigError(f"{options.run} has no held-out data.", "--split train, or --image FILE")
     else:
-        said = images.of_samples(trained, samples, int(_or(options.samples, 16)))
-    classes = _named(images.classes_of(trained), said)
-    _print_table(said, classes)
-    if said and said[0].inputs.ndim == 3:
-        picture.save(
-            picture.draw(said, classes, trained.data.info.preprocess), file, replace=options.out is None
-        )
+        predictions = images.of_samples(trained, samples, int(_or(options.samples, 16)))
+    classes = _named(images.classes_of(trained), predictions)
+    _print_table(predictions, classes)
+    if predictions and predictions[0].inputs.ndim == 3:
+        sheet = picture.draw(predictions, classes, trained.data.info.preprocess)
+        picture.save(sheet, file, replace=options.out is None)
         print(f"picture   {file}")
     if samples is not None and not options.image:
         right, count = images.accuracy(trained, samples)
-        print(
-            f"accuracy  {right / count:.2%} of the {split.replace('heldout', 'held-out')} samples, {right} of {count}"
-        )
+        which = split.replace("heldout", "held-out")
+        print(f"accuracy  {right / count:.2%} of the {which} samples, {right} of {count}")
 
 
-def _named(classes: tuple[str, ...], said: list[Said]) -> tuple[str, ...]:
-    """A name for every class that the model can give, also where it has room for more than the data has."""
-    width = len(said[0].probabilities) if said else 0
+def _named(classes: tuple[str, ...], predictions: list[Prediction]) -> tuple[str, ...]:
+    """A name for every class of the model, which may have more classes than the data."""
+    width = len(predictions[0].probabilities) if predictions else 0
     return classes + tuple(f"class {n}" for n in range(len(classes), width))
 
 
-def _print_table(said: list[Said], classes: Sequence[str]) -> None:
-    for one in said:
+def _print_table(predictions: list[Prediction], classes: Sequence[str]) -> None:
+    for one in predictions:
         top = one.probabilities.topk(min(3, len(one.probabilities)))
         likely = "  ".join(
             f"{classes[c]} {p:.1%}" for p, c in zip(top.values.tolist(), top.indices.tolist(), strict=True)
@@ -140,7 +137,7 @@ def _print_table(said: list[Said], classes: Sequence[str]) -> None:
 # ---------------------------------------------------------------- language
 
 
-def _go_on(trained: TrainedModel, options: argparse.Namespace) -> None:
+def _generate(trained: TrainedModel, options: argparse.Namespace) -> None:
     prompt = options.prompt if options.prompt is not None else language.default_prompt(trained)
     sampling = language.Sampling(
         tokens=int(_or(options.tokens, 200)),
@@ -148,7 +145,7 @@ def _go_on(trained: TrainedModel, options: argparse.Namespace) -> None:
         top_k=int(_or(options.top_k, 40)),
         seed=int(_or(options.seed, 0)),
     )
-    text = language.decode(trained, language.go_on(trained, language.encode(trained, prompt), sampling))
+    text = language.decode(trained, language.generate(trained, language.encode(trained, prompt), sampling))
     print(text)
     if options.out:
         try:

@@ -1,6 +1,4 @@
-"""Classes: of samples, of a person's own pictures, and how many of the held-out ones are right. Not here:
-drawing.
-"""
+"""Predicted classes of samples and of image files, and the accuracy on held-out data. Not here: drawing."""
 
 from __future__ import annotations
 
@@ -22,8 +20,8 @@ BATCH = 64
 
 
 @dataclass(frozen=True)
-class Said:
-    """What the model says of one picture; truth is None where nobody knows."""
+class Prediction:
+    """Class probabilities of one image; truth is None if it is unknown."""
 
     name: str
     inputs: np.ndarray
@@ -36,35 +34,35 @@ class Said:
 
 
 def classes_of(trained: TrainedModel) -> tuple[str, ...]:
-    """Names, or numbers where the data has no names."""
+    """Names, or numbers if the data has no names."""
     info = trained.data.info
     return info.class_names or tuple(map(str, range(int(info.facts.get("num_classes", 0)))))
 
 
-def of_samples(trained: TrainedModel, samples: Samples, count: int) -> list[Said]:
+def of_samples(trained: TrainedModel, samples: Samples, count: int) -> list[Prediction]:
     """`count` samples, evenly spread over all of them: the first ones alone may be of one class."""
     count = min(count, len(samples))
     indices = np.arange(count, dtype=np.int64) * len(samples) // max(count, 1)
-    said: list[Said] = []
+    predictions: list[Prediction] = []
     for chosen in np.array_split(indices, max(1, -(-count // BATCH))) if count else []:
         batch = samples.batch(chosen)
         _check_classes(trained, batch)
         rows = zip(
             chosen, batch["inputs"], _probabilities(trained, batch["inputs"]), batch["targets"], strict=True
         )
-        said += [
-            Said(f"sample {index}", x.numpy(), probabilities, int(truth))
+        predictions += [
+            Prediction(f"sample {index}", x.numpy(), probabilities, int(truth))
             for index, x, probabilities, truth in rows
         ]
-    return said
+    return predictions
 
 
 def _check_classes(trained: TrainedModel, batch: Mapping[str, Tensor]) -> None:
     targets = batch.get("targets")
     if targets is None or targets.dim() != 1 or targets.is_floating_point():
         raise ConfigError(
-            f"--data.name {trained.config.data.name} gives no class for a sample, and its kind is not text.",
-            "predict tells classes and goes on with text: use the export with code of your own",
+            f"--data.name {trained.config.data.name} has no class for a sample, and its kind is not text.",
+            "use the export with code of your own: this command predicts classes and generates text",
         )
 
 
@@ -72,11 +70,13 @@ def _probabilities(trained: TrainedModel, inputs: Tensor) -> Tensor:
     return trained.logits(inputs).float().softmax(-1).cpu()
 
 
-def of_files(trained: TrainedModel, files: Sequence[str], invert: bool) -> list[Said]:
-    """A person's own pictures, made ready as the training's were."""
+def of_files(trained: TrainedModel, files: Sequence[str], invert: bool) -> list[Prediction]:
+    """Image files, preprocessed as in training."""
     inputs = np.stack([_read(trained, Path(file), invert) for file in files])
     probabilities = _probabilities(trained, torch.from_numpy(inputs))
-    return [Said(Path(f).name, x, p, None) for f, x, p in zip(files, inputs, probabilities, strict=True)]
+    return [
+        Prediction(Path(f).name, x, p, None) for f, x, p in zip(files, inputs, probabilities, strict=True)
+    ]
 
 
 def _read(trained: TrainedModel, file: Path, invert: bool) -> np.ndarray:
@@ -85,7 +85,7 @@ def _read(trained: TrainedModel, file: Path, invert: bool) -> np.ndarray:
     preprocess = trained.data.info.preprocess
     if not {"mean", "std", "image_size", "channels"} <= preprocess.keys():
         raise ConfigError(
-            f"--image {file}: --data.name {trained.config.data.name} does not say how a picture becomes a sample.",
+            f"--image {file}: --data.name {trained.config.data.name} has no preprocessing of image files.",
             "return a DataSet whose DataInfo.preprocess has image_size, channels, mean and std",
         )
     try:
@@ -93,18 +93,18 @@ def _read(trained: TrainedModel, file: Path, invert: bool) -> np.ndarray:
             return prepare(ImageOps.invert(image.convert("RGB")) if invert else image, preprocess)
     except FileNotFoundError:
         raise ConfigError(
-            f"--image {file} does not exist.", "--image FILE, any picture that Pillow reads"
+            f"--image {file} does not exist.", "--image FILE, in any format that Pillow reads"
         ) from None
     except (OSError, ValueError, SyntaxError) as error:
         raise ConfigError(
-            f"--image {file} is no picture: {error}.", "--image FILE, any picture that Pillow reads"
+            f"--image {file} is not an image: {error}.", "--image FILE, in any format that Pillow reads"
         ) from None
 
 
 def accuracy(trained: TrainedModel, samples: Samples) -> tuple[int, int]:
-    """How many are right, of how many: every sample once, the largest logit against the target."""
+    """(correct, all): every sample once, the largest logit against the target."""
     right = 0
     for batch in heldout_batches(samples, batch=BATCH, rank=DataRank(0, 1), limit=0):
-        said = trained.logits(batch.data["inputs"]).argmax(-1).cpu()
-        right += int(((said == batch.data["targets"]) & batch.valid).sum())
+        best = trained.logits(batch.data["inputs"]).argmax(-1).cpu()
+        right += int(((best == batch.data["targets"]) & batch.valid).sum())
     return right, len(samples)

@@ -1,4 +1,4 @@
-"""Text that goes on, a token at a time. The model sees as many tokens at once as in training.
+"""Text generation, one token at a time, with the context length of training.
 
 Not here: a tokenizer beyond bytes.
 """
@@ -17,7 +17,7 @@ from fsdp.predict.trained import TrainedModel
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature 0 takes the likeliest token; top_k 0 draws from all."""
+    """temperature 0 is greedy; top_k 0 samples from all tokens."""
 
     tokens: int
     temperature: float
@@ -26,17 +26,18 @@ class Sampling:
 
 
 def encode(trained: TrainedModel, prompt: str) -> list[int]:
-    """A prompt as tokens: bytes where training read bytes, else numbers with spaces between."""
+    """A prompt as tokens: its bytes if training read bytes, else numbers separated by spaces."""
     vocabulary = vocab_size(trained)
     if trained.data.info.preprocess.get("tokenizer") == "bytes":
         tokens = list(prompt.encode())
     else:
-        words = prompt.replace(",", " ").split()
-        if not all(word.isdecimal() for word in words):
+        numbers = prompt.replace(",", " ").split()
+        if not all(number.isdecimal() for number in numbers):
             raise ConfigError(
-                f"--prompt {prompt!r}: this run was trained on token numbers.", "--prompt '17 4 256'"
+                f"--prompt {prompt!r} is not a list of token numbers, on which this run was trained.",
+                "--prompt '17 4 256'",
             )
-        tokens = [int(word) for word in words]
+        tokens = [int(number) for number in numbers]
     if not tokens:
         raise ConfigError("--prompt is empty.", "--prompt TEXT")
     if max(tokens) >= vocabulary:
@@ -53,7 +54,7 @@ def decode(trained: TrainedModel, tokens: list[int]) -> str:
 
 
 def default_prompt(trained: TrainedModel) -> str:
-    """Python where it learned Python; else the beginning of a held-out sample."""
+    """The beginning of a Python function for bytes; else the beginning of a held-out sample."""
     if trained.data.info.preprocess.get("tokenizer") == "bytes":
         return "def "
     samples = trained.data.heldout or trained.data.train
@@ -61,12 +62,12 @@ def default_prompt(trained: TrainedModel) -> str:
 
 
 def vocab_size(trained: TrainedModel) -> int:
-    """The data's: a model may have room for more, which it has never seen."""
+    """The data's: a model's embedding may be larger, with tokens that training never used."""
     return int(trained.data.info.facts.get("vocab_size", 1 << 62))
 
 
-def go_on(trained: TrainedModel, prompt: list[int], sampling: Sampling) -> list[int]:
-    """The prompt and what follows it: a function of the seed."""
+def generate(trained: TrainedModel, prompt: list[int], sampling: Sampling) -> list[int]:
+    """The prompt and the tokens after it; deterministic for a seed."""
     generator = torch.Generator().manual_seed(sampling.seed)
     window = int(trained.data.info.facts.get("seq_len", len(prompt) + sampling.tokens))
     tokens = list(prompt)

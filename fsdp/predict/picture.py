@@ -1,6 +1,4 @@
-"""A grid of pictures with what was said of each: green where it is right, red where it is wrong. Not here:
-the saying.
-"""
+"""A grid of images with predicted classes: green if correct, red if wrong. Not here: predictions."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ import numpy as np
 
 from fsdp.base.errors import ConfigError
 from fsdp.data.images import to_picture
-from fsdp.predict.images import Said
+from fsdp.predict.images import Prediction
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -23,15 +21,15 @@ TILE, LINE, MARGIN = 112, 14, 10
 PAPER, INK, RIGHT, WRONG = (255, 255, 255), (40, 40, 40), (20, 120, 40), (190, 30, 30)
 
 
-def draw(said: Sequence[Said], classes: Sequence[str], preprocess: Mapping[str, Any]) -> Image:
+def draw(predictions: Sequence[Prediction], classes: Sequence[str], preprocess: Mapping[str, Any]) -> Image:
     from PIL import Image, ImageDraw
 
-    columns = min(len(said), max(4, math.isqrt(len(said))))
-    rows = -(-len(said) // columns)
+    columns = min(len(predictions), max(4, math.isqrt(len(predictions))))
+    rows = -(-len(predictions) // columns)
     width, height = TILE + MARGIN, TILE + 2 * LINE + MARGIN
     sheet = Image.new("RGB", (columns * width + MARGIN, rows * height + MARGIN), PAPER)
     pen = ImageDraw.Draw(sheet)
-    for place, one in enumerate(said):
+    for place, one in enumerate(predictions):
         x, y = MARGIN + place % columns * width, MARGIN + place // columns * height
         sheet.paste(_tile(one.inputs, preprocess), (x, y))
         colour = INK if one.truth is None else RIGHT if one.truth == one.best else WRONG
@@ -56,32 +54,32 @@ def _tile(inputs: np.ndarray, preprocess: Mapping[str, Any]) -> Image:
 
 
 def pixels_of(inputs: np.ndarray, preprocess: Mapping[str, Any]) -> np.ndarray:
-    """height × width × channels, 0 to 255, of what a model was given."""
+    """height × width × channels, 0 to 255, of a model's input."""
     return to_picture(inputs, preprocess) if "mean" in preprocess else _stretched(inputs)
 
 
 def _stretched(inputs: np.ndarray) -> np.ndarray:
-    """Where nobody says how pixels became numbers: the smallest is black, the largest white."""
+    """Without known preprocessing: the smallest value is black, the largest white."""
     low, high = float(inputs.min()), float(inputs.max())
     return np.rint((inputs - low) / max(high - low, 1e-12) * 255).astype(np.uint8).transpose(1, 2, 0)
 
 
 def _fit(text: str) -> str:
-    """Letters that Pillow's built-in font has, as many as a tile is wide."""
+    """ASCII, which Pillow's built-in font has, cut to the width of a tile."""
     plain = text.encode("ascii", "replace").decode()
     return plain if len(plain) <= 18 else plain[:16] + ".."
 
 
 def check_name(file: Path) -> None:
-    """Before the work, not after it."""
+    """Checks the file name before the predictions are computed."""
     from PIL import Image
 
     if file.suffix.lower() not in Image.registered_extensions():
-        raise ConfigError(f"--out {file} is not the name of a picture.", f"--out {file.with_suffix('.png')}")
+        raise ConfigError(f"--out {file} has no image file extension.", f"--out {file.with_suffix('.png')}")
 
 
 def save(sheet: Image, file: Path, *, replace: bool) -> None:
-    """`replace`: if a link lies there, the picture takes its place instead of being written through it."""
+    """`replace`: a link at `file` is replaced, not followed."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         into = file.with_name(f".{secrets.token_hex(4)}.{file.name}") if replace else file

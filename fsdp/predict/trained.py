@@ -1,6 +1,4 @@
-"""A run directory's model in one process, computing in the dtype it was trained in, beside its data. Not
-here: what it says.
-"""
+"""A run directory's model in one process, in training's dtype, with its data. Not here: predictions."""
 
 from __future__ import annotations
 
@@ -23,8 +21,8 @@ from fsdp.models.loss import loss_or_logits
 from fsdp.models.unsharded import fill_buffers, to_empty
 from fsdp.parallel.shard import resolve_dtypes
 
-# What a prediction has no use for, and what may be gone by now.
-FORGOTTEN = ("checkpoint.resume", "model.weights", "ray.", "mesh.")
+# Fields that predictions do not use, and whose files may no longer exist.
+NOT_USED = ("checkpoint.resume", "model.weights", "ray.", "mesh.")
 
 
 @dataclass(frozen=True)
@@ -36,29 +34,29 @@ class TrainedModel:
     device: torch.device
 
     def logits(self, inputs: Tensor) -> Tensor:
-        """What the model answers, where it computes."""
+        """The model's logits, on its device."""
         dtype = next(self.model.parameters()).dtype
         inputs = inputs.to(self.device, dtype if inputs.is_floating_point() else None)
         with torch.inference_mode():
             _, logits = loss_or_logits(self.model(inputs))
         if logits is None:
             raise ConfigError(
-                f"--model.name {self.config.model.name} gives a loss and no logits.",
-                "return logits where no targets are given",
+                f"--model.name {self.config.model.name} returns a loss and no logits.",
+                "return logits if no targets are given",
             )
         return logits
 
 
 def open_run(run: Path, flags: Sequence[str] = (), trusted: Collection[str] = ()) -> TrainedModel:
-    """`flags` go over the run's own configuration: where its data lies now, for one. Of the code that the
-    configuration names only what is in `trusted` is imported.
+    """`flags` override the run's configuration, such as the place of its data. Code that it names is
+    imported only if it is in `trusted`.
     """
     config = read_config(run, flags, trusted)
     device = pick_device(0)
     data = build_dataset(config.data)
     model = _load(run, config, data.info.facts)
     model.to(device).eval()
-    for parameter in model.parameters():  # buffers stay as they are, as under FSDP's mixed precision
+    for parameter in model.parameters():  # buffers keep their dtype, as in FSDP's mixed precision
         parameter.data = parameter.data.to(resolve_dtypes(config.precision, device).param)
     return TrainedModel(run, config, model, data, device)
 
@@ -68,7 +66,7 @@ def read_config(run: Path, flags: Sequence[str], trusted: Collection[str]) -> Co
     if not file.is_file():
         what = "holds no config.toml" if run.is_dir() else "does not exist"
         raise ConfigError(f"{run} {what}.", "python -m fsdp.predict RUN, with the --run.dir of a run")
-    return configuration.load_run_config(run, flags=flags, trusted=trusted, forgotten=FORGOTTEN)
+    return configuration.load_run_config(run, flags=flags, trusted=trusted, forgotten=NOT_USED)
 
 
 def _load(run: Path, config: Config, facts: Mapping[str, Any]) -> nn.Module:
@@ -97,5 +95,5 @@ def _load(run: Path, config: Config, facts: Mapping[str, Any]) -> nn.Module:
 
 
 def _floating(state: Mapping[str, Tensor]) -> torch.dtype:
-    """What the run kept its parameters in: a float64 master is not to be rounded on the way in."""
+    """The dtype of the saved parameters: a float64 master must not be rounded when loaded."""
     return next((value.dtype for value in state.values() if value.is_floating_point()), torch.float32)

@@ -1,8 +1,7 @@
-"""One offline HTML page a run: what was asked, what the numbers did, which checkpoints there are, how each
-start ended.
+"""One offline HTML page per run: outcome, curves, time, memory, checkpoints, starts, configuration.
 
     python -m fsdp.report RUN [RUN] [--out FILE]
 
-Reads a run directory and runs nothing from it. read.py and watched.py gather, curves.py draws, page.py lays
-out.
+Reads a run directory and runs nothing from it. run_data.py, series.py and watch_records.py read; page.py
+arranges the sections; templates/ holds their HTML.
 """

@@ -1,10 +1,10 @@
 """One HTML file that opens anywhere, offline:
 
     python -m fsdp.report RUN                 into RUN/report.html
-    python -m fsdp.report A B --out both.html two runs over each other, and what differs
+    python -m fsdp.report A B --out both.html two runs side by side, and their differences
 
---out FILE puts it elsewhere; --no-samples leaves the trained model unasked. A run directory is data: code
-that its config.toml names is imported only where --trust-code NAME names it too, which may be repeated
+--out FILE writes it elsewhere; --no-samples skips predictions of the trained model. A run directory is data:
+code that its config.toml names is imported only if --trust-code NAME, which may be repeated, names it too
 (docs/security.md).
 """
 
@@ -44,17 +44,15 @@ def main(argv: list[str]) -> int:
     except ShardrunError as error:
         print(f"fsdp.report: {error}", file=sys.stderr)
         return error.exit_code
-    for said in samples:
-        if said.refused:
-            print(f"fsdp.report: no samples: {said.refused}", file=sys.stderr)
+    for sample in samples:
+        if sample.refused:
+            print(f"fsdp.report: no samples: {sample.refused}", file=sys.stderr)
     print(out)
     return 0
 
 
 def _write(asked: ReportOptions, text: str) -> Path:
-    """Into the file that the person named, or into RUN/report.html: if that is a link, the page replaces the
-    link.
-    """
+    """To --out, or to RUN/report.html; if that is a link, the page replaces the link."""
     text = text.encode("utf-8", "replace").decode()  # a lone surrogate, which JSON can hold
     out = asked.out or asked.runs[0] / "report.html"
     try:

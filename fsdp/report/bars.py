@@ -1,45 +1,51 @@
-"""Bars cut into kinds, one a rank: what memory or time went to. Without scripts, and readable beside its
-numbers.
-"""
+"""Stacked bars, one per rank: memory or time by kind. They need no script."""
 
 from __future__ import annotations
 
-import html
 from collections.abc import Callable, Mapping, Sequence
 
-from fsdp.report.curves import COLOURS
+from markupsafe import Markup
+
+from fsdp.base.html import render
+from fsdp.report.curves import colour
 
 Bars = Mapping[str, Mapping[str, float]]
-"""Name of a bar → kind → how much."""
+"""Name of a bar → kind → amount."""
 
 
 def bars(
-    rows: Bars, kinds: Sequence[str], say: Callable[[float], str], words: Mapping[str, str] | None = None
-) -> str:
-    """A key, then a bar each, all on the scale of the longest. `words` say a kind to people."""
-    most = max((sum(parts.values()) for parts in rows.values()), default=0.0) or 1.0
-    words = words or {}
-    key = "".join(
-        f'<span><i class="c{nth % COLOURS}"></i>{html.escape(words.get(kind, kind))}</span>'
-        for nth, kind in enumerate(kinds)
+    rows: Bars,
+    kinds: Sequence[str],
+    unit: Callable[[float], str],
+    labels: Mapping[str, str] | None = None,
+) -> Markup:
+    """A legend, then the bars, all on the scale of the longest. `labels` renames kinds in the legend."""
+    longest = max((sum(parts.values()) for parts in rows.values()), default=0.0) or 1.0
+    labels = labels or {}
+    return render(
+        "report/templates/bars.html",
+        key=[(colour(nth), labels.get(kind, kind)) for nth, kind in enumerate(kinds)],
+        rows=[
+            {"name": name, "parts": _parts(parts, kinds, unit, longest), "total": unit(sum(parts.values()))}
+            for name, parts in rows.items()
+        ],
     )
-    lines = "".join(_bar(name, parts, kinds, say, most) for name, parts in rows.items())
-    return f'<div class="key">{key}</div><div class="bars">{lines}</div>'
 
 
-def _bar(
-    name: str, parts: Mapping[str, float], kinds: Sequence[str], say: Callable[[float], str], most: float
-) -> str:
-    cut = "".join(
-        f'<i class="c{nth % COLOURS}" style="width:{parts[kind] / most * 100:.2f}%" '
-        f'title="{html.escape(kind)} {say(parts[kind])}"></i>'
+def _parts(
+    parts: Mapping[str, float], kinds: Sequence[str], unit: Callable[[float], str], longest: float
+) -> list[dict[str, str]]:
+    return [
+        {
+            "colour": colour(nth),
+            "width": f"{parts[kind] / longest * 100:.2f}",
+            "title": f"{kind} {unit(parts[kind])}",
+        }
         for nth, kind in enumerate(kinds)
         if parts.get(kind, 0) > 0
-    )
-    total = say(sum(parts.values()))
-    return f'<div class="row"><span>{html.escape(name)}</span><span class="bar">{cut}</span><span>{total}</span></div>'
+    ]
 
 
-def chosen(ranks: Sequence[int], most_telling: Sequence[int], shown: int = 16) -> list[int]:
-    """Ranks that get a row where there are many: the first ones, and those that tell most."""
-    return sorted({*list(ranks)[: shown // 2], *list(most_telling)[: shown // 2]})
+def shown_ranks(ranks: Sequence[int], extremes: Sequence[int], count: int = 16) -> list[int]:
+    """The first ranks and the first of `extremes`, `count` in all at most."""
+    return sorted({*list(ranks)[: count // 2], *list(extremes)[: count // 2]})

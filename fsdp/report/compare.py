@@ -1,4 +1,4 @@
-"""Two runs: which of their settings and which of their numbers differ."""
+"""Two runs: the settings and the results in which they differ."""
 
 from __future__ import annotations
 
@@ -6,48 +6,49 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fsdp.report.run_data import RunStory
-from fsdp.report.tables import Raw, seconds
-from fsdp.report.timing import WORDS
+from fsdp.base.html import span
+from fsdp.report.run_data import RunData
+from fsdp.report.timing import LABELS
+from fsdp.report.units import seconds
 from fsdp.report.watch_records import WAITING
 
 MANY = 10
 NOISE = 0.02
-"""A smaller share is no verdict between two runs of the same thing."""
+"""A smaller relative difference is called neither better nor worse."""
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A number that stands for a whole run. `better` is -1 where less is better, 0 where neither is."""
+    """One number of a whole run. `better` is -1 where less is better, 1 where more is, 0 where neither."""
 
     name: str
-    of: Callable[[RunStory], float | None]
-    say: Callable[[float], str]
+    of: Callable[[RunData], float | None]
+    text: Callable[[float], str]
     better: int = 0
 
 
-def last(name: str) -> Callable[[RunStory], float | None]:
-    return lambda story: story.series[name].last if name in story.series else None
+def last(name: str) -> Callable[[RunData], float | None]:
+    return lambda run: run.series[name].last if name in run.series else None
 
 
-def best(name: str, sign: int) -> Callable[[RunStory], float | None]:
-    def of(story: RunStory) -> float | None:
-        values = story.series[name].finite.values if name in story.series else ()
+def best(name: str, sign: int) -> Callable[[RunData], float | None]:
+    def of(run: RunData) -> float | None:
+        values = run.series[name].finite.values if name in run.series else ()
         return None if not len(values) else float(max(values) if sign > 0 else min(values))
 
     return of
 
 
-def median(name: str) -> Callable[[RunStory], float | None]:
-    return lambda story: story.series[name].median if name in story.series else None
+def median(name: str) -> Callable[[RunData], float | None]:
+    return lambda run: run.series[name].median if name in run.series else None
 
 
-def phase(name: str) -> Callable[[RunStory], float | None]:
-    return lambda story: story.watched.timing.mean(name)
+def phase(name: str) -> Callable[[RunData], float | None]:
+    return lambda run: run.watched.timing.mean(name)
 
 
 FIGURES = (
-    Figure("last step", lambda story: float(story.last_step), lambda v: f"{v:,.0f}"),
+    Figure("last step", lambda run: float(run.last_step), lambda v: f"{v:,.0f}"),
     Figure("last loss", last("loss"), lambda v: f"{v:.4f}", -1),
     Figure("lowest loss", best("loss", -1), lambda v: f"{v:.4f}", -1),
     Figure("last held-out loss", last("eval_loss"), lambda v: f"{v:.4f}", -1),
@@ -56,51 +57,53 @@ FIGURES = (
     Figure("median step", median("step_time_s"), seconds, -1),
     Figure("median wait for data", median("data_wait_s"), seconds),
     *(
-        Figure(f"a step's {WORDS.get(name, name)}", phase(name), seconds)
+        Figure(f"{LABELS.get(name, name)} per step", phase(name), seconds)
         for name in ("forward", "backward", WAITING, "optimizer")
     ),
-    Figure("median a second", median("per_s"), lambda v: f"{v:,.0f}", 1),
+    Figure("median per second", median("per_s"), lambda v: f"{v:,.0f}", 1),
     Figure("peak memory", best("max_mem_gib", 1), lambda v: f"{v:.2f} GiB", -1),
-    Figure("starts", lambda story: float(len(story.starts)), lambda v: f"{v:.0f}"),
+    Figure("starts", lambda run: float(len(run.starts)), lambda v: f"{v:.0f}"),
 )
 
 
-def figures(one: RunStory, two: RunStory) -> list[list[object]]:
-    """Rows of name, one's, two's, and how two's lies to one's."""
+def figures(one: RunData, two: RunData) -> list[list[object]]:
+    """Rows of name, value of each run, difference of the second from the first."""
     rows: list[list[object]] = []
     for figure in FIGURES:
         a, b = figure.of(one), figure.of(two)
         if a is not None or b is not None:
-            rows.append([figure.name, _said(figure, a), _said(figure, b), _difference(figure, a, b)])
+            rows.append([figure.name, _text(figure, a), _text(figure, b), _difference(figure, a, b)])
     return rows
 
 
-def _said(figure: Figure, value: float | None) -> str:
-    return "" if value is None else figure.say(value) if value == value else "not a number"
+def _text(figure: Figure, value: float | None) -> str:
+    return "" if value is None else figure.text(value) if value == value else "not a number"
 
 
-def _difference(figure: Figure, a: float | None, b: float | None) -> object:
-    if a is None or b is None or not (a == a and b == b) or a == b:
-        return "" if a is None or b is None else "the same"
+def _difference(figure: Figure, a: float | None, b: float | None) -> str:
+    if a is None or b is None:
+        return ""
+    if a == b or not (a == a and b == b):
+        return "the same" if a == b else "not comparable"
     text = f"{(b - a) / abs(a):+.1%}" if a else f"{b - a:+.4g}"
     if a > 0 and b / a >= MANY:
         text = f"{b / a:.3g} times"
     good = figure.better * (b - a) if abs(b - a) > NOISE * abs(a) else 0
     kind = "better" if good > 0 else "worse" if good < 0 else ""
-    return Raw(f'<span class="{kind}">{text}{" " + kind if kind else ""}</span>')
+    return span(f"{text} {kind}".rstrip(), kind)
 
 
-ELSEWHERE = ("run.dir", "checkpoint.dir")
-"""Two runs always differ in these."""
+NOT_COMPARED = ("run.dir", "checkpoint.dir")
+"""Any two runs differ in these."""
 
 
-def settings(stories: Sequence[RunStory]) -> list[list[Any]]:
-    """Fields in which the runs differ, with each one's value."""
-    names = dict.fromkeys(name for story in stories for name in story.config)
+def settings(runs: Sequence[RunData]) -> list[list[Any]]:
+    """Fields in which the runs differ, with the value of each."""
+    names = dict.fromkeys(name for run in runs for name in run.config)
     rows = [
-        [name, *(shown(story.config.get(name, "")) for story in stories)]
+        [name, *(shown(run.config.get(name, "")) for run in runs)]
         for name in names
-        if name not in ELSEWHERE
+        if name not in NOT_COMPARED
     ]
     return [row for row in rows if len({str(value) for value in row[1:]}) > 1]
 

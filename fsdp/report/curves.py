@@ -1,38 +1,42 @@
-"""Line charts: the curves as inline SVG that stretches, the words beside them as HTML that does not, so a
-phone can read them.
+"""Line charts as inline SVG. The SVG stretches; its labels are HTML and do not, so a phone can show them.
 
-Each chart carries its numbers as JSON for the readout under the pointer; without scripts it is a chart all
-the same.
+Each chart carries its numbers as JSON for the readout under the pointer; without scripts the chart is
+complete.
 """
 
 from __future__ import annotations
 
-import html
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from markupsafe import Markup
 
+from fsdp.base.html import render
 from fsdp.report.series import Band, Series, thin
 
 COLOURS = 9
 SPIKE = 3.0
-"""The frame leaves out what is this many times its height above it, and says so."""
+"""Values this many frame heights above the 99th percentile are left out; a note names the highest."""
 SMOOTH_FROM = 80
+
+
+def colour(nth: int) -> str:
+    """A class of page.css."""
+    return f"c{nth % COLOURS}"
 
 
 @dataclass(frozen=True)
 class Marks:
-    """Steps that every chart of a run shows: where it was started again."""
+    """Steps marked in every chart of a run: those from which it was resumed."""
 
     restarts: Sequence[int] = field(default=())
 
 
 @dataclass(frozen=True)
 class Frame:
-    """What part of the plane is seen."""
+    """The visible range of steps and values."""
 
     first: float
     last: float
@@ -46,6 +50,20 @@ class Frame:
         return np.clip((self.high - values) / (self.high - self.low) * 1000, 0, 1000)
 
 
+@dataclass(frozen=True)
+class Curve:
+    """One series as points of SVG; empty strings for what it does not have."""
+
+    name: str
+    colour: str
+    line: str = ""
+    raw: str = ""
+    """The values behind a smoothed line."""
+    band: str = ""
+    """Between the lowest and the highest of each point's steps."""
+    dot: str = ""
+
+
 def chart(
     title: str,
     lines: Mapping[str, Series],
@@ -53,24 +71,23 @@ def chart(
     *,
     marks: Marks | None = None,
     smooth: bool = False,
-) -> str:
-    """One chart; an empty string where there is nothing to draw."""
+) -> Markup:
+    """One chart; empty if there is nothing to draw."""
     drawn = {name: thin(series) for name, series in lines.items() if len(series.finite)}
     if not drawn:
-        return ""
+        return Markup("")
     frame = _frame(list(drawn.values()))
-    parts = [_grid(frame), *(_restart(frame, step) for step in (marks.restarts if marks else ()))]
-    parts += [_curve(band, frame, nth, smooth) for nth, band in enumerate(drawn.values())]
-    notes = [note for name, series in lines.items() for note in _notes(name, series, frame, len(lines) > 1)]
-    label = html.escape(title)
-    said = f' <span class="unit">{html.escape(unit)}</span>' if unit else ""
-    return (
-        f'<figure class="chart" tabindex="0"><figcaption><b>{label}</b>{said}{_legend(list(drawn))}</figcaption>'
-        f'<div class="plot"><div class="ys">{_y_labels(frame)}</div>'
-        f'<div class="area"><svg viewBox="0 0 1000 1000" preserveAspectRatio="none" role="img" aria-label="{label}">'
-        f'{"".join(parts)}</svg><i class="cursor"></i></div><div class="xs">{_x_labels(frame)}</div></div>'
-        f'<p class="readout">{" · ".join(notes)}</p>'
-        f'<script type="application/json">{_data(drawn, frame)}</script></figure>'
+    return render(
+        "report/templates/chart.html",
+        title=title,
+        unit=unit,
+        curves=[_curve(name, band, frame, nth, smooth) for nth, (name, band) in enumerate(drawn.items())],
+        grid=[f"{y:.1f}" for y in frame.y(np.array(ticks(frame.low, frame.high))).tolist()],
+        restarts=_restarts(frame, marks.restarts if marks else ()),
+        ys=_y_labels(frame),
+        xs=_x_labels(frame),
+        notes=[note for name, one in lines.items() for note in _notes(name, one, frame, len(lines) > 1)],
+        data=_data(drawn, frame),
     )
 
 
@@ -84,7 +101,7 @@ def _frame(bands: list[Band]) -> Frame:
     pad = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
     bottom = low - pad
     if 0 <= low < 0.6 * high:
-        bottom = 0.0  # near enough to zero to begin there: lengths can then be compared
+        bottom = 0.0  # close enough to start the axis at zero: heights can then be compared
     first, last = min(float(b.steps[0]) for b in bands), max(float(b.steps[-1]) for b in bands)
     if first == last:
         first, last = first - 1, last + 1
@@ -98,68 +115,52 @@ def _points(x: np.ndarray, y: np.ndarray) -> str:
     return " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x.tolist(), y.tolist(), strict=True))
 
 
-def _curve(band: Band, frame: Frame, nth: int, smooth: bool) -> str:
-    x, colour = frame.x(band.steps), f"c{nth % COLOURS}"
-    mean = frame.y(band.mean)
+def _curve(name: str, band: Band, frame: Frame, nth: int, smooth: bool) -> Curve:
+    x, mean = frame.x(band.steps), frame.y(band.mean)
     if len(x) == 1:
-        # a line of no length with round ends is a dot that stretching does not deform
-        return f'<path d="M{x[0]:.1f},{mean[0]:.1f}h0" class="dot {colour}"/>'
-    text = ""
+        # a line of length 0 with round caps is a dot that stretching does not deform
+        return Curve(name, colour(nth), dot=f"M{x[0]:.1f},{mean[0]:.1f}h0")
+    outline, raw = "", ""
     if band.each > 1:
         outline = _points(np.append(x, x[::-1]), np.append(frame.y(band.high), frame.y(band.low)[::-1]))
-        text = f'<polygon points="{outline}" class="band {colour}"/>'
         mean = frame.y(running_median(band.mean, 4)) if smooth else mean
     elif smooth and len(x) >= SMOOTH_FROM:
-        text = f'<polyline points="{_points(x, mean)}" class="raw {colour}"/>'
+        raw = _points(x, mean)
         mean = frame.y(running_median(band.mean, max(3, len(x) // 40)))
-    return f'{text}<polyline points="{_points(x, mean)}" class="line {colour}"/>'
+    return Curve(name, colour(nth), line=_points(x, mean), raw=raw, band=outline)
 
 
 def running_median(values: np.ndarray, around: int) -> np.ndarray:
-    """The median of up to `around` values on each side: it follows the course and no single spike. Fewer at
-    the ends.
-    """
+    """The median of up to `around` values on each side, fewer at the ends: it ignores a single spike."""
     last = len(values) - 1
     reaches = [min(around, at, last - at) for at in range(len(values))]
     return np.array([np.median(values[at - reach : at + reach + 1]) for at, reach in enumerate(reaches)])
 
 
-def _restart(frame: Frame, step: int) -> str:
-    x = float(frame.x(np.array([step]))[0])
-    inside = 0 < x < 1000
-    return f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="1000" class="restart"/>' if inside else ""
+def _restarts(frame: Frame, steps: Sequence[int]) -> list[str]:
+    return [f"{x:.1f}" for x in frame.x(np.array(steps, dtype=float)).tolist() if 0 < x < 1000]
 
 
-def _grid(frame: Frame) -> str:
-    ys = frame.y(np.array(ticks(frame.low, frame.high)))
-    return "".join(f'<line x1="0" x2="1000" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>' for y in ys.tolist())
-
-
-def _legend(names: list[str]) -> str:
-    if len(names) < 2:
-        return ""
-    items = "".join(
-        f'<span><i class="c{nth % COLOURS}"></i>{html.escape(name)}</span>' for nth, name in enumerate(names)
-    )
-    return f'<span class="legend">{items}</span>'
-
-
-def _notes(name: str, series: Series, frame: Frame, several: bool) -> list[str]:
-    """What the frame does not show: spikes above it, and values that are no numbers."""
-    who = f"{html.escape(name)}: " if several else ""
+def _notes(name: str, series: Series, frame: Frame, several: bool) -> list[dict[str, str]]:
+    """What the frame leaves out: spikes above it, and values that are not finite."""
+    who = f"{name}: " if several else ""
     notes = []
     finite = series.finite
     above = finite.values > frame.high
     if above.any():
         top = int(finite.values.argmax())
-        count = int(above.sum())
+        highest = f"{label(float(finite.values[top]))} at step {finite.steps[top]:,.0f}"
         notes.append(
-            f"{who}▲ {count:,} above the frame, the highest {label(float(finite.values[top]))} at step {finite.steps[top]:,.0f}"
+            {
+                "before": f"{who}▲ {int(above.sum()):,} above the frame, the highest {highest}",
+                "bad": "",
+                "after": "",
+            }
         )
     lost = len(series) - len(finite)
     if lost:
-        first = series.steps[~series.shown][0]
-        notes.append(f'{who}<strong class="bad">{lost:,} not finite</strong>, the first at step {first:,.0f}')
+        first = f", the first at step {series.steps[~series.shown][0]:,.0f}"
+        notes.append({"before": who, "bad": f"{lost:,} not finite", "after": first})
     return notes
 
 
@@ -167,21 +168,21 @@ def _notes(name: str, series: Series, frame: Frame, several: bool) -> list[str]:
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """Round numbers between the two, about `count` of them."""
+    """About `count` round numbers from low to high."""
     span = high - low
     if not math.isfinite(span) or span <= 0:
         return []
     raw = span / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = next((m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999), 0.0)
-    if not step:  # smaller than a double's power of ten can be
+    if not step:  # 10**power underflowed
         return []
     start = math.ceil(low / step - 1e-9)
     return [n * step for n in range(start, start + 12) if n * step <= high + step * 1e-9]
 
 
 def label(value: float) -> str:
-    """Short, and right to three or four digits."""
+    """Three or four digits."""
     size = abs(value)
     if value == 0:
         return "0"
@@ -194,32 +195,29 @@ def label(value: float) -> str:
     return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"
 
 
-def _y_labels(frame: Frame) -> str:
-    return "".join(
-        f'<span style="top:{float(frame.y(np.array(value))) / 10:.1f}%">{label(value)}</span>'
+def _y_labels(frame: Frame) -> list[tuple[str, str]]:
+    """(place in percent, text)"""
+    return [
+        (f"{float(frame.y(np.array(value))) / 10:.1f}", label(value))
         for value in ticks(frame.low, frame.high)
-    )
+    ]
 
 
-def _x_labels(frame: Frame) -> str:
+def _x_labels(frame: Frame) -> list[tuple[str, str]]:
+    """Whole steps alone."""
     values = [value for value in ticks(frame.first, frame.last, 6) if value == int(value)]
-    return "".join(
-        f'<span style="left:{float(frame.x(np.array(value))) / 10:.1f}%">{label(value)}</span>'
-        for value in values
-    )
+    return [(f"{float(frame.x(np.array(value))) / 10:.1f}", label(value)) for value in values]
 
 
-def _data(drawn: Mapping[str, Band], frame: Frame) -> str:
-    """What the readout needs; `<` is escaped, or a name could end the script."""
+def _data(drawn: Mapping[str, Band], frame: Frame) -> dict[str, object]:
+    """The numbers of the readout."""
     lines = []
     for name, band in drawn.items():
         one: dict[str, object] = {"name": name, "x": _short(band.steps), "y": _short(band.mean)}
         if band.each > 1:
             one |= {"low": _short(band.low), "high": _short(band.high)}
         lines.append(one)
-    return json.dumps(
-        {"first": frame.first, "last": frame.last, "lines": lines}, separators=(",", ":")
-    ).replace("<", "\\u003c")
+    return {"first": frame.first, "last": frame.last, "lines": lines}
 
 
 def _short(values: np.ndarray) -> list[float]:

@@ -1,8 +1,7 @@
-"""What could not be read of a run's files, said once a file on the page; and the numbers that a file may
-hold.
+"""Notes about files that could not be read, one line per file, and checks of the numbers in files.
 
-A run directory may be anybody's, and a kill may have cut off any line: no reader of the report raises over
-what a file holds.
+A run directory may come from anyone, and a kill can truncate any line: no file's content makes the report
+raise.
 """
 
 from __future__ import annotations
@@ -13,20 +12,20 @@ from contextlib import contextmanager
 from typing import Any
 
 LARGEST = 1e15
-"""Steps, seconds, bytes and counts lie below it."""
-ODD = (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError)
-"""What a value of another form than the recorder writes raises where it is read."""
+"""Steps, seconds, bytes and counts are below it."""
+UNREADABLE = (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError)
+"""Raised when a value is not of the form that the recorder writes."""
 
 
 class Notes:
-    """Lines for the head of the page, in the order in which they came."""
+    """Lines for the head of the page, in the order they were added."""
 
     def __init__(self) -> None:
-        self._said: list[str] = []
+        self._texts: list[str] = []
         self._lost: Counter[str] = Counter()
 
-    def say(self, text: str) -> None:
-        self._said.append(text)
+    def add(self, text: str) -> None:
+        self._texts.append(text)
 
     def lost(self, name: str) -> None:
         """One line of this file was left out."""
@@ -34,10 +33,10 @@ class Notes:
 
     @contextmanager
     def left_out(self, name: str) -> Iterator[None]:
-        """A line of this file: what raises within is of another form, and is left out."""
+        """Around the reading of one line of this file: a line that raises is left out."""
         try:
             yield
-        except ODD:
+        except UNREADABLE:
             self.lost(name)
 
     @property
@@ -46,15 +45,15 @@ class Notes:
             f"left out: {count} line{'s' * (count > 1)} of {name} that could not be read"
             for name, count in self._lost.items()
         )
-        return (*self._said, *counted)
+        return (*self._texts, *counted)
 
 
 def number(value: Any, most: float = LARGEST) -> float:
-    """A finite number, or ValueError. true is none."""
+    """A finite number; ValueError for anything else, booleans included."""
     if type(value) not in (int, float) or not abs(value) < most:
         raise ValueError(f"{value!a:.40} is not a number below {most:g}")
     return float(value)
 
 
-def whole(value: Any) -> int:
+def integer(value: Any) -> int:
     return int(number(value))

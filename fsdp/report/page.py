@@ -1,93 +1,92 @@
-"""The page of one run, or of two over each other. What makes it a file that opens offline is document.py's.
+"""The page of one run, or of two runs side by side.
 
-Order: what became of it, what stopped it, curves, where the time and the memory go, plan, samples,
-checkpoints, starts, configuration.
+Order: outcome, failures, curves, time, memory, plan, samples, checkpoints, starts, configuration.
 """
 
 from __future__ import annotations
 
-import html
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
+from markupsafe import Markup
+
+from fsdp.base.html import chip, details, div, document, joined, paragraph, render, section, table, tiles
 from fsdp.report import compare
 from fsdp.report.curves import Marks, chart
-from fsdp.report.html_document import SCRIPT, document
 from fsdp.report.plan_section import ABOUT as PLAN
 from fsdp.report.plan_section import planned
 from fsdp.report.profile_section import memory_by_rank
-from fsdp.report.run_data import RunStory, Start
+from fsdp.report.run_data import RunData, Start
 from fsdp.report.sample_section import SampleSection
 from fsdp.report.series import Series
-from fsdp.report.tables import Raw, cell, chip, seconds, section, size, table, tiles
 from fsdp.report.timing import ABOUT as TIME
 from fsdp.report.timing import time_by_rank
-from fsdp.report.watch_section import odd, stopped
+from fsdp.report.units import seconds, size
+from fsdp.report.watch_section import failures, late_ranks, spikes
 
 KNOWN = {
-    "loss", "eval_loss", "eval_accuracy", "per_s", "step_time_s", "data_wait_s", "grad_norm", "lr", "max_mem_gib", "mfu",
-    "samples", "tokens",
+    "loss", "eval_loss", "eval_accuracy", "per_s", "step_time_s", "data_wait_s", "grad_norm", "lr",
+    "max_mem_gib", "mfu", "samples", "tokens",
 }  # fmt: skip
 MOST_CHARTS = 12
-MEMORY = (
-    "The highest moment of the profiled steps on each rank, by what held it; and the highest of each phase."
-)
+THINNED = 720
+MEMORY = "Peak of the profiled steps on each rank, by kind; then the peak of each phase."
 
 
-def page(stories: Sequence[RunStory], samples: Sequence[SampleSection] = ()) -> str:
-    names = " and ".join(story.name for story in stories)
-    body = [_head(stories), *([_differences(stories)] if len(stories) > 1 else [])]
-    body += [stopped(story.watched, _of(story, stories)) for story in stories]
-    body += [section("Curves", _curves(stories), _about_curves(stories))]
-    for story, said in zip(stories, [*samples, *[SampleSection()] * len(stories)], strict=False):
-        of = _of(story, stories)
-        body += [section(f"Where the time goes{of}", time_by_rank(story.watched.timing, _marks(story)), TIME)]
-        body += [odd(story.watched, of)]
-        body += [section(f"Planned and measured{of}", planned(story), PLAN)]
-        body += [section(f"Memory{of}", memory_by_rank(story.accounts), MEMORY)]
-        body += [_samples(of, said), section(f"Checkpoints{of}", _checkpoints(story))]
-        body += [section(f"Starts{of}", _starts(story))]
-    body.append(_configuration(stories))
-    return document(f"{names} · report", "".join(body), SCRIPT)
+def page(runs: Sequence[RunData], samples: Sequence[SampleSection] = ()) -> str:
+    names = " and ".join(run.name for run in runs)
+    body = [_header(runs), *([_differences(runs)] if len(runs) > 1 else [])]
+    body += [failures(run.watched, _of(run, runs)) for run in runs]
+    body += [section("Curves", _curves(runs), _about_curves(runs))]
+    for run, sample in zip(runs, [*samples, *[SampleSection()] * len(runs)], strict=False):
+        body += _sections(run, sample, _of(run, runs))
+    body.append(_configuration(runs))
+    return document(f"{names} · report", joined(body), script="report/templates/page.js")
 
 
-def _of(story: RunStory, stories: Sequence[RunStory]) -> str:
-    return f": {story.name}" if len(stories) > 1 else ""
+def _sections(run: RunData, sample: SampleSection, of: str) -> Iterator[Markup]:
+    yield section(f"Where the time goes{of}", time_by_rank(run.watched.timing, _marks(run)), TIME)
+    yield late_ranks(run.watched, of)
+    yield spikes(run.watched, of)
+    yield section(f"Planned and measured{of}", planned(run), PLAN)
+    yield section(f"Memory{of}", memory_by_rank(run.accounts), MEMORY)
+    yield _samples(sample, of)
+    yield section(f"Checkpoints{of}", _checkpoints(run))
+    yield section(f"Starts{of}", _starts(run))
 
 
-def _marks(story: RunStory) -> Marks:
-    return Marks([start.from_step for start in story.starts if start.from_step])
+def _of(run: RunData, runs: Sequence[RunData]) -> str:
+    return f": {run.name}" if len(runs) > 1 else ""
 
 
-# ---------------------------------------------------------------- what became of it
+def _marks(run: RunData) -> Marks:
+    return Marks([start.from_step for start in run.starts if start.from_step])
 
 
-def _head(stories: Sequence[RunStory]) -> str:
-    if len(stories) > 1:
-        heads = "".join(
-            f'<div class="run"><h2><i class="c{nth}"></i>{html.escape(story.name)} {_state(story)}</h2>'
-            f"{_line(story)}{_notes(story)}</div>"
-            for nth, story in enumerate(stories)
-        )
-        names = " and ".join(html.escape(story.name) for story in stories)
-        return f'<header><h1>{names}</h1><div class="runs">{heads}</div></header>'
-    (story,) = stories
-    return f"<header><h1>{html.escape(story.name)} {_state(story)}</h1>{_line(story)}{_notes(story)}</header>{_tiles(story)}"
+# ---------------------------------------------------------------- outcome
 
 
-def _state(story: RunStory) -> Raw:
-    return chip(story.outcome, story.outcome) if story.starts else chip("never started", "killed")
+def _header(runs: Sequence[RunData]) -> Markup:
+    header = render("report/templates/header.html", runs=[_headline(run) for run in runs])
+    return header if len(runs) > 1 else joined([header, _tiles(runs[0])])
 
 
-def _line(story: RunStory) -> str:
-    get = story.config.get
+def _headline(run: RunData) -> dict[str, object]:
+    last = run.starts[-1] if run.starts else None
+    return {
+        "name": run.name,
+        "state": chip(last.outcome, last.outcome) if last else chip("never started", "killed"),
+        "line": _line(run),
+        "why": last.why if last and last.outcome in ("failed", "killed", "stopped") else "",
+        "notes": run.notes,
+    }
+
+
+def _line(run: RunData) -> str:
+    get = run.config.get
     model = " ".join(str(get(name, "")) for name in ("model.name", "model.preset")).strip()
-    parts = [model, str(get("data.name", "")), *([_where(story.starts[-1])] if story.starts else [])]
-    text = " · ".join(html.escape(part) for part in parts if part)
-    ended = story.starts[-1] if story.starts else None
-    why = (
-        f"<br>{html.escape(ended.why)}" if ended and ended.outcome in ("failed", "killed", "stopped") else ""
-    )
-    return f'<p class="about">{text}{why}</p>'
+    parts = [model, str(get("data.name", "")), *([_where(run.starts[-1])] if run.starts else [])]
+    return " · ".join(part for part in parts if part)
 
 
 def _where(start: Start) -> str:
@@ -95,224 +94,205 @@ def _where(start: Start) -> str:
     return f"{start.ranks} rank{'s' * (start.ranks != 1)} on {nodes} by {start.launcher}"
 
 
-def _notes(story: RunStory) -> str:
-    return "".join(f'<p class="note">{html.escape(note)}</p>' for note in story.notes)
+Tile = tuple[str, object, str]
 
 
-def _tiles(story: RunStory) -> str:
-    get = story.series.get
-    shown: list[tuple[str, object, str]] = []
-    total = story.config.get("train.steps") or 0
-    shown.append(("steps", f"{story.last_step:,}", f"of {total:,}" if total else ""))
+def _tiles(run: RunData) -> Markup:
+    total = run.config.get("train.steps") or 0
+    steps: Tile = ("steps", f"{run.last_step:,}", f"of {total:,}" if total else "")
+    starts: Tile = ("starts", str(len(run.starts)), _failed_starts(run))
+    return tiles([steps, *_quality_tiles(run), *_speed_tiles(run), starts])
+
+
+def _quality_tiles(run: RunData) -> Iterator[Tile]:
     for name, label in (("loss", "training loss"), ("eval_loss", "held-out loss")):
-        if series := get(name):
+        if series := run.series.get(name):
             lowest = series.finite
             under = f"lowest {_loss(float(lowest.values.min()))}" if len(lowest) else ""
-            shown.append((label, _loss(series.last), under))
-    if series := get("eval_accuracy"):
-        shown.append(
-            (
-                "held-out accuracy",
-                f"{series.last:.2%}",
-                f"best {series.finite.values.max():.2%}" if len(series.finite) else "",
-            )
-        )
+            yield label, _loss(series.last), under
+    if series := run.series.get("eval_accuracy"):
+        best = f"best {series.finite.values.max():.2%}" if len(series.finite) else ""
+        yield "held-out accuracy", f"{series.last:.2%}", best
+
+
+def _speed_tiles(run: RunData) -> Iterator[Tile]:
+    get = run.series.get
     if series := get("step_time_s"):
         waits = get("data_wait_s")
-        waiting = (
-            f"{waits.median / series.median:.1%} of it waiting for data"
-            if waits and series.median > 0
-            else ""
-        )
-        shown.append(("median step", seconds(series.median), waiting))
+        share = f"{waits.median / series.median:.1%} waiting for data" if waits and series.median > 0 else ""
+        yield "median step", seconds(series.median), share
     if series := get("per_s"):
-        shown.append((f"{_unit(story)} a second", f"{series.median:,.0f}", "median"))
+        yield f"{_unit(run)} per second", f"{series.median:,.0f}", "median"
     if series := get("mfu"):
-        shown.append(("MFU", f"{series.median:.1%}", "median"))
+        yield "MFU", f"{series.median:.1%}", "median"
     if series := get("max_mem_gib"):
-        shown.append(
-            ("peak memory", f"{series.finite.values.max():.2f} GiB" if len(series.finite) else "?", "rank 0")
-        )
-    shown.append(("starts", str(len(story.starts)), _fell(story)))
-    return tiles(shown)
+        peak = f"{series.finite.values.max():.2f} GiB" if len(series.finite) else "?"
+        yield "peak memory", peak, "rank 0"
 
 
-def _fell(story: RunStory) -> str:
-    counts = {kind: sum(start.outcome == kind for start in story.starts) for kind in ("failed", "killed")}
-    return ", ".join(f"{count} {kind}" for kind, count in counts.items() if count) or "none fell"
+def _failed_starts(run: RunData) -> str:
+    counts = {kind: sum(start.outcome == kind for start in run.starts) for kind in ("failed", "killed")}
+    return ", ".join(f"{count} {kind}" for kind, count in counts.items() if count) or "no failures"
 
 
 def _loss(value: float) -> str:
     return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.3g}"
 
 
-def _unit(story: RunStory) -> str:
-    return "tokens" if (tokens := story.series.get("tokens")) and tokens.last > 0 else "samples"
+def _unit(run: RunData) -> str:
+    return "tokens" if (tokens := run.series.get("tokens")) and tokens.last > 0 else "samples"
 
 
 # ---------------------------------------------------------------- curves
 
 
-def _about_curves(stories: Sequence[RunStory]) -> str:
-    thinned = max((len(s) for story in stories for s in story.series.values()), default=0) > 720
-    words = []
-    if any(start.from_step for story in stories for start in story.starts):
-        words.append("A dashed line is a start that went on from there.")
-    if thinned:
-        words.append(
-            "Shaded is what lies between the lowest and the highest of the steps that a point stands for."
-        )
-    return " ".join(words)
+def _about_curves(runs: Sequence[RunData]) -> str:
+    longest = max((len(series) for run in runs for series in run.series.values()), default=0)
+    sentences = []
+    if any(start.from_step for run in runs for start in run.starts):
+        sentences.append("Dashed line: the run was resumed at this step.")
+    if longest > THINNED:
+        sentences.append("Shaded: the lowest and highest values of the steps that one point stands for.")
+    return " ".join(sentences)
 
 
-def _curves(stories: Sequence[RunStory]) -> str:
-    several = len(stories) > 1
-    marks = Marks() if several else _marks(stories[0])
+def _curves(runs: Sequence[RunData]) -> Markup:
+    several = len(runs) > 1
+    marks = Marks() if several else _marks(runs[0])
 
-    def of(*wanted: tuple[str, str]) -> dict[str, Series]:
+    def lines(*names: tuple[str, str]) -> dict[str, Series]:
         return {
-            (f"{story.name}{', ' + label if len(wanted) > 1 else ''}" if several else label): story.series[
-                name
-            ]
-            for name, label in wanted
-            for story in stories
-            if name in story.series
+            (f"{run.name}{', ' + label if len(names) > 1 else ''}" if several else label): run.series[name]
+            for name, label in names
+            for run in runs
+            if name in run.series
         }
 
-    def draw(title: str, unit: str, *wanted: tuple[str, str], smooth: bool = False) -> str:
-        lines, factor_unit = _scaled(of(*wanted), unit)
-        return chart(title, lines, factor_unit, marks=marks, smooth=smooth)
+    def draw(title: str, unit: str, *names: tuple[str, str], smooth: bool = False) -> Markup:
+        scaled, scaled_unit = _scaled(lines(*names), unit)
+        return chart(title, scaled, scaled_unit, marks=marks, smooth=smooth)
 
     charts = [
         draw("Loss", "", ("loss", "training"), ("eval_loss", "held out"), smooth=True),
         draw("Held-out accuracy", "%", ("eval_accuracy", "accuracy")),
-        draw("Throughput", f"{_unit(stories[0])} a second", ("per_s", "all ranks"), smooth=True),
+        draw("Throughput", f"{_unit(runs[0])} per second", ("per_s", "all ranks"), smooth=True),
         draw("Step time", "s", ("step_time_s", "step"), ("data_wait_s", "waiting for data")),
         draw("MFU", "%", ("mfu", "of the device's peak")),
         draw("Gradient norm", "", ("grad_norm", "norm"), smooth=True),
         draw("Learning rate", "", ("lr", "rate")),
         draw("Peak memory", "GiB", ("max_mem_gib", "rank 0")),
     ]
-    others = dict.fromkeys(name for story in stories for name in story.series if name not in KNOWN)
+    others = dict.fromkeys(name for run in runs for name in run.series if name not in KNOWN)
     charts += [draw(name, "", (name, name)) for name in others]
     drawn = [one for one in charts if one][:MOST_CHARTS]
-    return (
-        f'<div class="curves">{"".join(drawn)}</div>' if drawn else '<p class="none">no step was recorded</p>'
-    )
+    return div(joined(drawn), "curves") if drawn else paragraph("no step was recorded", "none")
 
 
 def _scaled(lines: dict[str, Series], unit: str) -> tuple[dict[str, Series], str]:
-    """Shares as per cent; short times in milliseconds."""
+    """Shares in percent; short times in milliseconds."""
     factor = 100.0 if unit == "%" else 1.0
     if unit == "s" and lines and max(series.median for series in lines.values()) < 1:
         factor, unit = 1e3, "ms"
-    return (
-        {name: Series(s.steps, s.values * factor) for name, s in lines.items()} if factor != 1 else lines
-    ), unit
+    if factor == 1:
+        return lines, unit
+    return {name: Series(one.steps, one.values * factor) for name, one in lines.items()}, unit
 
 
-# ---------------------------------------------------------------- the rest
+# ---------------------------------------------------------------- two runs
 
 
-def _differences(stories: Sequence[RunStory]) -> str:
-    heads = ["", *(story.name for story in stories), "difference"]
-    numbers = table(heads, compare.figures(*stories), numeric=heads[1:])
+def _differences(runs: Sequence[RunData]) -> Markup:
+    heads = ["", *(run.name for run in runs), "difference"]
+    numbers = table(heads, compare.figures(*runs), numeric=heads[1:])
     fields = table(
-        ["setting", *heads[1:-1]], compare.settings(stories), nothing="The two have the same configuration."
+        ["setting", *heads[1:-1]], compare.settings(runs), nothing="Both have the same configuration."
     )
-    return section("What came out", numbers) + section("What was set differently", fields)
+    return joined([section("Results", numbers), section("Different settings", fields)])
 
 
-def _samples(of: str, said: SampleSection) -> str:
-    if said.why_not and of:
-        return ""
-    if said.why_not:
-        return section(f"Samples{of}", f'<p class="none">{html.escape(said.why_not)}</p>')
-    return section(f"Samples{of}", said.body)
+# ---------------------------------------------------------------- samples, checkpoints, starts
 
 
-def _checkpoints(story: RunStory) -> str:
+def _samples(sample: SampleSection, of: str) -> Markup:
+    if sample.why_not and of:
+        return Markup("")
+    return section(f"Samples{of}", paragraph(sample.why_not, "none") if sample.why_not else sample.body)
+
+
+def _checkpoints(run: RunData) -> Markup:
     rows: list[list[object]] = []
-    for found in story.checkpoints:
-        about, save = found.manifest, story.saves.get(found.step)
-        took = (seconds(save.write_s), seconds(save.stall_s)) if save else ("", "")
-        if about is None:
-            rows.append([f"{found.step:,}", "", *took, "", chip("not whole", "failed"), found.detail])
-        else:
-            total = sum(count for count, _ in about.files.values())
-            where = f"{about.ranks} rank{'s' * (about.ranks != 1)}, {about.mesh}"
-            rows.append(
-                [f"{found.step:,}", size(total), *took, where, chip("whole", "finished"), about.reason]
-            )
-    heads = ("step", "size", "written in", "held steps up", "by", "state", "why")
+    for found in run.checkpoints:
+        manifest, save = found.manifest, run.saves.get(found.step)
+        times = (seconds(save.write_s), seconds(save.stall_s)) if save else ("", "")
+        if manifest is None:
+            rows.append([f"{found.step:,}", "", *times, "", chip("incomplete", "failed"), found.detail])
+            continue
+        total = size(sum(count for count, _ in manifest.files.values()))
+        writers = f"{manifest.ranks} rank{'s' * (manifest.ranks != 1)}, {manifest.mesh}"
+        state = chip("complete", "finished")
+        rows.append([f"{found.step:,}", total, *times, writers, state, manifest.reason])
+    heads = ("step", "size", "write time", "training stalled", "saved by", "state", "reason")
     return table(heads, rows, numeric=heads[:4], nothing="no checkpoint")
 
 
-def _starts(story: RunStory) -> str:
-    rows = []
-    for start in story.starts:
-        nodes = ", ".join(start.nodes[:8]) + (
-            f" and {len(start.nodes) - 8} more" if len(start.nodes) > 8 else ""
-        )
-        to = "" if start.to_step is None else f"{start.to_step:,}"
-        changed = Raw("<br>".join(cell(line) for line in start.changed))
-        where = f"{start.ranks} on {nodes}" if nodes else str(start.ranks)
-        rows.append(
-            [
-                _moment(start.time),
-                start.launcher,
-                where,
-                f"{start.from_step:,}",
-                to,
-                chip(start.outcome, start.outcome),
-                start.why,
-                changed,
-            ]
-        )
-    heads = ["when", "launcher", "ranks", "from step", "to step", "end", "why", "changed"]
-    if not any(start.changed for start in story.starts):
+def _starts(run: RunData) -> Markup:
+    heads = ["time", "launcher", "ranks", "from step", "to step", "outcome", "reason", "changed fields"]
+    rows = [_start(start) for start in run.starts]
+    if not any(start.changed for start in run.starts):
         heads, rows = heads[:-1], [row[:-1] for row in rows]
-    return _timeline(story) + table(heads, rows, numeric=("from step", "to step"), nothing="never started")
+    starts = table(heads, rows, numeric=("from step", "to step"), nothing="never started")
+    return joined([_timeline(run), starts])
 
 
-def _moment(text: str) -> str:
-    """ISO's own form, with a space where people expect one."""
+def _start(start: Start) -> list[object]:
+    more = f" and {len(start.nodes) - 8} more" if len(start.nodes) > 8 else ""
+    nodes = ", ".join(start.nodes[:8]) + more
+    return [
+        _date(start.time),
+        start.launcher,
+        f"{start.ranks} on {nodes}" if nodes else str(start.ranks),
+        f"{start.from_step:,}",
+        "" if start.to_step is None else f"{start.to_step:,}",
+        chip(start.outcome, start.outcome),
+        start.why,
+        joined(start.changed, "<br>"),
+    ]
+
+
+def _date(text: str) -> str:
+    """ISO 8601 with a space in place of T."""
     return text.replace("T", " ").replace("+00:00", " UTC") if len(text) > 18 else text
 
 
-def _timeline(story: RunStory) -> str:
-    """Each start as a bar over the steps that it made."""
-    end = max([story.last_step, *(start.to_step or start.from_step for start in story.starts)], default=0)
-    if len(story.starts) < 2 or not end:
-        return ""
-    bars = []
-    for start, following in zip(story.starts, [*story.starts[1:], None], strict=True):
-        reached = (
-            start.to_step
-            if start.to_step is not None
-            else following.from_step
-            if following
-            else story.last_step
-        )
-        left, width = start.from_step / end * 100, max(0.4, (reached - start.from_step) / end * 100)
-        title = html.escape(
-            f"start {start.number}: steps {start.from_step:,} to {reached:,}, {start.outcome}"
-        )
-        bars.append(
-            f'<i class="{start.outcome}" style="left:{left:.2f}%;width:{width:.2f}%" title="{title}"></i>'
-        )
-    rows = "".join(f"<div>{bar}</div>" for bar in bars[:24])
-    foot = f"<p><span>step 0</span><span>{end:,}</span></p>"
-    return f'<div class="timeline" role="img" aria-label="the starts over the steps">{rows}{foot}</div>'
+def _timeline(run: RunData) -> Markup:
+    """Each start as a bar over its steps."""
+    end = max([run.last_step, *(start.to_step or start.from_step for start in run.starts)], default=0)
+    if len(run.starts) < 2 or not end:
+        return Markup("")
+    ends = [following.from_step for _, following in pairwise(run.starts)] + [run.last_step]
+    bars = [
+        _bar(start, following if start.to_step is None else start.to_step, end)
+        for start, following in zip(run.starts, ends, strict=True)
+    ]
+    return render("report/templates/timeline.html", bars=bars[:24], end=f"{end:,}")
 
 
-def _configuration(stories: Sequence[RunStory]) -> str:
-    names = dict.fromkeys(name for story in stories for name in story.config)
-    rows = [[name, *(compare.shown(story.config.get(name, "")) for story in stories)] for name in names]
-    changed = {name for story in stories for name in story.changed}
-    heads = ("setting", *(("value",) if len(stories) == 1 else [story.name for story in stories]))
+def _bar(start: Start, reached: int, end: int) -> dict[str, str]:
+    return {
+        "kind": start.outcome,
+        "left": f"{start.from_step / end * 100:.2f}",
+        "width": f"{max(0.4, (reached - start.from_step) / end * 100):.2f}",
+        "title": f"start {start.number}: steps {start.from_step:,} to {reached:,}, {start.outcome}",
+    }
+
+
+def _configuration(runs: Sequence[RunData]) -> Markup:
+    names = dict.fromkeys(name for run in runs for name in run.config)
+    rows = [[name, *(compare.shown(run.config.get(name, "")) for run in runs)] for name in names]
+    if not rows:
+        return Markup("")
+    changed = {name for run in runs for name in run.changed}
+    heads = ("setting", *(("value",) if len(runs) == 1 else [run.name for run in runs]))
     short = table(heads, [row for row in rows if row[0] in changed], nothing="Every field has its default.")
-    whole = (
-        f"<details><summary>All {len(rows)} fields</summary>{table(heads, rows)}</details>" if rows else ""
-    )
-    return section("Configuration", short + whole, "Where it is not the default.") if rows else ""
+    every = details(f"All {len(rows)} fields", table(heads, rows))
+    return section("Configuration", joined([short, every]), "Fields that differ from their default.")

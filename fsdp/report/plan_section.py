@@ -1,34 +1,34 @@
-"""What python -m fsdp.plan predicted, beside what the run measured (fsdp/run/planned.py, at the end of each
-start).
-"""
+"""Predictions of python -m fsdp.plan beside the run's measurements, which fsdp/run/planned.py records."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from fsdp.report.run_data import RunStory
-from fsdp.report.tables import seconds, table
+from markupsafe import Markup
 
-ABOUT = "What the plan in the configuration predicted, and what came. Above zero: the run took more."
+from fsdp.base.html import table
+from fsdp.report.run_data import RunData
+from fsdp.report.units import seconds
+
+ABOUT = "The plan's predictions and the measured values. A positive difference: the run took more."
 PREDICTIONS: tuple[tuple[str, str, str, str, Callable[[float], str]], ...] = (
-    # as people say it, the configuration's field, the record's, and where neither stands the series' median
+    # label, the configuration's field, the record's field, the series whose median replaces a missing record
     ("peak memory of rank 0", "plan.predicted_peak_gib", "peak_gib", "", lambda value: f"{value:.3g} GiB"),
-    ("step, the median", "plan.predicted_step_s", "step_s", "step_time_s", seconds),
+    ("median step", "plan.predicted_step_s", "step_s", "step_time_s", seconds),
 )
 
 
-def planned(story: RunStory) -> str:
-    """Nothing where the run was not planned. A run that is not over yet has no peak of its own to compare."""
+def planned(run: RunData) -> Markup:
+    """Empty if the run was not planned. A run in progress has no peak to compare yet."""
     rows = []
-    for name, field, measured, otherwise, say in PREDICTIONS:
-        expected = story.config.get(field) or 0.0
+    for label, field, record, series, text in PREDICTIONS:
+        expected = run.config.get(field) or 0.0
         if not expected > 0:
             continue
-        came = story.planned.get(measured)
-        if came is None and otherwise in story.series:
-            came = story.series[otherwise].median
-        rows.append(
-            [name, say(expected), *(["", ""] if came is None else [say(came), f"{came / expected - 1:+.1%}"])]
-        )
+        found = run.planned.get(record)
+        if found is None and series in run.series:
+            found = run.series[series].median
+        measured = ["", ""] if found is None else [text(found), f"{found / expected - 1:+.1%}"]
+        rows.append([label, text(expected), *measured])
     heads = ("", "planned", "measured", "difference")
-    return table(heads, rows, numeric=heads[1:]) if rows else ""
+    return table(heads, rows, numeric=heads[1:]) if rows else Markup("")

@@ -1,6 +1,4 @@
-"""Where a profiled run's memory went: fsdp/memory/profile.py's accounts under RUN/profile, by kind, phase and
-rank.
-"""
+"""Memory of a profiled run by kind, phase and rank, from fsdp/memory/profile.py's files in RUN/profile."""
 
 from __future__ import annotations
 
@@ -10,14 +8,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
+from fsdp.base.html import joined, table
 from fsdp.base.phases import PHASES
-from fsdp.report.bars import bars, chosen
-from fsdp.report.file_notes import ODD, Notes, number
-from fsdp.report.tables import size, table
+from fsdp.report.bars import bars, shown_ranks
+from fsdp.report.file_notes import UNREADABLE, Notes, number
+from fsdp.report.units import size
 
 
 def read_accounts(folder: Path, notes: Notes) -> dict[int, Mapping[str, Any]]:
-    """Rank → its account; a file that cannot be read or is of another format is left out."""
+    """Rank → its account; a file that cannot be read or has another format is left out."""
     found: dict[int, Mapping[str, Any]] = {}
     for file in sorted(folder.glob("rank*_memory.json")):
         name = re.fullmatch(r"rank(\d+)_memory\.json", file.name, re.ASCII)
@@ -27,28 +28,28 @@ def read_accounts(folder: Path, notes: Notes) -> dict[int, Mapping[str, Any]]:
             account = json.loads(file.read_text(encoding="utf-8"))
             if account["format"] != 1:
                 raise ValueError("another format")
-            phases = {str(phase): _held(held) for phase, held in account.get("phases", {}).items()}
-            found[int(name[1])] = {"peak": _held(account["peak"]), "phases": phases}
-        except (OSError, *ODD) as error:
-            notes.say(f"left out: profile/{file.name}, which could not be read ({type(error).__name__})")
+            phases = {str(phase): _peak(peak) for phase, peak in account.get("phases", {}).items()}
+            found[int(name[1])] = {"peak": _peak(account["peak"]), "phases": phases}
+        except (OSError, *UNREADABLE) as error:
+            notes.add(f"left out: profile/{file.name}, which could not be read ({type(error).__name__})")
     return dict(sorted(found.items()))
 
 
-def _held(said: Mapping[str, Any]) -> dict[str, Any]:
+def _peak(record: Mapping[str, Any]) -> dict[str, Any]:
     """One moment: bytes in all, and by kind."""
-    kinds = {str(kind): number(count) for kind, count in said["kinds"].items()}
-    return {"bytes": abs(number(said["bytes"])), "kinds": kinds}
+    kinds = {str(kind): number(count) for kind, count in record["kinds"].items()}
+    return {"bytes": abs(number(record["bytes"])), "kinds": kinds}
 
 
-def memory_by_rank(accounts: Mapping[int, Mapping[str, Any]]) -> str:
-    """A bar a rank, its peak by kind; then each phase's highest moment."""
+def memory_by_rank(accounts: Mapping[int, Mapping[str, Any]]) -> Markup:
+    """A bar per rank with its peak by kind; then a table with the peak of each phase."""
     if not accounts:
-        return ""
-    ranks = chosen(list(accounts), sorted(accounts, key=lambda rank: -accounts[rank]["peak"]["bytes"]))
+        return Markup("")
+    highest = sorted(accounts, key=lambda rank: -accounts[rank]["peak"]["bytes"])
+    ranks = shown_ranks(list(accounts), highest)
     kinds = _kinds([accounts[rank]["peak"] for rank in ranks])
-    return bars({f"rank {rank}": accounts[rank]["peak"]["kinds"] for rank in ranks}, kinds, size) + _phases(
-        accounts, ranks
-    )
+    peaks = {f"rank {rank}": accounts[rank]["peak"]["kinds"] for rank in ranks}
+    return joined([bars(peaks, kinds, size), _phases(accounts, ranks)])
 
 
 def _kinds(peaks: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -59,8 +60,8 @@ def _kinds(peaks: Sequence[Mapping[str, Any]]) -> list[str]:
     return sorted((kind for kind in totals if totals[kind] > 0), key=lambda kind: -totals[kind])
 
 
-def _phases(accounts: Mapping[int, Mapping[str, Any]], ranks: Sequence[int]) -> str:
-    """Phase by phase, what the fullest rank held and of which kinds."""
+def _phases(accounts: Mapping[int, Mapping[str, Any]], ranks: Sequence[int]) -> Markup:
+    """Per phase, the rank with the highest peak and its largest kinds."""
     rows = []
     for phase in PHASES:
         peaks = {rank: accounts[rank]["phases"][phase] for rank in ranks if phase in accounts[rank]["phases"]}
@@ -68,6 +69,7 @@ def _phases(accounts: Mapping[int, Mapping[str, Any]], ranks: Sequence[int]) -> 
             continue
         rank, fullest = max(peaks.items(), key=lambda pair: pair[1]["bytes"])
         parts = sorted(fullest["kinds"].items(), key=lambda pair: -pair[1])[:4]
-        words = ", ".join(f"{kind} {size(count)}" for kind, count in parts if count > 0)
-        rows.append([phase, size(fullest["bytes"]), rank, words])
-    return table(("phase", "highest", "rank", "of it"), rows, numeric=("highest", "rank")) if rows else ""
+        largest = ", ".join(f"{kind} {size(count)}" for kind, count in parts if count > 0)
+        rows.append([phase, size(fullest["bytes"]), rank, largest])
+    heads = ("phase", "peak", "rank", "largest kinds")
+    return table(heads, rows, numeric=("peak", "rank")) if rows else Markup("")

@@ -1,8 +1,7 @@
-"""What a report shows, gathered from a run directory's own files. Missing, cut off or garbled leaves a note,
-not an error.
+"""The data of a report, from the files of a run directory. Missing or damaged files become notes, not errors.
 
-Here: what ran, when, and what is left of it. Not here: numbers over steps (series.py), the watch's files
-(watched.py), what the model says (samples.py).
+Here: configuration, starts, checkpoints. Not here: numbers over steps (series.py), the watch's files
+(watch_records.py), predictions (sample_section.py).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from fsdp.base.phases import Ending
 from fsdp.checkpoint.inspect import CheckpointListing, scan
 from fsdp.checkpoint.open_store import open_store
 from fsdp.config import FIELDS, check_store, parse_value, read_recipe
-from fsdp.report.file_notes import LARGEST, Notes, number, whole
+from fsdp.report.file_notes import LARGEST, Notes, integer, number
 from fsdp.report.profile_section import read_accounts
 from fsdp.report.series import Series, read_numbers
 from fsdp.report.watch_records import VerdictRecord, WatchData, read_watched
@@ -35,7 +34,7 @@ FAILURE = re.compile(r"^[A-Za-z_.]*(Error|Exception|Interrupt|Exit|Elsewhere|Ref
 
 @dataclass(frozen=True)
 class Start:
-    """One start of the run, and its end as far as somebody wrote it down."""
+    """One start of the run, and its end as far as it was recorded."""
 
     number: int
     time: str
@@ -46,21 +45,21 @@ class Start:
     changed: tuple[str, ...]
     to_step: int | None = None
     ended: str = ""
-    why: str = "no end was written: killed, or its node lost"
+    why: str = "no end was recorded: killed, or its node was lost"
     outcome: Outcome = "killed"
 
 
 @dataclass(frozen=True)
 class Save:
-    """What a sealed checkpoint cost: what it held the steps up, and what it took behind them."""
+    """Times of one saved checkpoint: training stalled, and writing in the background."""
 
     stall_s: float
     write_s: float
 
 
 @dataclass(frozen=True)
-class RunStory:
-    """A run as its files tell it."""
+class RunData:
+    """A run as its files describe it."""
 
     name: str
     path: Path
@@ -71,14 +70,14 @@ class RunStory:
     saves: Mapping[int, Save]
     watched: WatchData = field(default_factory=WatchData)
     accounts: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    """Rank → where its memory went, of a profiled run."""
+    """Rank → its memory account, if the run was profiled."""
     planned: Mapping[str, float] = field(default_factory=dict)
-    """What came of a plan, by the last start that ended."""
+    """Measurements to compare with the plan, from the last start that ended."""
     notes: tuple[str, ...] = field(default=())
 
     @property
     def changed(self) -> dict[str, Any]:
-        """The configuration, where it is not the default."""
+        """Fields that differ from their default."""
         return {
             name: value
             for name, value in self.config.items()
@@ -94,12 +93,12 @@ class RunStory:
         return self.starts[-1].outcome if self.starts else "killed"
 
 
-def read_run(path: Path) -> RunStory:
+def read_run(path: Path) -> RunData:
     run, notes = RunDir(path), Notes()
     if not any(file.exists() for file in (run.config, run.metrics, run.history)):
-        raise ConfigError(f"{path} is no run directory: it has no config.toml.", "ls -d runs/*")
+        raise ConfigError(f"{path} is not a run directory: it has no config.toml.", "ls -d runs/*")
     config = _config(run, notes)
-    story = RunStory(
+    data = RunData(
         name=path.resolve().name,
         path=path,
         config=config,
@@ -111,26 +110,26 @@ def read_run(path: Path) -> RunStory:
         planned=_planned(run),
         accounts=read_accounts(path / "profile", notes),
     )
-    starts = _explained(_last_word(run, story), story.watched.verdicts)
-    return replace(story, starts=starts, notes=notes.lines)
+    starts = _with_verdicts(_with_state(run, data), data.watched.verdicts)
+    return replace(data, starts=starts, notes=notes.lines)
 
 
 def _config(run: RunDir, notes: Notes) -> dict[str, Any]:
-    """Each known field as its type; another that a file holds is shown as it stands there."""
+    """Known fields parsed to their types; other fields as text."""
     if not run.config.is_file():
-        notes.say("config.toml is missing")
+        notes.add("config.toml is missing")
         return {}
     try:
-        said = read_recipe(str(run.config))
+        fields = read_recipe(str(run.config))
     except ConfigError as error:
-        notes.say(str(error).partition(" HINT:")[0])
+        notes.add(str(error).partition(" HINT:")[0])
         return {}
     found: dict[str, Any] = {}
-    for name, value in said.items():
+    for name, value in fields.items():
         try:
             found[name] = _typed(name, value)
         except ConfigError as error:
-            notes.say(f"config.toml: {str(error).partition(' HINT:')[0][:200]} It is left out.")
+            notes.add(f"config.toml: {str(error).partition(' HINT:')[0][:200]} It is left out.")
     return found
 
 
@@ -145,7 +144,7 @@ def _typed(name: str, value: Any) -> Any:
 
 
 def _starts(run: RunDir, notes: Notes) -> Iterator[Start]:
-    """Each start with the first end, crash or loss that stands behind it."""
+    """Each start with the first end, crash or failed rendezvous recorded after it."""
     open_start: Start | None = None
     count = 0
     for event in read_lines(run.history):
@@ -168,9 +167,9 @@ def _start(event: Mapping[str, Any], number: int) -> Start:
         number=number,
         time=str(event.get("time", "")),
         launcher=str(event.get("launcher", "")),
-        ranks=_whole(event.get("ranks")) or 0,
+        ranks=_integer_or_none(event.get("ranks")) or 0,
         nodes=_texts(event.get("nodes")),
-        from_step=_whole(event.get("from_step")) or 0,
+        from_step=_integer_or_none(event.get("from_step")) or 0,
         changed=_texts(event.get("changed")),
     )
 
@@ -183,22 +182,22 @@ def _ended(start: Start, event: Mapping[str, Any]) -> Start:
     kind, why = event["event"], str(event.get("why") or "")
     outcome: Outcome = "killed"
     if kind == "crash":
-        why, outcome = f"its ranks ended with code {event.get('code', '?')}", "failed"
+        why, outcome = f"its ranks exited with code {event.get('code', '?')}", "failed"
     elif kind == "unmet":
-        why, outcome = "the nodes did not meet", "failed"
+        why, outcome = "the rendezvous of its nodes failed", "failed"
     elif kind == "end":
-        outcome = event["how"] if event.get("how") in set(Ending) else _how_by_text(why)
+        outcome = event["how"] if event.get("how") in set(Ending) else _outcome_of_text(why)
     return replace(
         start,
-        to_step=_whole(event.get("step")),
+        to_step=_integer_or_none(event.get("step")),
         ended=str(event.get("time", "")) or "?",
         why=why or start.why,
         outcome=outcome,
     )
 
 
-def _how_by_text(why: str) -> Outcome:
-    """Of a history that says it in `why` alone, as they were written first."""
+def _outcome_of_text(why: str) -> Outcome:
+    """For histories of the first format, in which `why` is the only record of the outcome."""
     return "finished" if why == "the last step" else "failed" if FAILURE.match(why) else "stopped"
 
 
@@ -214,35 +213,35 @@ def _planned(run: RunDir) -> dict[str, float]:
     return found
 
 
-def _whole(value: object) -> int | None:
+def _integer_or_none(value: object) -> int | None:
     return int(value) if isinstance(value, (int, float)) and value == value and abs(value) < 1e15 else None
 
 
-def _last_word(run: RunDir, story: RunStory) -> tuple[Start, ...]:
-    """The last start without an end may be going on right now: its claim is then alive."""
-    if not story.starts or story.starts[-1].ended:
-        return story.starts
-    last = replace(story.starts[-1], to_step=story.last_step or None)
+def _with_state(run: RunDir, data: RunData) -> tuple[Start, ...]:
+    """A last start without an end is running if its lock file is recent."""
+    if not data.starts or data.starts[-1].ended:
+        return data.starts
+    last = replace(data.starts[-1], to_step=data.last_step or None)
     claim = run.path / "CLAIM"
-    with contextlib.suppress(OSError):  # no claim, so nobody runs
+    with contextlib.suppress(OSError):  # no lock file: the run is not running
         if time.time() - claim.stat().st_mtime < LIVE_S:
-            last = replace(last, outcome="running", why="goes on")
-    return (*story.starts[:-1], last)
+            last = replace(last, outcome="running", why="in progress")
+    return (*data.starts[:-1], last)
 
 
-def _explained(starts: tuple[Start, ...], verdicts: Sequence[VerdictRecord]) -> tuple[Start, ...]:
-    """A start that fell gets the first words that the watch had on it."""
+def _with_verdicts(starts: tuple[Start, ...], verdicts: Sequence[VerdictRecord]) -> tuple[Start, ...]:
+    """A failed start gets the watch's first verdict on it as its reason."""
     moments = [_seconds(start.time) for start in starts]
-    told = []
+    explained = []
     for start, begun, following in zip(starts, moments, [*moments[1:], float("inf")], strict=False):
         within = [one for one in verdicts if begun <= one.time < following]
         if within and start.outcome in ("failed", "killed") and within[0].what not in start.why:
-            start = _with_words(start, within[0])
-        told.append(start)
-    return tuple(told)
+            start = _with_verdict(start, within[0])
+        explained.append(start)
+    return tuple(explained)
 
 
-def _with_words(start: Start, verdict: VerdictRecord) -> Start:
+def _with_verdict(start: Start, verdict: VerdictRecord) -> Start:
     if start.ended:
         return replace(start, why=f"{start.why}; {verdict.what}")
     if not verdict.ended:
@@ -255,16 +254,16 @@ def _seconds(text: str) -> float:
     try:
         return datetime.datetime.fromisoformat(text).timestamp()
     except (ValueError, OverflowError):
-        return float("inf")  # a time that cannot be read explains nothing
+        return float("inf")  # no verdict belongs to an unreadable time
 
 
 def _checkpoints(run: Path, place: str, notes: Notes) -> list[CheckpointListing]:
-    """The whole ones and those that are not, newest first."""
+    """Complete and incomplete ones, newest first."""
     place = place or str(run / "checkpoints")
     try:
         return scan(open_store(check_store(run, place)))
     except (ShardrunError, OSError, ImportError) as error:
-        notes.say(f"checkpoints in {place} could not be looked at: {str(error).partition(' HINT:')[0]}")
+        notes.add(f"checkpoints in {place} could not be listed: {str(error).partition(' HINT:')[0]}")
         return []
 
 
@@ -273,7 +272,7 @@ def _saves(path: Path, notes: Notes) -> dict[int, Save]:
     for record in read_lines(path):
         with notes.left_out("saves.jsonl"):
             known = {} if record is None else record
-            saves[whole(known["step"])] = Save(
+            saves[integer(known["step"])] = Save(
                 number(known.get("stall_s", 0.0)), number(known.get("write_s", 0.0))
             )
     return saves

@@ -1,7 +1,7 @@
-"""metrics.jsonl as series of numbers, read once and thinned to what a chart can show.
+"""metrics.jsonl as series of numbers, and their thinning for charts.
 
-A million lines take seconds: lines are parsed in blocks, numbers kept in arrays. Thinning keeps each bucket's
-lowest, highest and mean, so a spike of one step stays on the page. Not here: drawing.
+A million lines take seconds: lines are parsed in blocks, numbers are kept in arrays. Thinning keeps the
+lowest, highest and mean value of each bucket, so a spike of one step stays visible. Not here: drawing.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from fsdp.rundir.paths import read_lines
 
 BUCKETS = 360
 LARGEST = 1e100
-"""Beyond it a value is shown as one that is not finite: sums and spans of smaller ones are."""
+"""Larger values are treated as not finite: sums of smaller ones stay finite."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """One number over the steps, in the order of the steps; a step that was made twice keeps its last value."""
+    """One number over the steps, in the order of steps; a step made twice keeps its last value."""
 
     steps: np.ndarray
     values: np.ndarray
@@ -35,7 +35,7 @@ class Series:
 
     @property
     def shown(self) -> np.ndarray:
-        """Which values a chart can show."""
+        """Mask of the values that a chart can show."""
         return np.abs(self.values) <= LARGEST  # type: ignore[no-any-return]
 
     @property
@@ -54,20 +54,18 @@ class Series:
 
 @dataclass(frozen=True)
 class Band:
-    """A thinned series: at each point a step, the lowest, the highest and the mean of what it stands for."""
+    """A thinned series: for each point a step, and the lowest, highest and mean value of its bucket."""
 
     steps: np.ndarray
     low: np.ndarray
     high: np.ndarray
     mean: np.ndarray
     each: float
-    """Values a point stands for; 1 where nothing was thinned."""
+    """Values per point; 1 if nothing was thinned."""
 
 
 def read_numbers(path: Path, notes: Notes) -> dict[str, Series]:
-    """Every number of every record that has a step; a line cut off by a kill, or garbled, is counted and left
-    out.
-    """
+    """Every number of every record that has a step; lines that cannot be read are counted and left out."""
     steps: dict[str, array[float]] = {}
     values: dict[str, array[float]] = {}
     for record in read_lines(path):
@@ -90,7 +88,7 @@ def _series(steps: array[float], values: array[float]) -> Series:
 
 
 def in_order(at: np.ndarray, of: np.ndarray) -> Series:
-    """By step, the newest of each: a start that went back made some again."""
+    """Sorted by step, the newest value of each: a resumed run makes some steps again."""
     if len(at) > 1 and not (np.diff(at) > 0).all():
         order = np.argsort(at, kind="stable")
         at, of = at[order], of[order]
@@ -100,7 +98,7 @@ def in_order(at: np.ndarray, of: np.ndarray) -> Series:
 
 
 def thin(series: Series, buckets: int = BUCKETS) -> Band:
-    """At most `buckets` points, each with the extremes of its part."""
+    """At most `buckets` points, each with the extremes of its bucket."""
     finite = series.finite
     steps, values = finite.steps, finite.values
     if len(steps) <= 2 * buckets:

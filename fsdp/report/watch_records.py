@@ -1,8 +1,7 @@
-"""What the watch left in RUN/watch (fsdp/watch/records.py says in which form): times by rank, late ranks,
-verdicts, spikes.
+"""Reads the watch's files in RUN/watch: times by rank, late ranks, verdicts, spikes.
 
-Here it is read; faults.py beside it and timing.py show it. A line that is cut off or of another form is left
-out.
+Their format is in fsdp/watch/records.py; watch_section.py and timing.py show them. Lines that cannot be read
+are left out.
 """
 
 from __future__ import annotations
@@ -18,27 +17,27 @@ from typing import Any
 import numpy as np
 
 from fsdp.base.phases import PHASES
-from fsdp.report.file_notes import Notes, number, whole
+from fsdp.report.file_notes import Notes, integer, number
 from fsdp.report.series import Series, in_order
 from fsdp.rundir.paths import read_lines
 
 WAITING = "waiting"
-"""In collectives, for others: what no computing hides."""
+"""In collectives, not overlapped by computation."""
 STEP_PHASES = ("forward", "backward", "optimizer", "data", "reduce")
 SHOWN = ("forward", "backward", WAITING, "optimizer", "data", "reduce", "record", "evaluate", "save")
 assert set(SHOWN) - {WAITING} < set(PHASES)
 FEW_LINES = 8
-"""Read together: with thousands of ranks one line is a megabyte."""
+"""Lines read at once: with thousands of ranks one line is a megabyte."""
 MOST_STACKS = 4
 STACK = 6000
 _STACK_FILE = re.compile(r"rank-(\d+)\.txt", re.ASCII)
 SHORT = 100
-"""Such a file holds no stack, but why there is none."""
+"""A shorter file holds the reason why there is no stack."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Mean seconds a step: by rank over all its steps, and of all ranks over the steps."""
+    """Mean seconds per step: by rank over all its steps, and of all ranks over the steps."""
 
     ranks: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     course: Mapping[str, Series] = field(default_factory=dict)
@@ -51,7 +50,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class VerdictRecord:
-    """What stopped the run, or would have, and what it rests on."""
+    """A fault that the watch found, and its evidence."""
 
     time: float
     kind: str
@@ -63,7 +62,7 @@ class VerdictRecord:
     hint: str
     folder: str
     ended: bool
-    """Whether the watch ended the job over it."""
+    """Whether the watch ended the job because of it."""
     stacks: str = ""
 
 
@@ -110,7 +109,7 @@ def _records(folder: Path, name: str, notes: Notes, *needed: str) -> Iterator[Ma
 
 
 def _timing(folder: Path, notes: Notes) -> Timing:
-    """Summed up line by line: with thousands of ranks a line alone is large."""
+    """Summed line by line: with thousands of ranks one line is large."""
     sums: dict[int, dict[str, float]] = {}
     counts: dict[int, float] = {}
     steps: dict[str, array[float]] = {}
@@ -141,11 +140,11 @@ def _timing(folder: Path, notes: Notes) -> Timing:
 
 def _seconds(value: Any) -> float:
     if (found := number(value)) < 0:
-        raise ValueError(f"{found:g} s is no length of time")
+        raise ValueError(f"{found:g} s is not a duration")
     return found
 
 
-# ---------------------------------------------------------------- what went wrong
+# ---------------------------------------------------------------- verdicts
 
 
 def _verdicts(folder: Path, notes: Notes) -> Iterator[VerdictRecord]:
@@ -164,54 +163,54 @@ def _verdicts(folder: Path, notes: Notes) -> Iterator[VerdictRecord]:
 
 
 def _verdict(record: Mapping[str, Any]) -> VerdictRecord:
-    def words(name: str) -> str:
+    def text(name: str) -> str:
         return str(record.get(name) or "")
 
     return VerdictRecord(
-        time=_moment(record.get("time") or 0.0),
-        kind=words("kind"),
-        ranks=tuple(map(whole, record.get("ranks") or ())),
+        time=_timestamp(record.get("time") or 0.0),
+        kind=text("kind"),
+        ranks=tuple(map(integer, record.get("ranks") or ())),
         nodes=tuple(str(node) for node in record.get("nodes") or ()),
-        step=whole(record.get("step") or 0),
-        what=words("what"),
-        others=words("others"),
-        hint=words("hint"),
-        folder=_name(words("folder")),
+        step=integer(record.get("step") or 0),
+        what=text("what"),
+        others=text("others"),
+        hint=text("hint"),
+        folder=_folder_name(text("folder")),
         ended=bool(record.get("ended")),
     )
 
 
-def _name(folder: str) -> str:
-    """One folder in RUN/watch."""
+def _folder_name(folder: str) -> str:
+    """A folder directly in RUN/watch; ValueError for any other path."""
     if folder in (".", "..") or "/" in folder or "\0" in folder:
-        raise ValueError("the stacks are said to lie elsewhere")
+        raise ValueError("the stacks' folder is outside RUN/watch")
     return folder
 
 
-def _moment(value: Any) -> float:
-    """A time that a calendar has."""
-    moment = number(value)
-    datetime.datetime.fromtimestamp(moment, datetime.UTC)
-    return moment
+def _timestamp(value: Any) -> float:
+    """Seconds that datetime can represent."""
+    timestamp = number(value)
+    datetime.datetime.fromtimestamp(timestamp, datetime.UTC)
+    return timestamp
 
 
 def _stacks(watch: Path, verdict: VerdictRecord) -> str:
-    """Of the first rank that is to blame, innermost frames first; one that did not answer is shown by
-    another's wait for it.
+    """Stacks of the first rank that the verdict names, innermost frames first; if that rank did not
+    answer, also those of a rank that waits for it.
     """
     folder = watch / verdict.folder
-    blamed = _of_rank(folder, verdict.ranks[0]) if verdict.ranks else ""
-    if len(blamed) > SHORT:
-        return blamed
+    named = _of_rank(folder, verdict.ranks[0]) if verdict.ranks else ""
+    if len(named) > SHORT:
+        return named
     others = sorted(
         int(found[1]) for file in folder.glob("rank-*.txt") if (found := _STACK_FILE.fullmatch(file.name))
     )
     other = next((rank for rank in others if rank not in verdict.ranks), None)
-    return blamed if other is None else f"{blamed}\n\nrank {other}:\n{_of_rank(folder, other)}".lstrip()
+    return named if other is None else f"{named}\n\nrank {other}:\n{_of_rank(folder, other)}".lstrip()
 
 
 def _of_rank(folder: Path, rank: int) -> str:
-    """A link is not followed: the page would show another file's text."""
+    """Links are not followed: the page would show the text of another file."""
     file = folder / f"rank-{rank}.txt"
     try:
         if folder.is_symlink() or file.is_symlink() or not file.is_file():
@@ -223,29 +222,32 @@ def _of_rank(folder: Path, rank: int) -> str:
 
 
 def _late(folder: Path, notes: Notes) -> Iterator[LateRecord]:
-    """Each rank that was late, with the line that says that it is over."""
+    """Each late rank, with the line that ended it."""
     late: dict[int, LateRecord] = {}
     for record in _records(folder, "late.jsonl", notes):
         with notes.left_out("watch/late.jsonl"):
             if "over" in record:
-                ended = late.pop(whole(record.get("of", next(iter(late), -1))), None)
+                ended = late.pop(integer(record.get("of", next(iter(late), -1))), None)
                 if ended is not None:
                     yield replace(ended, over=str(record["over"]))
             elif "rank" in record:
-                numbers = number(record.get("percent", 0.0)), whole(record.get("since_step", 0))
-                found = LateRecord(whole(record["rank"]), str(record.get("node", "")), *numbers, "")
+                numbers = number(record.get("percent", 0.0)), integer(record.get("since_step", 0))
+                found = LateRecord(integer(record["rank"]), str(record.get("node", "")), *numbers, "")
                 before = late.pop(found.rank, None)
-                if before is not None:  # a start later: nobody said that it was over
+                if before is not None:  # from an earlier start, which did not record its end
                     yield before
                 late[found.rank] = found
     yield from late.values()
 
 
 def _spikes(folder: Path, notes: Notes) -> Iterator[Spike]:
-    """A norm may be no number: that is what such a line tells of."""
+    """NaN is allowed as a norm: it is what such a line reports."""
     for record in _records(folder, "spikes.jsonl", notes, "step", "grad_norm"):
         with notes.left_out("watch/spikes.jsonl"):
-            samples = tuple(map(whole, record.get("samples") or ()))
+            samples = tuple(map(integer, record.get("samples") or ()))
             yield Spike(
-                whole(record["step"]), float(record["grad_norm"]), float(record.get("usual") or 0.0), samples
+                integer(record["step"]),
+                float(record["grad_norm"]),
+                float(record.get("usual") or 0.0),
+                samples,
             )

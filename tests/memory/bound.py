@@ -1,13 +1,12 @@
-"""Does a run fit into memory that a third of its optimizer states would fill? In files it does, killed and
-resumed, to the bit.
+"""A run under a memory limit of a third of its optimizer states: with states in files it fits, bit for bit.
 
-    python -m tests.memory.bound                    # a few minutes, 4 GB of disk, 4 GB of memory for the comparison
+    python -m tests.memory.bound          # a few minutes, 4 GB of disk, 4 GB of memory for the comparison
     python -m tests.memory.bound --limit-mib 512 --dir /local/nvme
 
-The limit is on anonymous memory that is resident (RssAnon, looked at all the time): what cannot leave but by
-swapping. A limit by RLIMIT_DATA would count stacks and arenas that nobody touches. Three starts of train.py
-on one process: in memory, which must exceed the limit; in files, killed after its checkpoint; and the same
-command again. Compared are the losses and the digests of every parameter and every state at the end.
+The limit is on resident anonymous memory (RssAnon, polled), which can be released only by swapping.
+RLIMIT_DATA would count untouched stacks and arenas. Three starts of train.py on one process: in memory, which
+must exceed the limit; in files, killed after its checkpoint; and the same command again. The losses and the
+digests of every parameter and state at the end must be equal.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def compare(folder: Path, limit: int, disk: Path) -> Iterator[str]:
-    """The three starts; an AssertionError where one is not as it should be."""
+    """The three starts; AssertionError if one fails."""
     layers = 3 * limit // 8 // LAYER + 1
     outside = f"--memory.nvme all --memory.nvme_dir {disk}".split()
     states = layers * LAYER * 8
@@ -80,9 +79,10 @@ def _command(run: Path, layers: int, more: Sequence[str]) -> list[str]:
     words = [word for name, value in arguments.items() for word in (f"--model.args.{name}", str(value))]
     return [
         sys.executable, "train.py", "--run.dir", str(run), "--model.name", "transformer", *words,
-        "--data.name", "synthetic", "--data.args.kind", "tokens", "--data.args.vocab_size", "256", "--data.seq_len", "16",
-        "--train.steps", str(STEPS), "--train.global_batch", "2", "--train.micro_batch", "1", "--train.eval_samples", "1",
-        "--mesh.accumulate", "shard", "--checkpoint.every_steps", str(SAVE_EVERY), "--checkpoint.keep_last", "1",
+        "--data.name", "synthetic", "--data.args.kind", "tokens", "--data.args.vocab_size", "256",
+        "--data.seq_len", "16", "--train.steps", str(STEPS), "--train.global_batch", "2",
+        "--train.micro_batch", "1", "--train.eval_samples", "1", "--mesh.accumulate", "shard",
+        "--checkpoint.every_steps", str(SAVE_EVERY), "--checkpoint.keep_last", "1",
         "--checkpoint.export", "false", *more,
     ]  # fmt: skip
 
@@ -92,13 +92,13 @@ class Start:
     """One start of train.py."""
 
     anonymous: int
-    """Bytes, the most that were seen."""
+    """Peak in bytes."""
     seconds: float
     steps: int
 
 
 def _run(run: Path, layers: int, more: Sequence[str], kill_after: int = 0) -> Start:
-    """To its end; or SIGKILL once a checkpoint is sealed and a step is made after it."""
+    """To its end; or SIGKILL after a sealed checkpoint and one more step."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     run.mkdir(parents=True, exist_ok=True)
     most, began = 0, time.monotonic()

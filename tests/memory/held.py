@@ -1,4 +1,4 @@
-"""How many bytes a forward leaves alive for its backward, whoever holds them."""
+"""Bytes that a forward keeps alive for its backward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class _Storages(TorchDispatchMode):
-    """Every storage that an operation returns, by a reference that does not keep it."""
+    """Weak references to every storage that an operation returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class _Storages(TorchDispatchMode):
 
 
 def held(module: nn.Module, forward: Callable[[], Tensor]) -> tuple[int, Tensor]:
-    """Bytes of storages that are alive after it, but for parameters; and the output, which holds them."""
+    """Bytes of live storages after the forward, without parameters; and the output, which owns them."""
     own = {t.untyped_storage()._cdata for t in [*module.parameters(), *module.buffers()]}
     storages = _Storages()
     with storages:
@@ -63,7 +63,7 @@ class Block(nn.Module):
 
 
 class Trunk(nn.Module):
-    """Blocks and nothing else, so that all that is held is theirs."""
+    """Blocks only, so that all memory is theirs."""
 
     def __init__(self, dropout: float = 0.0, width: int = 32) -> None:
         super().__init__()

@@ -1,6 +1,4 @@
-"""A model whose activations are large and whose parameters are not, on ranks whose address space is bounded
-as it starts.
-"""
+"""A model with large activations and small parameters, which limits the address space of its process."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ WIDTH, TIMES = 64, 64
 
 
 class Wide(nn.Module):
-    """[rows, 64] → [rows, 4096] → [rows, 64]: what is kept for backward is 64 times what goes on."""
+    """[rows, 64] → [rows, 4096] → [rows, 64]: it keeps 64 times its output for backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +27,7 @@ class Wide(nn.Module):
 
 
 class Hungry(nn.Module):
-    """Bounds its process at its first training step: what the process had, and `room` MiB more."""
+    """Limits its process at the first training step to its current address space and `room` MiB more."""
 
     def __init__(self, blocks: int, room: int, rank: int, unlike: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A sharded model with its optimizer and its files, and what of them is resident; runs that are cut off."""
+"""A sharded model with its optimizer and its files, and their resident bytes; runs that are killed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Wide(nn.Module):
 
 
 def made(env: DistEnv, name: str, folder: Path, everything: bool) -> Trained:
-    """Sharded and real, with files, as fsdp/run/loop.py does it."""
+    """Sharded and materialized, with files, as in fsdp/run/loop.py."""
     memory = MemorySection(nvme="all" if everything else "optimizer", nvme_dir=str(folder))
     sizes = resolve(MeshSection(), env.world_size)
     spec = resolve_model(configuration.load(["--model.name", name]).model, {})
@@ -70,7 +70,7 @@ def made(env: DistEnv, name: str, folder: Path, everything: bool) -> Trained:
 
 
 def trained(env: DistEnv, folder: Path, everything: bool) -> Trained:
-    """After two steps, with the second one's gradients still there."""
+    """After two steps, with the gradients of the second."""
     one = made(env, "tests.support.user_code:Uneven", folder, everything)
     for _ in range(2):
         one.optimizer.zero_grad()
@@ -80,7 +80,7 @@ def trained(env: DistEnv, folder: Path, everything: bool) -> Trained:
 
 
 def mapped() -> dict[str, int]:
-    """Each file without a name that this process maps → the bytes of it that are in memory now."""
+    """Each unlinked file that this process maps → its resident bytes."""
     text = Path("/proc/self/smaps").read_text()
     blocks = re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", text)
     found: dict[str, int] = {}

@@ -1,6 +1,4 @@
-"""The account equals arithmetic: a known model on a known mesh, what rests and what a step adds, by kind and
-phase.
-"""
+"""The account equals the arithmetic for a known model and mesh, by kind and phase."""
 
 from __future__ import annotations
 
@@ -20,7 +18,10 @@ from fsdp.run.loop import _maybe_profile
 from tests.support import runs, user_code
 
 RANKS = 2
-STEPS = "--train.steps 6 --profile.memory true --profile.steps 3:5 --checkpoint.export false --train.clip_grad_norm 0"
+STEPS = (
+    "--train.steps 6 --profile.memory true --profile.steps 3:5 "
+    "--checkpoint.export false --train.clip_grad_norm 0"
+)
 
 
 def accounts(folder: Path, *more: str, ranks: int = RANKS) -> list[dict[str, Any]]:
@@ -30,9 +31,8 @@ def accounts(folder: Path, *more: str, ranks: int = RANKS) -> list[dict[str, Any
 
 
 def end_of(account: dict[str, Any], phase: str) -> dict[str, int]:
-    """What stood when the phase ended for the last time in a step, of each kind the least of the steps: a
-    thread of gloo's holds a finished collective's tensors until it runs again, on a busy machine now and then
-    into the next phase.
+    """Memory by kind at the last end of a phase; the minimum over the steps, since a gloo thread keeps a
+    finished collective's tensors until it runs again, on a busy machine sometimes into the next phase.
     """
     by_step = {end["step"]: end["kinds"] for end in account["ends"] if end["phase"] == phase}
     return {kind: min(kinds[kind] for kinds in by_step.values()) for kind in account["ends"][0]["kinds"]}
@@ -51,7 +51,7 @@ def local_bytes(parameters: list[nn.Parameter], rank: int) -> int:
     return sum(rows(p) * (p.numel() // p.shape[0]) * 4 for p in parameters)
 
 
-def test_parameters_gradients_and_adam_are_what_arithmetic_says(tmp_path: Path) -> None:
+def test_parameters_gradients_and_adam_match_the_arithmetic(tmp_path: Path) -> None:
     everything = list(user_code.Uneven().parameters())
     for rank, account in enumerate(accounts(tmp_path)):
         reduced, between = end_of(account, "reduce"), end_of(account, "optimizer")
@@ -65,8 +65,8 @@ def test_parameters_gradients_and_adam_are_what_arithmetic_says(tmp_path: Path) 
             == 2 * local_bytes(everything, rank) + 4 * len(everything)
         )
         assert between["gathered"] == between["communication"] == 0
-        # Its own loss, kept to tell whose it was; the sum of all, and beside it two numbers that tell ranks
-        # apart and the wish to stop, which is read later.
+        # Its own loss, kept to name the rank; the sum of all; and three numbers read later: two that compare
+        # ranks, and the stop request.
         assert between["activations"] == 8 + 4 * 8
         assert account["peak"]["bytes"] == sum(account["peak"]["kinds"].values())
         assert account["parameters"] == sum(p.numel() for p in everything)
@@ -74,7 +74,7 @@ def test_parameters_gradients_and_adam_are_what_arithmetic_says(tmp_path: Path) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["true", "false"])
-def test_what_stays_gathered_after_forward(tmp_path: Path, policy: str) -> None:
+def test_parameters_that_stay_gathered_after_forward(tmp_path: Path, policy: str) -> None:
     model = user_code.Uneven()
     # Backward begins with the root's own parameters and with the last block.
     begun = [*model.stem.parameters(), *model.head.parameters(), *model.blocks[-1].parameters()]
@@ -84,7 +84,7 @@ def test_what_stays_gathered_after_forward(tmp_path: Path, policy: str) -> None:
         assert end_of(account, "backward")["gathered"] == 0
 
 
-def test_buffers_of_collectives_are_seen_where_they_are(tmp_path: Path) -> None:
+def test_communication_buffers_are_counted(tmp_path: Path) -> None:
     block = shard_bytes(list(user_code.Block(13).parameters()))
     for account in accounts(tmp_path):
         curves = account["timeline"]["kinds"]["communication"]
@@ -96,8 +96,8 @@ def test_buffers_of_collectives_are_seen_where_they_are(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_activations_grow_with_the_micro_batch_and_only_with_it(tmp_path: Path) -> None:
-    """12 samples a step on two ranks in micro-batches of 1, 2 and 3: the end of a forward keeps as much more
-    each time.
+    """12 samples per step on two ranks in micro-batches of 1, 2 and 3: activations at the end of forward grow
+    linearly.
     """
     ends = []
     for rows in (1, 2, 3):
@@ -107,7 +107,7 @@ def test_activations_grow_with_the_micro_batch_and_only_with_it(tmp_path: Path) 
 
 
 def test_unsharded_gradients_of_accumulation_are_gradients(tmp_path: Path) -> None:
-    """Micro-batches that are not reduced keep whole gradients; those that are, shards."""
+    """Micro-batches without reduction keep whole gradients, those with reduction shards."""
     everything = list(user_code.Uneven().parameters())
     account = accounts(tmp_path / "last", "--train.micro_batch 3 --mesh.accumulate last")[0]
     first = next(end["kinds"] for end in account["ends"] if end["phase"] == "backward")
@@ -117,7 +117,7 @@ def test_unsharded_gradients_of_accumulation_are_gradients(tmp_path: Path) -> No
     assert first["gradients"] == shard_bytes(everything)
 
 
-def test_replicas_hold_everything(tmp_path: Path) -> None:
+def test_replicas_hold_all_parameters(tmp_path: Path) -> None:
     everything = list(user_code.Uneven().parameters())
     whole = sum(p.numel() for p in everything) * 4
     for account in accounts(tmp_path, "--mesh.strategy ddp"):
@@ -128,7 +128,7 @@ def test_replicas_hold_everything(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_losses_of_a_profiled_run_are_those_of_another(tmp_path: Path) -> None:
+def test_profiling_does_not_change_losses(tmp_path: Path) -> None:
     words = "--train.steps 4 --checkpoint.export true"
     plain = runs.run(RANKS, tmp_path / "plain", words)
     seen = runs.run(
@@ -142,7 +142,7 @@ def test_the_losses_of_a_profiled_run_are_those_of_another(tmp_path: Path) -> No
 
 
 def test_off_costs_nothing() -> None:
-    """Nobody listens to the phases then, and nothing is asked of the run."""
+    """Without the flag there is no listener on the phases."""
     run: Any = SimpleNamespace(config=configuration.load([]))
     assert _maybe_profile(run) is None
 
@@ -151,12 +151,13 @@ def test_off_costs_nothing() -> None:
 
 
 def test_the_allocator_s_history_by_kind() -> None:
-    """A parameter from before, a gathered buffer, activations that go in backward, gradients known when they
-    are reduced.
+    """A parameter from before, a gathered buffer, activations freed in backward, gradients known at their
+    reduction.
     """
     timeline = Timeline(("parameters", "gathered", "gradients", "activations", "communication", "other"))
     events = [
-        ("alloc", 200, 40, 1.05), ("alloc", 300, 40, 1.06), ("free_requested", 300, 40, 1.08), ("alloc", 400, 30, 1.2),
+        ("alloc", 200, 40, 1.05), ("alloc", 300, 40, 1.06), ("free_requested", 300, 40, 1.08),
+        ("alloc", 400, 30, 1.2),
         ("alloc", 500, 25, 2.1), ("free_requested", 400, 30, 2.2), ("free_completed", 400, 30, 2.3),
         ("segment_free", 900, 1, 2.3), ("free_requested", 777, 9, 2.35),
     ]  # fmt: skip
@@ -165,7 +166,7 @@ def test_the_allocator_s_history_by_kind() -> None:
     sightings = [(1.0, 100, "parameters"), (2.0, 200, "gathered"), (2.15, 500, "gradients")]
     fill(timeline, [(100, 64)], history, marks, sightings, [(1.04, 1.10)])
     peaks = peaks_by_phase(timeline)
-    # 300 came while FSDP communicated and was gone before anybody owned it: a buffer.
+    # 300 was allocated while FSDP communicated and released before it had an owner: a buffer.
     assert max(curve(timeline)["kinds"]["communication"]) == 40
     assert peaks["forward"].bytes == 64 + 40 + 40
     assert peaks["forward"].kinds["parameters"] == 64
@@ -176,7 +177,7 @@ def test_the_allocator_s_history_by_kind() -> None:
     }  # fmt: skip
 
 
-def test_a_thinned_line_keeps_the_peak() -> None:
+def test_a_thinned_timeline_keeps_the_peak() -> None:
     timeline = Timeline(("activations",))
     timeline.mark(Mark(0.0, "forward", 1))
     for nth in range(10_000):
@@ -189,7 +190,7 @@ def test_a_thinned_line_keeps_the_peak() -> None:
     assert drawn["marks"] == [[0.0, "forward", 1]]
 
 
-def test_sizes_for_people() -> None:
+def test_sizes_as_text() -> None:
     assert [human(n) for n in (0, 999, 1024, 1.5 * 2**20, 3 * 2**30, 5 * 2**40)] == [
         "0 B", "999 B", "1 KiB", "1.5 MiB", "3 GiB", "5 TiB",
     ]  # fmt: skip

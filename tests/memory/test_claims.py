@@ -1,4 +1,4 @@
-"""docs/claims.md says of each claim whether it holds; the command beside it must say the same today."""
+"""docs/claims.md states whether each claim holds; the command beside it must agree."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def on_a_rank(env: DistEnv, name: str) -> tuple[bool, str]:
 
 
 @pytest.mark.parametrize("name", quick_are(claims.CLAIMS.keys() - LONG, claims.CLAIMS, []))
-def test_what_the_page_says_is_so(name: str) -> None:
+def test_the_command_agrees_with_the_page(name: str) -> None:
     if claims.CLAIMS[name].ranks > 1:
         holds, what = run_world(claims.RANKS, on_a_rank, name)[0]
     else:
@@ -37,6 +37,6 @@ def test_what_the_page_says_is_so(name: str) -> None:
     assert holds is VERDICTS[name], what
 
 
-def test_a_claim_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_claim(capsys: pytest.CaptureFixture[str]) -> None:
     assert claims.main(["no_such_claim"]) == 2
     assert "no_such_claim is not a claim" in capsys.readouterr().err

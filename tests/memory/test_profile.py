@@ -1,6 +1,4 @@
-"""What --profile writes: a page that stands alone, a trace with FSDP's ranges in it, a table whose parts are
-the step.
-"""
+"""Files of --profile: an offline page, a trace with FSDP's ranges, a table whose parts add up to the step."""
 
 from __future__ import annotations
 
@@ -26,9 +24,11 @@ from tests.support import runs
 @pytest.fixture(scope="module")
 def profiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("profiled")
-    words = "--profile.trace true --profile.memory true --profile.steps 2:3 --train.steps 5 --checkpoint.every_steps 3"
-    said = runs.failures(2, folder, words, "--train.micro_batch 3")
-    assert said == [None, None], said
+    profile_flags = "--profile.trace true --profile.memory true --profile.steps 2:3"
+    failures = runs.failures(
+        2, folder, profile_flags, "--train.steps 5 --checkpoint.every_steps 3 --train.micro_batch 3"
+    )
+    assert failures == [None, None], failures
     return folder / "profile"
 
 
@@ -43,7 +43,7 @@ def test_the_page_opens_offline(profiled: Path) -> None:
     for kind in ("parameters", "gathered", "gradients", "optimizer", "activations", "communication"):
         assert f"fill:var(--{kind})" in text
     for phase in ("forward", "backward", "reduce", "optimizer", "save"):
-        assert f"<td>{phase}</td>" in text
+        assert f'<td data-head="phase">{phase}</td>' in text
 
 
 def test_the_trace_has_the_chosen_steps_and_fsdp_in_them(profiled: Path) -> None:
@@ -56,7 +56,7 @@ def test_the_trace_has_the_chosen_steps_and_fsdp_in_them(profiled: Path) -> None
         assert "FSDP::post_backward_reduce (blocks.2)" in names
 
 
-def test_the_parts_are_the_step(profiled: Path) -> None:
+def test_the_parts_add_up_to_the_step(profiled: Path) -> None:
     for rank in range(2):
         steps = json.loads((profiled / f"rank{rank}_steps.json").read_text())["steps"]
         assert [step["step"] for step in steps] == [2, 3]
@@ -97,7 +97,7 @@ def test_kernels_and_nccl_of_a_device() -> None:
     assert round(step["hidden"] * 1e3, 6) == 20
 
 
-def test_sets_of_time() -> None:
+def test_set_operations_on_time_spans() -> None:
     a, b = union([(5, 7), (0, 2), (1, 3)]), union([(2, 6)])
     assert a == [(0, 3), (5, 7)]
     assert intersect(a, b) == [(2, 3), (5, 6)]
@@ -108,12 +108,12 @@ def test_sets_of_time() -> None:
 
 
 @pytest.mark.parametrize("text", ["0:3", "5:3", "a", "3:", "-1", ":4"])
-def test_steps_that_are_none(text: str) -> None:
+def test_wrong_profile_steps(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--profile.steps .* is not first:last.*HINT: --profile.steps 3:5"):
         profile_steps(text)
 
 
-def test_profile_flags_that_say_nothing() -> None:
+def test_profile_flags_without_effect() -> None:
     with pytest.raises(ConfigError, match=r"--profile.steps 4:5 has no effect alone"):
         configuration.load(["--profile.steps", "4:5"])
     with pytest.raises(ConfigError, match=r"--profile.steps 30 starts after the last step, 10"):
@@ -121,9 +121,9 @@ def test_profile_flags_that_say_nothing() -> None:
     assert profile_steps("4") == (4, 4)
 
 
-def test_a_run_that_starts_behind_the_steps_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(profile.log, "warning", lambda text, *args: said.append(text % args))
+def test_steps_before_the_start_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(profile.log, "warning", lambda text, *args: warnings.append(text % args))
     alone = DistEnv(
         rank=0,
         world_size=1,
@@ -143,18 +143,21 @@ def test_a_run_that_starts_behind_the_steps_says_so(tmp_path: Path, monkeypatch:
         torch.optim.AdamW(model.parameters()),
     )
     for phase in ("data", "forward", "data", "end"):
-        late.heard(phase, 7)
+        late.on_phase(phase, 7)
     late.close()
-    assert said == [
-        "--profile.steps 2:3 lies behind step 7, where this start begins. HINT: --profile.steps 9:11"
+    assert warnings == [
+        "--profile.steps 2:3 is before step 7, at which this start resumes. HINT: --profile.steps 9:11"
     ]
     assert not list(tmp_path.iterdir())
 
 
-def test_an_empty_account_is_still_a_page() -> None:
+def test_an_empty_account_makes_a_page() -> None:
     record: dict[str, Any] = {
-        "rank": 0, "ranks": 1, "device": "cpu", "source": "storages", "steps": [1, 1], "parameters": 0, "ends": [],
+        "rank": 0, "ranks": 1, "device": "cpu <b>", "source": "storages", "steps": [1, 1], "parameters": 0,
         "peak": {"bytes": 0, "step": 1, "phase": "data", "kinds": {}},
-        "phases": {"data": {"bytes": 0, "step": 1, "kinds": {}}}, "timeline": {"t_s": [], "kinds": {}, "marks": []},
+        "phases": {"data": {"bytes": 0, "step": 1, "kinds": {}}}, "ends": [],
+        "timeline": {"t_s": [], "kinds": {}, "marks": []},
     }  # fmt: skip
-    assert "nothing was recorded" in page(record)
+    text = page(record)
+    assert "nothing was recorded" in text
+    assert "cpu &lt;b&gt;" in text

@@ -1,4 +1,4 @@
-"""Ways to break the product's reductions in a rank: each is a context manager that patches this process."""
+"""Broken reductions: each is a context manager that patches the process of a rank."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ Break = Callable[[DistEnv], contextlib.AbstractContextManager[Any]]
 
 
 def instead(owner: Any, name: str, make: Callable[[Any], Any]) -> contextlib.AbstractContextManager[Any]:
-    """`owner.name` is replaced by what `make` makes of it."""
+    """Replaces `owner.name` by `make(owner.name)`."""
     found = owner.__dict__[name]
     return mock.patch.object(owner, name, make(found.fget if isinstance(found, property) else found))
 
 
 def times(factor: float) -> Break:
-    """Every gradient, before its norm is taken."""
+    """Multiplies every gradient before its norm is computed."""
 
     def make(norm: Any) -> Any:
         def broken(self: Gradients) -> Tensor:
@@ -47,7 +47,7 @@ def times(factor: float) -> Break:
 
 
 def with_gradient(parts: LossParts, factor: float) -> LossParts:
-    """The same loss, with its gradient multiplied."""
+    """The same loss with its gradient multiplied."""
     return replace(parts, loss_sum=parts.loss_sum.detach() * (1 - factor) + parts.loss_sum * factor)
 
 
@@ -70,7 +70,7 @@ def divided_by_micro_batches(env: DistEnv) -> contextlib.AbstractContextManager[
 
 
 def mean_over_tokens(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
-    """Of each micro-batch, weighed by its rows."""
+    """The mean over the tokens of each micro-batch, weighted by its rows."""
 
     def make(parts_of: Any) -> Any:
         def broken(logits: Tensor, targets: Tensor, valid: Tensor) -> LossParts:
@@ -84,7 +84,7 @@ def mean_over_tokens(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
 
 
 def own_part(output: Tensor, given: Tensor, group: Any, op: Any, async_op: bool = False) -> None:
-    """A reduce-scatter that scatters and sums nothing."""
+    """A reduce-scatter without the reduction."""
     output.copy_(given.view(group.size(), -1)[group.rank()])
 
 
@@ -197,7 +197,7 @@ def broken(name: str, env: DistEnv) -> Iterator[None]:
 
 
 def train_broken(env: DistEnv, name: str, asked: ParityOptions, tried: list[Row], folder: str) -> None:
-    """What a rank of the command does, in one of these ways."""
+    """The work of one rank of the command, with one of BREAKS."""
     with broken(name, env):
         train_rows(env, asked, tried, folder, lambda _: None)
     assert dist.is_initialized()

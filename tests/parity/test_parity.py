@@ -1,7 +1,6 @@
-"""Parameters after 20 steps on every mesh, against a plain loop in one process that knows nothing of fsdp/'s
-training.
+"""Parameters after 20 steps on every mesh, compared with a plain loop in one process, independent of fsdp/.
 
-float64 shows a wrong reduction that rounding would hide; the lower precisions have bounds of their own.
+float64 shows a wrong reduction that rounding would hide; lower precisions have their own bounds.
 """
 
 from __future__ import annotations
@@ -85,12 +84,12 @@ CASES = {
 }  # fmt: skip
 
 
-def _worth_it(mesh: str, dtype: str) -> bool:
-    """Where values are rounded the number of ranks says little more."""
+def _is_tested(mesh: str, dtype: str) -> bool:
+    """In lower precisions fewer meshes are enough."""
     return dtype in ("fp64", "fp32") or mesh in ("fsdp of 2", "hsdp 2×2", "ddp of 2")
 
 
-ON_MESHES = [(mesh, dtype) for dtype in BOUNDS for mesh in MESHES if _worth_it(mesh, dtype)]
+ON_MESHES = [(mesh, dtype) for dtype in BOUNDS for mesh in MESHES if _is_tested(mesh, dtype)]
 QUICK_MESHES = [("hsdp 2×2", "fp32"), ("fsdp of 2", "bf16")]
 QUICK = ("gathered once a step", "ddp, 3 micro-batches")
 SAMPLE_MESHES = [
@@ -101,10 +100,11 @@ SAMPLE_MESHES = [
     ("ddp of 3", "fp64"),
 ]
 SAMPLE = (
-    "tied", "hsdp, scattered each time", "scalars", "own loss", "zero-2", "reshard to 2 of 4", "uneven micro-batches",
+    "tied", "hsdp, scattered each time", "scalars", "own loss", "zero-2", "reshard to 2 of 4",
+    "uneven micro-batches",
     "clipped hard, hsdp", "sent and not drawn", "frozen, hsdp", "smaller than the mesh",
 )  # fmt: skip
-"""With those of the quick part: what can go wrong, each in one way. The others are in the full form."""
+"""One case per kind of fault, with those of the quick part. The others are in the full form."""
 
 
 @functools.cache
@@ -112,8 +112,8 @@ def reference(words: str, dtype: str) -> Trained:
     return train_plainly(settings(words), dtype=dtype)
 
 
-def _what_is_trained(words: str) -> str:
-    """The flags that a plain loop must know of: the others may not change a number."""
+def _training_flags(words: str) -> str:
+    """The flags that the plain loop reads: others must not change a result."""
     kept = ("model.name", "model.args", "data.name", "train.global_batch", "train.clip_grad_norm", "optim.")
     pairs = words.split()
     return " ".join(
@@ -124,7 +124,7 @@ def _what_is_trained(words: str) -> str:
 
 
 def check(ranks: int, words: str, dtype: str, folder: Path) -> None:
-    plain = reference(_what_is_trained(words), dtype)
+    plain = reference(_training_flags(words), dtype)
     finished = run(ranks, folder, words, PRECISION[dtype])
     steps = [record for record in finished.records if "loss" in record]
     assert [record["step"] for record in steps] == list(range(1, 21))

@@ -1,4 +1,4 @@
-"""python -m fsdp.parity as a person types it: a table, a verdict, an exit code."""
+"""python -m fsdp.parity as a command: a table, a verdict, an exit code."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp.parity import Comparison, Row, relative_differences, rows
 from fsdp.parity.__main__ import _show
-from fsdp.parity.measure import ParityDifference
-from fsdp.parity.options import ParityOptions
+from fsdp.parity.measure import ParityDifference, relative_differences
+from fsdp.parity.options import Comparison, ParityOptions, Row, rows
 from tests.test_house import imports
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +32,7 @@ def parity(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_a_person_s_own_model_on_two_ranks() -> None:
+def test_a_user_s_model_on_two_ranks() -> None:
     done = parity(*SMALL, "--parity.steps", "6")
     assert done.returncode == 0, done.stderr
     *table, verdict = done.stdout.splitlines()
@@ -47,10 +46,12 @@ def test_a_person_s_own_model_on_two_ranks() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--train.stepz", "3"], "fsdp.parity: --train.stepz is not a flag. HINT: did you mean --train.steps?"),
+        (["--train.stepz", "3"],
+         "fsdp.parity: --train.stepz is not a flag. HINT: did you mean --train.steps?"),
         (["--parity.dtype", "fp8"],
          "fsdp.parity: --parity.dtype fp8 is not one of fp64, fp32, bf16, fp16. HINT: --parity.dtype fp64"),
-        (["--parity.ranks", "0"], "fsdp.parity: --parity.ranks 0 is not a whole number from 1. HINT: --parity.ranks 2"),
+        (["--parity.ranks", "0"],
+         "fsdp.parity: --parity.ranks 0 is not a whole number from 1. HINT: --parity.ranks 2"),
         (["--parity.rank", "2"],
          "fsdp.parity: --parity.rank is not a flag. HINT: did you mean --parity.ranks?"),
     ],
@@ -60,14 +61,14 @@ def test_a_wrong_flag_is_one_line(words: list[str], message: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (2, "", message + "\n")
 
 
-def test_what_is_tried_fits_the_ranks() -> None:
+def test_every_mesh_has_as_many_ranks_as_given() -> None:
     for ranks in range(1, 9):
         assert all(row.replicate * row.shard == ranks for row in rows(ranks))
     assert Row("hsdp", 2, 2, "true", 1) in rows(4)
 
 
-def test_a_difference_is_measured_against_what_moved() -> None:
-    """A parameter with next to no gradient against the model's, any other against its own; a nan is far."""
+def test_a_difference_is_relative_to_the_change() -> None:
+    """Relative to the model for a parameter with almost no gradient, else to itself; infinite for NaN."""
     b = {"large": torch.full((4,), 10.0), "small": torch.ones(1), "flat": torch.zeros(1)}
     a = {"large": b["large"].clone(), "small": torch.tensor([1.5]), "flat": torch.tensor([1e-9])}
     found = relative_differences(a, b)
@@ -77,7 +78,7 @@ def test_a_difference_is_measured_against_what_moved() -> None:
     assert relative_differences({**a, "small": torch.tensor([float("nan")])}, b)["small"] == float("inf")
 
 
-def test_what_differs_stands_under_its_mesh(capsys: pytest.CaptureFixture[str]) -> None:
+def test_differences_are_printed_below_their_mesh(capsys: pytest.CaptureFixture[str]) -> None:
     row = Row("hsdp", 2, 1, "true", 1)
     same = [ParityDifference(training, "the loss of step 1", 1e-16, 1e-10) for training in Comparison]
     wrong = ParityDifference(Comparison.GRADIENT, "the gradient of head.bias", 1.0, 1e-10, factor=2.0)
@@ -87,18 +88,23 @@ def test_what_differs_stands_under_its_mesh(capsys: pytest.CaptureFixture[str]) 
     assert _show(asked, iter([(row, [*same, wrong, later])])) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[-3].endswith("DIFFERS")
-    assert (
-        lines[-2]
-        == "  gradients: the gradient of head.bias differs by 1.0e+00, bound 1e-10: it is 2 times the plain loop's"
+    assert lines[-2] == (
+        "  gradients: the gradient of head.bias differs by 1.0e+00, bound 1e-10: "
+        "it is 2 times the plain loop's"
     )
     assert lines[-1] == "PARITY FAILS: 1 of 1 meshes differ, 20 steps on 2 ranks in fp64"
 
 
 def test_the_plain_loop_shares_no_code_that_computes() -> None:
-    """The model, its weights and the samples, and nothing of the run."""
-    named = {
-        module.split(".")[1]
-        for _, module in imports(ROOT / "fsdp/parity/reference.py")
-        if module.startswith("fsdp.")
+    """It imports the model, its weights and the samples, and of the run the type of its job alone."""
+    imported = {
+        module for _, module in imports(ROOT / "fsdp/parity/reference.py") if module.startswith("fsdp.")
     }
-    assert named == {"parity", "config", "job", "models", "checkpoint"}
+    assert {module.split(".")[1] for module in imported} == {
+        "parity",
+        "config",
+        "run",
+        "models",
+        "checkpoint",
+    }
+    assert {module for module in imported if module.startswith("fsdp.run")} == {"fsdp.run.job.Job"}

@@ -1,6 +1,4 @@
-"""What python -m fsdp.parity finds with its default flags: each way to break a reduction, and nothing where
-none is broken.
-"""
+"""python -m fsdp.parity with default flags finds each broken reduction, and nothing if none is broken."""
 
 from __future__ import annotations
 
@@ -21,17 +19,19 @@ from tests.support.world import run_world
 
 pytestmark = pytest.mark.slow
 
-VECTORS = "--model.name tests.support.user_code:Uneven --data.name tests.support.user_code:vectors --train.global_batch 12"
-WORDS = "--model.name tests.support.user_code:TiedWords --data.name tests.support.user_code:sentences --train.global_batch 12"
+OWN = "tests.support.user_code"
+VECTORS = f"--model.name {OWN}:Uneven --data.name {OWN}:vectors --train.global_batch 12"
+WORDS = f"--model.name {OWN}:TiedWords --data.name {OWN}:sentences --train.global_batch 12"
+PICTURES = "--train.global_batch 7 --data.name tests.models.small_hf:pictures"
 TEXTS = "--train.global_batch 7 --data.name tests.models.small_hf:texts"
 QUIET = " --watch.enabled false"
 RIGHT = {
     "bert": f"{TEXTS} --model.name tests.models.small_hf:bert --data.args.kind masked",
     "gemma 3": f"{TEXTS} --model.name tests.models.small_hf:gemma3 --data.args.kind causal",
-    "vit": "--train.global_batch 7 --data.name tests.models.small_hf:pictures --model.name tests.models.small_hf:vit",
+    "vit": f"{PICTURES} --model.name tests.models.small_hf:vit",
     "mixtral": f"{TEXTS} --model.name tests.models.small_hf:mixtral --data.args.kind causal",
     "t5": f"{TEXTS} --model.name tests.models.small_hf:t5 --data.args.kind seq2seq",
-    "own loss": "--train.global_batch 12 --model.name tests.support.user_code:OwnLoss --data.name tests.support.user_code:vectors",
+    "own loss": f"--train.global_batch 12 --model.name {OWN}:OwnLoss --data.name {OWN}:vectors",
 }
 WRONG = [name for name in BREAKS if name != "nothing"]
 FACTORS = {"twice": 2.0, "a hundred times": 100.0}
@@ -47,7 +47,7 @@ cached = functools.cache(reference)
 
 
 def differences(words: str, name: str, folder: Path) -> dict[Row, list[ParityDifference]]:
-    """What the command prints under each mesh."""
+    """The differences that the command prints below each mesh."""
     known, asked, tried = cached(words)
     run_world(2, train_broken, name, asked, tried, str(folder))
     return {row: [d for d in known.judge(at, str(folder)) if not d.same] for at, row in enumerate(tried)}
@@ -68,21 +68,21 @@ def test_a_broken_reduction_is_found(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sample_are(["own loss"], RIGHT))
-def test_a_run_that_is_right_raises_no_alarm(name: str, tmp_path: Path) -> None:
+def test_a_correct_run_has_no_difference(name: str, tmp_path: Path) -> None:
     if "small_hf" in RIGHT[name]:
         needs.check("transformers")
     assert not any(differences(RIGHT[name], "nothing", tmp_path).values())
 
 
 @pytest.mark.needs("transformers")
-def test_it_says_why_a_model_cannot_be_exact() -> None:
+def test_notes_explain_why_a_model_is_not_exact() -> None:
     notes = list(cached(RIGHT["gemma 3"])[0].notes())
     assert notes == [
-        "Gemma3RMSNorm computes in float32 although float64 is asked for: the bounds are 1e-05, and 1e-02 as asked, of the "
-        "whole model"
+        "Gemma3RMSNorm computes in float32 although the run computes in float64: "
+        "the bound of the whole model is 1e-05, and 1e-02 in 'configured'"
     ]
     notes = list(cached(RIGHT["vit"])[0].notes())
     assert notes == [
-        "the gradient of vit.layers.0.attention.k_proj.bias and 1 other parameters is 0 but for rounding, which Adam enlarges: "
-        "left out as asked"
+        "the gradient of vit.layers.0.attention.k_proj.bias and 1 other parameter is 0 except for rounding, "
+        "which Adam amplifies: not compared in 'configured'"
     ]

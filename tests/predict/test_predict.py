@@ -1,6 +1,4 @@
-"""python -m fsdp.predict on run directories as training leaves them: a number, a picture, text, and plain
-errors.
-"""
+"""python -m fsdp.predict on run directories as training writes them: accuracy, images, text, errors."""
 
 from __future__ import annotations
 
@@ -64,11 +62,11 @@ def language(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return make_run(tmp_path_factory.mktemp("language") / "run", LANGUAGE)
 
 
-Say = Callable[..., str]
+Command = Callable[..., str]
 
 
 @pytest.fixture
-def say(capsys: pytest.CaptureFixture[str]) -> Say:
+def predict(capsys: pytest.CaptureFixture[str]) -> Command:
     def run(*argv: object) -> str:
         assert main([str(word) for word in argv]) == 0, capsys.readouterr().err
         return capsys.readouterr().out
@@ -77,7 +75,7 @@ def say(capsys: pytest.CaptureFixture[str]) -> Say:
 
 
 @pytest.fixture
-def complain(capsys: pytest.CaptureFixture[str]) -> Say:
+def error_of(capsys: pytest.CaptureFixture[str]) -> Command:
     def run(*argv: object) -> str:
         assert main([str(word) for word in argv]) == 2
         captured = capsys.readouterr()
@@ -91,7 +89,7 @@ def complain(capsys: pytest.CaptureFixture[str]) -> Say:
 # ---------------------------------------------------------------- images
 
 
-def test_the_accuracy_is_that_of_the_heldout_digits(digits: Made, say: Say) -> None:
+def test_the_accuracy_is_that_of_the_heldout_digits(digits: Made, predict: Command) -> None:
     run, model, config = digits
     heldout = build_dataset(config.data).heldout
     assert heldout is not None
@@ -100,15 +98,15 @@ def test_the_accuracy_is_that_of_the_heldout_digits(digits: Made, say: Say) -> N
     assert right > 0.85 * len(heldout)
     assert (
         f"accuracy  {right / len(heldout):.2%} of the held-out samples, {right} of {len(heldout)}\n"
-        in say(run)
+        in predict(run)
     )
 
 
-def test_samples_are_shown_with_their_classes_and_probabilities(digits: Made, say: Say) -> None:
+def test_samples_are_shown_with_their_classes_and_probabilities(digits: Made, predict: Command) -> None:
     run, model, config = digits
     heldout = build_dataset(config.data).heldout
     assert heldout is not None
-    lines = [line for line in say(run, "--samples", 5).splitlines() if line.startswith("sample")]
+    lines = [line for line in predict(run, "--samples", 5).splitlines() if line.startswith("sample")]
     assert len(lines) == 5
     for line in lines:
         found = re.match(r"sample (\d+) +is (\d) +(\d) (\d+\.\d)%", line)
@@ -122,28 +120,26 @@ def test_samples_are_shown_with_their_classes_and_probabilities(digits: Made, sa
         assert line.endswith("WRONG") == (truth != best)
 
 
-def test_a_picture_of_the_samples_is_drawn(digits: Made, say: Say, tmp_path: Path) -> None:
+def test_an_image_of_the_samples_is_drawn(digits: Made, predict: Command, tmp_path: Path) -> None:
     run, _, _ = digits
-    assert f"picture   {run}/predictions.png" in say(run)
+    assert f"picture   {run}/predictions.png" in predict(run)
     with Image.open(run / "predictions.png") as sheet:
         colours = np.unique(np.asarray(sheet.convert("RGB")).reshape(-1, 3), axis=0).tolist()
         assert sheet.width > 450
         assert sheet.height > 450
-    # what is right stands in green
+    # correct predictions are green
     assert any(green > red + 60 and green > blue + 60 for red, green, blue in colours)
-    say(run, "--samples", 1, "--out", tmp_path / "new" / "one.jpg")
+    predict(run, "--samples", 1, "--out", tmp_path / "new" / "one.jpg")
     with Image.open(tmp_path / "new" / "one.jpg") as sheet:
         assert sheet.format == "JPEG"
 
 
-def test_the_training_samples_can_be_asked_about(digits: Made, say: Say) -> None:
-    assert "of the train samples, " in say(digits[0], "--split", "train", "--samples", 0)
+def test_training_samples_can_be_predicted(digits: Made, predict: Command) -> None:
+    assert "of the train samples, " in predict(digits[0], "--split", "train", "--samples", 0)
 
 
-def test_a_picture_of_ones_own_goes_the_way_of_training(digits: Made, say: Say, tmp_path: Path) -> None:
-    """A digit of the data, painted large and in colour as a person would send it, is read as the data's own
-    is.
-    """
+def test_image_files_are_preprocessed_as_in_training(digits: Made, predict: Command, tmp_path: Path) -> None:
+    """A digit of the data, enlarged and in colour as a user's file would be, gets the same prediction."""
     run, _, _ = digits
     with np.load(ROOT / "fsdp" / "data" / "digits.npz") as file:
         source, labels = file["images"], file["labels"]
@@ -153,8 +149,8 @@ def test_a_picture_of_ones_own_goes_the_way_of_training(digits: Made, say: Say, 
         Image.fromarray(large).convert("RGB").save(tmp_path / f"{index}.png")
         Image.fromarray(255 - large).save(tmp_path / f"dark{index}.png")
     files = [word for index in range(20) for word in ("--image", tmp_path / f"{index}.png")]
-    light = say(run, *files, "--out", tmp_path / "sheet.png").splitlines()
-    dark = say(
+    light = predict(run, *files, "--out", tmp_path / "sheet.png").splitlines()
+    dark = predict(
         run, "--invert", *[str(word).replace(f"{tmp_path}/", f"{tmp_path}/dark") for word in files]
     ).splitlines()
     for index in range(20):
@@ -165,7 +161,9 @@ def test_a_picture_of_ones_own_goes_the_way_of_training(digits: Made, say: Say, 
 
 
 @pytest.mark.parametrize("files", ["one", "several"])
-def test_a_safetensors_export_says_the_same(digits: Made, say: Say, tmp_path: Path, files: str) -> None:
+def test_a_safetensors_export_has_the_same_predictions(
+    digits: Made, predict: Command, tmp_path: Path, files: str
+) -> None:
     run, model, _ = digits
     other = tmp_path / "run"
     (other / "full_model").mkdir(parents=True)
@@ -178,62 +176,64 @@ def test_a_safetensors_export_says_the_same(digits: Made, say: Say, tmp_path: Pa
     where = {key: name for name, part in zip(names, parts, strict=True) for key, _ in part}
     index = json.dumps({"metadata": {}, "weight_map": where})
     (other / "full_model" / "model.safetensors.index.json").write_text(index, encoding="utf-8")
-    assert say(other).replace(str(other), "") == say(run).replace(str(run), "")
+    assert predict(other).replace(str(other), "") == predict(run).replace(str(run), "")
 
 
-def test_a_float64_run_is_not_rounded(tmp_path: Path, say: Say) -> None:
+def test_a_float64_run_is_not_rounded(tmp_path: Path, predict: Command) -> None:
     run, model, _ = make_run(tmp_path / "run", MLP | {"precision.master": "fp64"})
     torch.save(
         {name: value.double() for name, value in model.state_dict().items()},
         run / "full_model" / "full-model.pt",
     )
-    assert "accuracy" in say(run)
+    assert "accuracy" in predict(run)
 
 
-def test_a_vision_transformer_is_read_too(tmp_path: Path, say: Say) -> None:
+def test_a_vision_transformer_is_supported(tmp_path: Path, predict: Command) -> None:
     run, _, _ = make_run(tmp_path / "run", {"model.name": "vit", "model.args.layers": 1})
-    assert "accuracy" in say(run, "--samples", 2)
+    assert "accuracy" in predict(run, "--samples", 2)
 
 
 # ---------------------------------------------------------------- language
 
 
-def test_text_goes_on_from_a_prompt_the_same_for_a_seed(language: Made, say: Say) -> None:
+def test_generated_text_is_deterministic_for_a_seed(language: Made, predict: Command) -> None:
     run = language[0]
-    first = say(run, "--prompt", "import ", "--tokens", 40)
+    first = predict(run, "--prompt", "import ", "--tokens", 40)
     assert first.startswith("import ")
-    assert say(run, "--prompt", "import ", "--tokens", 40) == first
-    assert say(run, "--prompt", "import ", "--tokens", 40, "--seed", 1) != first
-    assert say(run, "--tokens", 3).startswith("def ")
+    assert predict(run, "--prompt", "import ", "--tokens", 40) == first
+    assert predict(run, "--prompt", "import ", "--tokens", 40, "--seed", 1) != first
+    assert predict(run, "--tokens", 3).startswith("def ")
 
 
-def test_the_likeliest_token_is_the_models_own(language: Made, say: Say) -> None:
+def test_greedy_tokens_are_the_models_argmax(language: Made, predict: Command) -> None:
     run, model, _ = language
     tokens = list(b"class Thing:")
-    for _ in range(45):  # beyond the 32 that it saw at once in training
+    for _ in range(45):  # more than training's context of 32
         tokens.append(int(model(torch.tensor([tokens[-32:]]))[0, -1, :256].argmax()))
-    said = say(run, "--prompt", "class Thing:", "--tokens", 45, "--temperature", 0)
-    assert said == bytes(tokens).decode(errors="replace") + "\n"
-    assert say(run, "--prompt", "class Thing:", "--tokens", 45, "--top-k", 1) == said
+    text = predict(run, "--prompt", "class Thing:", "--tokens", 45, "--temperature", 0)
+    assert text == bytes(tokens).decode(errors="replace") + "\n"
+    assert predict(run, "--prompt", "class Thing:", "--tokens", 45, "--top-k", 1) == text
 
 
-def test_text_can_go_to_a_file(language: Made, say: Say, tmp_path: Path) -> None:
-    said = say(language[0], "--tokens", 5, "--out", tmp_path / "text.txt")
-    assert (tmp_path / "text.txt").read_text(encoding="utf-8") == said
+def test_text_can_go_to_a_file(language: Made, predict: Command, tmp_path: Path) -> None:
+    text = predict(language[0], "--tokens", 5, "--out", tmp_path / "text.txt")
+    assert (tmp_path / "text.txt").read_text(encoding="utf-8") == text
 
 
-def test_token_numbers_where_training_read_numbers(tmp_path: Path, say: Say, complain: Say) -> None:
+def test_token_numbers_where_training_read_numbers(
+    tmp_path: Path, predict: Command, error_of: Command
+) -> None:
     (np.arange(2000) % 50).astype(np.uint16).tofile(tmp_path / "tokens.bin")
     fields = LANGUAGE | {"data.name": "tokens", "data.dir": str(tmp_path), "data.args.vocab_size": 50}
     del fields["data.args.max_mb"]
     run, _, _ = make_run(tmp_path / "run", fields)
-    numbers = [int(word) for word in say(run, "--prompt", "1 2 3", "--tokens", 4).split()]
+    numbers = [int(word) for word in predict(run, "--prompt", "1 2 3", "--tokens", 4).split()]
     assert numbers[:3] == [1, 2, 3]
     assert len(numbers) == 7
     assert max(numbers) < 50
-    assert len(say(run, "--tokens", 4).split()) == 20
-    assert "trained on token numbers" in complain(run, "--prompt", "abc")
-    assert "token 50, beyond the vocabulary of 50" in complain(run, "--prompt", "50")
+    assert len(predict(run, "--tokens", 4).split()) == 20
+    assert "is not a list of token numbers" in error_of(run, "--prompt", "abc")
+    assert "token 50, beyond the vocabulary of 50" in error_of(run, "--prompt", "50")
 
 
 MODEL_LIKE_HF = """
@@ -250,48 +250,48 @@ class Wrapped(nn.Module):
 """
 
 
-def test_outputs_with_logits_are_understood(
-    tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
+def test_outputs_with_logits_are_supported(
+    tmp_path: Path, predict: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "hf_like_model.py").write_text(MODEL_LIKE_HF, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     fields = {name: value for name, value in LANGUAGE.items() if not name.startswith("model.")}
     run, _, _ = make_run(tmp_path / "run", fields | {"model.name": "hf_like_model:Wrapped"})
-    said = say(run, "--prompt", "x = ", "--tokens", 8, "--trust-code", "hf_like_model:Wrapped")
-    assert said.startswith("x = ")
+    text = predict(run, "--prompt", "x = ", "--tokens", 8, "--trust-code", "hf_like_model:Wrapped")
+    assert text.startswith("x = ")
 
 
-# ---------------------------------------------------------------- what a person gets wrong
+# ---------------------------------------------------------------- errors
 
 
-def test_no_such_run(tmp_path: Path, complain: Say) -> None:
-    assert f"{tmp_path}/none does not exist. HINT: python -m fsdp.predict RUN" in complain(tmp_path / "none")
-    assert f"{tmp_path} holds no config.toml" in complain(tmp_path)
+def test_no_such_run(tmp_path: Path, error_of: Command) -> None:
+    assert f"{tmp_path}/none does not exist. HINT: python -m fsdp.predict RUN" in error_of(tmp_path / "none")
+    assert f"{tmp_path} holds no config.toml" in error_of(tmp_path)
 
 
-def test_no_export_and_how_to_make_one(tmp_path: Path, complain: Say) -> None:
+def test_no_export_names_the_export_command(tmp_path: Path, error_of: Command) -> None:
     run, _, _ = make_run(tmp_path / "run", MLP)
     (run / "full_model" / "full-model.pt").unlink()
     assert (
         f"{run} has no exported model in {run}/full_model. HINT: python -m fsdp.checkpoint export {run}"
-        in complain(run)
+        in error_of(run)
     )
 
 
-def test_an_export_of_another_model(tmp_path: Path, complain: Say) -> None:
+def test_an_export_of_another_model(tmp_path: Path, error_of: Command) -> None:
     run, _, _ = make_run(tmp_path / "run", MLP)
     torch.save({"weight": torch.zeros(2)}, run / "full_model" / "full-model.pt")
-    assert "does not fit the model" in complain(run)
+    assert "does not fit the model" in error_of(run)
 
 
-def test_an_export_that_would_run_code_is_refused(tmp_path: Path, complain: Say) -> None:
+def test_an_export_that_would_run_code_is_refused(tmp_path: Path, error_of: Command) -> None:
     class Evil:
         def __reduce__(self) -> tuple[Any, ...]:
             return Path.touch, (tmp_path / "written",)
 
     run, _, _ = make_run(tmp_path / "run", MLP)
     torch.save({"weight": Evil()}, run / "full_model" / "full-model.pt")
-    complain(run)
+    error_of(run)
     assert not (tmp_path / "written").exists()
 
 
@@ -302,27 +302,27 @@ def test_an_export_that_would_run_code_is_refused(tmp_path: Path, complain: Say)
         (["--samples", "few"], "--samples few is not a whole number from 0"),
         (["--temperature", "-1"], "--temperature -1 is not a number from 0"),
         (["--split", "test"], "--split test is not one of heldout, train"),
-        (["--prompt", "hello"], "--prompt says nothing to"),
-        (["--tokens", "5"], "--tokens says nothing to"),
+        (["--prompt", "hello"], "--prompt does not apply to"),
+        (["--tokens", "5"], "--tokens does not apply to"),
         (["--image", "no/such.png"], "--image no/such.png does not exist"),
-        (["--image", __file__], "is no picture"),
-        (["--invert"], "--invert is for a picture of yours. HINT: --image FILE --invert"),
-        (["--out", "table.xyz"], "--out table.xyz is not the name of a picture. HINT: --out table.png"),
+        (["--image", __file__], "is not an image"),
+        (["--invert"], "--invert applies to --image alone. HINT: --image FILE --invert"),
+        (["--out", "table.xyz"], "--out table.xyz has no image file extension. HINT: --out table.png"),
         (["--data.dri", "x"], "--data.dri is not a flag. HINT: did you mean --data.dir?"),
         (["--model.name", "vit"], "--model.name is not a flag"),
     ],
 )
-def test_wrong_flags_are_one_line(digits: Made, complain: Say, argv: list[str], message: str) -> None:
-    assert message in complain(digits[0], *argv)
+def test_wrong_flags_are_one_line(digits: Made, error_of: Command, argv: list[str], message: str) -> None:
+    assert message in error_of(digits[0], *argv)
 
 
-def test_pictures_say_nothing_to_a_language_model(language: Made, complain: Say) -> None:
-    assert "--image says nothing to" in complain(language[0], "--image", "x.png")
-    assert "--prompt is empty" in complain(language[0], "--prompt", "")
+def test_image_flags_do_not_apply_to_a_language_model(language: Made, error_of: Command) -> None:
+    assert "--image does not apply to" in error_of(language[0], "--image", "x.png")
+    assert "--prompt is empty" in error_of(language[0], "--prompt", "")
 
 
 @pytest.mark.slow
-def test_the_commands_as_typed_say_what_training_said(tmp_path: Path) -> None:
+def test_the_command_reports_training_s_accuracy(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
     flags = [
         "--model.name",

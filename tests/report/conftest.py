@@ -1,6 +1,4 @@
-"""A browser that tests look at pages with. Without one they skip and say why; where SHARDRUN_CI_REQUIRE names
-it, they fail.
-"""
+"""A browser for tests of pages. Without one they skip, or fail if SHARDRUN_CI_REQUIRE names it."""
 
 from __future__ import annotations
 

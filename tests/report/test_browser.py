@@ -1,6 +1,4 @@
-"""The report as a person sees it, in a browser: two widths, light and dark, print, under the pointer, and
-without scripts.
-"""
+"""The report in a browser: two widths, light and dark, print, the pointer's readout, and without scripts."""
 
 from __future__ import annotations
 
@@ -10,6 +8,7 @@ from typing import Literal
 
 import pytest
 
+from fsdp.base.html import render
 from fsdp.report.page import page as html_of
 from fsdp.report.run_data import read_run
 from fsdp.report.sample_section import SampleSection
@@ -19,21 +18,32 @@ from tests.support.browser import Browser, Page
 from tests.support.looks import FAINT, assert_fits, assert_keeps_to_itself, assert_legible, listed
 from tests.support.marks import quick_are
 
-PIXEL = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+PIXEL = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9"
+    "awAAAABJRU5ErkJggg=="
+)
 PICTURES = SampleSection(
-    body='<p class="about">2 samples</p><div class="samples">'
-    + "".join(
-        f'<figure class="{kind}"><img alt="" src="{PIXEL}"><figcaption><b>a class of a long name</b> <span>is other</span>'
-        "</figcaption></figure>"
-        for kind in ("right", "wrong")
+    body=render(
+        "report/templates/samples.html",
+        about="2 samples",
+        pictures=[
+            {
+                "right": right,
+                "alt": "",
+                "source": PIXEL,
+                "best": "a class of a long name",
+                "verdict": "is other",
+            }
+            for right in (True, False)
+        ],
+        texts=[{"about": "sampled", "prompt": "def ", "rest": "long" * 90}],
     )
-    + f'</div><figure class="text"><figcaption>drawn</figcaption><pre><b>def </b>{"long" * 90}</pre></figure>'
 )
 LONG = "a-run-with-a-name-that-somebody-made-of-all-its-settings-lr-0.0004-width-1024-and-then-some-more"
 
 
 def full(folder: Path) -> Path:
-    """A run with all that a page can show."""
+    """A run with everything that a page can show."""
     run = watched(made(folder, steps=900, mesh__reshard_after_forward="false", plan__predicted_step_s=0.1))
     with (run / "metrics.jsonl").open("a") as file:
         file.write(
@@ -112,7 +122,7 @@ def test_light_and_dark_differ(browser: Browser, files: dict[str, Path]) -> None
     assert len(set(seen)) == 2
 
 
-def test_print_is_black_on_white_also_from_a_dark_screen(browser: Browser, files: dict[str, Path]) -> None:
+def test_print_is_black_on_white_in_dark_mode_too(browser: Browser, files: dict[str, Path]) -> None:
     page = browser.open(files["one"], scheme="dark", media="print", width=720)
     assert page.ask("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert page.ask("getComputedStyle(document.body).color") == "rgb(0, 0, 0)"
@@ -129,9 +139,8 @@ def test_the_pointer_and_the_arrow_keys_read_a_curve(browser: Browser, files: di
     page = browser.open(files["one"])
     usual = readout(page)
     page.ask("document.querySelector('.area').scrollIntoView({block: 'center'})")
-    box = page.ask(
-        "(({x, y, width, height}) => [x, y, width, height])(document.querySelector('.area').getBoundingClientRect())"
-    )
+    area = "document.querySelector('.area').getBoundingClientRect()"
+    box = page.ask(f"(({{x, y, width, height}}) => [x, y, width, height])({area})")
     page.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0] + box[2] / 2, y=box[1] + box[3] / 2)
     assert readout(page).startswith("step 4")
     assert "training 0.00" in readout(page)

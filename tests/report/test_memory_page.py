@@ -1,6 +1,4 @@
-"""The page that --profile.memory leaves, in a browser: two widths, light and dark, print, and nothing asked
-for.
-"""
+"""The page of --profile.memory in a browser: two widths, light and dark, print, and no requests."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ PHASES = ("data", "forward", "backward", "reduce", "optimizer")
 
 
 def account() -> dict[str, Any]:
-    """As a rank writes it: three steps of five phases."""
+    """An account as a rank writes it: three steps of five phases."""
     times = [0.01 * n for n in range(60)]
     kinds = {kind: [((n * (k + 3)) % 17 + k) << 20 for n in range(60)] for k, kind in enumerate(KINDS)}
     peak = {"bytes": 90 << 20, "step": 4, "phase": "backward", "kinds": dict.fromkeys(KINDS, 12 << 20)}
@@ -28,7 +26,8 @@ def account() -> dict[str, Any]:
         {"step": s, "phase": p, "kinds": peak["kinds"], "beyond": 5 << 20} for s in (3, 4, 5) for p in PHASES
     ]
     return {
-        "format": 1, "rank": 0, "ranks": 4, "device": "cpu", "source": "storages", "steps": [3, 5], "parameters": 10_000_000,
+        "format": 1, "rank": 0, "ranks": 4, "device": "cpu", "source": "storages", "steps": [3, 5],
+        "parameters": 10_000_000,
         "peak": peak, "phases": dict.fromkeys(PHASES, peak), "ends": ends,
         "timeline": {"t_s": times, "kinds": kinds, "marks": marks},
     }  # fmt: skip

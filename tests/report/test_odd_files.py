@@ -1,5 +1,4 @@
-"""Every file of a run directory may be damaged, or another's: a tool gives its answer or one line, and writes
-nothing else.
+"""Damaged or foreign files of a run directory: a tool succeeds or prints one line, and writes nothing else.
 
 `python -m pytest tests/report/test_odd_files.py` tries a sample; with SHARDRUN_FULL=1 some thousand more.
 """
@@ -26,8 +25,9 @@ from tests.report.test_watch_section import watched
 from tests.support.runs import run as train
 
 ODD = (
-    b"NaN", b"-Infinity", b"1e999", b"1" + b"0" * 400, b"9" * 5000, b"5e-324", b"-1", b"1e308", b"0.5", b"true", b"null",
-    b'""', b'"x"', b'"\\ud800"', b'"\\u0000"', b"[]", b"[[1]]", b"{}", b'{"a": 1}', b"[" * 100_000,
+    b"NaN", b"-Infinity", b"1e999", b"1" + b"0" * 400, b"9" * 5000, b"5e-324", b"-1", b"1e308", b"0.5",
+    b"true", b"null", b'""', b'"x"', b'"\\ud800"', b'"\\u0000"', b"[]", b"[[1]]", b"{}", b'{"a": 1}',
+    b"[" * 100_000,
     b"\0", b"\xff\xfe", b"\n", b",",
 )  # fmt: skip
 """What a value becomes."""
@@ -218,23 +218,26 @@ def test_many_damaged_files_give_an_answer_or_a_line(
         attempt(tool, whole, tmp_path, seed, capsys)
 
 
-# ---------------------------------------------------------------- what the page says of it
+# ---------------------------------------------------------------- notes on the page
 
 
 @pytest.mark.parametrize(
     ("name", "odd", "says"),
     [
-        ("metrics.jsonl", f'{{"step": NaN}}\n{{"step": 1e999}}\n{{"step": {10**400}}}\n', "left out: 3 lines of metrics.jsonl"),
+        ("metrics.jsonl", f'{{"step": NaN}}\n{{"step": 1e999}}\n{{"step": {10**400}}}\n',
+         "left out: 3 lines of metrics.jsonl"),
         ("history.jsonl", '{"event": "start"', "left out: 1 line of history.jsonl"),
         ("saves.jsonl", '{"step": [1]}\n{"step": 1, "write_s": "x"}\n', "left out: 2 lines of saves.jsonl"),
-        ("watch/timing.jsonl", '{"ranks": 3, "from_step": 0, "step": 1}\n', "left out: 1 line of watch/timing.jsonl"),
-        ("watch/verdicts.jsonl", '{"kind": "hang", "time": 1e999}\n', "left out: 1 line of watch/verdicts.jsonl"),
+        ("watch/timing.jsonl", '{"ranks": 3, "from_step": 0, "step": 1}\n',
+         "left out: 1 line of watch/timing.jsonl"),
+        ("watch/verdicts.jsonl", '{"kind": "hang", "time": 1e999}\n',
+         "left out: 1 line of watch/verdicts.jsonl"),
         ("watch/late.jsonl", "[]\n", "left out: 1 line of watch/late.jsonl"),
         ("watch/spikes.jsonl", '{"step": 1e999, "grad_norm": 1}\n', "left out: 1 line of watch/spikes.jsonl"),
         ("profile/rank0_memory.json", "}", "left out: profile/rank0_memory.json, which could not be read"),
     ],
 )  # fmt: skip
-def test_what_is_left_out_is_said_once(whole: Path, tmp_path: Path, name: str, odd: str, says: str) -> None:
+def test_lines_left_out_are_noted_once(whole: Path, tmp_path: Path, name: str, odd: str, says: str) -> None:
     run = tmp_path / "run"
     shutil.copytree(whole, run)
     with (run / name).open("a") as file:
@@ -245,7 +248,7 @@ def test_what_is_left_out_is_said_once(whole: Path, tmp_path: Path, name: str, o
     assert text.count('class="note"') == 1
 
 
-def test_a_field_of_another_form_is_said_and_left_out(whole: Path, tmp_path: Path) -> None:
+def test_a_field_of_another_form_is_noted_and_left_out(whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(whole, run)
     (run / "config.toml").write_text(
@@ -258,7 +261,7 @@ def test_a_field_of_another_form_is_said_and_left_out(whole: Path, tmp_path: Pat
     assert "new.thing" in text
 
 
-def test_a_value_too_large_for_a_chart_is_said(whole: Path, tmp_path: Path) -> None:
+def test_a_value_too_large_for_a_chart_is_noted(whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(whole, run)
     with (run / "metrics.jsonl").open("a") as file:
@@ -275,7 +278,7 @@ def test_a_whole_run_has_no_notes(whole: Path, tmp_path: Path) -> None:
     assert report([str(tmp_path / "run")]) == 0
     text = (tmp_path / "run" / "report.html").read_text()
     assert 'class="note"' not in text
-    assert "could not be asked" not in text
+    assert "could not be run" not in text
 
 
 def test_both_runs_notes_are_shown(whole: Path, tmp_path: Path) -> None:

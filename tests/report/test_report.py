@@ -1,6 +1,4 @@
-"""The report of a run: complete, its extremes kept, small and quick at a million steps, never stopped by what
-is missing.
-"""
+"""The report of a run: its content, its extremes, its size and speed at a million steps, missing files."""
 
 from __future__ import annotations
 
@@ -71,12 +69,12 @@ def report(*runs: Path, out: Path | None = None) -> str:
     return (out or runs[0] / "report.html").read_text()
 
 
-def test_it_tells_the_run(run: Path) -> None:
+def test_the_page_shows_results_settings_and_starts(run: Path) -> None:
     text = report(run)
     for expected in (
         "95.53%",
         "0.2500",
-        "killed, or its node lost",
+        "killed, or its node was lost",
         "the last step",
         "optim.lr",
         "0.004",
@@ -92,13 +90,13 @@ def test_it_loads_nothing_from_anywhere(run: Path) -> None:
     assert "default-src 'none'" in text
 
 
-def test_two_runs_lie_over_each_other_and_their_differences_are_told(run: Path, tmp_path: Path) -> None:
+def test_two_runs_are_shown_with_their_differences(run: Path, tmp_path: Path) -> None:
     other = made(tmp_path / "other", steps=100, optim__beta2=0.9)
     text = report(run, other, out=tmp_path / "both.html")
     assert "other, training" in text
     assert re.search(r"optim\.beta2</td>.*0\.95</td>.*0\.9</td>", text)
     assert "-50.3%" in text  # 199 steps and 99
-    assert "What was set differently" in text
+    assert "Different settings" in text
 
 
 # ---------------------------------------------------------------- starts
@@ -117,24 +115,24 @@ def test_two_runs_lie_over_each_other_and_their_differences_are_told(run: Path, 
         ({"event": "end", "step": 9, "why": "TrainingError: step 10: loss nan"}, "failed", "loss nan"),
         ({"event": "crash", "step": 9, "code": 137}, "failed", "code 137"),
         ({"event": "lost", "step": 9, "why": "its node lost"}, "killed", "its node lost"),
-        ({"event": "unmet", "step": 9}, "failed", "did not meet"),
+        ({"event": "unmet", "step": 9}, "failed", "the rendezvous of its nodes failed"),
     ],
 )
-def test_each_start_tells_how_it_ended(tmp_path: Path, event: dict[str, Any], outcome: str, why: str) -> None:
+def test_each_start_has_its_outcome(tmp_path: Path, event: dict[str, Any], outcome: str, why: str) -> None:
     write(tmp_path / "history.jsonl", [{"event": "start", "from_step": 0, "ranks": 1}, event])
     (start,) = read_run(tmp_path).starts
     assert (start.outcome, start.to_step) == (outcome, 9)
     assert why in start.why
 
 
-def test_a_start_without_an_end_goes_on_while_its_claim_lives(tmp_path: Path) -> None:
+def test_a_start_without_an_end_is_running_while_its_lock_is_recent(tmp_path: Path) -> None:
     write(tmp_path / "history.jsonl", [{"event": "start", "from_step": 0, "ranks": 1}])
     assert read_run(tmp_path).outcome == "killed"
     (tmp_path / "CLAIM").touch()
     assert read_run(tmp_path).outcome == "running"
 
 
-def test_what_saves_took_is_shown(run: Path) -> None:
+def test_save_times_are_read(run: Path) -> None:
     write(run / "saves.jsonl", [{"step": 100, "stall_s": 0.25, "write_s": 7.5, "bytes": 5}])
     assert read_run(run).saves[100].write_s == 7.5
 
@@ -169,10 +167,11 @@ def test_lines_cut_off_or_garbled_are_counted_and_left_out(run: Path) -> None:
     assert "left out: 4 lines of metrics.jsonl that could not be read" in report(run)
 
 
-def test_numbers_that_are_not_finite_are_told_and_not_drawn(run: Path) -> None:
+def test_values_that_are_not_finite_are_noted_and_not_drawn(run: Path) -> None:
     with (run / "metrics.jsonl").open("a") as file:
         file.write(
-            '{"step": 200, "loss": NaN}\n{"step": 201, "loss": Infinity}\n{"step": 202, "loss": "x", "lr": true}\n'
+            '{"step": 200, "loss": NaN}\n{"step": 201, "loss": Infinity}\n'
+            '{"step": 202, "loss": "x", "lr": true}\n'
         )
     text = report(run)
     assert "2 not finite" in text
@@ -180,7 +179,7 @@ def test_numbers_that_are_not_finite_are_told_and_not_drawn(run: Path) -> None:
     assert not re.search(r'points="[^"]*(nan|inf)', text)
 
 
-def test_a_config_that_is_no_toml_leaves_a_note(run: Path) -> None:
+def test_a_config_that_is_not_toml_leaves_a_note(run: Path) -> None:
     (run / "config.toml").write_text("a = [")
     assert "is not TOML" in report(run)
 
@@ -257,7 +256,7 @@ def test_labels_are_short(value: float, text: str) -> None:
     assert label(value) == text
 
 
-def test_a_running_median_leans_to_neither_side_and_knows_no_spike() -> None:
+def test_a_running_median_is_unbiased_and_ignores_spikes() -> None:
     values = np.arange(50.0)
     assert np.allclose(running_median(values, 5), values)
     values[25] = 1e9
@@ -289,7 +288,7 @@ def test_a_profiled_run_shows_memory_by_kind_and_phase(run: Path) -> None:
     ("argv", "says"),
     [
         ([], "0 runs were named"),
-        (["no-such-run"], "no-such-run is no run directory"),
+        (["no-such-run"], "no-such-run is not a run directory"),
         (["--outt", "x"], "--outt is not a flag"),
         (["x", "--out"], "--out has no value"),
     ],

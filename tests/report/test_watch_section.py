@@ -1,6 +1,4 @@
-"""What the watch left becomes part of the page: times by rank, verdicts with their stacks, late ranks,
-spikes; and the plan.
-"""
+"""The watch's files on the page: times by rank, verdicts with stacks, late ranks, spikes; and the plan."""
 
 from __future__ import annotations
 
@@ -41,14 +39,15 @@ def times(step: int, before: int, **changes: float) -> dict[str, Any]:
 
 def verdict(**changes: Any) -> dict[str, Any]:
     known = {
-        "time": NOON + 60, "kind": "stopped", "ranks": [2], "nodes": ["n1"], "step": 412, "what": "rank 2 is stopped (SIGSTOP)",
-        "others": "ranks 0, 1, 3 wait in all_gather_single", "hint": "kill -CONT 4242 on n1", "folder": "stopped-000412",
+        "time": NOON + 60, "kind": "stopped", "ranks": [2], "nodes": ["n1"], "step": 412,
+        "what": "rank 2 is stopped (SIGSTOP)", "others": "ranks 0, 1, 3 wait in all_gather_single",
+        "hint": "kill -CONT 4242 on n1", "folder": "stopped-000412",
     }  # fmt: skip
     return known | changes
 
 
 def watched(run: Path) -> Path:
-    """With all that the watch can leave."""
+    """Adds every file that the watch writes."""
     folder = run / "watch"
     (folder / "stopped-000412").mkdir(parents=True)
     (folder / "stopped-000412" / "rank-2.txt").write_text('  File "model.py", line 7 in <forward>\n')
@@ -78,7 +77,7 @@ def text_of(run: Path) -> str:
     return (run / "report.html").read_text()
 
 
-def test_times_are_weighed_by_their_steps(run: Path) -> None:
+def test_times_are_weighted_by_their_steps(run: Path) -> None:
     found = read_watched(run, Notes()).timing
     assert found.ranks[1]["forward"] == pytest.approx((10 * 0.02 + 20 * 0.05) / 30)
     assert found.mean("forward") == pytest.approx((0.02 + 0.04) / 2)
@@ -89,7 +88,7 @@ def test_times_are_weighed_by_their_steps(run: Path) -> None:
 def test_each_rank_has_its_times(run: Path) -> None:
     text = text_of(run)
     assert "Where the time goes" in text
-    assert "communication exposed" in text
+    assert "exposed communication" in text
     assert 'title="forward 40 ms"' in text
     assert "Over the steps, mean of the ranks" in text
     assert "evaluation" not in text.partition("Where the time goes")[2].partition("<section>")[0], (
@@ -97,7 +96,7 @@ def test_each_rank_has_its_times(run: Path) -> None:
     )
 
 
-def test_what_waits_least_is_among_the_shown_of_many(tmp_path: Path) -> None:
+def test_the_rank_that_waits_least_is_shown_among_many(tmp_path: Path) -> None:
     run = made(tmp_path / "wide")
     (run / "watch").mkdir()
     ranks = {str(rank): {**TIMES, WAITING: 0.0 if rank == 77 else 0.01} for rank in range(96)}
@@ -107,10 +106,10 @@ def test_what_waits_least_is_among_the_shown_of_many(tmp_path: Path) -> None:
     assert "<span>rank 50</span>" not in text
 
 
-def test_a_verdict_is_told_with_what_to_do_and_where_its_stacks_are(run: Path) -> None:
+def test_a_verdict_is_shown_with_its_hint_and_stacks(run: Path) -> None:
     text = text_of(run)
     for expected in (
-        "What stopped it",
+        "<h2>Failures",
         "rank 2 is stopped (SIGSTOP)",
         "ranks 0, 1, 3 wait in all_gather_single",
         "kill -CONT 4242 on n1",
@@ -124,7 +123,7 @@ def test_a_verdict_is_told_with_what_to_do_and_where_its_stacks_are(run: Path) -
     assert one.ended
 
 
-def test_a_rank_that_did_not_answer_is_shown_by_who_waits_for_it(run: Path) -> None:
+def test_a_rank_without_stacks_is_shown_by_a_rank_that_waits_for_it(run: Path) -> None:
     folder = run / "watch" / "stopped-000412"
     (folder / "rank-2.txt").write_text("did not answer\n")
     (folder / "rank-0.txt").write_text("training:\n  torch/distributed.py:4394 all_gather_single\n")
@@ -132,7 +131,7 @@ def test_a_rank_that_did_not_answer_is_shown_by_who_waits_for_it(run: Path) -> N
     assert one.stacks.startswith("did not answer\n\nrank 0:\ntraining:")
 
 
-def test_a_start_without_a_written_end_has_the_watchs_words(tmp_path: Path) -> None:
+def test_a_start_without_a_recorded_end_has_the_watchs_verdict(tmp_path: Path) -> None:
     (tmp_path / "watch").mkdir()
     first = {"event": "start", "time": "2026-01-01T12:00:00+00:00", "from_step": 0, "ranks": 4}
     write(tmp_path / "history.jsonl", [first, first | {"time": "2026-01-01T12:02:00+00:00", "from_step": 9}])
@@ -145,29 +144,29 @@ def test_a_start_without_a_written_end_has_the_watchs_words(tmp_path: Path) -> N
         "failed",
         411,
     )
-    assert other.why == "of the second; no end was written: killed, or its node lost"
+    assert other.why == "of the second; no end was recorded: killed, or its node was lost"
 
 
-def test_a_start_that_crashed_has_both_words(tmp_path: Path) -> None:
+def test_a_crashed_start_has_both_reasons(tmp_path: Path) -> None:
     (tmp_path / "watch").mkdir()
     start = {"event": "start", "time": "2026-01-01T12:00:00+00:00", "from_step": 0, "ranks": 4}
     write(tmp_path / "history.jsonl", [start, {"event": "crash", "code": 7, "step": 400}])
     write(tmp_path / "watch" / "verdicts.jsonl", [verdict()])
     (one,) = read_run(tmp_path).starts
-    assert one.why == "its ranks ended with code 7; rank 2 is stopped (SIGSTOP)"
+    assert one.why == "its ranks exited with code 7; rank 2 is stopped (SIGSTOP)"
 
 
-def test_late_ranks_and_spikes_are_told(run: Path) -> None:
+def test_late_ranks_and_spikes_are_shown(run: Path) -> None:
     text = text_of(run)
     assert "rank 3 is not late any more, at step 500" in text
     assert "18%" in text
-    assert "to the end" in text
+    assert "the end of the run" in text
     assert "0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 28 more" in text
     assert [one.rank for one in read_watched(run, Notes()).late] == [3, 1]
 
 
 @pytest.mark.parametrize("name", ["timing", "verdicts", "late", "spikes"])
-def test_what_is_garbled_is_left_out(run: Path, name: str) -> None:
+def test_unreadable_lines_are_left_out(run: Path, name: str) -> None:
     file = run / "watch" / f"{name}.jsonl"
     odd = [
         {"ranks": {"a": 1}, "from_step": 0, "step": 1},
@@ -185,23 +184,29 @@ def test_what_is_garbled_is_left_out(run: Path, name: str) -> None:
 
 def test_a_run_without_a_watch_has_none_of_it(tmp_path: Path) -> None:
     text = text_of(made(tmp_path / "plain"))
-    for absent in ("Where the time goes", "What stopped it", "Late ranks", "Spikes", "Planned and measured"):
+    for absent in (
+        "Where the time goes",
+        "<h2>Failures",
+        "Late ranks",
+        "Gradient spikes",
+        "Planned and measured",
+    ):
         assert absent not in text
 
 
-def test_two_runs_are_held_against_each_other_in_their_times(run: Path, tmp_path: Path) -> None:
+def test_the_step_times_of_two_runs_are_compared(run: Path, tmp_path: Path) -> None:
     other = watched(made(tmp_path / "other"))
     write(other / "watch" / "timing.jsonl", [times(10, 0, forward=0.04)])
     out = tmp_path / "both.html"
     assert main([str(run), str(other), "--out", str(out)]) == 0
-    assert "a step&#x27;s forward" in out.read_text()
+    assert "forward per step" in out.read_text()
     assert "Where the time goes: other" in out.read_text()
 
 
 # ---------------------------------------------------------------- planned
 
 
-def test_a_planned_run_shows_what_came(tmp_path: Path) -> None:
+def test_a_planned_run_shows_plan_and_measurement(tmp_path: Path) -> None:
     run = made(tmp_path / "planned", plan__predicted_peak_gib=2.0, plan__predicted_step_s=0.08)
     with (run / "history.jsonl").open("a") as file:
         file.write(json.dumps({"event": "planned", "step": 199, "peak_gib": 2.5, "step_s": 0.1}) + "\n")
@@ -211,6 +216,6 @@ def test_a_planned_run_shows_what_came(tmp_path: Path) -> None:
     assert text.count("+25.0%") == 2
 
 
-def test_a_planned_run_that_is_not_over_shows_its_steps_only(tmp_path: Path) -> None:
+def test_a_planned_run_in_progress_shows_step_time_only(tmp_path: Path) -> None:
     text = text_of(made(tmp_path / "planned", plan__predicted_peak_gib=2.0, plan__predicted_step_s=0.08))
     assert text.count("+25.0%") == 1

@@ -1,5 +1,5 @@
 const data = JSON.parse(document.getElementById("data").textContent);
-const plot = document.querySelector(".plot"), line = document.getElementById("cursor"), told = document.getElementById("told");
+const plot = document.querySelector(".plot"), line = document.getElementById("cursor"), total_text = document.getElementById("total");
 const human = n => { for (const u of ["B", "KiB", "MiB"]) { if (n < 1000) return n.toPrecision(3) * 1 + " " + u; n /= 1024; }
   return n.toPrecision(3) * 1 + " GiB"; };
 const at = where => {
@@ -10,7 +10,7 @@ const at = where => {
   const x = (data.t_s[k] / end * 1000).toFixed(1);
   line.setAttribute("x1", x); line.setAttribute("x2", x);
   const total = Object.values(data.kinds).reduce((sum, values) => sum + values[k], 0);
-  told.textContent = `${(data.t_s[k] * 1e3).toFixed(1)} ms, ${mark[1]} of step ${mark[2]}: ${human(total)}`;
+  total_text.textContent = `${(data.t_s[k] * 1e3).toFixed(1)} ms, ${mark[1]} of step ${mark[2]}: ${human(total)}`;
   for (const [kind, values] of Object.entries(data.kinds))
     document.getElementById("at-" + kind).textContent = human(values[k]);
 };
