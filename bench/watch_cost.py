@@ -19,6 +19,7 @@ from pathlib import Path
 from bench.fault_runs import import_once
 from bench.ports import free_port
 from bench.tables import machine, write
+from fsdp.base import proc
 
 STEPS = 150
 TIMES = 100_000
@@ -103,12 +104,8 @@ def _rank(rank: int, address: tuple[str, int], folder: Path) -> int:
     def leaving(self: Watch, *error: object) -> None:
         if self._cells is not None and rank == 0:
             numbers, seconds = self._cells.numbers, time.perf_counter() - began[0]
-            ticks = (
-                Path(f"/proc/{self._monitor.pid}/stat").read_text().rpartition(")")[2].split()
-                if self._monitor
-                else []
-            )
-            used = (int(ticks[11]) + int(ticks[12])) / os.sysconf("SC_CLK_TCK") if ticks else 0.0
+            monitor = proc.stat(self._monitor.pid) if self._monitor else None
+            used = monitor.cpu_s if monitor is not None else 0.0
             counts = {
                 "calls": numbers[status_page.BEGUN] / numbers[status_page.STEPS], "phases": entered[0] / numbers[status_page.STEPS],
                 "step_ms": 1e3 * seconds / numbers[status_page.STEPS], "monitor_percent": 100 * used / seconds,

@@ -5,12 +5,11 @@ from __future__ import annotations
 import shutil
 import subprocess
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from fsdp.base import devices
+from fsdp.base import devices, proc
 
 SECONDS = 0.4
 NVIDIA_SMI_S = 10.0
@@ -68,8 +67,8 @@ def memory(device: torch.device) -> tuple[int, int]:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return int(free), int(total)
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return tuple(int(lines[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))  # type: ignore[return-value]
+    node = proc.node_memory_bytes()
+    return node["MemAvailable"], node["MemTotal"]
 
 
 def health(device: torch.device) -> list[str]:

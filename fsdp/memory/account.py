@@ -10,12 +10,13 @@ advice.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+
+from fsdp.base import proc
 
 KINDS = ("parameters", "gathered", "gradients", "optimizer", "activations", "communication", "other")
 """other: module buffers, temporaries of the optimizer, what a save stages. What the process or the allocator
@@ -99,13 +100,9 @@ def _of_group(group: Any) -> Iterator[tuple[str, Any]]:
 
 def process_bytes() -> dict[str, int]:
     """Resident anonymous memory and address space of this process; empty where the system does not tell."""
-    wanted = {"RssAnon:": "rss_anon", "VmRSS:": "rss", "VmHWM:": "rss_peak", "VmSize:": "address_space"}
-    try:
-        with Path("/proc/self/status").open(encoding="ascii", errors="replace") as lines:
-            words = (line.split() for line in lines)
-            return {wanted[word[0]]: int(word[1]) * 1024 for word in words if word and word[0] in wanted}
-    except OSError:
-        return {}
+    names = {"RssAnon": "rss_anon", "VmRSS": "rss", "VmHWM": "rss_peak", "VmSize": "address_space"}
+    found = proc.memory_bytes()
+    return {name: found[line] for line, name in names.items() if line in found}
 
 
 def device_bytes(device: torch.device) -> dict[str, int]:

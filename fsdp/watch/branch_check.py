@@ -129,10 +129,9 @@ def _difference(step: int, ran: Sequence[_Ran]) -> TrainingError:
         pairs = zip((*units, *reduced), (*other_units, *other_reduced), strict=False)
         mine, theirs = next((pair for pair in pairs if pair[0] != pair[1]), ("more", "less"))
         what = f"rank 0 runs {mine} where rank {other} runs {theirs}"
-    error = TrainingError(
+    return TrainingError(
         f"step {step}: ranks run different parts of the model, so reductions mix gradients of different parameters: {what}.",
         "draw what is left out from a generator with the same seed on every rank, or add 0 * part(x).sum() to the loss for "
         "a part that a rank does not use",
+        ranks=(0, other),
     )
-    error.ranks = (0, other)
-    return error

@@ -136,13 +136,12 @@ class Numbers:
 
 
 def _diverged(step: int, name: str, ranks: Sequence[int], parameters: int, differing: int) -> TrainingError:
-    error = TrainingError(
+    return TrainingError(
         f"step {step}: replicas differ in {differing} of {parameters} parameters, first {name}: the bits of "
         f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} are not the others'.",
         "start again from the checkpoint before; if it is the same node each time, leave it out",
+        ranks=tuple(ranks),
     )
-    error.ranks = tuple(ranks)
-    return error
 
 
 def odd_ones(digests: Sequence[int], ranks: Sequence[int]) -> list[int]:
