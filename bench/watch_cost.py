@@ -43,7 +43,7 @@ def told() -> dict[str, float]:
     from fsdp.watch import status_page
     from fsdp.watch.collective_calls import Calls
 
-    page = status_page.create(f"shardrun-cost-{os.getpid()}.cells")
+    page = status_page.create(f"shardrun-cost-{os.getpid()}.page")
     page.path.unlink()
     writer = status_page.Writer(page.numbers)
     original = dist.all_reduce
@@ -102,8 +102,8 @@ def _rank(rank: int, address: tuple[str, int], folder: Path) -> int:
         enter(self, name, step)
 
     def leaving(self: Watch, *error: object) -> None:
-        if self._cells is not None and rank == 0:
-            numbers, seconds = self._cells.numbers, time.perf_counter() - began[0]
+        if self._page is not None and rank == 0:
+            numbers, seconds = self._page.numbers, time.perf_counter() - began[0]
             monitor = proc.stat(self._monitor.pid) if self._monitor else None
             used = monitor.cpu_s if monitor is not None else 0.0
             counts = {

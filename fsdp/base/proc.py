@@ -1,4 +1,4 @@
-"""Reads Linux's /proc: state, processor time, memory and children of a process. Everything that reads it is here.
+"""Reads Linux's /proc: state, processor time, memory and children of a process, in this one place.
 
 None or an empty value where /proc does not show a process: other systems, hidepid, a process that has ended.
 
@@ -6,8 +6,8 @@ Standard library, and no psutil: the monitor process (fsdp/watch/monitor.py) rea
 0.2 s for each rank, and needs the state and the run delay of one thread. psutil has no run delay and lists
 threads without their state. Measured on a rank of 21 threads, processor time of one reading: STAT_US µs here
 (three files), PSUTIL_US µs with psutil's oneshot() (one file of the whole process), THREADS_US µs with its
-threads(), PATHLIB_US µs for these three files through pathlib. psutil also needs site-packages, which the monitor
-starts without: its import doubles the 0.13 s of that start.
+threads(), PATHLIB_US µs for these three files through pathlib. psutil also needs site-packages, which the
+monitor starts without: its import doubles the 0.13 s of that start.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def is_alive(pid: int) -> bool:
 
 
 def run_delay_s(pid: int, thread: int) -> float:
-    """Seconds in which this thread could run and no processor was free; 0 where the kernel does not count them."""
+    """Time in which this thread could run and no processor was free; 0 if the kernel does not count."""
     try:
         return int(_read(f"/proc/{pid}/task/{thread}/schedstat").split()[1]) / 1e9
     except (OSError, IndexError):
@@ -84,7 +84,7 @@ def _read(path: str) -> bytes:
 
 
 def memory_bytes(pid: int | str = "self") -> dict[str, int]:
-    """Bytes by the name of the line in /proc/PID/status: VmRSS, VmHWM (its peak), VmSize, RssAnon, RssShmem."""
+    """Bytes by name in /proc/PID/status: VmRSS, VmHWM (its peak), VmSize, RssAnon, RssShmem."""
     return _kib_lines(PROC / str(pid) / "status")
 
 
@@ -162,7 +162,7 @@ def has_threads() -> bool:
 
 
 def pid_namespace(pid: int | str = "self") -> str:
-    """`pid:[4026531836]`: processes of one namespace share process ids. Raises OSError where it is not shown."""
+    """`pid:[4026531836]`, equal for processes that share process ids. Raises OSError without /proc."""
     return str((PROC / str(pid) / "ns" / "pid").readlink())
 
 

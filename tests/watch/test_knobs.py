@@ -17,9 +17,9 @@ import pytest
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
 from fsdp.config import config_hash
-from fsdp.watch.monitor import say
-from fsdp.watch.records import Files
-from fsdp.watch.timing import Ledger, Told
+from fsdp.watch.monitor import print_lines
+from fsdp.watch.records import RecordFiles
+from fsdp.watch.timing import RankTimes, TimingRecorder
 from tests.support.runs import failures, run
 
 ROOT = Path(__file__).parents[2]
@@ -123,20 +123,20 @@ def test_an_operation_that_cannot_repeat_is_refused(tmp_path: Path) -> None:
     assert "does not have a deterministic implementation" in said[0]
 
 
-def told(step: int, slow: float) -> Told:
+def told(step: int, slow: float) -> RankTimes:
     steps = {
         rank: {n: (0.02 * (slow if rank == 1 else 1 + 0.001 * (n % 3)), 0.03) for n in range(step - 30, step)}
         for rank in range(4)
     }
     spent = {rank: {"forward": 0.01 * step, "waiting": 0.002 * step} for rank in range(4)}
-    return Told(steps, spent, count=step, step=step)
+    return RankTimes(steps, spent, count=step, step=step)
 
 
 @pytest.mark.parametrize(("percent", "says"), [(7.0, 1), (50.0, 0), (0.0, 0)])
 def test_how_late_is_late_is_the_flag_s(tmp_path: Path, percent: float, says: int) -> None:
     said: list[list[str]] = []
-    ledger = Ledger(percent, {"n1": [0, 1], "n2": [2, 3]}, Files(tmp_path), said.append)
-    ledger.beat(10.0, lambda: told(440, 1.18))
+    timing = TimingRecorder(percent, {"n1": [0, 1], "n2": [2, 3]}, RecordFiles(tmp_path), said.append)
+    timing.update(10.0, lambda: told(440, 1.18))
     assert len(said) == says
     assert not says or said[0] == ["watch: rank 1 (n1) is late by 18% since step 410"]
 
@@ -146,11 +146,11 @@ def test_a_rank_whose_processor_others_have_is_late_for_that(
     tmp_path: Path, starved: float, says: bool
 ) -> None:
     said: list[str] = []
-    ledger = Ledger(7.0, {"n1": [0, 1]}, Files(tmp_path), said.extend)
+    timing = TimingRecorder(7.0, {"n1": [0, 1]}, RecordFiles(tmp_path), said.extend)
     for at, step in enumerate((20, 40)):
         steps = {rank: dict.fromkeys(range(1, step + 1), (0.02 + 0.005 * rank, 0.03)) for rank in range(2)}
         spent = {rank: {"forward": 0.0, "starved": 0.001 * step + starved * step * rank} for rank in range(2)}
-        ledger.beat(10.0 + at, functools.partial(Told, steps, spent, count=step, step=step))
+        timing.update(10.0 + at, functools.partial(RankTimes, steps, spent, count=step, step=step))
     assert len(said) == 1
     assert said[0].startswith("watch: rank 1 (n1) is late by 25% since step 1")
     assert ("waits for a processor that other processes have" in said[0]) is says
@@ -158,10 +158,10 @@ def test_a_rank_whose_processor_others_have_is_late_for_that(
 
 def test_of_a_node_that_is_slow_as_a_whole_it_is_said_so(tmp_path: Path) -> None:
     said: list[str] = []
-    ledger = Ledger(7.0, {"n1": [0, 1, 2, 3], "n2": [4, 5]}, Files(tmp_path), said.extend)
+    timing = TimingRecorder(7.0, {"n1": [0, 1, 2, 3], "n2": [4, 5]}, RecordFiles(tmp_path), said.extend)
     paces = {rank: 1.2 if rank > 3 else 1.0 for rank in range(6)}
     steps = {rank: dict.fromkeys(range(1, 40), (0.02 * pace, 0.03)) for rank, pace in paces.items()}
-    ledger.beat(10.0, lambda: Told(steps, {}, count=40, step=40))
+    timing.update(10.0, lambda: RankTimes(steps, {}, count=40, step=40))
     assert [line.split(". HINT")[0] for line in said] == [
         "watch: rank 4 (n2) is late by 20% since step 1",
         "watch: rank 5 (n2) is late by 20% since step 1",
@@ -170,11 +170,11 @@ def test_of_a_node_that_is_slow_as_a_whole_it_is_said_so(tmp_path: Path) -> None
 
 
 def test_times_are_means_a_step_over_an_interval_that_grows(tmp_path: Path) -> None:
-    files = Files(tmp_path)
-    ledger = Ledger(0.0, {"n1": [0, 1, 2, 3]}, files, lambda _: None)
-    ledger._began = 0.0
+    files = RecordFiles(tmp_path)
+    timing = TimingRecorder(0.0, {"n1": [0, 1, 2, 3]}, files, lambda _: None)
+    timing._began = 0.0
     for at in range(10):
-        ledger.beat(1000.0 + 4 * at, lambda at=at: told(100 + 10 * at, 1.0))  # type: ignore[misc]
+        timing.update(1000.0 + 4 * at, lambda at=at: told(100 + 10 * at, 1.0))  # type: ignore[misc]
     files.close()
     lines = [json.loads(line) for line in (tmp_path / "timing.jsonl").read_text().splitlines()]
     assert [(one["from_step"], one["step"]) for one in lines] == [(100, 130), (130, 160), (160, 190)]
@@ -184,7 +184,7 @@ def test_times_are_means_a_step_over_an_interval_that_grows(tmp_path: Path) -> N
 
 def test_a_disk_that_is_not_there_holds_nobody_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("no folder")
-    files = Files(tmp_path / "file" / "watch")
+    files = RecordFiles(tmp_path / "file" / "watch")
     for _ in range(3):
         files.append("verdicts.jsonl", {"a": 1})
     files.write("late-1/rank-0.txt", "stacks")
@@ -199,7 +199,7 @@ def test_a_disk_that_is_not_there_holds_nobody_up(tmp_path: Path, caplog: pytest
 
 def test_a_record_of_the_watch_follows_a_torn_one(tmp_path: Path) -> None:
     (tmp_path / "late.jsonl").write_text('{"rank": 1, "no')
-    files = Files(tmp_path)
+    files = RecordFiles(tmp_path)
     files.append("late.jsonl", {"rank": 2})
     files.close()
     assert (tmp_path / "late.jsonl").read_text().splitlines()[1:] == ['{"rank": 2}']
@@ -213,5 +213,5 @@ def test_a_line_is_plain_and_takes_the_live_lines_place_on_a_terminal(
 ) -> None:
     monkeypatch.setattr(os, "isatty", lambda _: terminal)
     monkeypatch.setenv("TERM", term)
-    say(["watch: rank 1 (n2) is stopped", "  ranks 0 waits"])
+    print_lines(["watch: rank 1 (n2) is stopped", "  ranks 0 waits"])
     assert capfd.readouterr().err == f"{starts}watch: rank 1 (n2) is stopped\n  ranks 0 waits\n"

@@ -15,15 +15,16 @@ from pathlib import Path
 import pytest
 
 from bench.ports import free_port
+from fsdp.base import proc
 from fsdp.config import WatchSection
 from fsdp.dist.env import DistEnv
 from fsdp.watch import status_page
-from fsdp.watch.last_process import wait_until_told
-from fsdp.watch.monitor_options import Orders
-from fsdp.watch.node_ranks import Crew
-from fsdp.watch.rank import Watch, _spawn, sweep, tell_torchrun
-from fsdp.watch.records import Files
-from fsdp.watch.status_page import FAILED, MONITOR, PID, SAID, STATE, Cells
+from fsdp.watch.last_process import wait_until_printed
+from fsdp.watch.monitor_options import MonitorOptions
+from fsdp.watch.node_ranks import NodeRanks
+from fsdp.watch.rank import Watch, _pid_namespace, _spawn, remove_stale_names, write_torchrun_error_file
+from fsdp.watch.records import RecordFiles
+from fsdp.watch.status_page import FAILED, MONITOR, PID, PRINTED, STATE, StatusPage
 from tests.support.processes import eventually
 from tests.support.world import run_world
 
@@ -33,8 +34,8 @@ SOON_S = 8.0
 
 
 @pytest.fixture
-def page() -> Iterator[Cells]:
-    own = status_page.create(f"shardrun-test-{os.getpid()}-{threading.get_ident()}.cells")
+def page() -> Iterator[StatusPage]:
+    own = status_page.create(f"shardrun-test-{os.getpid()}-{threading.get_ident()}.page")
     yield own
     own.path.unlink(missing_ok=True)
     own.close()
@@ -42,24 +43,22 @@ def page() -> Iterator[Cells]:
 
 def state(pid: int) -> str:
     """As in /proc; X if the process is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return "X"
+    found = proc.stat(pid)
+    return found.state if found is not None else "X"
 
 
 # ---------------------------------------------------------------- waiting to be told
 
 
-def test_a_failure_that_was_printed_is_not_waited_for(page: Cells) -> None:
-    page.numbers[SAID] = 1
-    assert wait_until_told(page)
+def test_a_failure_that_was_printed_is_not_waited_for(page: StatusPage) -> None:
+    page.numbers[PRINTED] = 1
+    assert wait_until_printed(page)
 
 
-def test_a_monitor_that_has_ended_is_not_waited_for(page: Cells) -> None:
+def test_a_monitor_that_has_ended_is_not_waited_for(page: StatusPage) -> None:
     over = subprocess.Popen(["true"])
     page.numbers[MONITOR] = over.pid  # a zombie of ours
-    assert not wait_until_told(page)
+    assert not wait_until_printed(page)
     over.wait()
 
 
@@ -69,7 +68,7 @@ def test_of_two_failures_in_one_second_torchrun_takes_the_cause(
     told = []
     for secondary in (True, False):
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{secondary}"))
-        tell_torchrun({"time": 5.5, "secondary": secondary, "message": "it broke"})
+        write_torchrun_error_file({"time": 5.5, "secondary": secondary, "message": "it broke"})
         told.append(json.loads((tmp_path / f"{secondary}").read_text())["message"])
     first = min(told, key=lambda one: int(one["extraInfo"]["timestamp"]))  # as ChildFailedError does
     assert first["message"] == "it broke"
@@ -79,14 +78,14 @@ def test_of_two_failures_in_one_second_torchrun_takes_the_cause(
 
 ENDS = """
 import atexit, os, sys, threading, time
-from fsdp.watch import farewell
+from fsdp.watch import last_process
 
 class Teardown:
     def __del__(self, wait=time.sleep):
         wait(3600)
 
-farewell.LEAVE_S = 1.0
-end, kept = farewell.Farewell(), Teardown()
+last_process.EXIT_S = 1.0
+end, kept = last_process.Farewell(), Teardown()
 atexit.register(print, "handler of a user", flush=True)
 if "handler" in sys.argv:
     atexit.register(time.sleep, 3600)
@@ -180,14 +179,14 @@ def test_both_ranks_leave_soon_and_call_their_atexit_handlers(watched: str, tmp_
 
 @pytest.mark.parametrize(("ended", "failed"), [(False, False), (True, True)])
 def test_a_rank_that_has_failed_and_does_not_leave_is_ended(
-    page: Cells, ended: bool, failed: bool, tmp_path: Path
+    page: StatusPage, ended: bool, failed: bool, tmp_path: Path
 ) -> None:
     rank = subprocess.Popen(["sleep", "3600"])
     try:
         page.numbers[PID], page.numbers[STATE] = rank.pid, FAILED
-        crew = Crew({0: str(page.path)}, "n1", Files(tmp_path))
-        crew.look(time.monotonic(), 0.0)
-        assert crew.end(failed) is ended
+        ranks = NodeRanks({0: str(page.path)}, "n1", RecordFiles(tmp_path))
+        ranks.look(time.monotonic(), 0.0)
+        assert ranks.end(failed) is ended
         if ended:
             assert rank.wait(10) == -signal.SIGKILL
         assert rank.poll() == (-signal.SIGKILL if ended else None)
@@ -201,7 +200,7 @@ def stopped_while_it_watches(env: DistEnv, folder: str) -> tuple[float, int | No
     with Watch(WatchSection(), env, Path(folder)) as watch:
         monitor = watch._monitor
         assert monitor is not None
-        eventually("the monitor looks", lambda: watch._cells and watch._cells.numbers[MONITOR], 30)
+        eventually("the monitor looks", lambda: watch._page and watch._page.numbers[MONITOR], 30)
         monitor.send_signal(signal.SIGSTOP)
         eventually("it is stopped", lambda: state(monitor.pid) == "T", 10)
         began = time.monotonic()
@@ -215,12 +214,12 @@ def test_a_stopped_monitor_ends_with_its_run_which_does_not_wait_for_it(tmp_path
     assert took < 1.9
 
 
-def test_a_stopped_monitor_ends_though_its_rank_was_killed(page: Cells, tmp_path: Path) -> None:
+def test_a_stopped_monitor_ends_though_its_rank_was_killed(page: StatusPage, tmp_path: Path) -> None:
     rank = os.fork()
     if not rank:
         page.numbers[PID] = os.getpid()
-        orders = Orders("n1", str(tmp_path), {0: str(page.path)}, {"n1": [0]}, 0.0, 0.0, "", True)
-        _spawn(orders)
+        options = MonitorOptions("n1", str(tmp_path), {0: str(page.path)}, {"n1": [0]}, 0.0, 0.0, "")
+        _spawn(options)
         time.sleep(3600)
     try:
         monitor = int(eventually("the monitor looks", lambda: page.numbers[MONITOR], 30))
@@ -235,13 +234,13 @@ def test_a_stopped_monitor_ends_though_its_rank_was_killed(page: Cells, tmp_path
 def test_names_that_killed_ranks_have_left_are_swept_away() -> None:
     over = subprocess.Popen(["true"])
     over.wait()
-    space = Path("/proc/self/ns/pid").stat().st_ino
+    space = _pid_namespace()
     dead, ours = (
         status_page.folder() / f"shardrun-{space}-{pid}-test.sock" for pid in (over.pid, os.getpid())
     )
     for one in (dead, ours):
         one.touch()
-    sweep()
+    remove_stale_names()
     assert not dead.exists()
     assert ours.exists()
     ours.unlink()

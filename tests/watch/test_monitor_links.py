@@ -8,14 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from fsdp.watch.monitor_links import Head, Line, Peer
+from fsdp.watch.monitor_links import Head, MonitorConnection, Peer
 from tests.support.processes import eventually
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Line, socket.socket]]:
+def pair() -> Iterator[tuple[MonitorConnection, socket.socket]]:
     ear = socket.create_server(("127.0.0.1", 0))
-    line = Line(socket.create_connection(ear.getsockname()))
+    line = MonitorConnection(socket.create_connection(ear.getsockname()))
     other, _ = ear.accept()
     yield line, other
     line.close()
@@ -24,31 +24,31 @@ def pair() -> Iterator[tuple[Line, socket.socket]]:
 
 
 def test_a_node_whose_kernel_confirms_is_in_reach_though_its_monitor_says_nothing(
-    pair: tuple[Line, socket.socket],
+    pair: tuple[MonitorConnection, socket.socket],
 ) -> None:
     line, _ = pair
-    line.heard_at -= 100
-    line.look()
+    line.last_sign_at -= 100
+    line.check_acknowledged()
     assert line.silent_s < 1
 
 
-def test_a_node_that_confirms_nothing_is_not(pair: tuple[Line, socket.socket]) -> None:
+def test_a_node_that_confirms_nothing_is_not(pair: tuple[MonitorConnection, socket.socket]) -> None:
     line, other = pair
     other.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     deadline = time.monotonic() + 10
-    while len(line._going) < 1 << 20 and time.monotonic() < deadline:  # nobody reads: its window fills
-        line.say({"beat": "x" * 1_000_000})
-    line.heard_at -= 100
-    line.look()
+    while len(line._unsent) < 1 << 20 and time.monotonic() < deadline:  # nobody reads: its window fills
+        line.send({"beat": "x" * 1_000_000})
+    line.last_sign_at -= 100
+    line.check_acknowledged()
     assert line.silent_s > 99
 
 
 def meet(head: Head, *peers: Peer) -> None:
     def met() -> bool:
         for peer in peers:
-            peer.beat({"ranks": []})
-        head.beat()
-        return bool(head.said)
+            peer.exchange({"ranks": []})
+        head.exchange()
+        return bool(head.reports)
 
     eventually("they meet", met, 10)
 
@@ -63,7 +63,7 @@ def test_who_speaks_another_language_is_sent_away(said: bytes) -> None:
         stranger.settimeout(0.05)
 
         def sent_away() -> bool:
-            head.beat()
+            head.exchange()
             try:
                 return stranger.recv(1) == b""
             except TimeoutError:
@@ -72,7 +72,7 @@ def test_who_speaks_another_language_is_sent_away(said: bytes) -> None:
                 return True
 
         eventually("it is sent away", sent_away, 10)
-    assert not head.said
+    assert not head.reports
     head.close()
 
 
@@ -82,9 +82,9 @@ def test_nodes_meet_by_a_word_that_only_they_know() -> None:
     head = Head(ear.detach(), "secret")
     stranger, peer = Peer([address], "guessed", "n3"), Peer([address], "secret", "n2")
     meet(head, stranger, peer)
-    assert list(head.said) == ["n2"]
-    head.tell({"end": True})
-    eventually("the peer hears the head", lambda: {"end": True} in peer.beat({"ranks": []}), 10)
+    assert list(head.reports) == ["n2"]
+    head.broadcast({"end": True})
+    eventually("the peer hears the head", lambda: {"end": True} in peer.exchange({"ranks": []}), 10)
     for one in (head, stranger, peer):
         one.close()
 
@@ -93,12 +93,12 @@ def test_a_head_that_is_not_there_yet_is_tried_again() -> None:
     ear = socket.socket()
     ear.bind(("127.0.0.1", 0))
     peer = Peer([ear.getsockname()], "secret", "n2")
-    assert peer.beat({}) == []
-    assert peer.line is None
+    assert peer.exchange({}) == []
+    assert peer.connection is None
     peer.tried_at -= 10
     ear.listen()
     head = Head(ear.detach(), "secret")
     meet(head, peer)
-    assert list(head.said) == ["n2"]
+    assert list(head.reports) == ["n2"]
     head.close()
     peer.close()
