@@ -2,12 +2,18 @@
 
 None or an empty value where /proc does not show a process: other systems, hidepid, a process that has ended.
 
-Standard library, and no psutil: the monitor process (fsdp/watch/monitor.py) reads these files every 0.1 s to
-0.2 s for each rank, and needs the state and the run delay of one thread. psutil has no run delay and lists
-threads without their state. Measured on a rank of 21 threads, processor time of one reading: STAT_US µs here
-(three files), PSUTIL_US µs with psutil's oneshot() (one file of the whole process), THREADS_US µs with its
-threads(), PATHLIB_US µs for these three files through pathlib. psutil also needs site-packages, which the
-monitor starts without: its import doubles the 0.13 s of that start.
+Standard library, and no psutil: the monitor process (fsdp/watch/monitor.py) reads three of these files for
+each rank every 0.1 s to 0.2 s, and needs the state and the run delay of one thread. psutil has no run delay,
+and lists the threads of a process without their state. Processor time of one reading, of a process with 21
+threads:
+
+    24 µs     here: stat of the process, stat and schedstat of the training thread
+    44 µs     the same three files through pathlib
+    18 µs     psutil's oneshot(): stat of the process alone
+    250 µs    psutil's threads(): processor time of all threads
+
+psutil also needs site-packages, which the monitor starts without: that and its import double the 0.13 s of a
+start.
 """
 
 from __future__ import annotations
