@@ -1,10 +1,11 @@
-"""Are these nodes fit to train together?
+"""Checks whether these nodes can train together, and names those to exclude.
 
     torchrun --nproc_per_node=4 -m fsdp.doctor          or under srun; alone it starts a rank a GPU, or two
-    sbatch slurm/fsdp.sbatch --preflight                in a job's place, on the job's nodes
+    sbatch slurm/fsdp.sbatch --preflight                in place of a job, on the job's nodes
 
-It prints a table, a verdict and what to do, and writes DIR/doctor: doctor.html, doctor.json, and exclude, for
-sbatch's --exclude. Exit code 0 where all is fit, 3 where a node falls out, 2 for a wrong flag.
+It prints a table, its findings with a HINT each and a verdict, and writes DIR/doctor: doctor.html,
+doctor.json, and exclude, for sbatch's --exclude. Exit code 0 if all nodes are fit, 3 if one is not, 2 for a
+wrong flag.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from typing import NoReturn
 
 from fsdp.base.errors import ConfigError, LaunchError, ShardrunError
 
-ENDED = LaunchError.exit_code
+NO_VERDICT = LaunchError.exit_code
 MOST_S = 86400.0
-COME_UP_S = 60.0
-"""What the ranks that it starts itself have for their imports, before their own bound begins to run, and for
-their end.
+START_S = 60.0
+"""Allowed beyond --limit-s to ranks that this process starts: for imports, before their own limit begins, and
+for their end.
 """
 
 
 class _Parser(argparse.ArgumentParser):
-    """One line and a HINT, as everywhere."""
+    """Errors as one line with a HINT."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}.", "python -m fsdp.doctor --help")
@@ -43,26 +44,29 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--dir", type=Path, default=Path("runs"), help="where checkpoints will lie (default: runs)"
+        "--dir", type=Path, default=Path("runs"), help="the folder of the checkpoints (default: runs)"
     )
     parser.add_argument(
         "--limit-s",
         type=float,
         default=120.0,
-        help="it ends after so many seconds, done or not (default: 120)",
+        help="ends after this many seconds, complete or not (default: 120)",
     )
     parser.add_argument(
-        "--ranks", type=int, default=0, help="alone: how many to start (default: a rank a GPU, or two)"
+        "--ranks",
+        type=int,
+        default=0,
+        help="without a launcher: how many to start (default: a rank per GPU, or two)",
     )
-    # how ranks tell the process that started them
+    # file in which the ranks return the verdict to the process that started them
     parser.add_argument("--verdict-to", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if not 5 <= options.limit_s <= MOST_S:
         parser.error(
-            f"--limit-s {options.limit_s:g}: at least 5, which its stages take, and at most {MOST_S:.0f}"
+            f"--limit-s {options.limit_s:g}: at least 5, which its checks take, and at most {MOST_S:.0f}"
         )
     if options.ranks < 0:
-        parser.error(f"--ranks {options.ranks}: 0 starts a rank a GPU, or two")
+        parser.error(f"--ranks {options.ranks}: 0 starts a rank per GPU, or two")
     return options
 
 
@@ -83,15 +87,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _start_ranks(options: argparse.Namespace, on_cuda: bool) -> int:
-    """On this node alone. The ranks end well in any case: the verdict comes as a file, or the starter would
-    call it a crash.
+    """Start ranks on this node alone. They exit with 0: torchrun would report any other code as a crash.
+
+    The verdict comes in a file.
     """
     import torch
 
     ranks = options.ranks or (torch.cuda.device_count() if on_cuda else 2)
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
-        told = Path(folder, "code")
-        words = ["--dir", str(options.dir), "--limit-s", str(options.limit_s), "--verdict-to", str(told)]
+        verdict = Path(folder, "code")
+        flags = ["--dir", str(options.dir), "--limit-s", str(options.limit_s), "--verdict-to", str(verdict)]
         starter = [
             sys.executable,
             "-m",
@@ -101,18 +106,18 @@ def _start_ranks(options: argparse.Namespace, on_cuda: bool) -> int:
             "-m",
         ]
         environ = {"OMP_NUM_THREADS": "1", **os.environ}
-        command = [*starter, "fsdp.doctor", *words]
+        command = [*starter, "fsdp.doctor", *flags]
         with subprocess.Popen(command, env=environ) as process:
             try:
-                ended = process.wait(options.limit_s + COME_UP_S)
+                ended = process.wait(options.limit_s + START_S)
             except subprocess.TimeoutExpired:
-                process.terminate()  # torchrun then ends its ranks, by force after half a minute
+                process.terminate()  # torchrun then ends its ranks, after half a minute by SIGKILL
                 process.wait()
                 raise LaunchError(
-                    f"its {ranks} ranks were not done {COME_UP_S:.0f} s after their time.",
-                    "--limit-s more, or fewer --ranks",
+                    f"the {ranks} ranks have not ended {START_S:.0f} s after --limit-s {options.limit_s:g}.",
+                    "a higher --limit-s, or fewer --ranks",
                 ) from None
-        return int(told.read_text()) if told.exists() else ended or ENDED
+        return int(verdict.read_text()) if verdict.exists() else ended or NO_VERDICT
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How a rank that has failed leaves: told of, with its own exit code, after its atexit handlers, and soon."""
+"""How a failed rank ends: its failure printed, with its exit code, after its atexit handlers, and soon."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def state(pid: int) -> str:
     return found.state if found is not None else "X"
 
 
-# ---------------------------------------------------------------- waiting to be told
+# ---------------------------------------------------------------- waiting for the monitor to print
 
 
 def test_a_failure_that_was_printed_is_not_waited_for(page: StatusPage) -> None:
@@ -103,7 +103,7 @@ def test_a_failed_process_ends_with_its_code_whatever_holds_it(stuck: str, print
     assert (done.stdout == "handler of a user\n") is printed
 
 
-STAND_IN_FOR_NCCL = """
+NCCL_STAND_IN = """
 import sys, threading, torch, torch.distributed as dist
 from fsdp.dist import env
 
@@ -111,7 +111,8 @@ env.ABORT_S = 1.0
 for name in sys.argv[1:]:  # as NCCL's, which wait for kernels that never end
     setattr(dist.ProcessGroup, name, lambda *_: threading.Event().wait())
 here = env.DistEnv(
-    rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, num_nodes=1, device=torch.device("cpu"), launcher=""
+    rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, num_nodes=1,
+    device=torch.device("cpu"), launcher="",
 )
 with env.process_group(here, 600):
     raise ValueError("this rank has failed")
@@ -121,7 +122,7 @@ with env.process_group(here, 600):
 @pytest.mark.parametrize("stuck", ["shutdown", "shutdown abort"])
 def test_after_an_exception_no_group_is_destroyed(stuck: str) -> None:
     """A stand-in for NCCL: destroy_process_group calls `shutdown`."""
-    command = [sys.executable, "-c", STAND_IN_FOR_NCCL, *stuck.split()]
+    command = [sys.executable, "-c", NCCL_STAND_IN, *stuck.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert done.returncode == 1
     assert "ValueError: this rank has failed" in done.stderr
@@ -138,8 +139,8 @@ def start(rank: int, port: int, folder: Path, *flags: str) -> subprocess.Popen[s
     }
     environ = os.environ | {name: str(value) for name, value in variables.items()}
     words = (
-        "--model.name tests.watch.leaving:Fails --data.name tests.support.user_code:vectors --train.steps 9 --train.global_batch 12 "
-        f"--checkpoint.every_steps 0 --checkpoint.export false --run.dir {folder / 'run'}"
+        "--model.name tests.watch.leaving:Fails --data.name tests.support.user_code:vectors "
+        f"--train.steps 9 --train.global_batch 12 --checkpoint.every_steps 0 --checkpoint.export false --run.dir {folder / 'run'}"
     )
     return subprocess.Popen(
         [sys.executable, "train.py", *words.split(), *flags],
@@ -152,7 +153,7 @@ def start(rank: int, port: int, folder: Path, *flags: str) -> subprocess.Popen[s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("watched", ["true", "false"])
-def test_both_ranks_leave_soon_and_call_their_atexit_handlers(watched: str, tmp_path: Path) -> None:
+def test_both_ranks_end_soon_and_call_their_atexit_handlers(watched: str, tmp_path: Path) -> None:
     port = free_port()
     ranks = [start(rank, port, tmp_path, "--watch.enabled", watched) for rank in range(2)]
     try:
@@ -178,7 +179,7 @@ def test_both_ranks_leave_soon_and_call_their_atexit_handlers(watched: str, tmp_
 
 
 @pytest.mark.parametrize(("ended", "failed"), [(False, False), (True, True)])
-def test_a_rank_that_has_failed_and_does_not_leave_is_ended(
+def test_a_failed_rank_that_hangs_is_ended(
     page: StatusPage, ended: bool, failed: bool, tmp_path: Path
 ) -> None:
     rank = subprocess.Popen(["sleep", "3600"])
@@ -195,12 +196,12 @@ def test_a_rank_that_has_failed_and_does_not_leave_is_ended(
         rank.wait()
 
 
-def stopped_while_it_watches(env: DistEnv, folder: str) -> tuple[float, int | None]:
+def stopped_monitor(env: DistEnv, folder: str) -> tuple[float, int | None]:
     """Seconds that the run's end took, and the monitor's exit code."""
     with Watch(WatchSection(), env, Path(folder)) as watch:
         monitor = watch._monitor
         assert monitor is not None
-        eventually("the monitor looks", lambda: watch._page and watch._page.numbers[MONITOR], 30)
+        eventually("the monitor observes", lambda: watch._page and watch._page.numbers[MONITOR], 30)
         monitor.send_signal(signal.SIGSTOP)
         eventually("it is stopped", lambda: state(monitor.pid) == "T", 10)
         began = time.monotonic()
@@ -209,7 +210,7 @@ def stopped_while_it_watches(env: DistEnv, folder: str) -> tuple[float, int | No
 
 
 def test_a_stopped_monitor_ends_with_its_run_which_does_not_wait_for_it(tmp_path: Path) -> None:
-    [(took, code)] = run_world(1, stopped_while_it_watches, str(tmp_path))
+    [(took, code)] = run_world(1, stopped_monitor, str(tmp_path))
     assert code == 0
     assert took < 1.9
 
@@ -222,7 +223,7 @@ def test_a_stopped_monitor_ends_though_its_rank_was_killed(page: StatusPage, tmp
         _spawn(options)
         time.sleep(3600)
     try:
-        monitor = int(eventually("the monitor looks", lambda: page.numbers[MONITOR], 30))
+        monitor = int(eventually("the monitor observes", lambda: page.numbers[MONITOR], 30))
         os.kill(monitor, signal.SIGSTOP)
         eventually("it is stopped", lambda: state(monitor) == "T", 10)
     finally:
@@ -231,7 +232,7 @@ def test_a_stopped_monitor_ends_though_its_rank_was_killed(page: StatusPage, tmp
     eventually("the monitor ends", lambda: state(monitor) in "ZX", 15)
 
 
-def test_names_that_killed_ranks_have_left_are_swept_away() -> None:
+def test_files_of_killed_ranks_are_removed() -> None:
     over = subprocess.Popen(["true"])
     over.wait()
     space = _pid_namespace()

@@ -1,6 +1,4 @@
-"""What a rank tells of itself, read as a monitor reads it; and the device's clock, with a device made up
-here.
-"""
+"""The status page, read as a monitor reads it; and the device's clock, with a stand-in for the device."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ def page() -> Iterator[StatusPage]:
     own.close()
 
 
-def test_a_step_is_read_as_it_was_told(page: StatusPage) -> None:
+def test_a_step_is_read_as_it_was_written(page: StatusPage) -> None:
     writer = Writer(page.numbers)
     other = status_page.attach(page.path)
     for step in (1, 2, 3):
@@ -40,7 +38,7 @@ def test_a_step_is_read_as_it_was_told(page: StatusPage) -> None:
     other.close()
 
 
-def test_waiting_is_no_work(page: StatusPage) -> None:
+def test_waiting_does_not_count_as_work(page: StatusPage) -> None:
     writer = Writer(page.numbers)
     writer.phase("data", 1)
     writer.phase("forward", 1)
@@ -52,7 +50,7 @@ def test_waiting_is_no_work(page: StatusPage) -> None:
     assert status_page.spent(page.numbers)["waiting"] == 0.015
 
 
-def test_last_words_are_read_whole_and_long_ones_cut(page: StatusPage) -> None:
+def test_a_failure_is_read_whole_and_a_long_one_cut(page: StatusPage) -> None:
     assert page.read_failure() is None
     page.write_failure({"message": "it broke", "trace": "x" * 100_000, "time": 1.5})
     told = page.read_failure()
@@ -61,7 +59,7 @@ def test_last_words_are_read_whole_and_long_ones_cut(page: StatusPage) -> None:
     assert 100 < len(told["trace"]) < 8192
 
 
-def test_what_a_rank_is_inside_of_is_read_while_it_stands_there(
+def test_activities_of_both_threads_are_read(
     page: StatusPage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[Activity, Activity]] = []
@@ -117,7 +115,7 @@ class Group:
         return "gathered"
 
 
-def test_the_device_s_times_come_when_its_events_have_passed(page: StatusPage) -> None:
+def test_device_times_are_read_once_the_events_have_passed(page: StatusPage) -> None:
     page.numbers[CUDA] = 1
     writer = Writer(page.numbers)
     clock = DeviceClock(writer, Tick)
