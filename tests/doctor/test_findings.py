@@ -25,7 +25,8 @@ LINK = {"gather_gb_s": 40.0, "scatter_gb_s": 38.0, "latency_us": 20.0}
 def facts(rank: int, **changes: Any) -> dict[str, Any]:
     known: dict[str, Any] = {
         "rank": rank, "node": rank // 2, "host": HOSTS[rank // 2], "python": "3.11.7", "torch": "2.13.0",
-        "cuda": "13.0", "nccl": "2.28", "driver": "580.1", "device": "NVIDIA H100 80GB HBM3", "packages": {"numpy": "2.1"},
+        "cuda": "13.0", "nccl": "2.28", "driver": "580.1", "device": "NVIDIA H100 80GB HBM3",
+        "packages": {"numpy": "2.1"},
     }  # fmt: skip
     return RankFacts(**(known | changes)).as_json()
 

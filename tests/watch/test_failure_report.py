@@ -53,7 +53,7 @@ def test_an_error_has_a_kind(error: Exception, kind: str) -> None:
         Elsewhere(0, "it broke", 4),
         RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3"),
         RuntimeError(
-            "[../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms for recv operation to complete"
+            "[../gloo/transport/tcp/buffer.cc:78] Timed out waiting 1800000ms for recv operation to complete"
         ),
         RuntimeError("NCCL error: remote process exited or there was a network error"),
     ],

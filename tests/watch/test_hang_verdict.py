@@ -104,7 +104,7 @@ def test_a_verdict_names_what_the_others_wait_for() -> None:
 
 
 def half_killed(**unseen: Any) -> list[Observation]:
-    """Ranks 0 and 1 have failed in collectives that differ, since the processes of the other node are gone."""
+    """Ranks 0 and 1 failed in different collectives because the processes of the other node are gone."""
     echo = said(5.0, "Connection closed by peer", secondary=True)
     here = [
         replace(WAITING, rank=0, failure=echo),
@@ -266,7 +266,8 @@ def test_a_line_of_the_run_is_preferred_to_one_of_torch() -> None:
 def test_stacks_of_faulthandler_are_read() -> None:
     text = (
         'Thread 0x00007f (most recent call first):\n  File "/a.py", line 1 in x\n\n'
-        'Current thread 0x00008f (most recent call first):\n  File "/b.py", line 2 in y\n  File "/c.py", line 3 in z\n'
+        "Current thread 0x00008f (most recent call first):\n"
+        '  File "/b.py", line 2 in y\n  File "/c.py", line 3 in z\n'
     )
     assert parse_stacks(text) == (("/b.py", 2, "y"), ("/c.py", 3, "z"))
 

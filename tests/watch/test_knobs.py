@@ -93,7 +93,7 @@ BAD = {
     "--watch.hang_s -2": "--watch.hang_s -2.0 is out of range: at least -1. HINT: --watch.hang_s -1.0",
     "--watch.hang_s -0.5": "--watch.hang_s -0.5 is neither -1 nor a time. HINT: --watch.hang_s -1",
     "--watch.hang_s 5 --watch.enabled false": "--watch.hang_s 5 ",
-    "--watch.late_percent -1": "--watch.late_percent -1.0 is out of range: at least 0. HINT: --watch.late_percent 7",
+    "--watch.late_percent -1": "--watch.late_percent -1.0 is out of range: at least 0. HINT: --watch.late_",
     "--watch.divergence 1.5": "--watch.divergence 1.5 is not a whole number. HINT: --watch.divergence 0",
     "--watch.unit_norms -1": "--watch.unit_norms -1 is out of range: at least 0. HINT: --watch.unit_norms 0",
     "--watch.spike big": "--watch.spike big is not a number. HINT: --watch.spike 10.0",

@@ -140,7 +140,8 @@ def start(rank: int, port: int, folder: Path, *flags: str) -> subprocess.Popen[s
     environ = os.environ | {name: str(value) for name, value in variables.items()}
     words = (
         "--model.name tests.watch.leaving:Fails --data.name tests.support.user_code:vectors "
-        f"--train.steps 9 --train.global_batch 12 --checkpoint.every_steps 0 --checkpoint.export false --run.dir {folder / 'run'}"
+        f"--train.steps 9 --train.global_batch 12 --checkpoint.every_steps 0 --checkpoint.export false "
+        f"--run.dir {folder / 'run'}"
     )
     return subprocess.Popen(
         [sys.executable, "train.py", *words.split(), *flags],
