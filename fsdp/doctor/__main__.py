@@ -21,16 +21,16 @@ from typing import NoReturn
 
 from fsdp.base.errors import ConfigError, LaunchError, ShardrunError
 
-NO_VERDICT = LaunchError.exit_code
+ENDED = LaunchError.exit_code
 MOST_S = 86400.0
-START_S = 60.0
-"""Allowed beyond --limit-s to ranks that this process starts: for imports, before their own limit begins, and
-for their end.
+COME_UP_S = 60.0
+"""What the ranks that it starts itself have for their imports, before their own bound begins to run, and for
+their end.
 """
 
 
 class _Parser(argparse.ArgumentParser):
-    """Errors as one line with a HINT."""
+    """One line and a HINT, as everywhere."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}.", "python -m fsdp.doctor --help")
@@ -44,29 +44,26 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--dir", type=Path, default=Path("runs"), help="the folder of the checkpoints (default: runs)"
+        "--dir", type=Path, default=Path("runs"), help="where checkpoints will lie (default: runs)"
     )
     parser.add_argument(
         "--limit-s",
         type=float,
         default=120.0,
-        help="ends after this many seconds, complete or not (default: 120)",
+        help="it ends after so many seconds, done or not (default: 120)",
     )
     parser.add_argument(
-        "--ranks",
-        type=int,
-        default=0,
-        help="without a launcher: how many to start (default: a rank per GPU, or two)",
+        "--ranks", type=int, default=0, help="alone: how many to start (default: a rank a GPU, or two)"
     )
-    # file in which the ranks return the verdict to the process that started them
+    # how ranks tell the process that started them
     parser.add_argument("--verdict-to", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if not 5 <= options.limit_s <= MOST_S:
         parser.error(
-            f"--limit-s {options.limit_s:g}: at least 5, which its checks take, and at most {MOST_S:.0f}"
+            f"--limit-s {options.limit_s:g}: at least 5, which its stages take, and at most {MOST_S:.0f}"
         )
     if options.ranks < 0:
-        parser.error(f"--ranks {options.ranks}: 0 starts a rank per GPU, or two")
+        parser.error(f"--ranks {options.ranks}: 0 starts a rank a GPU, or two")
     return options
 
 
@@ -109,15 +106,15 @@ def _start_ranks(options: argparse.Namespace, on_cuda: bool) -> int:
         command = [*starter, "fsdp.doctor", *flags]
         with subprocess.Popen(command, env=environ) as process:
             try:
-                ended = process.wait(options.limit_s + START_S)
+                ended = process.wait(options.limit_s + COME_UP_S)
             except subprocess.TimeoutExpired:
                 process.terminate()  # torchrun then ends its ranks, after half a minute by SIGKILL
                 process.wait()
                 raise LaunchError(
-                    f"the {ranks} ranks have not ended {START_S:.0f} s after --limit-s {options.limit_s:g}.",
+                    f"the {ranks} ranks have not ended {COME_UP_S:.0f} s after --limit-s {options.limit_s:g}.",
                     "a higher --limit-s, or fewer --ranks",
                 ) from None
-        return int(verdict.read_text()) if verdict.exists() else ended or NO_VERDICT
+        return int(verdict.read_text()) if verdict.exists() else ended or ENDED
 
 
 if __name__ == "__main__":
