@@ -111,7 +111,7 @@ def _start_ranks(options: argparse.Namespace, on_cuda: bool) -> int:
                 process.terminate()  # torchrun then ends its ranks, after half a minute by SIGKILL
                 process.wait()
                 raise LaunchError(
-                    f"the {ranks} ranks have not ended {COME_UP_S:.0f} s after --limit-s {options.limit_s:g}.",
+                    f"{ranks} ranks have not ended {COME_UP_S:.0f} s after --limit-s {options.limit_s:g}.",
                     "a higher --limit-s, or fewer --ranks",
                 ) from None
         return int(verdict.read_text()) if verdict.exists() else ended or ENDED

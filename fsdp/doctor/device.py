@@ -44,18 +44,18 @@ def product(device: torch.device, size: int, dtype: torch.dtype) -> tuple[float,
     right = torch.randn(size, size, generator=generator).to(device, dtype)
     out = torch.mm(left, right)
     value = float(out.double().abs().mean())
-    _wait(device)
+    synchronize(device)
     began, done = time.perf_counter(), 0
     while time.perf_counter() - began < SECONDS:
         for _ in range(8):
             torch.mm(left, right, out=out)
         # the host runs ahead of the device
-        _wait(device)
+        synchronize(device)
         done += 8
     return 2.0 * size**3 * done / (time.perf_counter() - began) / 1e12, value
 
 
-def _wait(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp.dist.env import DistEnv
+from fsdp.doctor.device import synchronize
 
 SMALL = 1024
 TIMES = 5
@@ -79,19 +80,14 @@ def measure(device: torch.device, group: dist.ProcessGroup | None, ranks: int) -
 def _seconds(device: torch.device, step: Step) -> float:
     """The best of TIMES calls, after a first one that sets up the connections."""
     step()
-    _wait(device)
+    synchronize(device)
     best = float("inf")
     for _ in range(TIMES):
         began = time.perf_counter()
         step()
-        _wait(device)
+        synchronize(device)
         best = min(best, time.perf_counter() - began)
     return best
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def clock_offset(env: DistEnv) -> float:

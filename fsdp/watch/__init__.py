@@ -7,7 +7,7 @@ In reading order:
     rank              a rank's side: starts the parts above and the monitor, hands over its failure
     failure_report, last_process                  an exception as values; how a failed process ends
     monitor           the process: observe, judge, print, end the job (monitor_options: its arguments)
-    node_ranks, observe, observation              the ranks of a node; a look at one rank, and its result
+    node_ranks, observe, observation              the ranks of a node; one rank observed, and the result
     hang_verdict      from the observations of all ranks to a verdict: pure functions
     monitor_links     TCP connections between the monitors of several nodes
     stragglers, timing, records                   slow ranks; times by rank and phase; the files in RUN/watch/

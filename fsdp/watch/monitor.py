@@ -41,7 +41,7 @@ from fsdp.watch.timing import RankTimes, TimingRecorder
 
 INTERVAL_S = 0.2
 SHORT_STEP_S, SHORT_INTERVAL_S = 0.05, 0.1
-"""With short steps, so that a late rank is named after few of them. A look costs half a millisecond."""
+"""With short steps, so that a late rank is named after few of them. A round costs half a millisecond."""
 ASK_S = 1.5
 """Least stillness before requests go to the responders; a verdict comes with the second answer."""
 STEPS_STILL = 6
@@ -61,7 +61,7 @@ others.
 GRACE_S, FAILED_S = 5.0, 15.0
 """From the verdict until ranks that have not failed are ended; until failed ranks that hang are."""
 PR_SET_PDEATHSIG = 1
-BY_THE_HEAD = Verdict("told", (), "by the head")
+BY_THE_HEAD = Verdict("shown", (), "by the head")
 """On the other nodes: the head has printed a verdict."""
 
 
@@ -88,7 +88,7 @@ class Monitor:
             now = time.monotonic()
             lost = max(0.0, now - before - INTERVAL_S - 2 * ANSWER_S)
             before = now
-            self.ranks.look(now, lost)
+            self.ranks.observe(now, lost)
             self._exchange()
             if self._judges():
                 self._judge(now)
@@ -209,7 +209,7 @@ class Monitor:
             not e.failure["secondary"] if e.failure else not (e.alive or e.over or e.aborted) for e in found
         )
         all_ended = all(e.has_left for e in found)
-        # If all have ended a second look is enough: a rank may have written its failure and died between two
+        # If all have ended a second observation is enough: a rank may write its failure and die between two
         # reads of the first.
         if waited < (CERTAIN_S if certain else SETTLE_S) and not (all_ended and waited > 0):
             return

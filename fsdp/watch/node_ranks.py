@@ -26,7 +26,7 @@ EXIT_S = 1.0
 
 
 class NodeRanks:
-    """`paths`: the status page of each rank. `seen`: what the last look, or the last request, found."""
+    """`paths`: the status page of each rank. `seen`: the last observations, with answers after a request."""
 
     def __init__(self, paths: Mapping[int, str], node: str, files: RecordFiles) -> None:
         # a run of a few steps may be over before this process has started
@@ -39,8 +39,8 @@ class NodeRanks:
 
     # ------------------------------------------------------------ observing
 
-    def look(self, now: float, lost_s: float) -> None:
-        self.seen = [one.look(now, lost_s) for one in self.ranks]
+    def observe(self, now: float, lost_s: float) -> None:
+        self.seen = [one.observe(now, lost_s) for one in self.ranks]
 
     @property
     def all_gone(self) -> bool:
@@ -129,7 +129,7 @@ class NodeRanks:
             if connection is not None:
                 connection.close()
         deadline = time.monotonic() + EXIT_S
-        while time.monotonic() < deadline and any(one.look(time.monotonic()).alive for one in ending):
+        while time.monotonic() < deadline and any(one.observe(time.monotonic()).alive for one in ending):
             time.sleep(0.05)
         for one in ending:
             if one.status.state not in spared:

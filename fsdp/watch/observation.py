@@ -102,7 +102,7 @@ def decode(data: dict[str, Any]) -> Observation:
 
 
 def _foreign(frame: Frame) -> bool:
-    """Of Python itself, of torch or of the watch: a line that a person does not look for."""
+    """Of Python itself, of torch or of the watch: a line that is of no help to a person."""
     python_or_torch = re.search(
         r"<frozen|<string>|/lib/python3[^/]*/(?!site-packages)|/site-packages/torch/", frame[0]
     )

@@ -20,8 +20,7 @@ from typing import Any, TextIO
 from fsdp.base import proc
 from fsdp.watch import status_page
 from fsdp.watch.observation import Frame, Observation
-from fsdp.watch.responder import STACK_SIGNAL
-from fsdp.watch.status_page import OVER, RankStatus
+from fsdp.watch.status_page import OVER, STACK_SIGNAL, RankStatus
 
 ANSWER_S = 1.0
 
@@ -73,7 +72,7 @@ class LocalRank:
         self.seen = Observation(rank, node, self.pid)
         self.status: RankStatus = status_page.read(self.page.numbers)
 
-    def look(self, now: float, lost_s: float = 0.0) -> Observation:
+    def observe(self, now: float, lost_s: float = 0.0) -> Observation:
         """`lost_s`: time in which the monitor itself did not run. It does not count as stillness."""
         status = self.status = status_page.read(self.page.numbers)
         counts = thread_counts(self.pid, status.thread)
@@ -146,7 +145,7 @@ class LocalRank:
         return answer
 
     def with_answer(self, answer: dict[str, Any] | None) -> Observation:
-        """The last look with the responder's answer; without one, with the stack that faulthandler writes."""
+        """`seen` with the responder's answer; without one, with the stack that faulthandler writes."""
         if answer is None:
             stack = self._stack_by_signal() if self.seen.alive and self.seen.state != "T" else ()
             return replace(self.seen, answered=False, stack=stack)

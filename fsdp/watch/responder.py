@@ -14,7 +14,6 @@ import contextlib
 import faulthandler
 import json
 import os
-import signal
 import socket
 import sys
 import threading
@@ -22,8 +21,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-STACK_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
-"""Otherwise unused: the C library keeps the first real-time signals, and schedulers send none."""
+from fsdp.watch.status_page import STACK_SIGNAL
+
 DEEPEST = 60
 NEWEST = 30
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import signal
 import tempfile
 import threading
 import time
@@ -25,6 +26,9 @@ from fsdp.base.phases import PHASES, Activity
 
 clock = time.perf_counter
 """Linux's monotonic clock: the same in all processes of a host."""
+
+STACK_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
+"""Makes faulthandler write a rank's stacks. The C library uses the first real-time signals only."""
 
 PAGE = 16384
 TEXT_AT = 8192

@@ -187,7 +187,7 @@ def test_a_failed_rank_that_hangs_is_ended(
     try:
         page.numbers[PID], page.numbers[STATE] = rank.pid, FAILED
         ranks = NodeRanks({0: str(page.path)}, "n1", RecordFiles(tmp_path))
-        ranks.look(time.monotonic(), 0.0)
+        ranks.observe(time.monotonic(), 0.0)
         assert ranks.end(failed) is ended
         if ended:
             assert rank.wait(10) == -signal.SIGKILL
