@@ -43,7 +43,7 @@ from bench.fault_runs import (
 )
 from bench.ports import free_port
 from bench.tables import RESULTS, machine, write
-from tests.support.processes import children
+from fsdp.base import proc
 
 FLAGS = (
     "--model.name", "mlp", "--model.args.hidden", "64", "--data.name", "digits", "--train.steps", "100000",
@@ -137,7 +137,7 @@ def once(kind: Kind, rank: int, step: int, folder: Path, more: Sequence[str] = (
 
 def kill_node(pids: Sequence[int]) -> None:
     """Its ranks, and the monitor that is a child of one of them; the node itself still answers."""
-    for pid in [*(child for rank in pids for child in children(rank)), *pids]:
+    for pid in [*(child for rank in pids for child in proc.children(rank)), *pids]:
         os.kill(pid, signal.SIGKILL)
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from bench.peers import setup
 from bench.peers.roster import ready
+from fsdp.base import proc
 
 STEP = re.compile(r"step +(\d+)/")
 
@@ -91,7 +92,7 @@ class Launched:
         raise Ended(f"step {step} never came: {told[0] if told else text[-300:]}"[:400])
 
     def ranks(self) -> list[int]:
-        return sorted(children(self.process.pid))
+        return sorted(proc.children(self.process.pid))
 
     def kill_one(self, draw: random.Random) -> float:
         """SIGKILL to a rank that is drawn; when."""
@@ -105,23 +106,12 @@ class Launched:
 
     def end(self) -> None:
         """Every process that the command started."""
-        pids = [self.process.pid, *_below(self.process.pid)]
+        pids = [self.process.pid, *proc.descendants(self.process.pid)]
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
         self._reader.join(10)
-
-
-def children(pid: int) -> set[int]:
-    with contextlib.suppress(OSError):
-        return {int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
-    return set()
-
-
-def _below(pid: int) -> set[int]:
-    direct = children(pid)
-    return direct.union(*(_below(one) for one in direct))
 
 
 def torchrun(ranks: int, words: Sequence[str], *, restarts: int = 0, python: str = "") -> list[str]:

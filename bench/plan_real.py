@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from bench.plan_cases import Case
+from fsdp.base import proc
 from fsdp.config import load
 from fsdp.dist.collectives import Sum
 from fsdp.dist.mesh import BatchPlan, build_mesh, plan_batch, resolve
@@ -286,23 +287,16 @@ def _real_batches(subject: Subject, rows: int, device: str) -> Iterator[Any]:
         yield data, torch.ones(rows, dtype=torch.bool, device=device)
 
 
-def _status(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name + ":"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(name)
-
-
 def _resting() -> int:
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-    return _status("VmRSS")
+    return proc.memory_bytes()["VmRSS"]
 
 
 def _reset_peak() -> None:
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")
+    proc.reset_peak_memory()
 
 
 def _peak() -> int:
-    return _status("VmHWM")
+    return proc.memory_bytes()["VmHWM"]

@@ -11,7 +11,6 @@ bench/results/ray_tutorial.*.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -25,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench import tables
+from fsdp.base import proc
 
 ROOT = Path(__file__).parents[1]
 STEPS, EVERY = 60, 20
@@ -62,7 +62,7 @@ class Watch:
         while self._process.poll() is None:
             self._count_lines()
             if looks % WEIGH_EVERY == 0:
-                self._peak = max(self._peak, sum(_pss(pid) for pid in _tree(self._process.pid)))
+                self._peak = max(self._peak, sum(proc.pss_bytes(pid) for pid in _tree(self._process.pid)))
             looks += 1
             time.sleep(LOOK_S)
         if self._process.returncode:
@@ -89,24 +89,12 @@ class Watch:
 
 def _tree(root: int) -> set[int]:
     """A process and all under it; Ray's daemons are the driver's children, its workers the raylet's."""
-    parents: dict[int, int] = {}
-    for folder in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if folder.name.isdigit():
-                parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+    parents = proc.parents()
     found, more = set[int](), {root}
     while more:
         found |= more
         more = {pid for pid, parent in parents.items() if parent in found} - found
     return found
-
-
-def _pss(pid: int) -> int:
-    """Memory of a process, what it shares divided among those who share it."""
-    with contextlib.suppress(OSError, StopIteration):
-        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-        return int(next(line for line in text.splitlines() if line.startswith("Pss:")).split()[1]) * 1024
-    return 0
 
 
 def tutorial(folder: Path) -> Seen:

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.fsdp import fully_shard
 
 from bench.tables import turned
+from fsdp.base import proc
 from fsdp.checkpoint import Checkpointer
 from fsdp.config import CheckpointSection, ModelSection
 from fsdp.dist.env import DistEnv, from_environment
@@ -197,7 +198,7 @@ class Bench:
         before, peaks = own_memory(), []
         for _ in range(saves):
             self.state.step += 1
-            reset_peak()
+            proc.reset_peak_memory()
             fresh.save(self.state, metrics={}, reason="bench", wait=True)
             peaks.append((own_memory(peak=True) - before) / 2**20)
             fresh.sealed()
@@ -249,22 +250,15 @@ class Bench:
 
 def own_memory(peak: bool = False) -> int:
     """Bytes that are this process's alone, now or at the most since reset_peak."""
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    now = sum(int(status[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
-    return now + (int(status["VmHWM"].split()[0]) - int(status["VmRSS"].split()[0])) * 1024 if peak else now
-
-
-def reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
+    memory = proc.memory_bytes()
+    now = memory["RssAnon"] + memory["RssShmem"]
+    return now + memory["VmHWM"] - memory["VmRSS"] if peak else now
 
 
 def measured(call: Callable[[], object]) -> tuple[float, int]:
-    def read() -> int:
-        return int(Path("/proc/self/io").read_text().split()[1])
-
-    began, started = read(), time.perf_counter()
+    began, started = proc.bytes_read(), time.perf_counter()
     call()
-    return time.perf_counter() - started, read() - began
+    return time.perf_counter() - started, proc.bytes_read() - began
 
 
 def forget(*folders: Path) -> None:

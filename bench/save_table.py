@@ -11,12 +11,12 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.save_rank import SIZES
+from fsdp.base import proc
 
 
 def summarise(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
@@ -75,17 +75,9 @@ def _interval(ranks: Sequence[dict[str, Any]], none: Sequence[dict[str, Any]]) -
 
 
 def machine() -> dict[str, Any]:
-    model = next(
-        (
-            line.split(":")[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if "model name" in line
-        ),
-        "",
-    )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
-        "cpu": model or platform.processor(), "cores": len(os.sched_getaffinity(0)), "memory_gib": round(memory, 1),
+        "cpu": proc.processor_name() or platform.processor(), "cores": len(os.sched_getaffinity(0)), "memory_gib": round(memory, 1),
         "load_average": os.getloadavg()[0], "when": time.strftime("%Y-%m-%d %H:%M"),
     }  # fmt: skip
 

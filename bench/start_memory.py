@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import tables
+from fsdp.base import proc
 
 RANKS = 4
 SIZES = {"vocab_size": 32_000, "width": 1280, "layers": 21, "heads": 10, "max_seq_len": 256, "tied": False}
@@ -33,8 +34,7 @@ WAYS = ("ours, drawn", "ours, sent", "torch broadcast_from_rank0")
 
 def status(name: str) -> float:
     """A line of /proc/self/status in MB."""
-    text = Path("/proc/self/status").read_text()
-    return int(next(line for line in text.splitlines() if line.startswith(name + ":")).split()[1]) / 1024
+    return proc.memory_bytes()[name] / 2**20
 
 
 def one_rank(rank: int, way: str, folder: str, model: dict[str, Any]) -> None:
@@ -51,7 +51,7 @@ def one_rank(rank: int, way: str, folder: str, model: dict[str, Any]) -> None:
         make = prepare_torch(rank, spec)
     dist.barrier()
     idle = status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+    proc.reset_peak_memory()
     started = time.perf_counter()
     facts = make()
     seconds = time.perf_counter() - started

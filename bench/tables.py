@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fsdp.base import proc
+
 RESULTS = Path(__file__).with_name("results")
 RESAMPLES = 2000
 
@@ -92,16 +94,11 @@ def machine() -> str:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     load = ", ".join(f"{part:.1f}" for part in os.getloadavg())
     today = datetime.datetime.now(datetime.UTC).date()
+    cores = f"{len(os.sched_getaffinity(0))} cores ({proc.processor_name() or platform.machine()})"
     return (
-        f"{today}: {len(os.sched_getaffinity(0))} cores ({_processor()}), {memory:.0f} GiB, {platform.system()}, "
+        f"{today}: {cores}, {memory:.0f} GiB, {platform.system()}, "
         f"Python {platform.python_version()}, torch {torch.__version__}; load before {load}"
     )
-
-
-def _processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def write(

@@ -19,6 +19,7 @@ from pathlib import Path
 from bench.fault_runs import import_once
 from bench.ports import free_port
 from bench.tables import machine, write
+from fsdp.base import proc
 
 STEPS = 150
 TIMES = 100_000
@@ -42,7 +43,7 @@ def told() -> dict[str, float]:
     from fsdp.watch import status_page
     from fsdp.watch.collective_calls import Calls
 
-    page = status_page.create(f"shardrun-cost-{os.getpid()}.cells")
+    page = status_page.create(f"shardrun-cost-{os.getpid()}.page")
     page.path.unlink()
     writer = status_page.Writer(page.numbers)
     original = dist.all_reduce
@@ -101,14 +102,10 @@ def _rank(rank: int, address: tuple[str, int], folder: Path) -> int:
         enter(self, name, step)
 
     def leaving(self: Watch, *error: object) -> None:
-        if self._cells is not None and rank == 0:
-            numbers, seconds = self._cells.numbers, time.perf_counter() - began[0]
-            ticks = (
-                Path(f"/proc/{self._monitor.pid}/stat").read_text().rpartition(")")[2].split()
-                if self._monitor
-                else []
-            )
-            used = (int(ticks[11]) + int(ticks[12])) / os.sysconf("SC_CLK_TCK") if ticks else 0.0
+        if self._page is not None and rank == 0:
+            numbers, seconds = self._page.numbers, time.perf_counter() - began[0]
+            monitor = proc.stat(self._monitor.pid) if self._monitor else None
+            used = monitor.cpu_s if monitor is not None else 0.0
             counts = {
                 "calls": numbers[status_page.BEGUN] / numbers[status_page.STEPS], "phases": entered[0] / numbers[status_page.STEPS],
                 "step_ms": 1e3 * seconds / numbers[status_page.STEPS], "monitor_percent": 100 * used / seconds,

@@ -15,7 +15,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ import torch.distributed as dist
 
 from bench.peers.roster import ROSTER
 from bench.peers.work import WORKS, Place
+from fsdp.base import proc
 
 HEAVY = (
     "torch._dynamo",
@@ -58,7 +58,7 @@ class Orders:
             return False
         self._left, self._memory, self.losses = order["steps"], order["do"] == "memory", []
         if self._memory:
-            Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+            proc.reset_peak_memory()
             if torch.cuda.is_initialized():
                 torch.cuda.reset_peak_memory_stats()
         self._wall, self._cpu = time.perf_counter(), time.process_time()
@@ -89,8 +89,7 @@ class Orders:
 
 
 def memory_mib(name: str) -> float:
-    text = Path("/proc/self/status").read_text()
-    return int(next(line for line in text.splitlines() if line.startswith(name + ":")).split()[1]) / 1024
+    return proc.memory_bytes()[name] / 2**20
 
 
 class Turns:

@@ -20,11 +20,21 @@ class ShardrunError(Exception):
     """
 
     ranks: tuple[int, ...] = ()
-    """Whom it is about, where that is known and all ranks raise it."""
+    """The ranks at fault, where all ranks raise it and these are known."""
+    error_number: int = 0
+    """`errno` of the operating system's error behind it, such as errno.ENOSPC; 0 if there is none."""
 
-    def __init__(self, message: str, hint: str | None = None) -> None:
-        self.hint = hint
+    def __init__(
+        self, message: str, hint: str | None = None, *, ranks: tuple[int, ...] = (), error_number: int = 0
+    ) -> None:
+        self.hint, self.ranks, self.error_number = hint, ranks, error_number
         super().__init__(f"{message} HINT: {hint}" if hint else message)
+
+
+def error_number(error: BaseException) -> int:
+    """`errno` of an OSError, or of the OSError behind one of ours; 0 if there is none."""
+    found = error.error_number if isinstance(error, ShardrunError) else getattr(error, "errno", None)
+    return found if isinstance(found, int) else 0
 
 
 class ConfigError(ShardrunError):

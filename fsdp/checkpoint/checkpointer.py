@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from fsdp.base.errors import CheckpointError
+from fsdp.base.errors import CheckpointError, error_number
 from fsdp.base.phases import Activity, methods_announce
 from fsdp.checkpoint import discovery, inspect, load, retention, snapshot
 from fsdp.checkpoint.adapter_weights import Base
@@ -27,7 +27,7 @@ from fsdp.checkpoint.manifest import Broken, Manifest
 from fsdp.checkpoint.messages import Talk
 from fsdp.checkpoint.open_store import open_store
 from fsdp.checkpoint.restore import Restore, Restored
-from fsdp.checkpoint.saver import SaveJob, Saver, repeated
+from fsdp.checkpoint.saver import SaveJob, Saver, not_saved, repeated
 from fsdp.checkpoint.staging import Room
 from fsdp.checkpoint.store import Store
 from fsdp.config import CheckpointSection
@@ -176,9 +176,7 @@ class Checkpointer:
         outcome = job.outcome
         assert outcome is not None
         if outcome.fatal or (must and outcome.failure):
-            raise CheckpointError(
-                f"step {outcome.step} {outcome.verdict.lower()}: {outcome.failure}.", LOST_HINT
-            )
+            raise not_saved(outcome, f"step {outcome.step} {outcome.verdict.lower()}", LOST_HINT)
         if outcome.failure and self._failed_before:
             raise repeated(outcome)
         self._failed_before = bool(outcome.failure)
@@ -295,4 +293,5 @@ class Checkpointer:
             )
         except (Broken, OSError) as error:
             hint = f"python -m fsdp.checkpoint {self._run_dir} verify"
-            raise CheckpointError(f"{found.folder} was not exported to {folder}: {error}.", hint) from None
+            what = f"{found.folder} was not exported to {folder}: {error}."
+            raise CheckpointError(what, hint, error_number=error_number(error)) from None

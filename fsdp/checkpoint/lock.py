@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol
 
-from fsdp.base.errors import CheckpointError, RefusedError
+from fsdp.base.errors import CheckpointError, RefusedError, error_number
 from fsdp.checkpoint.local_store import LocalStore
 from fsdp.checkpoint.object_store import Cell, ObjectStore
 from fsdp.checkpoint.store import Store
@@ -227,4 +227,5 @@ def _hold_store(store: Store, launcher: str, job: str, watched_s: float = 0.0) -
         raise RefusedError(held, "another --checkpoint.dir, or end that job") from None
     except OSError as error:
         hint = "--checkpoint.dir FOLDER that is writable"
-        raise CheckpointError(f"{store.where} cannot be written: {error}.", hint) from None
+        what = f"{store.where} cannot be written: {error}."
+        raise CheckpointError(what, hint, error_number=error_number(error)) from None

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from fsdp.base.errors import CheckpointError, ShardrunError
+from fsdp.base.errors import CheckpointError, ShardrunError, error_number
 from fsdp.base.phases import Activity, announces
 
 T = TypeVar("T")
@@ -100,4 +100,5 @@ class Talk:
 
 
 def _for_others(error: Exception) -> CheckpointError:
-    return CheckpointError(f"rank 0 failed: {type(error).__name__}: {error}")
+    what = f"rank 0 failed: {type(error).__name__}: {error}"
+    return CheckpointError(what, error_number=error_number(error))

@@ -13,13 +13,13 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from fsdp.base.devices import set_thread_device
-from fsdp.base.errors import CheckpointError
+from fsdp.base.errors import CheckpointError, error_number
 from fsdp.checkpoint import file_names, inspect, manifest, pieces
 from fsdp.checkpoint.crc import crc32
 from fsdp.checkpoint.manifest import Manifest
@@ -50,10 +50,26 @@ class SaveOutcome:
     """What failed in a save whose checkpoint is there all the same: a power cut may still lose it."""
     write_s: float = 0.0
     bytes: int = 0
+    ranks: tuple[int, ...] = ()
+    """The ranks whose part failed."""
+    error_number: int = 0
+    """`errno` of the first failure that has one."""
 
     @property
     def verdict(self) -> str:
         return "may NOT be saved" if self.unseen else "was NOT saved"
+
+
+@dataclass(frozen=True)
+class PartFailure:
+    """Why the part of one rank was not written."""
+
+    rank: int
+    line: str
+    error_number: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.line}"
 
 
 @dataclass
@@ -114,9 +130,8 @@ class Saver:
                 job.outcome = self._save(job)
             except Exception as error:
                 # The ranks cannot speak any more: a peer has died, or this one cannot even copy.
-                job.outcome = SaveOutcome(
-                    job.step, "", f"rank {self._talk.rank}: {one_line(error)}", fatal=True
-                )
+                part = self._part_failure(error)
+                job.outcome = replace(_failed(job.step, [part]), fatal=True)
             finally:
                 job.copied.set()
                 job.done.set()
@@ -154,12 +169,11 @@ class Saver:
                 return "", SaveOutcome(step, self._store.path(whole.folder))
             self._store.begin(folder)
         except Exception as error:  # the other ranks wait to hear of it, whatever it is
-            return "", SaveOutcome(
-                step, "", f"rank 0 cannot make {self._store.path(folder)}: {one_line(error)}"
-            )
+            line = f"rank 0 cannot make {self._store.path(folder)}: {one_line(error)}"
+            return "", SaveOutcome(step, "", line, ranks=(0,), error_number=error_number(error))
         return folder, None
 
-    def _try_write(self, folder: str, image: Image, job: SaveJob) -> Written | str:
+    def _try_write(self, folder: str, image: Image, job: SaveJob) -> Written | PartFailure:
         try:
             job.values = pack_values(job.snapshot) if self._talk.rank == 0 else []
             written = write_file(
@@ -172,25 +186,32 @@ class Saver:
                 }
             return written
         except Exception as error:  # the other ranks wait to hear of it, whatever it is
-            return f"rank {self._talk.rank}: {one_line(error, self._store.path(folder) + '/' + file_names.data_file(self._talk.rank))}"
+            return self._part_failure(
+                error, f"{self._store.path(folder)}/{file_names.data_file(self._talk.rank)}"
+            )
 
-    def _close(self, job: SaveJob, folder: str, reports: list[Written | str]) -> SaveOutcome:
+    def _part_failure(self, error: BaseException, file: str = "") -> PartFailure:
+        return PartFailure(self._talk.rank, one_line(error, file), error_number(error))
+
+    def _close(self, job: SaveJob, folder: str, reports: list[Written | PartFailure]) -> SaveOutcome:
         """Rank 0: seal what all have written, or clear it away."""
-        failures = [report for report in reports if isinstance(report, str)]
+        failures = [report for report in reports if isinstance(report, PartFailure)]
         written = [report for report in reports if isinstance(report, Written)]
         if not failures:
             try:
                 self._compare_buffers(written)
                 return self._seal(job, folder, written)
             except Exception as error:  # the other ranks wait to hear of it, whatever it is
-                failures.append(f"rank 0: {one_line(error)}")
-                if (there := self._look_after(job, failures[0])) is not None:
-                    return there
+                failures.append(self._part_failure(error))
+                if (there := self._look_after(job, str(failures[0]))) is not None:
+                    return replace(there, ranks=(0,), error_number=failures[0].error_number)
         try:
             self._store.remove(folder, self._attempt)
         except OSError as error:
-            failures.append(f"what was written could not be removed: {one_line(error)}")
-        return SaveOutcome(job.step, "", "; ".join(failures))
+            outcome = _failed(job.step, failures)
+            left = f"what was written could not be removed: {one_line(error)}"
+            return replace(outcome, failure=f"{outcome.failure}; {left}")
+        return _failed(job.step, failures)
 
     def _look_after(self, job: SaveJob, failure: str) -> SaveOutcome | None:
         """Rank 0: what a save that failed near its seal has left; None where that is no checkpoint.
@@ -245,6 +266,16 @@ class Saver:
         return SaveOutcome(job.step, self._store.path(final), bytes=total)
 
 
+def _failed(step: int, failures: Sequence[PartFailure]) -> SaveOutcome:
+    return SaveOutcome(
+        step,
+        "",
+        "; ".join(map(str, failures)),
+        ranks=tuple(sorted({one.rank for one in failures})),
+        error_number=next((one.error_number for one in failures if one.error_number), 0),
+    )
+
+
 def _digests(written: list[Written]) -> dict[str, tuple[int, str]]:
     sums: dict[str, tuple[int, int]] = {}
     for one in written:
@@ -263,6 +294,11 @@ def one_line(error: BaseException, file: str = "") -> str:
 
 def repeated(outcome: SaveOutcome) -> CheckpointError:
     hint = "free the space or mend the folder, then start the same command: it goes on from the newest whole checkpoint"
+    return not_saved(outcome, f"the save of step {outcome.step} failed, as did the one before", hint)
+
+
+def not_saved(outcome: SaveOutcome, what: str, hint: str) -> CheckpointError:
+    """`what`, then why; with the ranks and the error number of the failed save."""
     return CheckpointError(
-        f"the save of step {outcome.step} failed, as did the one before: {outcome.failure}.", hint
+        f"{what}: {outcome.failure}.", hint, ranks=outcome.ranks, error_number=outcome.error_number
     )

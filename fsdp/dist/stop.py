@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdp.base import proc
 from fsdp.base.errors import LaunchError
 from fsdp.base.phases import StopReason
 from fsdp.config import StopSection
@@ -235,19 +236,10 @@ def _ends(deadline_s: float, end_time: float | None) -> float | None:
     """
     ends = []
     if deadline_s:
-        ends.append(time.monotonic() - process_age_s() + deadline_s)
+        ends.append(time.monotonic() - proc.age_s() + deadline_s)
     if end_time is not None:
         ends.append(time.monotonic() + end_time - time.time())
     return min(ends, default=None)
-
-
-def process_age_s() -> float:
-    """0 where the system does not tell."""
-    try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, AttributeError):
-        return 0.0
 
 
 class _Marks:

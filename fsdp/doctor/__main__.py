@@ -1,10 +1,11 @@
-"""Are these nodes fit to train together?
+"""Checks whether these nodes can train together, and names those to exclude.
 
     torchrun --nproc_per_node=4 -m fsdp.doctor          or under srun; alone it starts a rank a GPU, or two
-    sbatch slurm/fsdp.sbatch --preflight                in a job's place, on the job's nodes
+    sbatch slurm/fsdp.sbatch --preflight                in place of a job, on the job's nodes
 
-It prints a table, a verdict and what to do, and writes DIR/doctor: doctor.html, doctor.json, and exclude, for
-sbatch's --exclude. Exit code 0 where all is fit, 3 where a node falls out, 2 for a wrong flag.
+It prints a table, its findings with a HINT each and a verdict, and writes DIR/doctor: doctor.html,
+doctor.json, and exclude, for sbatch's --exclude. Exit code 0 if all nodes are fit, 3 if one is not, 2 for a
+wrong flag.
 """
 
 from __future__ import annotations
@@ -68,15 +69,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _start_ranks(options: argparse.Namespace, on_cuda: bool) -> int:
-    """On this node alone. The ranks end well in any case: the verdict comes as a file, or the starter would
-    call it a crash.
+    """Start ranks on this node alone. They exit with 0: torchrun would report any other code as a crash.
+
+    The verdict comes in a file.
     """
     import torch
 
     ranks = options.ranks or (torch.cuda.device_count() if on_cuda else 2)
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
-        told = Path(folder, "code")
-        words = ["--dir", str(options.dir), "--limit-s", str(options.limit_s), "--verdict-to", str(told)]
+        verdict = Path(folder, "code")
+        flags = ["--dir", str(options.dir), "--limit-s", str(options.limit_s), "--verdict-to", str(verdict)]
         starter = [
             sys.executable,
             "-m",
@@ -86,18 +88,18 @@ def _start_ranks(options: argparse.Namespace, on_cuda: bool) -> int:
             "-m",
         ]
         environ = {"OMP_NUM_THREADS": "1", **os.environ}
-        command = [*starter, "fsdp.doctor", *words]
+        command = [*starter, "fsdp.doctor", *flags]
         with subprocess.Popen(command, env=environ) as process:
             try:
                 ended = process.wait(options.limit_s + COME_UP_S)
             except subprocess.TimeoutExpired:
-                process.terminate()  # torchrun then ends its ranks, by force after half a minute
+                process.terminate()  # torchrun then ends its ranks, after half a minute by SIGKILL
                 process.wait()
                 raise LaunchError(
-                    f"its {ranks} ranks were not done {COME_UP_S:.0f} s after their time.",
-                    "--limit-s more, or fewer --ranks",
+                    f"{ranks} ranks have not ended {COME_UP_S:.0f} s after --limit-s {options.limit_s:g}.",
+                    "a higher --limit-s, or fewer --ranks",
                 ) from None
-        return int(told.read_text()) if told.exists() else ended or ENDED
+        return int(verdict.read_text()) if verdict.exists() else ended or ENDED
 
 
 if __name__ == "__main__":

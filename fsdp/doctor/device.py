@@ -1,28 +1,27 @@
-"""The device: seen, right in what it computes, as fast as it should be, and with its memory free."""
+"""Measures a rank's device: a matrix product's speed and result, free memory, the driver's error counts."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from fsdp.base import devices
+from fsdp.base import devices, proc
 
 SECONDS = 0.4
 NVIDIA_SMI_S = 10.0
 HEALTH = (
-    # what nvidia-smi calls it, what a person reads, and what it says when nothing is wrong
+    # field of nvidia-smi, text of the finding, values of a healthy device
     ("ecc.errors.uncorrected.volatile.total", "uncorrected memory errors", ("0",)),
-    ("retired_pages.pending", "memory pages to be retired: reset it", ("No",)),
+    ("retired_pages.pending", "memory pages wait for retirement", ("No",)),
     ("clocks_throttle_reasons.hw_slowdown", "slowed by its hardware (heat, power)", ("Not Active",)),
 )
 
 
-def look(device: torch.device, name: str) -> dict[str, Any]:
+def check(device: torch.device, name: str) -> dict[str, Any]:
     on_cuda = device.type == "cuda"
     size, dtype = (8192, torch.bfloat16) if on_cuda else (384, torch.float32)
     rate, value = product(device, size, dtype)
@@ -39,48 +38,46 @@ def look(device: torch.device, name: str) -> dict[str, Any]:
 
 
 def product(device: torch.device, size: int, dtype: torch.dtype) -> tuple[float, float]:
-    """10¹² operations a second over some tenths of a second, and a number that is the same on every sound
-    device.
-    """
+    """TFLOP/s over SECONDS, and a number that is the same on every device that computes correctly."""
     generator = torch.Generator().manual_seed(7)
     left = torch.randn(size, size, generator=generator).to(device, dtype)
     right = torch.randn(size, size, generator=generator).to(device, dtype)
     out = torch.mm(left, right)
     value = float(out.double().abs().mean())
-    _wait(device)
+    synchronize(device)
     began, done = time.perf_counter(), 0
     while time.perf_counter() - began < SECONDS:
         for _ in range(8):
             torch.mm(left, right, out=out)
-        # the host runs ahead of the device: without this it would only be asked, not done
-        _wait(device)
+        # the host runs ahead of the device
+        synchronize(device)
         done += 8
     return 2.0 * size**3 * done / (time.perf_counter() - began) / 1e12, value
 
 
-def _wait(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def memory(device: torch.device) -> tuple[int, int]:
-    """Free and total bytes: the device's, or on the CPU the node's."""
+    """Free and total bytes of the device, or of the node on the CPU."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return int(free), int(total)
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return tuple(int(lines[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))  # type: ignore[return-value]
+    node = proc.node_memory_bytes()
+    return node["MemAvailable"], node["MemTotal"]
 
 
 def health(device: torch.device) -> list[str]:
-    """What the driver has against this device; nothing where it cannot be asked."""
+    """Errors that the driver counts on this device; empty without nvidia-smi."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
     fields = ",".join(field for field, _, _ in HEALTH)
     which = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
     try:
-        said = subprocess.run(
+        done = subprocess.run(
             [program, which, f"--query-gpu={fields}", "--format=csv,noheader"],
             capture_output=True,
             text=True,
@@ -90,14 +87,14 @@ def health(device: torch.device) -> list[str]:
     except subprocess.TimeoutExpired:
         return [f"nvidia-smi does not answer within {NVIDIA_SMI_S:.0f} s"]
     except (subprocess.CalledProcessError, OSError):
-        return []  # an older one does not know a field
-    return complaints(said.stdout)
+        return []  # an older version that lacks a field
+    return complaints(done.stdout)
 
 
 def complaints(line: str) -> list[str]:
     values = [value.strip() for value in line.strip().split(",")]
     return [
-        f"{words}: {value}"
-        for value, (_, words, fine) in zip(values, HEALTH, strict=False)
-        if value not in fine and not value.startswith("[")  # [N/A], [Not Supported]
+        f"{text}: {value}"
+        for value, (_, text, healthy) in zip(values, HEALTH, strict=False)
+        if value not in healthy and not value.startswith("[")  # [N/A], [Not Supported]
     ]

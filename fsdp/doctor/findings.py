@@ -1,8 +1,8 @@
-"""What is to be thought of what the ranks saw: a pure function, so that every fault can be put before it.
+"""Findings: judges the ranks' measurements, in pure functions.
 
-A node is judged beside the others: the median is what is expected, and a maker's figure only where there is
-one. A node that falls out gets its name on the exclude list, unless most of them would: then the fault is not
-a node's.
+A node is compared with the others: the median is the expected value, and the manufacturer's figure if it is
+known. A node that is not fit is on the exclude list, unless most nodes would be: then no single node is at
+fault.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any, TypeVar
 from fsdp.dist.preflight import RankFacts, differences
 
 Key = TypeVar("Key")
-Look = Mapping[str, Any]
-"""What one rank saw, by stage; a stage that it did not come to is missing."""
+RankReport = Mapping[str, Any]
+"""One rank's measurements by stage; a stage that it did not reach is missing."""
 
 SLOW_CUDA, SLOW_CPU = 0.85, 0.6
-"""Of the median: GPUs of one kind differ by a few per cent, processes that share a CPU by more."""
+"""Least share of the median: GPUs of one kind differ by few per cent, processes that share a CPU by more."""
 OF_PEAK = 0.55
-"""Of the maker's figure for dense products; 0.6 to 0.8 is usual for one of 8192 × 8192."""
+"""Least share of the manufacturer's figure for dense products; 0.6 to 0.8 is usual for 8192 × 8192."""
 LINK, DISK = 0.5, 0.25
 SAME_PRODUCT = 1e-3
 CLOCK_S = 1.0
@@ -32,7 +32,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong, where, and what to do. `out` where no training should be tried with it."""
+    """One fault: where, what, and what to do. `out`: exclude the node from training."""
 
     host: str
     rank: int | None
@@ -62,25 +62,25 @@ class Diagnosis:
     def __str__(self) -> str:
         if self.fit:
             count = len(self.findings)
-            odd = f"; {count} thing{'s are' if count > 1 else ' is'} odd" if count else ""
+            odd = f"; {count} finding{'s' * (count > 1)} above" if count else ""
             return f"fit to train{odd}."
         if self.exclude:
             count = len(self.exclude)
             return (
-                f"{count} node{'s fall' if count > 1 else ' falls'} out: --exclude={','.join(self.exclude)}"
+                f"{count} node{'s are' if count > 1 else ' is'} not fit: --exclude={','.join(self.exclude)}"
             )
         return f"not fit to train{', and no single node is at fault' * (self.nodes > 1)}: see above."
 
 
 @dataclass(frozen=True)
 class NodeReports:
-    """All looks, and who was to come: `hosts` by node as far as known, `nodes` the ranks of each."""
+    """All reports by rank, the ranks of each node, and its host name as far as known."""
 
-    looks: Mapping[int, Look]
+    by_rank: Mapping[int, RankReport]
     nodes: Sequence[Sequence[int]]
     hosts: Sequence[str]
     stages: Mapping[int, str]
-    """Rank → the stage that it never came out of."""
+    """Rank → the stage that it did not complete."""
 
     def host(self, rank: int) -> str:
         return self.hosts[next(n for n, ranks in enumerate(self.nodes) if rank in ranks)]
@@ -91,15 +91,17 @@ class NodeReports:
     def of_rank(self, rank: int, what: str, hint: str, *, out: bool) -> Finding:
         return Finding(self.host(rank), rank, what, hint, out)
 
-    def heads(self) -> Iterator[tuple[int, Look]]:
-        """The first rank of each node, which looks at what the node shares."""
+    def heads(self) -> Iterator[tuple[int, RankReport]]:
+        """Node → the report of its first rank, which measures what the node's ranks share."""
         return (
-            (node, self.looks[ranks[0]]) for node, ranks in enumerate(self.nodes) if ranks[0] in self.looks
+            (node, self.by_rank[ranks[0]])
+            for node, ranks in enumerate(self.nodes)
+            if ranks[0] in self.by_rank
         )
 
 
-def judge(scene: NodeReports) -> Diagnosis:
-    judges: Sequence[Callable[[NodeReports], Iterator[Finding]]] = (
+def judge(reports: NodeReports) -> Diagnosis:
+    checks: Sequence[Callable[[NodeReports], Iterator[Finding]]] = (
         _absent,
         _unfinished,
         _programs,
@@ -113,86 +115,83 @@ def judge(scene: NodeReports) -> Diagnosis:
         _disks,
         _clocks,
     )
-    findings = [finding for one in judges for finding in one(scene)]
+    findings = [finding for check in checks for finding in check(reports)]
     out = list(dict.fromkeys(finding.host for finding in findings if finding.out))
-    # With two nodes each is half: one may still be named. With one node there is none to leave out.
-    few = len(out) * 2 <= len(scene.hosts) and len(scene.hosts) > 1
-    complete = all(rank in scene.looks for ranks in scene.nodes for rank in ranks) and not scene.stages
-    return Diagnosis(tuple(findings), tuple(out) if few else (), complete, len(scene.hosts))
+    # Of two nodes one may be excluded. A single node may not.
+    few = len(out) * 2 <= len(reports.hosts) and len(reports.hosts) > 1
+    complete = (
+        all(rank in reports.by_rank for ranks in reports.nodes for rank in ranks) and not reports.stages
+    )
+    return Diagnosis(tuple(findings), tuple(out) if few else (), complete, len(reports.hosts))
 
 
-# ---------------------------------------------------------------- who is there
+# ---------------------------------------------------------------- missing ranks
 
 
-def _absent(scene: NodeReports) -> Iterator[Finding]:
-    for node, ranks in enumerate(scene.nodes):
-        missing = [rank for rank in ranks if rank not in scene.looks]
+def _absent(reports: NodeReports) -> Iterator[Finding]:
+    for node, ranks in enumerate(reports.nodes):
+        missing = [rank for rank in ranks if rank not in reports.by_rank]
         if missing:
-            who = (
-                "none of its ranks came"
-                if len(missing) == len(ranks)
-                else f"ranks {', '.join(map(str, missing))} never came"
-            )
-            yield scene.of_node(node, who, "see its log; does it reach the first node?", out=True)
+            some = f"ranks {', '.join(map(str, missing))} did not start"
+            what = "none of its ranks started" if len(missing) == len(ranks) else some
+            yield reports.of_node(node, what, "read its log; check that it reaches the first node", out=True)
 
 
-def _unfinished(scene: NodeReports) -> Iterator[Finding]:
-    """Those that others wait for are where no other is: the rarest stage names them."""
-    if not scene.stages:
+def _unfinished(reports: NodeReports) -> Iterator[Finding]:
+    """The rank that others wait for is in a stage of its own: the rarest stage names it."""
+    if not reports.stages:
         return
-    stages = list(scene.stages.values())
+    stages = list(reports.stages.values())
     rarest = min(stages, key=stages.count)
-    for rank, stage in scene.stages.items():
+    for rank, stage in reports.stages.items():
         blamed = stage == rarest and len(set(stages)) > 1
-        failure = scene.looks.get(rank, {}).get("failure")
+        failure = reports.by_rank.get(rank, {}).get("failure")
         what = f"failed in: {stage} ({failure})" if failure else f"not done in time, still in: {stage}"
-        yield scene.of_rank(rank, what, "--limit-s more, or leave it out", out=blamed)
+        yield reports.of_rank(rank, what, "a higher --limit-s, or exclude it", out=blamed)
 
 
-def _programs(scene: NodeReports) -> Iterator[Finding]:
-    everyone = [RankFacts(**look["facts"]) for look in scene.looks.values() if "facts" in look]
+def _programs(reports: NodeReports) -> Iterator[Finding]:
+    everyone = [RankFacts(**report["facts"]) for report in reports.by_rank.values() if "facts" in report]
     for one in differences(everyone):
         for rank, value in list(one.others.items())[:8]:
             what = f"{one.what} {value or 'is missing'}, where most have {one.usual or 'none'}"
-            yield scene.of_rank(rank, what, "the same environment on every node", out=one.fatal)
+            yield reports.of_rank(rank, what, "the same environment on every node", out=one.fatal)
 
 
 # ---------------------------------------------------------------- network
 
 
-def _names(scene: NodeReports) -> Iterator[Finding]:
-    for node, look in scene.heads():
-        names = look.get("network", {})
-        if names and not names["host_resolves"] and len(scene.nodes) > 1:
+def _names(reports: NodeReports) -> Iterator[Finding]:
+    for node, report in reports.heads():
+        names = report.get("network", {})
+        if names and not names["host_resolves"] and len(reports.nodes) > 1:
             hint = "add it to DNS or /etc/hosts, or export GLOO_SOCKET_IFNAME=INTERFACE"
-            yield scene.of_node(
+            yield reports.of_node(
                 node, f"its own name {names['host']} does not resolve", hint, out=not names["interface"]
             )
 
 
-def _ports(scene: NodeReports) -> Iterator[Finding]:
-    """Each broken pair is blamed on whichever of its two nodes is in more broken pairs, so that few are
-    named.
-    """
+def _ports(reports: NodeReports) -> Iterator[Finding]:
+    """Of two nodes without a connection, names the one that lacks more connections."""
     broken: dict[tuple[int, int], str] = {}
-    for node, look in scene.heads():
-        for other, why in look.get("ports", {}).items():
+    for node, report in reports.heads():
+        for other, why in report.get("ports", {}).items():
             if why:
                 broken[(node, int(other))] = why
     while broken:
-        count = [sum(node in pair for pair in broken) for node in range(len(scene.nodes))]
+        count = [sum(node in pair for pair in broken) for node in range(len(reports.nodes))]
         worst = max(range(len(count)), key=lambda node: (count[node], node))
-        mine = {pair: why for pair, why in broken.items() if worst in pair}
-        others = sorted({scene.hosts[node] for pair in mine for node in pair if node != worst})
-        what = f"no connection between it and {', '.join(others[:4])} ({next(iter(mine.values()))})"
-        yield scene.of_node(worst, what, "a firewall, a route, or a dead link", out=True)
-        broken = {pair: why for pair, why in broken.items() if pair not in mine}
+        own = {pair: why for pair, why in broken.items() if worst in pair}
+        others = sorted({reports.hosts[node] for pair in own for node in pair if node != worst})
+        what = f"no connection between it and {', '.join(others[:4])} ({next(iter(own.values()))})"
+        yield reports.of_node(worst, what, "check firewall, route and link", out=True)
+        broken = {pair: why for pair, why in broken.items() if pair not in own}
 
 
-def can_meet(looks: Mapping[int, Look]) -> bool:
-    """Whether a process group can be tried: every connection stood, and every rank speaks the same torch."""
-    everyone = [RankFacts(**look["facts"]) for look in looks.values()]
-    reached = not any(why for look in looks.values() for why in look.get("ports", {}).values())
+def can_form_group(by_rank: Mapping[int, RankReport]) -> bool:
+    """Whether a process group can be formed: all connections work, and all ranks have the same torch."""
+    everyone = [RankFacts(**report["facts"]) for report in by_rank.values()]
+    reached = not any(why for report in by_rank.values() for why in report.get("ports", {}).values())
     return reached and not any(one.fatal for one in differences(everyone))
 
 
@@ -200,18 +199,18 @@ def can_meet(looks: Mapping[int, Look]) -> bool:
 
 
 def _below(share: float, rates: Mapping[Key, float]) -> Iterator[tuple[Key, float, float]]:
-    """Those that reach less than this share of the median: which, their rate, the median."""
+    """Key, rate and median of each that reaches less than this share of the median."""
     usual = median(rates.values()) if rates else 0.0
     yield from ((key, rate, usual) for key, rate in rates.items() if rate < share * usual)
 
 
-def slow_ranks(looks: Mapping[int, Look]) -> dict[int, float]:
-    """Rank → its share of the median among devices of its kind, where that is too little."""
+def slow_ranks(by_rank: Mapping[int, RankReport]) -> dict[int, float]:
+    """Rank → its share of the median among devices of its kind, if that is too low."""
     found = {}
     by_kind: dict[str, dict[int, float]] = {}
-    for rank, look in looks.items():
-        if "device" in look:
-            by_kind.setdefault(look["facts"]["device"], {})[rank] = look["device"]["tflops"]
+    for rank, report in by_rank.items():
+        if "device" in report:
+            by_kind.setdefault(report["facts"]["device"], {})[rank] = report["device"]["tflops"]
     for kind, rates in by_kind.items():
         found.update(
             {
@@ -222,37 +221,42 @@ def slow_ranks(looks: Mapping[int, Look]) -> dict[int, float]:
     return found
 
 
-def _devices(scene: NodeReports) -> Iterator[Finding]:
-    seen = {rank: look for rank, look in scene.looks.items() if "device" in look}
+def _devices(reports: NodeReports) -> Iterator[Finding]:
+    seen = {rank: report for rank, report in reports.by_rank.items() if "device" in report}
     slow = slow_ranks(seen)
     for rank, share in slow.items():
         what = f"matrix product at {seen[rank]['device']['tflops']:.3g} TFLOP/s, {share:.0%} of the median"
-        yield scene.of_rank(rank, what, "another job on it, its clocks, its cooling", out=True)
-    products = {rank: look["device"]["product"] for rank, look in seen.items()}
+        yield reports.of_rank(rank, what, "check for another job on it, its clocks, its cooling", out=True)
+    products = {rank: report["device"]["product"] for rank, report in seen.items()}
     usual = median([value for value in products.values() if isfinite(value)] or [0.0])
     for rank, value in products.items():
-        if not abs(value - usual) <= SAME_PRODUCT * abs(usual):  # also where it is not a number
-            yield scene.of_rank(
-                rank, f"computes wrong: {value:.6g} for {usual:.6g}", "take the device out", out=True
+        if not abs(value - usual) <= SAME_PRODUCT * abs(usual):  # true for NaN too
+            yield reports.of_rank(
+                rank, f"computes wrong: {value:.6g} for {usual:.6g}", "replace the device", out=True
             )
-    for rank, look in seen.items():
-        for complaint in look["device"]["health"]:
-            yield scene.of_rank(rank, complaint, "drain the node and reset the device", out=True)
-        peak = look["device"]["peak_tflops"]
-        if peak and look["device"]["tflops"] < OF_PEAK * peak and rank not in slow:
-            what = (
-                f"matrix product at {look['device']['tflops']:.0f} of {peak:.0f} TFLOP/s that its maker gives"
+    for rank, report in seen.items():
+        for complaint in report["device"]["health"]:
+            yield reports.of_rank(rank, complaint, "drain the node and reset the device", out=True)
+        peak = report["device"]["peak_tflops"]
+        if peak and report["device"]["tflops"] < OF_PEAK * peak and rank not in slow:
+            rate = f"{report['device']['tflops']:.0f} of the {peak:.0f} TFLOP/s"
+            what = f"matrix product at {rate} that the manufacturer specifies"
+            yield reports.of_rank(
+                rank, what, "check its power limit and clocks, and for another job on it", out=False
             )
-            yield scene.of_rank(rank, what, "power limit, clocks, or another job on it", out=False)
 
 
-def _memory(scene: NodeReports) -> Iterator[Finding]:
-    for rank, look in scene.looks.items():
-        about = look.get("device")
-        if about and look["facts"]["device"] != "cpu" and about["memory_free"] < FREE * about["memory_total"]:
+def _memory(reports: NodeReports) -> Iterator[Finding]:
+    for rank, report in reports.by_rank.items():
+        about = report.get("device")
+        if (
+            about
+            and report["facts"]["device"] != "cpu"
+            and about["memory_free"] < FREE * about["memory_total"]
+        ):
             used = (about["memory_total"] - about["memory_free"]) / GIB
-            what = f"{used:.1f} of {about['memory_total'] / GIB:.0f} GiB of its device are taken"
-            yield scene.of_rank(rank, what, "nvidia-smi on that node says by whom", out=True)
+            what = f"{used:.1f} of {about['memory_total'] / GIB:.0f} GiB of its device are in use"
+            yield reports.of_rank(rank, what, "nvidia-smi on that node shows by which process", out=True)
 
 
 # ---------------------------------------------------------------- links
@@ -262,77 +266,78 @@ def _rate(link: Mapping[str, float]) -> float:
     return min(link["gather_gb_s"], link["scatter_gb_s"])
 
 
-def _within(scene: NodeReports) -> Iterator[Finding]:
+def _within(reports: NodeReports) -> Iterator[Finding]:
     rates = {
-        node: _rate(look["links"]["within"])
-        for node, look in scene.heads()
-        if "within" in look.get("links", {})
+        node: _rate(report["links"]["within"])
+        for node, report in reports.heads()
+        if "within" in report.get("links", {})
     }
     for node, rate, usual in _below(LINK, rates):
         what = f"{rate:.3g} GB/s within the node, {rate / usual:.0%} of the median"
-        yield scene.of_node(
-            node, what, "NCCL_DEBUG=INFO says which way it goes; NVLink or PCIe is down", out=True
+        yield reports.of_node(
+            node, what, "NVLink or PCIe may be down: NCCL_DEBUG=INFO shows the path", out=True
         )
 
 
-def _between(scene: NodeReports) -> Iterator[Finding]:
-    """A node all of whose links are slow is at fault; a single slow link is told of both its ends."""
+def _between(reports: NodeReports) -> Iterator[Finding]:
+    """A node whose links are all slow is at fault; a single slow link is reported with both ends."""
     rates: dict[tuple[int, int], float] = {}
-    for node, look in scene.heads():
-        for other, link in look.get("links", {}).get("between", {}).items():
+    for node, report in reports.heads():
+        for other, link in report.get("links", {}).get("between", {}).items():
             pair = (min(node, int(other)), max(node, int(other)))
             rates[pair] = min(rates.get(pair, float("inf")), _rate(link))
     usual = median(rates.values()) if rates else 0.0
     slow = {pair for pair, _, _ in _below(LINK, rates)}
-    for node in range(len(scene.nodes)):
-        mine = [pair for pair in rates if node in pair]
-        if slow and mine and all(pair in slow for pair in mine) and len(mine) > 1:
-            what = f"{max(rates[pair] for pair in mine):.3g} GB/s to both its neighbours, where {usual:.3g} is usual"
-            yield scene.of_node(
-                node, what, "its network card, its cable, NCCL_IB_HCA or NCCL_SOCKET_IFNAME", out=True
-            )
-            slow -= set(mine)
+    for node in range(len(reports.nodes)):
+        own = [pair for pair in rates if node in pair]
+        if slow and len(own) > 1 and all(pair in slow for pair in own):
+            best = max(rates[pair] for pair in own)
+            what = f"{best:.3g} GB/s to both its neighbours, where {usual:.3g} is usual"
+            hint = "check its network card and cable, NCCL_IB_HCA and NCCL_SOCKET_IFNAME"
+            yield reports.of_node(node, what, hint, out=True)
+            slow -= set(own)
     for one, other in sorted(slow):
-        what = f"{rates[(one, other)]:.3g} GB/s to {scene.hosts[other]}, where {usual:.3g} is usual"
-        yield scene.of_node(one, what, "the link between the two", out=False)
+        what = f"{rates[(one, other)]:.3g} GB/s to {reports.hosts[other]}, where {usual:.3g} is usual"
+        yield reports.of_node(one, what, "check the link between the two", out=False)
 
 
 # ---------------------------------------------------------------- storage and clocks
 
 
-def _storage(scene: NodeReports) -> Iterator[Finding]:
-    heads = {node: look["storage"] for node, look in scene.heads() if "storage" in look}
+def _storage(reports: NodeReports) -> Iterator[Finding]:
+    heads = {node: report["storage"] for node, report in reports.heads() if "storage" in report}
     blind = {node: about["unseen"] for node, about in heads.items() if about.get("unseen")}
     for node, about in heads.items():
         if "error" in about:
-            yield scene.of_node(
+            yield reports.of_node(
                 node, f"{about['folder']} {about['error']}", "--dir FOLDER on shared storage", out=True
             )
-    # What the first node wrote is what a run's checkpoints are: a node that does not see it does not share.
+    # The first node writes as a run does: a node that does not see its file does not share the folder.
     for node, others in blind.items():
         if 0 in others and node:
-            names = ", ".join(scene.hosts[other] for other in others[:4])
+            names = ", ".join(reports.hosts[other] for other in others[:4])
             what = f"does not see what {names} wrote into {heads[node]['folder']}"
-            yield scene.of_node(
+            yield reports.of_node(
                 node, what, "mount the shared storage there, or --dir FOLDER that is shared", out=True
             )
 
 
-def _disks(scene: NodeReports) -> Iterator[Finding]:
-    for name, words in (("write_mb_s", "writes"), ("read_mb_s", "reads")):
+def _disks(reports: NodeReports) -> Iterator[Finding]:
+    for name, verb in (("write_mb_s", "writes"), ("read_mb_s", "reads")):
         rates = {
-            node: look["storage"][name] for node, look in scene.heads() if name in look.get("storage", {})
+            node: report["storage"][name]
+            for node, report in reports.heads()
+            if name in report.get("storage", {})
         }
         for node, rate, usual in _below(DISK, rates):
-            what = f"{words} {rate:.0f} MB/s, where {usual:.0f} is usual"
-            yield scene.of_node(node, what, "its mount, or its way to the storage", out=False)
+            what = f"{verb} {rate:.0f} MB/s, where {usual:.0f} is usual"
+            yield reports.of_node(node, what, "check its mount and its network to the storage", out=False)
 
 
-def _clocks(scene: NodeReports) -> Iterator[Finding]:
-    for node, look in scene.heads():
-        offset = look.get("links", {}).get("clock_s", 0.0)
+def _clocks(reports: NodeReports) -> Iterator[Finding]:
+    for node, report in reports.heads():
+        offset = report.get("links", {}).get("clock_s", 0.0)
         if abs(offset) > CLOCK_S:
-            what = (
-                f"its clock is {abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'} the first node's"
-            )
-            yield scene.of_node(node, what, "chronyc tracking, or timedatectl, on that node", out=False)
+            side = "ahead of" if offset > 0 else "behind"
+            what = f"its clock is {abs(offset):.1f} s {side} the first node's"
+            yield reports.of_node(node, what, "chronyc tracking, or timedatectl, on that node", out=False)

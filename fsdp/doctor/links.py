@@ -1,6 +1,4 @@
-"""The operations that FSDP uses, timed: all-gather and reduce-scatter within each node, between neighbours,
-and over all.
-"""
+"""Times all-gather and reduce-scatter within each node, between neighbours and over all ranks."""
 
 from __future__ import annotations
 
@@ -12,27 +10,28 @@ import torch
 import torch.distributed as dist
 
 from fsdp.dist.env import DistEnv
+from fsdp.doctor.device import synchronize
 
 SMALL = 1024
 TIMES = 5
-# Newer torch calls them so, and warns of the older names.
+# Newer torch has these names, and warns about the older ones.
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 Step = Callable[[], object]
 
 
 def large(device: torch.device) -> int:
-    """Elements of fp32 that a rank gives: 64 MiB on CUDA; 1 MiB on a CPU, where the ranks share one memory."""
+    """fp32 elements per rank: 64 MiB on CUDA; 1 MiB on a CPU, where the ranks share one memory."""
     return (64 << 20) // 4 if device.type == "cuda" else (1 << 20) // 4
 
 
-def look(env: DistEnv, nodes: Sequence[Sequence[int]], stage: Callable[[str], None]) -> dict[str, Any]:
-    """`nodes` are the ranks by node. Groups are made by all ranks in one order, used by their members."""
+def check(env: DistEnv, nodes: Sequence[Sequence[int]], stage: Callable[[str], None]) -> dict[str, Any]:
+    """`nodes`: the ranks of each node. All ranks create the groups in one order; members use them."""
     found: dict[str, Any] = {"clock_s": clock_offset(env)}
     stage("all-gather and reduce-scatter within the node")
-    mine = [group for group in (_group(ranks) for ranks in nodes) if group is not None]
-    if mine and len(nodes[env.node_rank]) > 1:
-        found["within"] = measure(env.device, mine[0], len(nodes[env.node_rank]))
+    own = [group for group in (_group(ranks) for ranks in nodes) if group is not None]
+    if own and len(nodes[env.node_rank]) > 1:
+        found["within"] = measure(env.device, own[0], len(nodes[env.node_rank]))
     if len(nodes) > 1:
         found["between"] = _between(env, nodes, stage)
         stage("all-gather and reduce-scatter over all ranks")
@@ -41,13 +40,13 @@ def look(env: DistEnv, nodes: Sequence[Sequence[int]], stage: Callable[[str], No
 
 
 def _group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
-    """This rank's, or None where it is not in it."""
+    """None on ranks that are not members."""
     group = dist.new_group(list(ranks))
     return group if dist.get_rank() in ranks else None
 
 
 def _between(env: DistEnv, nodes: Sequence[Sequence[int]], stage: Callable[[str], None]) -> dict[int, Any]:
-    """Neighbour → what the link to it gives. Even pairs, then odd ones, so that no node is in two at once."""
+    """Neighbour → its link. Even pairs, then odd ones, so that no node is in two pairs at once."""
     count = len(nodes)
     pairs = [(n, n + 1) for n in range(0, count - 1, 2)] + [(n, n + 1) for n in range(1, count - 1, 2)]
     if count > 2:
@@ -56,14 +55,14 @@ def _between(env: DistEnv, nodes: Sequence[Sequence[int]], stage: Callable[[str]
     for one, other in pairs:
         group = _group([nodes[one][0], nodes[other][0]])
         if group is not None:
-            with_whom = other if env.node_rank == one else one
-            stage(f"all-gather and reduce-scatter with node {with_whom}")
-            found[with_whom] = measure(env.device, group, 2)
+            neighbour = other if env.node_rank == one else one
+            stage(f"all-gather and reduce-scatter with node {neighbour}")
+            found[neighbour] = measure(env.device, group, 2)
     return found
 
 
 def measure(device: torch.device, group: dist.ProcessGroup | None, ranks: int) -> dict[str, float]:
-    """Microseconds of a small one, and 10⁹ bytes a second that each rank takes in, of a large one."""
+    """Microseconds of a small all-gather, and GB/s that each rank receives in large collectives."""
     count = large(device)
     shard, small = torch.ones(count, device=device), torch.ones(SMALL, device=device)
     whole, small_whole = torch.empty(count * ranks, device=device), torch.empty(SMALL * ranks, device=device)
@@ -79,33 +78,26 @@ def measure(device: torch.device, group: dist.ProcessGroup | None, ranks: int) -
 
 
 def _seconds(device: torch.device, step: Step) -> float:
-    """The best of some, after one that builds what a first one builds: what the link can do, not what else
-    went on.
-    """
+    """The best of TIMES calls, after a first one that sets up the connections."""
     step()
-    _wait(device)
+    synchronize(device)
     best = float("inf")
     for _ in range(TIMES):
         began = time.perf_counter()
         step()
-        _wait(device)
+        synchronize(device)
         best = min(best, time.perf_counter() - began)
     return best
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def clock_offset(env: DistEnv) -> float:
-    """This rank's clock less rank 0's, as near as a barrier brings them: some milliseconds."""
+    """This rank's clock minus rank 0's, to the few milliseconds by which ranks leave a barrier."""
     if env.world_size == 1:
         return 0.0
     offsets = []
     for _ in range(TIMES):
         dist.barrier()
-        told: list[float] = [0.0] * env.world_size
-        dist.all_gather_object(told, time.time())
-        offsets.append(told[env.rank] - told[0])
+        times: list[float] = [0.0] * env.world_size
+        dist.all_gather_object(times, time.time())
+        offsets.append(times[env.rank] - times[0])
     return min(offsets, key=abs)

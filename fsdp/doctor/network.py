@@ -1,6 +1,4 @@
-"""Names and ports: does each node's name resolve, and does each node reach the others on a port of the
-kernel's choosing.
-"""
+"""Checks that each node's name resolves, and that each node reaches the others on a free port."""
 
 from __future__ import annotations
 
@@ -14,12 +12,12 @@ from fsdp.dist.preflight import address_towards, resolves
 
 CONNECT_S = 3.0
 NEIGHBOURS = 16
-"""Above twice as many nodes each tries these, behind and before it, and not all."""
+"""Above twice as many nodes, each node tries this many before it and after it instead of all."""
 
 
 @contextlib.contextmanager
 def listener() -> Iterator[int]:
-    """A port that takes connections and says who it is, until the block ends."""
+    """A port that accepts connections and sends the host name, until the block ends."""
     server = socket.create_server(("", 0), backlog=256)
     over = threading.Event()
 
@@ -28,9 +26,9 @@ def listener() -> Iterator[int]:
         while not over.is_set():
             try:
                 taken, _ = server.accept()
-            except OSError:  # its time-out, after which it looks whether it is over
+            except OSError:  # the time-out, to read `over` again
                 continue
-            # it has hung up, and tells that itself
+            # the other side has closed the connection and reports that itself
             with contextlib.closing(taken), contextlib.suppress(OSError):
                 taken.sendall(socket.gethostname().encode())
 
@@ -52,9 +50,7 @@ def partners(node: int, nodes: int) -> list[int]:
 
 
 def reach(node: int, places: Mapping[int, tuple[str, int]]) -> dict[int, str]:
-    """Node → why it cannot be reached from here; empty where it can. All at once: what is dead costs one
-    time-out together.
-    """
+    """Node → why it cannot be reached from here; empty if it can. All in parallel, with one time-out."""
     found: dict[int, str] = {}
 
     def try_one(other: int, place: tuple[str, int]) -> None:
@@ -77,7 +73,7 @@ def reach(node: int, places: Mapping[int, tuple[str, int]]) -> dict[int, str]:
     return {other: found.get(other, "no answer") for other in partners(node, len(places)) if other in places}
 
 
-def look(host: str, main_address: str) -> dict[str, Any]:
+def check(host: str, main_address: str) -> dict[str, Any]:
     return {
         "host": host,
         "host_resolves": resolves(host),

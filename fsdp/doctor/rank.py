@@ -1,4 +1,4 @@
-"""One rank of the doctor's: all stages in their own time, then rank 0 judges, tells, and leaves files."""
+"""One rank of the doctor: runs the stages within the time limit; rank 0 judges, prints and writes files."""
 
 from __future__ import annotations
 
@@ -22,36 +22,33 @@ NOT_FIT = LaunchError.exit_code
 
 
 def as_rank(run: Path, limit_s: float, verdict_to: Path | None) -> int:
-    """The verdict as an exit code; or 0 always and the code in a file, so that no launcher calls a verdict a
-    crash.
-    """
+    """Returns the verdict as an exit code; with `verdict_to` 0, and the code is written into that file."""
     env, began = from_environment(), time.monotonic()
-    telling, told = threading.Lock(), list[int]()
+    reporting, codes = threading.Lock(), list[int]()
 
-    def tell(scene: NodeReports) -> int:
-        """Once: the end of its time may come while the verdict is told."""
-        with telling:
-            if not told:
-                told.append(_tell(scene, run, time.monotonic() - began))
+    def report(reports: NodeReports) -> int:
+        """Only once: the time limit may come while the verdict is being reported."""
+        with reporting:
+            if not codes:
+                codes.append(_report(reports, run, time.monotonic() - began))
                 if verdict_to is not None:
-                    verdict_to.write_text(str(told[0]))
-        return told[0] if verdict_to is None else 0
+                    verdict_to.write_text(str(codes[0]))
+        return codes[0] if verdict_to is None else 0
 
     store = dist.PrefixStore("doctor", meeting_store(env, limit_s))
-    visit = stages.Visit(env, store, run, began + limit_s)
-    otherwise = NOT_FIT if verdict_to is None else 0
-    with stages.bounded(visit, limit_s, tell, otherwise):
+    exam = stages.RankExam(env, store, run, began + limit_s)
+    incomplete = NOT_FIT if verdict_to is None else 0
+    with stages.time_limit(exam, limit_s, report, incomplete):
         try:
-            stages.examine(visit)
+            stages.examine(exam)
         except (RuntimeError, dist.DistError) as error:
-            # A stage that failed for one fails for others too: what each saw is told, and rank 0 tells of
-            # all.
+            # A stage that fails on one rank fails on others too: rank 0 reports what each has published.
             failed = str(error).splitlines()[0][:200]
             if not env.is_main:
-                return _leave_word(visit, failed, otherwise)
-            visit.tell(failure=failed)
+                return _publish_failure(exam, failed, incomplete)
+            exam.publish(failure=failed)
         if env.is_main:
-            code = tell(stages.scene_of(visit, store))
+            code = report(stages.reports_so_far(exam, store))
             store.set("verdict", str(code))
             _wait_for_the_others(store, env.world_size)
             return code
@@ -60,41 +57,41 @@ def as_rank(run: Path, limit_s: float, verdict_to: Path | None) -> int:
         return code
 
 
-def _leave_word(visit: stages.Visit, failed: str, code: int) -> int:
+def _publish_failure(exam: stages.RankExam, failed: str, code: int) -> int:
     try:
-        visit.tell(failure=failed)
-        stages.over(visit)
+        exam.publish(failure=failed)
+        stages.mark_finished(exam)
     except (RuntimeError, dist.DistError):
         # rank 0 and its store are gone
-        print(f"fsdp.doctor: rank {visit.env.rank}: {failed}", file=sys.stderr)
+        print(f"fsdp.doctor: rank {exam.env.rank}: {failed}", file=sys.stderr)
     return code
 
 
 def _wait_for_the_others(store: dist.Store, ranks: int) -> None:
-    """Until they have read the verdict; those that failed before have left already, and never come."""
+    """Until they have read the verdict; ranks that have failed before do not."""
     try:
-        store.wait([f"bye/{rank}" for rank in range(1, ranks)], timedelta(seconds=stages.LEAVE_S))
+        store.wait([f"bye/{rank}" for rank in range(1, ranks)], timedelta(seconds=stages.END_S))
     except (RuntimeError, dist.DistError):
         return
 
 
-def _tell(scene: NodeReports, run: Path, seconds: float) -> int:
-    verdict = judge(scene)
-    print(table.text(scene, verdict, seconds), flush=True)
+def _report(reports: NodeReports, run: Path, seconds: float) -> int:
+    verdict = judge(reports)
+    print(table.text(reports, verdict, seconds), flush=True)
     folder = run / "doctor"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "doctor.html", table.page(scene, verdict, seconds))
+        write_atomically(folder / "doctor.html", table.page(reports, verdict, seconds))
         record = {
             "verdict": str(verdict),
             "fit": verdict.fit,
             "findings": [asdict(one) for one in verdict.findings],
         }
-        write_atomically(folder / "doctor.json", json.dumps(record | {"looks": scene.looks}, indent=1) + "\n")
+        write_atomically(
+            folder / "doctor.json", json.dumps(record | {"looks": reports.by_rank}, indent=1) + "\n"
+        )
         write_atomically(folder / "exclude", ",".join(verdict.exclude) + "\n" if verdict.exclude else "")
     except OSError as error:
-        print(
-            f"fsdp.doctor: {folder} cannot be written ({error.strerror}): the table above is all there is",
-            file=sys.stderr,
-        )
+        why = f"{folder} cannot be written ({error.strerror})"
+        print(f"fsdp.doctor: {why}: the result is in the table above alone", file=sys.stderr)
     return 0 if verdict.fit else NOT_FIT

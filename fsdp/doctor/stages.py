@@ -1,5 +1,7 @@
-"""One rank's way through the stages. What it sees goes into the meeting's store at once, so that rank 0 can
-tell of it even when a later stage hangs; a process group is only tried when every connection stood.
+"""The doctor's stages, in order, on one rank: network, device, links, storage.
+
+A rank publishes each measurement in the rendezvous store at once, so that rank 0 can report it even if a
+later stage hangs. A process group is only formed if every connection was possible.
 """
 
 from __future__ import annotations
@@ -23,91 +25,87 @@ import torch.distributed as dist
 from fsdp.dist.env import DistEnv, interface_is_given, meeting_address, meeting_store, process_group
 from fsdp.dist.preflight import facts_of
 from fsdp.doctor import device, links, network, storage
-from fsdp.doctor.findings import NodeReports, can_meet, slow_ranks
+from fsdp.doctor.findings import NodeReports, can_form_group, slow_ranks
 
 log = logging.getLogger(__name__)
 
-AGAIN = 2
-"""A rank that looks slow may have been disturbed: all measure so often again, and the best counts."""
-LEAVE_S = 5.0
+REPEATS = 2
+"""A rank that seems slow may have been disturbed: all ranks measure again this often, and the best counts."""
+END_S = 5.0
 
 
 @dataclass
-class Visit:
-    """One rank, its store, and what it has seen so far."""
+class RankExam:
+    """One rank, its store, and its measurements so far."""
 
     env: DistEnv
     store: dist.Store
     folder: Path
     ends: float
-    look: dict[str, Any] = field(default_factory=dict)
+    report: dict[str, Any] = field(default_factory=dict)
 
     def stage(self, name: str) -> None:
         self.store.set(f"stage/{self.env.rank}", name)
 
-    def tell(self, **seen: Any) -> None:
-        self.look |= seen
-        self.store.set(f"look/{self.env.rank}", json.dumps(self.look))
+    def publish(self, **seen: Any) -> None:
+        self.report |= seen
+        self.store.set(f"report/{self.env.rank}", json.dumps(self.report))
 
     @property
     def left_s(self) -> float:
         return max(0.1, self.ends - time.monotonic())
 
-    def everyone(self, key: str, ranks: Sequence[int] | None = None) -> dict[int, Any]:
-        """What each rank (or each of these) has put under this key; waits for them."""
-        wanted = range(self.env.world_size) if ranks is None else ranks
-        self.store.wait([f"{key}/{rank}" for rank in wanted], timedelta(seconds=self.left_s))
-        return {rank: json.loads(self.store.get(f"{key}/{rank}")) for rank in wanted}
+    def gather(self, key: str, ranks: Sequence[int] | None = None) -> dict[int, Any]:
+        """Each rank's value under this key, or that of `ranks`; waits for them."""
+        expected = range(self.env.world_size) if ranks is None else ranks
+        self.store.wait([f"{key}/{rank}" for rank in expected], timedelta(seconds=self.left_s))
+        return {rank: json.loads(self.store.get(f"{key}/{rank}")) for rank in expected}
 
-    def meet(self, name: str) -> dict[int, dict[str, Any]]:
-        """Everybody's look as it stands after a stage."""
+    def gather_reports(self, name: str) -> dict[int, dict[str, Any]]:
+        """Every rank's report after a stage."""
         self.stage(f"waiting for the others after {name}")
-        self.store.set(f"{name}/{self.env.rank}", json.dumps(self.look))
-        return self.everyone(name)
+        self.store.set(f"{name}/{self.env.rank}", json.dumps(self.report))
+        return self.gather(name)
 
 
-def examine(visit: Visit) -> None:
-    """All stages. Raises what a store or a collective raises when time is up; what was seen until then has
-    been told.
-    """
-    env = visit.env
-    visit.stage("meeting the others")
+def examine(exam: RankExam) -> None:
+    """Run all stages. Raises the error of a store or collective when time is up."""
+    env = exam.env
+    exam.stage("meeting the others")
     place = {"node": env.node_rank, "local_rank": env.local_rank, "host": facts_of(env).host}
-    visit.store.set(f"here/{env.rank}", json.dumps(place))
-    visit.tell(facts=facts_of(env).as_json())
-    visit.everyone("here")
-    _look_at_network(visit)
-    _look_at_device(visit)
-    looks = visit.meet("device")
-    if can_meet(looks) and env.world_size > 1:
-        _look_at_links(visit)
-    _look_at_storage(visit)
-    visit.stage("done")
-    visit.tell(done=True)
-    # Rank 0 tells of all, and must not do so while another is about to say that it is done.
-    over(visit)
-    visit.everyone("over")
+    exam.store.set(f"here/{env.rank}", json.dumps(place))
+    exam.publish(facts=facts_of(env).as_json())
+    exam.gather("here")
+    _check_network(exam)
+    _check_device(exam)
+    by_rank = exam.gather_reports("device")
+    if can_form_group(by_rank) and env.world_size > 1:
+        _check_links(exam)
+    _check_storage(exam)
+    exam.stage("done")
+    exam.publish(done=True)
+    # Rank 0 reports all ranks, and waits until each has published that it is done.
+    mark_finished(exam)
+    exam.gather("over")
 
 
-def over(visit: Visit) -> None:
-    """This rank says nothing more."""
-    visit.store.set(f"over/{visit.env.rank}", "true")
+def mark_finished(exam: RankExam) -> None:
+    """This rank publishes nothing more."""
+    exam.store.set(f"over/{exam.env.rank}", "true")
 
 
 def nodes_of(here: dict[int, Any]) -> list[list[int]]:
-    """The ranks of each node, its first rank first."""
+    """The ranks of each node, in order."""
     count = max(one["node"] for one in here.values()) + 1
     return [[rank for rank in sorted(here) if here[rank]["node"] == node] for node in range(count)]
 
 
-def scene_of(visit: Visit, store: dist.Store) -> NodeReports:
-    """What is known now, without waiting for anybody: through a store of its own, as the main thread may
-    stand in another.
-    """
-    env = visit.env
+def reports_so_far(exam: RankExam, store: dist.Store) -> NodeReports:
+    """All reports so far, without waiting. `store` is one of its own: the main thread may wait in another."""
+    env = exam.env
     here = _known(store, "here", env.world_size)
-    looks = _known(store, "look", env.world_size)
-    # A rank that never came has its node's place, where launchers give each node as many as this one.
+    by_rank = _known(store, "report", env.world_size)
+    # A missing rank is counted on the node that it has if all nodes have as many ranks as this one.
     per_node = max(1, env.local_world_size)
     for rank in range(env.world_size):
         here.setdefault(
@@ -120,9 +118,11 @@ def scene_of(visit: Visit, store: dist.Store) -> NodeReports:
         for n, ranks in enumerate(nodes)
     ]
     stages = {
-        rank: store.get(f"stage/{rank}").decode() for rank, look in looks.items() if not look.get("done")
+        rank: store.get(f"stage/{rank}").decode()
+        for rank, report in by_rank.items()
+        if not report.get("done")
     }
-    return NodeReports(looks, nodes, hosts, stages)
+    return NodeReports(by_rank, nodes, hosts, stages)
 
 
 def _known(store: dist.Store, key: str, ranks: int) -> dict[int, Any]:
@@ -136,97 +136,98 @@ def _known(store: dist.Store, key: str, ranks: int) -> dict[int, Any]:
 # ---------------------------------------------------------------- stages
 
 
-def _heads(visit: Visit) -> list[int]:
-    return [ranks[0] for ranks in nodes_of(visit.everyone("here")) if ranks]
+def _heads(exam: RankExam) -> list[int]:
+    return [ranks[0] for ranks in nodes_of(exam.gather("here")) if ranks]
 
 
-def _look_at_network(visit: Visit) -> None:
-    visit.stage("names and ports")
-    env, heads = visit.env, _heads(visit)
+def _check_network(exam: RankExam) -> None:
+    exam.stage("names and ports")
+    env, heads = exam.env, _heads(exam)
     if env.rank not in heads or len(heads) == 1:
         return
-    seen = network.look(visit.look["facts"]["host"], meeting_address()) | {"interface": interface_is_given()}
+    seen = network.check(exam.report["facts"]["host"], meeting_address()) | {
+        "interface": interface_is_given()
+    }
     with network.listener() as port:
-        visit.store.set(f"place/{env.rank}", json.dumps([seen["address"], port]))
-        places = visit.everyone("place", heads)
+        exam.store.set(f"place/{env.rank}", json.dumps([seen["address"], port]))
+        places = exam.gather("place", heads)
         found = network.reach(env.node_rank, {node: tuple(places[rank]) for node, rank in enumerate(heads)})
-        visit.tell(network=seen, ports=found)
-        visit.store.set(f"reached/{env.rank}", "true")
-        visit.stage("waiting for the others' connections")
-        visit.everyone("reached", heads)  # the port stays open until nobody needs it
+        exam.publish(network=seen, ports=found)
+        exam.store.set(f"reached/{env.rank}", "true")
+        exam.stage("waiting for the others' connections")
+        exam.gather("reached", heads)  # the port stays open until all have tried it
 
 
-def _look_at_device(visit: Visit) -> None:
-    """All at once, as in training; again where one looks slow."""
-    env = visit.env
-    for turn in range(1 + AGAIN):
-        visit.meet(f"before-product-{turn}")
-        visit.stage("a matrix product")
-        seen = device.look(env.device, visit.look["facts"]["device"])
-        before = visit.look.get("device", {}).get("tflops", 0.0)
-        visit.tell(device=seen | {"tflops": max(seen["tflops"], before)})
-        if not slow_ranks(visit.meet(f"product-{turn}")):
+def _check_device(exam: RankExam) -> None:
+    """All ranks at once, as in training; again if one seems slow."""
+    env = exam.env
+    for turn in range(1 + REPEATS):
+        exam.gather_reports(f"before-product-{turn}")
+        exam.stage("a matrix product")
+        seen = device.check(env.device, exam.report["facts"]["device"])
+        before = exam.report.get("device", {}).get("tflops", 0.0)
+        exam.publish(device=seen | {"tflops": max(seen["tflops"], before)})
+        if not slow_ranks(exam.gather_reports(f"product-{turn}")):
             return
 
 
-def _look_at_links(visit: Visit) -> None:
-    visit.stage("forming a process group")
-    nodes = nodes_of(visit.everyone("here"))
-    with process_group(visit.env, visit.left_s, dist.PrefixStore("group", visit.store)):
-        visit.tell(links=links.look(visit.env, nodes, visit.stage))
-        visit.meet("links")
+def _check_links(exam: RankExam) -> None:
+    exam.stage("forming a process group")
+    nodes = nodes_of(exam.gather("here"))
+    with process_group(exam.env, exam.left_s, dist.PrefixStore("group", exam.store)):
+        exam.publish(links=links.check(exam.env, nodes, exam.stage))
+        exam.gather_reports("links")
 
 
-def _look_at_storage(visit: Visit) -> None:
-    """One rank of each node writes; all look for all files; each reads its neighbour's; then each removes its
-    own.
-    """
-    visit.stage("storage")
-    env, heads = visit.env, _heads(visit)
+def _check_storage(exam: RankExam) -> None:
+    """One rank per node writes a file, by_rank for all files, reads its neighbour's, and removes its own."""
+    exam.stage("storage")
+    env, heads = exam.env, _heads(exam)
     if env.rank not in heads:
         return
-    folder = visit.folder / "doctor"
+    folder = exam.folder / "doctor"
     name = f"probe-{env.node_rank}-{secrets.token_hex(4)}"
-    seen: dict[str, Any] = {"folder": str(visit.folder)}
+    seen: dict[str, Any] = {"folder": str(exam.folder)}
     try:
         seen |= storage.write(folder, name, (256 << 20) if env.device.type == "cuda" else (16 << 20))
-        visit.store.set(f"wrote/{env.rank}", json.dumps(name))
-        names = dict(enumerate(visit.everyone("wrote", heads).values()))
+        exam.store.set(f"wrote/{env.rank}", json.dumps(name))
+        names = dict(enumerate(exam.gather("wrote", heads).values()))
         seen["unseen"] = storage.unseen(folder, names)
         neighbour = (env.node_rank + 1) % len(heads)
         if neighbour not in seen["unseen"]:
             seen |= storage.read(folder / names[neighbour])
-        visit.tell(storage=seen)
-        visit.store.set(f"read/{env.rank}", "true")
-        visit.everyone("read", heads)
+        exam.publish(storage=seen)
+        exam.store.set(f"read/{env.rank}", "true")
+        exam.gather("read", heads)
     finally:
-        with contextlib.suppress(OSError):  # storage that fails has been told of, and is not written to
+        with contextlib.suppress(OSError):  # storage that fails is in the report already
             (folder / name).unlink(missing_ok=True)
 
 
-# ---------------------------------------------------------------- its own time
+# ---------------------------------------------------------------- time limit
 
 
 @contextlib.contextmanager
-def bounded(visit: Visit, limit_s: float, tell: Callable[[NodeReports], int], late: int) -> Iterator[None]:
-    """When time is up this process ends, wherever it stands, with the code `late`: rank 0 after it has told
-    what is known, and with what telling returned.
+def time_limit(
+    exam: RankExam, limit_s: float, report: Callable[[NodeReports], int], late: int
+) -> Iterator[None]:
+    """When time is up this process exits from anywhere, with the code `late`.
+
+    Rank 0 reports the results so far first, and exits with the code that `report` returns.
     """
 
     def end() -> None:
         code = late
         try:
-            if visit.env.is_main:
-                code = tell(
-                    scene_of(visit, dist.PrefixStore("doctor", meeting_store(visit.env, 10.0, serves=False)))
-                )
+            if exam.env.is_main:
+                store = meeting_store(exam.env, 10.0, serves=False)
+                code = report(reports_so_far(exam, dist.PrefixStore("doctor", store)))
         finally:
             sys.stdout.flush()
             os._exit(code)
 
-    # Rank 0 speaks first: its store is what it has to tell from, and other ranks that leave would disturb
-    # that.
-    timer = threading.Timer(limit_s if visit.env.is_main else limit_s + LEAVE_S, end)
+    # Rank 0 first: it reads the reports from its store, which ranks that exit would disturb.
+    timer = threading.Timer(limit_s if exam.env.is_main else limit_s + END_S, end)
     timer.daemon = True
     timer.start()
     try:

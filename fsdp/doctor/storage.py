@@ -1,7 +1,6 @@
-"""The folder that checkpoints will lie in: one and the same on all nodes, and how fast each writes and reads
-it.
+"""Checks the folder of the checkpoints: all nodes share it, and how fast each writes and reads it.
 
-A node reads what another wrote: its own file would come from memory.
+A node reads another node's file: its own would come from memory.
 """
 
 from __future__ import annotations
@@ -15,13 +14,11 @@ from typing import Any
 
 BLOCK = 4 << 20
 PATIENCE_S = 5.0
-"""How long a shared folder may take to show another node's file."""
+"""Time for a shared folder to show another node's file."""
 
 
 def write(folder: Path, name: str, size: int) -> dict[str, Any]:
-    """A file of `size` bytes, on the disk and not only on its way: 10⁶ bytes a second, and what is free
-    afterwards.
-    """
+    """Write and sync a file of `size` bytes: MB/s, and the free space afterwards."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         block = os.urandom(BLOCK)
@@ -42,7 +39,7 @@ def unseen(folder: Path, names: Mapping[int, str], patience_s: float = PATIENCE_
     deadline = time.monotonic() + patience_s
     missing = dict(names)
     while missing:
-        present = set(os.listdir(folder)) if folder.is_dir() else set[str]()  # noqa: PTH208  the names alone, and asked anew
+        present = set(os.listdir(folder)) if folder.is_dir() else set[str]()  # noqa: PTH208  names alone, read anew
         missing = {node: name for node, name in missing.items() if name not in present}
         if not missing or time.monotonic() > deadline:
             break
@@ -51,7 +48,7 @@ def unseen(folder: Path, names: Mapping[int, str], patience_s: float = PATIENCE_
 
 
 def read(file: Path) -> dict[str, Any]:
-    """10⁶ bytes a second, from where it lies: what this node holds of it in memory is dropped first."""
+    """MB/s from the storage: this node's cached pages of the file are dropped first."""
     try:
         with file.open("rb", buffering=0) as source:
             if hasattr(os, "posix_fadvise"):

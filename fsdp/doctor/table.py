@@ -1,4 +1,4 @@
-"""What the ranks saw as a table: in a terminal or a log, and as an HTML file."""
+"""The measurements and findings as text for a terminal or a log, and as an HTML page."""
 
 from __future__ import annotations
 
@@ -8,43 +8,47 @@ from markupsafe import Markup
 
 from fsdp.base.html import chip, document, joined, paragraph, render, section
 from fsdp.base.html import table as html_table
-from fsdp.doctor.findings import GIB, Diagnosis, Finding, Look, NodeReports
+from fsdp.doctor.findings import GIB, Diagnosis, Finding, NodeReports, RankReport
 
 MOST_ROWS = 40
-"""Above so many ranks a node has one row: its slowest rank."""
+"""Above this many ranks a node has one row: its slowest rank."""
 HEADS = ("node", "rank", "device", "TFLOP/s", "free", "gather", "scatter", "small", "write", "read", "clock")
 UNITS = ("", "", "", "", "GiB", "GB/s", "GB/s", "µs", "MB/s", "MB/s", "ms")
 DEVICE = HEADS.index("device")
 LINK_HEADS = ("link", "gather GB/s", "scatter GB/s", "small µs")
 
 
-def rows(scene: NodeReports) -> list[list[str]]:
-    ranks = sum(len(ranks) for ranks in scene.nodes)
+def rows(reports: NodeReports) -> list[list[str]]:
+    ranks = sum(len(ranks) for ranks in reports.nodes)
     found = []
-    for node, members in enumerate(scene.nodes):
-        present = [rank for rank in members if rank in scene.looks]
+    for node, members in enumerate(reports.nodes):
+        present = [rank for rank in members if rank in reports.by_rank]
         if not present:
-            found.append([scene.hosts[node], "", "never came", *[""] * (len(HEADS) - 3)])
+            found.append([reports.hosts[node], "", "not started", *[""] * (len(HEADS) - 3)])
         elif ranks > MOST_ROWS:
-            slowest = min(present, key=lambda rank: scene.looks[rank].get("device", {}).get("tflops", 0.0))
+            slowest = min(
+                present, key=lambda rank: reports.by_rank[rank].get("device", {}).get("tflops", 0.0)
+            )
             found.append(
-                _row(scene.hosts[node], f"{slowest}*", scene.looks[slowest], scene.looks[present[0]])
+                _row(
+                    reports.hosts[node], f"{slowest}*", reports.by_rank[slowest], reports.by_rank[present[0]]
+                )
             )
         else:
             found += [
-                _row(scene.hosts[node], str(rank), scene.looks[rank], scene.looks[members[0]])
+                _row(reports.hosts[node], str(rank), reports.by_rank[rank], reports.by_rank[members[0]])
                 for rank in present
             ]
     return found
 
 
-def _row(host: str, rank: str, look: Look, head: Look) -> list[str]:
-    device, links, storage = look.get("device"), look.get("links", {}), head.get("storage", {})
+def _row(host: str, rank: str, report: RankReport, head: RankReport) -> list[str]:
+    device, links, storage = report.get("device"), report.get("links", {}), head.get("storage", {})
     within = links.get("within") or links.get("all")
     return [
         host,
         rank,
-        _device(look),
+        _device(report),
         f"{device['tflops']:.3g}" if device else "",
         f"{device['memory_free'] / GIB:.1f}" if device else "",
         *([f"{within[name]:.3g}" for name in ("gather_gb_s", "scatter_gb_s")] if within else ["", ""]),
@@ -54,64 +58,65 @@ def _row(host: str, rank: str, look: Look, head: Look) -> list[str]:
     ]
 
 
-def _device(look: Look) -> str:
-    return str(look["facts"]["device"]).removeprefix("NVIDIA ")
+def _device(report: RankReport) -> str:
+    return str(report["facts"]["device"]).removeprefix("NVIDIA ")
 
 
-def the_device(scene: NodeReports) -> str:
-    """What all ranks have; empty where they differ, or some never came."""
-    ranks = sum(len(ranks) for ranks in scene.nodes)
-    kinds = {_device(look) for look in scene.looks.values()}
-    return kinds.pop() if len(kinds) == 1 and len(scene.looks) == ranks else ""
+def the_device(reports: NodeReports) -> str:
+    """The device that all ranks have; empty if they differ, or some did not start."""
+    ranks = sum(len(ranks) for ranks in reports.nodes)
+    kinds = {_device(report) for report in reports.by_rank.values()}
+    return kinds.pop() if len(kinds) == 1 and len(reports.by_rank) == ranks else ""
 
 
-def links(scene: NodeReports) -> list[list[str]]:
+def links(reports: NodeReports) -> list[list[str]]:
     """Between neighbouring nodes, and over all ranks."""
     found = []
-    for node, look in scene.heads():
-        seen = look.get("links", {})
+    for node, report in reports.heads():
+        seen = report.get("links", {})
         for other, link in seen.get("between", {}).items():
-            if int(other) > node or len(scene.nodes) == 2:
-                found.append([f"{scene.hosts[node]} – {scene.hosts[int(other)]}", *_link(link)])
+            if int(other) > node or len(reports.nodes) == 2:
+                found.append([f"{reports.hosts[node]} – {reports.hosts[int(other)]}", *_link(link)])
         if node == 0 and "all" in seen:
             found.append(["over all ranks", *_link(seen["all"])])
-    return found if len(scene.nodes) != 2 else found[1:]
+    return found if len(reports.nodes) != 2 else found[1:]
 
 
-def _link(link: Look) -> list[str]:
+def _link(link: RankReport) -> list[str]:
     return [f"{link['gather_gb_s']:.3g}", f"{link['scatter_gb_s']:.3g}", f"{link['latency_us']:.0f}"]
 
 
-def about(scene: NodeReports) -> str:
-    look = scene.looks.get(0) or next(iter(scene.looks.values()), None)
-    if look is None:
-        return "nobody came"
-    facts = look["facts"]
-    words = [f"torch {facts['torch']}", f"Python {facts['python']}"]
-    words += [f"{name} {facts[key]}" for name, key in (("NCCL", "nccl"), ("driver", "driver")) if facts[key]]
-    return f"rank 0 has {', '.join(words)}"
+def about(reports: NodeReports) -> str:
+    report = reports.by_rank.get(0) or next(iter(reports.by_rank.values()), None)
+    if report is None:
+        return "no rank started"
+    facts = report["facts"]
+    versions = [f"torch {facts['torch']}", f"Python {facts['python']}"]
+    versions += [
+        f"{name} {facts[key]}" for name, key in (("NCCL", "nccl"), ("driver", "driver")) if facts[key]
+    ]
+    return f"rank 0 has {', '.join(versions)}"
 
 
-def size(scene: NodeReports, seconds: float) -> str:
-    ranks, nodes = sum(len(ranks) for ranks in scene.nodes), len(scene.nodes)
-    device = f", {the_device(scene)}" if the_device(scene) else ""
-    return f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}{device}; looked at in {seconds:.0f} s"
+def size(reports: NodeReports, seconds: float) -> str:
+    ranks, nodes = sum(len(ranks) for ranks in reports.nodes), len(reports.nodes)
+    device = f", {the_device(reports)}" if the_device(reports) else ""
+    where = f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}{device}"
+    return f"{where}; checked in {seconds:.0f} s"
 
 
 # ---------------------------------------------------------------- as text
 
 
-def text(scene: NodeReports, verdict: Diagnosis, seconds: float) -> str:
-    """Within 80 columns where hosts' names are short: a device that all have stands above the table and not
-    in it.
-    """
-    shown = rows(scene)
-    if the_device(scene):
+def text(reports: NodeReports, verdict: Diagnosis, seconds: float) -> str:
+    """80 columns wide if host names are short: a device that all ranks have is above the table."""
+    shown = rows(reports)
+    if the_device(reports):
         shown = [[*row[:DEVICE], "", *row[DEVICE + 1 :]] for row in shown]
-    parts = [size(scene, seconds), about(scene), "", _columns([HEADS, UNITS, *shown])]
+    parts = [size(reports, seconds), about(reports), "", _columns([HEADS, UNITS, *shown])]
     if any(row[1].endswith("*") for row in shown):
         parts.append("* the slowest rank of its node")
-    if pairs := links(scene):
+    if pairs := links(reports):
         parts += ["", _columns([LINK_HEADS, *pairs])]
     for finding in verdict.findings:
         parts += [
@@ -123,7 +128,7 @@ def text(scene: NodeReports, verdict: Diagnosis, seconds: float) -> str:
 
 
 def _columns(lines: Sequence[Sequence[str]]) -> str:
-    """Words stand left, numbers right; a column without a value is left out."""
+    """Text is aligned left, numbers right; an empty column is left out."""
     body = lines[2:] if lines[0] == HEADS else lines[1:]
     kept = [at for at in range(len(lines[0])) if any(row[at] for row in body)]
     widths = {at: max(len(row[at]) for row in lines) for at in kept}
@@ -139,14 +144,16 @@ def _columns(lines: Sequence[Sequence[str]]) -> str:
 # ---------------------------------------------------------------- as a page
 
 
-def page(scene: NodeReports, verdict: Diagnosis, seconds: float) -> str:
+def page(reports: NodeReports, verdict: Diagnosis, seconds: float) -> str:
     state = chip("fit to train", "finished") if verdict.fit else chip("not fit", "failed")
-    pairs = links(scene)
+    pairs = links(reports)
     parts = [
-        render("doctor/templates/header.html", state=state, size=size(scene, seconds), about=about(scene)),
+        render(
+            "doctor/templates/header.html", state=state, size=size(reports, seconds), about=about(reports)
+        ),
         section("Verdict", paragraph(str(verdict))),
-        section("What was found", _findings(verdict)) if verdict.findings else "",
-        section("Ranks", _ranks(scene)),
+        section("Findings", _findings(verdict)) if verdict.findings else "",
+        section("Ranks", _ranks(reports)),
         section("Between nodes", html_table(LINK_HEADS, pairs, numeric=LINK_HEADS[1:])) if pairs else "",
     ]
     return document("doctor", joined(parts))
@@ -164,10 +171,10 @@ def _grade(finding: Finding) -> Markup:
     return chip("out", "failed") if finding.out else chip("odd", "stopped")
 
 
-def _ranks(scene: NodeReports) -> Markup:
-    """A column without a value is left out."""
+def _ranks(reports: NodeReports) -> Markup:
+    """An empty column is left out."""
     heads = [f"{head} {unit}".strip() for head, unit in zip(HEADS, UNITS, strict=True)]
-    filled = rows(scene)
+    filled = rows(reports)
     kept = [at for at in range(len(heads)) if any(row[at] for row in filled)]
     numeric = [heads[at] for at in kept if HEADS[at] not in ("node", "device")]
     return html_table(

@@ -8,13 +8,13 @@ track them. Not here: files, pages, advice.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp.base import proc
 from fsdp.base.torch_private.fsdp import parameter_groups, tensors_by_kind
 
 KINDS = ("parameters", "gathered", "gradients", "optimizer", "activations", "communication", "other")
@@ -76,13 +76,9 @@ def _held(root: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[
 
 def process_bytes() -> dict[str, int]:
     """Resident anonymous memory and address space of this process; empty where the system does not tell."""
-    wanted = {"RssAnon:": "rss_anon", "VmRSS:": "rss", "VmHWM:": "rss_peak", "VmSize:": "address_space"}
-    try:
-        with Path("/proc/self/status").open(encoding="ascii", errors="replace") as lines:
-            words = (line.split() for line in lines)
-            return {wanted[word[0]]: int(word[1]) * 1024 for word in words if word and word[0] in wanted}
-    except OSError:
-        return {}
+    names = {"RssAnon": "rss_anon", "VmRSS": "rss", "VmHWM": "rss_peak", "VmSize": "address_space"}
+    found = proc.memory_bytes()
+    return {name: found[line] for line, name in names.items() if line in found}
 
 
 def device_bytes(device: torch.device) -> dict[str, int]:

@@ -135,12 +135,11 @@ class Verdicts:
             if losses
             else ""
         )
-        error = NotFiniteError(
+        return NotFiniteError(
             f"step {step}: loss {loss}, gradient norm {norm}{place}: not finite{again}.",
             "--optim.lr lower, --train.clip_grad_norm 1, or --train.nonfinite skip to leave such updates out",
+            ranks=tuple(losses or (rank for rank, _ in ranks)),
         )
-        error.ranks = tuple(losses or (rank for rank, _ in ranks))
-        return error
 
 
 def _reads_verdicts(optimizer: torch.optim.Optimizer, root: nn.Module) -> bool:

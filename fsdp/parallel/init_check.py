@@ -85,7 +85,7 @@ def prove(root: nn.Module, *, drawn: Mapping[str, Init]) -> None:
     """
     problems = _everyones([*_unfilled(root, known=())])
     if not problems:
-        problems = _compare(root, _digests(root), drawn)
+        problems = [(text, ()) for text in _compare(root, _digests(root), drawn)]
     _refuse(problems)
 
 
@@ -94,18 +94,21 @@ def prove_unsaved(root: nn.Module) -> None:
     _refuse(_everyones([*_unfilled(root, known=root.state_dict().keys())]))
 
 
-def _everyones(findings: list[str]) -> list[str]:
+def _everyones(findings: list[str]) -> list[tuple[str, tuple[int, ...]]]:
+    """Every rank's findings, each with that rank."""
     told: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(told, findings)
-    return [f"rank {rank}: {text}" for rank, texts in enumerate(told) for text in texts]
+    return [(f"rank {rank}: {text}", (rank,)) for rank, texts in enumerate(told) for text in texts]
 
 
-def _refuse(problems: list[str]) -> None:
+def _refuse(problems: list[tuple[str, tuple[int, ...]]]) -> None:
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        text, ranks = problems[0]
         raise TrainingError(
-            f"{problems[0]}{more}",
+            f"{text}{more}",
             "the model's initialisation must fill every parameter and buffer on each rank",
+            ranks=ranks,
         )
 
 

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from fsdp.base import proc
 from fsdp.base.errors import RefusedError
 from fsdp.rundir.paths import writing
 
@@ -57,7 +58,8 @@ def here(launcher: str, job: str = "") -> Holder:
     """This process as a holder."""
     pid = os.getpid()
     place = this_place()
-    _, born = (_state_and_birth(pid) if place else None) or ("", "")
+    seen = proc.stat(pid) if place else None
+    born = seen.start_ticks if seen is not None else ""
     return Holder(secrets.token_hex(8), socket.gethostname(), place, pid, born, launcher, job, time.time())
 
 
@@ -68,10 +70,9 @@ def this_place() -> str:
     new boot id. The first PID namespace has the same number on every machine.
     """
     try:
-        if Path("/proc/self").readlink() != Path(str(os.getpid())):
+        if not proc.shows_this_process():
             return ""  # /proc of another PID namespace: its process ids are not ours
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        space = Path("/proc/self/ns/pid").readlink()
+        boot, space = proc.boot_id(), proc.pid_namespace()
     except OSError:
         return ""
     return f"{socket.gethostname()} {_machine_id()} {boot} {space}"
@@ -85,23 +86,11 @@ def _machine_id() -> str:
         return ""
 
 
-def _state_and_birth(pid: int) -> tuple[str, str] | None:
-    """State and start time in the kernel's ticks, which tells a reused process id. None where /proc does not
-    show it.
-    """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return fields[0], fields[19]
-
-
 def lives(holder: Holder) -> bool | None:
     """Only to be asked of a holder of this place; None where this process cannot know. A zombie is dead."""
-    seen = _state_and_birth(holder.pid)
+    seen = proc.stat(holder.pid)
     if seen is not None:
-        state, born = seen
-        return state not in "ZX" and born == holder.born
+        return seen.alive and seen.start_ticks == holder.born
     try:
         os.kill(holder.pid, 0)
     except ProcessLookupError:

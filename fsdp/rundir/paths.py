@@ -28,7 +28,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp.base.errors import CheckpointError, ConfigError, ShardrunError
+from fsdp.base.errors import CheckpointError, ConfigError, ShardrunError, error_number
 from fsdp.base.phases import Ending
 
 if TYPE_CHECKING:
@@ -127,7 +127,8 @@ def _unwritable(path: Path, error: OSError) -> ShardrunError:
     folder = path if path.is_dir() else path.parent
     if error.errno in FULL:
         hint = f"df -h {folder} and df -i {folder} show what is full: free some, then start the same command"
-        return CheckpointError(f"{path} cannot be written ({error.strerror}).", hint)
+        full = f"{path} cannot be written ({error.strerror})."
+        return CheckpointError(full, hint, error_number=error_number(error))
     hint = f"ls -ld {folder} shows who may write there; --run.dir runs/NAME is another place"
     return ConfigError(f"{path} cannot be written ({error.strerror}).", hint)
 

@@ -1,24 +1,17 @@
-"""See the run from outside its ranks, and say which one did not come.
+"""The watch: names the rank that hangs, fails or is slow, from a monitor process on each node.
 
-    cells.py      what a rank tells: one page of shared memory, written with plain stores
-    calls.py      the collectives, begun and ended, told into the cells
-    device.py     on CUDA the device's own times of the phases, and what it waited for communication
-    witness.py    a thread in the rank that answers the monitor: stacks, flight recorder; or leaves at its word
-    rank.py       a rank's side: starts all this, ends it, hands over its last words
-    monitor.py    a process of its own on each node, without torch: looks, judges, says, ends the job
-    crew.py       the ranks of a node together: all looked at, asked, kept the stacks of, ended
-    look.py       what one look at a rank finds: cells, /proc, the witness's answer
-    evidence.py   what was found of one rank, and what its stack alone says
-    verdict.py    from what was found to who it was; nothing is read or done there
-    nodes.py      the monitors of several nodes, over TCP
-    farewell.py   how a failed rank leaves: after the monitor has printed the failure, and within a bound
-    words.py      a rank's last words, and whose failure they tell
-    lateness.py   who arrives late at the collectives
-    ledger.py     while nothing is wrong: who is late, and where each rank's time goes
-    files.py      what stays in RUN/watch/, written by a thread that may wait for storage
-    numbers.py    replicas compared, gradient norms by unit, the samples of a spike
+In reading order:
 
-The monitor imports crew, look, evidence, verdict, cells, ledger, lateness, nodes, orders and files: none of
-them may import torch. A rank that is stopped, dead or stuck with Python's lock in its hand cannot speak; its
-page can still be read.
+    status_page, collective_calls, cuda_timing    a rank writes phases, collectives and times to shared memory
+    responder         a thread in the rank that sends its stacks to the monitor, or ends the process
+    rank              a rank's side: starts the parts above and the monitor, hands over its failure
+    failure_report, last_process                  an exception as values; how a failed process ends
+    monitor           the process: observe, judge, print, end the job (monitor_options: its arguments)
+    node_ranks, observe, observation              the ranks of a node; one rank observed, and the result
+    hang_verdict      from the observations of all ranks to a verdict: pure functions
+    monitor_links     TCP connections between the monitors of several nodes
+    stragglers, timing, records                   slow ranks; times by rank and phase; the files in RUN/watch/
+    branch_check, replica_checks                  in the ranks: differing parts of a model, replicas, spikes
+
+Modules that the monitor imports may not import torch: it starts in 0.13 s and holds little memory.
 """

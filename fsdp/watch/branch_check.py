@@ -1,12 +1,14 @@
-"""Do all ranks run the same parts of the model? FSDP pairs collectives by their order alone: ranks that take
-different branches (LayerDrop with a stream of its own on each rank, an expert that one rank alone uses)
-reduce the gradient of one parameter into another, without an error where shapes agree.
+"""Checks in each step that all ranks run the same parts of the model.
 
-Each step's forward order of units and the parameters of its reductions make one number, the signature. It
-travels with the sum of the step's loss; ranks that differ are found before the update on CPU, and behind the
-next step on a device, whose loss the host does not wait for. Measured on CPU for 58 parameters in 7 groups
-(292 in 33): 1.2 (1.7) µs with warm caches, 17 (32) µs within a step. Not here: ranks that issue a different
-number of collectives; they hang, which fsdp/watch/hang_verdict.py reports.
+FSDP pairs collectives by their order alone. Ranks that take different branches (LayerDrop with a random
+stream of its own on each rank, an expert that one rank alone uses) reduce the gradient of one parameter into
+another, without an error where shapes agree.
+
+A step's forward order of units and the parameters of its reductions make one number, the signature. It
+travels with the sum of the step's loss. Ranks that differ are found before the update on CPU, and one step
+later on a device, whose loss the host does not wait for. Measured on CPU for 58 parameters in 7 groups (292
+in 33): 1.2 (1.7) µs with warm caches, 17 (32) µs within a step. Ranks that issue a different number of
+collectives hang, which fsdp/watch/hang_verdict.py reports.
 """
 
 from __future__ import annotations
@@ -30,11 +32,11 @@ from fsdp.dist import collectives
 from fsdp.parallel.shard import Sharded
 
 BITS = 20
-"""Of a signature: its square, summed over 4,096 ranks, is still exact in float64."""
+"""Of a signature: the sum of its square over 4,096 ranks is still exact in float64."""
 
 _Seen = tuple[list[Any], list[list[Any]], list[tuple[int, list[bool]]]]
-"""Groups in the order of their forwards; the parameters of each reduction; of groups that are not reduced
-yet, which have a gradient.
+"""Groups in the order of their forwards; parameters of each reduction; of groups that are not reduced yet,
+which parameters have a gradient.
 """
 
 _Ran = tuple[list[str], list[str]]
@@ -44,8 +46,9 @@ reductions.
 
 
 class Branches:
-    """One sharded model, watched from building to close(). On one rank there is nothing to compare, nor under
-    DDP, where Sharded.micro_batch names what the reducer misses.
+    """One sharded model, checked from the constructor to close().
+
+    Nothing is compared on one rank, nor under DDP, where Sharded.micro_batch names the unused parameters.
     """
 
     def __init__(self, sharded: Sharded) -> None:
@@ -64,15 +67,16 @@ class Branches:
         self._patches.close()
 
     def signature(self) -> int:
-        """Called when the backward has computed all gradients and before FSDP ends it: the root's group is
-        not reduced yet, nor a group whose inputs need no gradient, and the order of the forwards is still
-        there.
+        """Call it when the backward has computed all gradients and before FSDP ends it.
+
+        At that point the root's group is not reduced yet, nor a group whose inputs need no gradient, and FSDP
+        still holds the order of the forwards.
         """
         if not self._groups:
             return 0
         seen = forward_order(self._groups[0]), self._reductions, unreduced_groups(self._groups)
-        # Lists of the same objects are equal by their addresses: no parameter is touched, which out of cache
-        # takes a microsecond each.
+        # Lists of the same objects compare by address and touch no parameter, which takes a microsecond each
+        # when it is not in a cache.
         self._before, self._reductions = self._now, []
         if seen != self._now:
             self._now = list(seen[0]), *seen[1:]
@@ -80,9 +84,10 @@ class Branches:
         return self._signature
 
     def check(self, step: int, sums: Sequence[float], *, last: bool = True) -> None:
-        """`sums`: over all ranks, of the signatures and of their squares, of the last step or of the one
-        before it. They are those of equal numbers only where all are equal: every rank comes to the same
-        verdict. Collective where they differ.
+        """Raises TrainingError on every rank if the signatures differ. Collective only then.
+
+        `sums`: over all ranks, of the signatures and of their squares, of the last step or of the one before
+        it. They match only if all signatures are equal, so every rank decides alike.
         """
         first, second = (int(number) for number in sums)
         if self._ranks * second != first**2:
@@ -101,7 +106,7 @@ class Branches:
 
 
 def _difference(step: int, ran: Sequence[_Ran]) -> TrainingError:
-    """Between rank 0 and the first rank that differs from it."""
+    """The error for rank 0 and the first rank that differs from it."""
     other = next(rank for rank, one in enumerate(ran) if one != ran[0])
     (units, reduced), (other_units, other_reduced) = ran[0], ran[other]
     fewer, more = Counter(other_reduced), Counter(reduced)
@@ -114,10 +119,10 @@ def _difference(step: int, ran: Sequence[_Ran]) -> TrainingError:
         pairs = zip((*units, *reduced), (*other_units, *other_reduced), strict=False)
         mine, theirs = next((pair for pair in pairs if pair[0] != pair[1]), ("more", "less"))
         what = f"rank 0 runs {mine} where rank {other} runs {theirs}"
-    error = TrainingError(
-        f"step {step}: ranks run different parts of the model, so reductions mix gradients of different parameters: {what}.",
-        "draw what is left out from a generator with the same seed on every rank, or add 0 * part(x).sum() to the loss for "
-        "a part that a rank does not use",
+    return TrainingError(
+        f"step {step}: ranks run different parts of the model, "
+        f"so reductions mix gradients of different parameters: {what}.",
+        "draw what is left out from a generator with the same seed on every rank, "
+        "or add 0 * part(x).sum() to the loss for a part that a rank does not use",
+        ranks=(0, other),
     )
-    error.ranks = (0, other)
-    return error

@@ -1,10 +1,9 @@
-"""The collectives of the training thread, told as they begin and end: torch.distributed's functions, wrapped
-while a run lasts.
+"""Counts the collectives of the training thread on the status page as they begin and end.
 
-FSDP2, our own reductions and users' code call them as attributes of the module, so one place sees them all;
-DDP's buckets are reduced in C++ and are not seen. On CPU the time inside is the time that a rank waits for
-others; on CUDA that of the call. Another thread's collectives (a save's) pass through untold: they have an
-order of their own.
+torch.distributed's functions are wrapped while a run lasts. FSDP2, our own reductions and users' code call
+them as attributes of the module, so one place sees them all; DDP's buckets are reduced in C++ and are not
+seen. On CPU the time inside is the time that a rank waits for others; on CUDA it is that of the call.
+Collectives of another thread (a save's) pass through uncounted: they have an order of their own.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from fsdp.watch.status_page import BEGUN, ENDED, NUMEL, OP, OPS, Writer, clock
 
 
 class Calls:
-    """Installed from building to close()."""
+    """The wrappers are installed from the constructor to close()."""
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
@@ -33,29 +32,29 @@ class Calls:
             original = getattr(dist, name, None)
             if original is not None:
                 self._originals[name] = original
-                setattr(dist, name, self._told(float(number), original))
+                setattr(dist, name, self._counted(float(number), original))
 
-    def _told(self, number: float, original: Callable[..., Any]) -> Callable[..., Any]:
-        # Everything in reach of the closure: this runs in every collective of every step.
-        ident, mine, tensor, now = threading.get_ident, self._thread, torch.Tensor, clock
-        writer, cells, outermost, counter = self._writer, self._writer.numbers, self._outermost, self._count
+    def _counted(self, number: float, original: Callable[..., Any]) -> Callable[..., Any]:
+        # All names are local to the closure: this runs in every collective of every step.
+        ident, training_thread, tensor, now = threading.get_ident, self._thread, torch.Tensor, clock
+        writer, numbers, outermost, counter = self._writer, self._writer.numbers, self._outermost, self._count
         begun_at, ended_at, op_at, numel_at = BEGUN, ENDED, OP, NUMEL
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not outermost[0] or ident() != mine:
+            if not outermost[0] or ident() != training_thread:
                 return original(*args, **kwargs)
             outermost[0] = False
             counter[0] = count = counter[0] + 1
-            cells[op_at] = number
-            cells[numel_at] = args[0].numel() if args and isinstance(args[0], tensor) else _size(kwargs)
-            cells[begun_at] = count
+            numbers[op_at] = number
+            numbers[numel_at] = args[0].numel() if args and isinstance(args[0], tensor) else _size(kwargs)
+            numbers[begun_at] = count
             began = now()
             try:
                 return original(*args, **kwargs)
             finally:
                 writer.waited += now() - began
-                cells[ended_at] = count
+                numbers[ended_at] = count
                 outermost[0] = True
 
         return call
@@ -67,5 +66,5 @@ class Calls:
 
 
 def _size(kwargs: dict[str, Any]) -> int:
-    """Of the first tensor that was given by name; 0 of objects, whose size may differ between ranks."""
+    """Of the first tensor given by name; 0 for objects, whose size may differ between ranks."""
     return next((value.numel() for value in kwargs.values() if isinstance(value, torch.Tensor)), 0)

@@ -1,10 +1,9 @@
-"""Where a step's time goes on CUDA: events on the compute stream, read when they have passed, never waited
-for.
+"""Times a step's phases on CUDA with events on the compute stream, which are read once they have passed.
 
-The host only queues work, so its clocks say nothing of forward and backward. An event is recorded as each
-phase begins, and around the places where FSDP2 makes the compute stream wait for an all-gather or for the
-last reductions: the communication that nothing hid (the copy out of the gathered buffer stands in it too).
-Not here: the host's phases (cells.py).
+Nothing waits for an event. The host only queues work, so its clock does not measure forward and backward. An
+event is recorded as each phase begins, and around the places where FSDP2 makes the compute stream wait for an
+all-gather or for the last reductions: communication that computation did not hide. The copy out of the
+gathered buffer counts in it. The host's phases are in status_page.py.
 """
 
 from __future__ import annotations
@@ -22,9 +21,7 @@ from fsdp.base.torch_private.fsdp import Run, around_methods
 from fsdp.watch.status_page import ON_DEVICE, SPENT, WAITED, Writer
 
 MOST_OPEN = 64
-"""Steps whose events have not passed yet: the host never runs so far ahead, and if it does the oldest are
-forgotten.
-"""
+"""Most steps whose events have not passed yet; the host does not run so far ahead."""
 WAITS = ("wait_for_unshard", "finalize_backward")
 
 
@@ -43,7 +40,7 @@ def cuda_event() -> Event:
 
 
 class DeviceClock:
-    """A listener of fsdp/base/phases.py, after the Writer whose cells it fills."""
+    """A listener of fsdp/base/phases.py, after the Writer whose page it completes."""
 
     def __init__(self, writer: Writer, new: Callable[[], Event] = cuda_event) -> None:
         self._writer, self._new = writer, new
@@ -80,15 +77,15 @@ class DeviceClock:
             self._free += [event for _, event in marks[:-1]] + [event for pair in waits for event in pair]
 
     def _add(self, step: int, marks: Marks, waits: Waits) -> None:
-        cells, work = self._writer.numbers, 0.0
+        numbers, work = self._writer.numbers, 0.0
         for (index, began), (_, ended) in itertools.pairwise(marks):
             if ON_DEVICE[index]:
                 seconds = began.elapsed_time(ended) / 1e3
-                cells[SPENT + index] += seconds
+                numbers[SPENT + index] += seconds
                 work += seconds
         waited = sum(began.elapsed_time(ended) for began, ended in waits) / 1e3
         self._writer.waited += waited
-        cells[WAITED] = self._writer.waited
+        numbers[WAITED] = self._writer.waited
         self._writer.step_took(step, work - waited, marks[0][1].elapsed_time(marks[-1][1]) / 1e3)
 
     # ------------------------------------------------------------ where FSDP2 waits

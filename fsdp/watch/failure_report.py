@@ -1,6 +1,7 @@
-"""A rank's last words, and whose they are: what failed first here, or the echo of somebody else's end.
+"""Failure report: an exception of a rank as plain values: kind, message, ranks at fault, hint, traceback.
 
-Not here: who prints them (monitor.py, the last to leave) and the errors themselves (fsdp/base/errors.py).
+It tells a failure of this rank from a consequence of another rank's end (`secondary`). The monitor prints it;
+the error classes are in fsdp/base/errors.py.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from fsdp.base.errors import (
     NotFiniteError,
     ShardrunError,
     TrainingError,
+    error_number,
 )
 from fsdp.dist.collectives import Elsewhere, lost_a_neighbour
 from fsdp.dist.env import DistEnv
@@ -25,12 +27,13 @@ from fsdp.memory.oom import OutOfMemory
 
 TRACE_LINES = 30
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
 _MEMORY = "--train.micro_batch smaller, or --memory.activation_checkpointing full"
-_DISK = "free space where it names, or --checkpoint.dir elsewhere; the same command goes on"
+_DISK = "free space in the folder above, or --checkpoint.dir elsewhere; the same command resumes"
 _DEVICE = "the device may be broken: leave its node out (sbatch --exclude)"
 KNOWN = (
     (r"out of memory|can't allocate memory|Cannot allocate memory", "memory", _MEMORY),
-    (r"ENOSPC|No space left on device|EDQUOT|Disk quota exceeded", "full disk", _DISK),
+    (r"No space left on device|Disk quota exceeded", "full disk", _DISK),
     (r"Too many open files", "exception", "ulimit -n 65536 before the start, or fewer --data.workers"),
     (
         r"device-side assert",
@@ -39,13 +42,13 @@ KNOWN = (
     ),
     (r"No module named '", "exception", "pip install it on every node, or set PYTHONPATH"),
     (r"ECC error|illegal memory access|Xid", "exception", _DEVICE),
-    (r"unhandled (system|cuda) error", "exception", "NCCL_DEBUG=INFO says which call"),
+    (r"unhandled (system|cuda) error", "exception", "NCCL_DEBUG=INFO names the call"),
 )
-"""What a stranger's error says → its kind and what to do about it."""
+"""Text in an error of torch, CUDA or user code, which carries no value to decide by → kind and hint."""
 
 
-def last_words(error: BaseException, env: DistEnv) -> dict[str, Any]:
-    """Plain values: they go through the cells, and to another node."""
+def failure_report(error: BaseException, env: DistEnv) -> dict[str, Any]:
+    """JSON values: they go through the status page, and to another node."""
     ours = isinstance(error, ShardrunError)
     secondary = isinstance(error, Elsewhere) or _echo(error)
     message = str(error) if ours else f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
@@ -55,7 +58,7 @@ def last_words(error: BaseException, env: DistEnv) -> dict[str, Any]:
         "kind": kind,
         "message": message,
         "hint": hint,
-        "ranks": list(getattr(error, "ranks", ())) or _named(message),
+        "ranks": list(error.ranks) if isinstance(error, ShardrunError) else [],
         "secondary": secondary,
         "ours": ours,
         "trace": "" if ours or secondary else _trace(error),
@@ -65,39 +68,39 @@ def last_words(error: BaseException, env: DistEnv) -> dict[str, Any]:
 
 
 def _echo(error: BaseException) -> bool:
-    """Of another rank's end: whatever gloo's or NCCL's transport says is about the other side."""
+    """A consequence of another rank's end: gloo's and NCCL's transport errors are about the other side."""
     transport = ("gloo/transport", "NCCL communicator was aborted", "Broken pipe")
     return lost_a_neighbour(error) or (
-        isinstance(error, RuntimeError) and any(words in str(error) for words in transport)
+        isinstance(error, RuntimeError) and any(text in str(error) for text in transport)
     )
 
 
-def _named(message: str) -> list[int]:
-    """Who a checkpoint's error is about stands in it: `rank 2: …/__2_0.distcp: ENOSPC`."""
-    return sorted({int(rank) for rank in re.findall(r"\brank (\d+):", message)})
+KINDS = {
+    NotFiniteError: "nan",
+    OutOfMemory: "memory",
+    ConfigError: "config",
+    LaunchError: "launcher",
+    CheckpointError: "checkpoint",
+    TrainingError: "training",
+}
+"""Our own errors; the first class that fits."""
 
 
 def kind_and_hint(error: BaseException) -> tuple[str, str]:
+    """The hint is empty for an error that has its own."""
+    if error_number(error) in FULL:
+        return "full disk", "" if getattr(error, "hint", None) else _DISK
+    if isinstance(error, ShardrunError):
+        return next((kind for cls, kind in KINDS.items() if isinstance(error, cls)), "exception"), ""
     text = f"{type(error).__name__}: {error}"
-    if isinstance(error, NotFiniteError):
-        return "nan", ""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return "full disk", _DISK
     for pattern, kind, hint in KNOWN:
         if re.search(pattern, text):
-            return kind, "" if "HINT:" in text else hint
-    kinds = {
-        OutOfMemory: "memory",
-        ConfigError: "config",
-        LaunchError: "launcher",
-        CheckpointError: "checkpoint",
-        TrainingError: "training",
-    }
-    return next((kind for cls, kind in kinds.items() if isinstance(error, cls)), "exception"), ""
+            return kind, hint
+    return "exception", ""
 
 
 def printed(error: BaseException, env: DistEnv) -> str:
-    """As a person reads it: one line of an error of ours; of a stranger's the end of its traceback as well."""
+    """For people: one line for an error of ours, and the end of the traceback for any other."""
     if isinstance(error, ShardrunError):
         alone = env.is_main or error.scope == "all"
         return f"train.py{'' if alone else f' (rank {env.rank})'}: {error}"

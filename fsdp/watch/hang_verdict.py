@@ -1,9 +1,11 @@
-"""From what was found of every rank to who it was. Pure: nothing is read here, nothing done, no clock asked.
+"""Verdict: which rank is at fault, from the observations of all ranks.
 
-The order of the questions is the point. Words come before silence (an exception names itself), a death before
-a stillness, a stopped process before one that waits; and where every rank waits in a collective, the one that
-waits in another than most. A rank that computes slowly because the machine is full is none of these: it
-waited for a processor, and the kernel counted. What can be said of one rank alone is evidence.py's.
+Pure functions, without I/O or a clock. The checks run in a fixed order, and the first that finds something
+decides: a rank's own exception, a dead rank, an unreachable node, a stopped process, collectives that differ
+between ranks, a rank that has not come to the collective where the others wait, and last a network that moves
+nothing. A verdict rests on evidence, not on time alone: a rank that compiles, imports, loads or waits for a
+free processor (the kernel counts that time) is not at fault. What one rank's observation shows by itself is
+in observation.py.
 """
 
 from __future__ import annotations
@@ -16,14 +18,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from fsdp.base.phases import PHASES
-from fsdp.watch.observation import BUSY_S, Evidence, prepares, spot, waits, waits_for_save, writes
+from fsdp.watch.observation import BUSY_S, Observation, own_line, prepares, waits, waits_for_save, writes
 
 AT_ONCE_S = 0.05
-"""Found dead by the same look: of these nobody was first."""
+"""Ranks found dead within this time of each other: none of them counts as the first."""
 NETWORK_S = 10.0
-"""All in one collective: on a full machine its transport may only be waiting for a processor."""
+"""All ranks in one collective: on a full machine its transport may only be waiting for a processor."""
 RECOVERABLE = ("stopped", "data", "loop", "lock", "blocked", "storage", "network")
-"""Of these a rank may come back by itself: they are said at once, and end the job later."""
+"""Kinds from which a rank may recover by itself: printed at once, and the job ends later."""
 NOT_YET = ("start", "end")
 """Phases without steps, in which one rank may work for long while others wait: loading, the export."""
 
@@ -33,7 +35,7 @@ class Verdict:
     kind: str
     ranks: tuple[int, ...]
     what: str
-    """A line: who and where."""
+    """One line: which rank, what it does and where."""
     others: str = ""
     hint: str = ""
     trace: str = ""
@@ -53,19 +55,19 @@ class Verdict:
 # ---------------------------------------------------------------- judging
 
 
-def judge(found: Sequence[Evidence], *, ranks: int = 0, endless_s: float = math.inf) -> Verdict | None:
-    """None if the evidence does not prove anything. `ranks`: how many the run has; some may be missing from
-    `found`. `endless_s`: processor time that no step takes, which proves a loop where other processes have
-    the processors too.
+def judge(found: Sequence[Observation], *, ranks: int = 0, endless_s: float = math.inf) -> Verdict | None:
+    """None if the observations prove nothing.
+
+    `ranks`: how many the run has; some may be missing from `found`. `endless_s`: processor time that no step
+    takes, which proves a loop even where other processes share the processors.
     """
     live = [e for e in found if e.alive and not e.over]
     if live and all(e.state == "T" for e in live):
         return None  # the scheduler has suspended the job
-    # Ranks that are not seen may be the ones at fault: comparing the collectives of the others would blame
-    # one of these.
+    # An unseen rank may be at fault: comparing the collectives of the others would blame one of those.
     all_seen = len(found) >= ranks and not any(e.silent_node_s for e in found)
     absent = partial(_absent, endless_s=endless_s)
-    for one in (_words, _dead, _echoes, _unseen, _stopped, _apart, absent, _network):
+    for one in (_failed, _dead, _echoes, _unseen, _stopped, _apart, absent, _network):
         verdict = one(found) if all_seen or one not in COMPARING else None
         if verdict is not None:
             return verdict
@@ -77,18 +79,18 @@ def _named(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 
-def _who(e: Evidence) -> str:
+def _who(e: Observation) -> str:
     return f"rank {e.rank}" + (f" ({e.node})" if e.node else "")
 
 
-def _at(e: Evidence) -> str:
-    where = spot(e.stack)
+def _at(e: Observation) -> str:
+    where = own_line(e.stack)
     return f"step {e.step}, {e.phase}" + (f", at {where}" if where else "")
 
 
-def _waiting(found: Sequence[Evidence], culprits: Sequence[int]) -> str:
-    """What the others wait for, in one line."""
-    rest = [e for e in found if e.rank not in culprits and e.alive and e.words is None]
+def _waiting(found: Sequence[Observation], culprits: Sequence[int]) -> str:
+    """One line: what the others wait for."""
+    rest = [e for e in found if e.rank not in culprits and e.alive and e.failure is None]
     if not rest:
         return ""
     op = Counter((e.op if e.in_call else "its end", e.step, e.phase) for e in rest).most_common(1)[0][0]
@@ -96,30 +98,31 @@ def _waiting(found: Sequence[Evidence], culprits: Sequence[int]) -> str:
     return f"{_named([e.rank for e in rest])} {verb} in {op[0]} (step {op[1]}, {op[2]})"
 
 
-def _words(found: Sequence[Evidence]) -> Verdict | None:
-    """The first failure that is not only another's echo."""
-    own = [(e, e.words) for e in found if e.words is not None and not e.words["secondary"]]
+def _failed(found: Sequence[Observation]) -> Verdict | None:
+    """The first failure that is no consequence of another rank's."""
+    own = [(e, e.failure) for e in found if e.failure is not None and not e.failure["secondary"]]
     if not own:
         return None
-    first, words = min(own, key=lambda one: one[1]["time"])
-    message, about = words["message"], tuple(words["ranks"]) or (first.rank,)
-    named = re.match(r"(rank|step) ", message) or words["ours"]
+    first, failure = min(own, key=lambda one: one[1]["time"])
+    message, culprits = failure["message"], tuple(failure["ranks"]) or (first.rank,)
+    named = re.match(r"(rank|step) ", message) or failure["ours"]
     alike = {e.rank for e, one in own if one["message"] == message}
-    others = _beside(found, about, alike)
+    others = _beside(found, culprits, alike)
     what = message if named else f"{_who(first)} failed: {message}"
-    return Verdict(words["kind"], about, what, others, words["hint"], words["trace"])
+    return Verdict(failure["kind"], culprits, what, others, failure["hint"], failure["trace"])
 
 
-def _beside(found: Sequence[Evidence], about: Sequence[int], alike: set[int]) -> str:
-    """Who ended after them, or waits; nothing where all have said the same."""
+def _beside(found: Sequence[Observation], culprits: Sequence[int], alike: set[int]) -> str:
+    """Which ranks ended after them, or wait; empty if all raised the same error."""
     if all(e.rank in alike for e in found):
         return ""
-    late = [e.rank for e in found if e.rank not in about and (e.words is not None or not (e.alive or e.over))]
-    return _after([] if alike.issuperset(late) else late) or _waiting(found, about)
+    rest = [e for e in found if e.rank not in culprits]
+    late = [e.rank for e in rest if e.failure is not None or not (e.alive or e.over)]
+    return _after([] if alike.issuperset(late) else late) or _waiting(found, culprits)
 
 
-def _dead(found: Sequence[Evidence]) -> Verdict | None:
-    dead = [e for e in found if not e.alive and not e.over and e.words is None and not e.silent_node_s]
+def _dead(found: Sequence[Observation]) -> Verdict | None:
+    dead = [e for e in found if not e.alive and not e.over and e.failure is None and not e.silent_node_s]
     unseen = any(e.silent_node_s for e in found)
     if unseen:  # gloo may abort where the other side of a connection is gone
         dead = [e for e in dead if not e.aborted]
@@ -137,34 +140,33 @@ def _dead(found: Sequence[Evidence]) -> Verdict | None:
     if faults:
         one, how = faults[0], faults[0].fatal.splitlines()[0].removeprefix("Fatal Python error: ")
         what = f"{_who(one)} died of a fault in C ({how}): {_at(one)}"
-        return Verdict("fault", (one.rank,), what, others, "the stacks are in its file under RUN/watch/")
+        return Verdict("fault", (one.rank,), what, others, "its stacks are in RUN/watch/")
     name = _who(first[0]) if len(who) == 1 else _named(who)
-    what = f"{name} died without a word (killed, or out of memory): {_at(first[0])}"
-    return Verdict(
-        "died", who, what, others, "dmesg or the scheduler says who killed it; memory is the usual reason"
-    )
+    what = f"{name} died without an error message (killed, or out of memory): {_at(first[0])}"
+    hint = "dmesg or the scheduler's log shows what killed it; memory is the usual reason"
+    return Verdict("died", who, what, others, hint)
 
 
-def _called(found: Sequence[Evidence]) -> list[Evidence]:
-    """Those whose last collective is known: they are in it, or it was what failed. gloo ends a rank that is
-    sent more than it asked for, and that is a neighbour of the one to blame.
+def _called(found: Sequence[Observation]) -> list[Observation]:
+    """Ranks whose last collective is known: they are in it, or it failed.
+
+    gloo ends a rank that receives more than it expects, and that rank is a neighbour of the one at fault.
     """
-    return [e for e in found if e.in_call or (e.words is not None and e.words["secondary"])]
+    return [e for e in found if e.in_call or (e.failure is not None and e.failure["secondary"])]
 
 
-def _echoes(found: Sequence[Evidence]) -> Verdict | None:
-    """Nobody is dead and all have failed in a collective: not in the same one?"""
-    return _differing(found) if all(e.words is not None and e.words["secondary"] for e in found) else None
+def _echoes(found: Sequence[Observation]) -> Verdict | None:
+    """All have failed in a collective and none is dead: compares the collectives."""
+    all_echo = all(e.failure is not None and e.failure["secondary"] for e in found)
+    return _differing(found) if all_echo else None
 
 
 def _after(ranks: Sequence[int]) -> str:
     return f"{_named(ranks)} ended after it" if ranks else ""
 
 
-def _unseen(found: Sequence[Evidence]) -> Verdict | None:
-    """Ranks whose node's monitor is not heard of: the node is out of reach, or it answers and the processes
-    are gone.
-    """
+def _unseen(found: Sequence[Observation]) -> Verdict | None:
+    """Ranks whose node's monitor is silent: the node is out of reach, or only its processes are gone."""
     unseen = [e for e in found if e.silent_node_s]
     if not unseen:
         return None
@@ -172,16 +174,17 @@ def _unseen(found: Sequence[Evidence]) -> Verdict | None:
     return _killed(found, killed) if killed else _partition(found, unseen)
 
 
-def _killed(found: Sequence[Evidence], killed: Sequence[Evidence]) -> Verdict:
+def _killed(found: Sequence[Observation], killed: Sequence[Observation]) -> Verdict:
     who = [e.rank for e in killed]
     nodes = _nodes(killed)
-    what = f"the processes of {nodes} ({_named(who)}) are gone, and the node can still be reached: {_at(killed[0])}"
+    gone = f"the processes of {nodes} ({_named(who)}) are gone, and the node can still be reached"
+    what = f"{gone}: {_at(killed[0])}"
     left = [e.rank for e in found if e.rank not in who and e.has_left and not e.over]
     others = _waiting(found, who) or _after(left)
-    return Verdict("died", tuple(who), what, others, f"who killed them: sacct, or dmesg on {nodes}")
+    return Verdict("died", tuple(who), what, others, f"sacct, or dmesg on {nodes}, shows what killed them")
 
 
-def _partition(found: Sequence[Evidence], silent: Sequence[Evidence]) -> Verdict:
+def _partition(found: Sequence[Observation], silent: Sequence[Observation]) -> Verdict:
     nodes = _nodes(silent)
     here = {e.node for e in found} - {e.node for e in silent}
     from_here = f" from {here.pop()}" if len(here) == 1 else ""
@@ -192,15 +195,15 @@ def _partition(found: Sequence[Evidence], silent: Sequence[Evidence]) -> Verdict
         tuple(e.rank for e in silent),
         what,
         _waiting(found, [e.rank for e in silent]),
-        f"its network or its power; leave it out: sbatch --exclude={nodes.replace(', ', ',')}",
+        f"check its network and power, or leave it out: sbatch --exclude={nodes.replace(', ', ',')}",
     )
 
 
-def _nodes(found: Sequence[Evidence]) -> str:
+def _nodes(found: Sequence[Observation]) -> str:
     return ", ".join(sorted({e.node for e in found}))
 
 
-def _stopped(found: Sequence[Evidence]) -> Verdict | None:
+def _stopped(found: Sequence[Observation]) -> Verdict | None:
     stopped = [e for e in found if e.alive and e.state == "T"]
     if not stopped:
         return None
@@ -211,15 +214,15 @@ def _stopped(found: Sequence[Evidence]) -> Verdict | None:
     )
 
 
-def _apart(found: Sequence[Evidence]) -> Verdict | None:
-    """All wait, but not for the same."""
+def _apart(found: Sequence[Observation]) -> Verdict | None:
+    """All are in collectives, and these differ."""
     alive = [e for e in found if e.alive]
     if len(alive) < 2 or not all(e.in_call for e in alive):
         return None
     return _differing(alive)
 
 
-def _differing(calling: Sequence[Evidence]) -> Verdict | None:
+def _differing(calling: Sequence[Observation]) -> Verdict | None:
     if len(calling) < 2:
         return None
     most = Counter((e.place, e.op, e.numel) for e in calling).most_common()
@@ -230,37 +233,35 @@ def _differing(calling: Sequence[Evidence]) -> Verdict | None:
     return _odd(odd, place, op, numel, _waiting(calling, [e.rank for e in odd]))
 
 
-def _differing_pair(calling: Sequence[Evidence]) -> Verdict | None:
-    """Of two nobody is the majority: the one further on has left something out; else both are named."""
+def _differing_pair(calling: Sequence[Observation]) -> Verdict | None:
+    """Of two ranks the one further on has left a collective out; at the same place both are named."""
     behind, ahead = sorted(calling, key=lambda e: (e.place, e.begun))
     if behind.place == ahead.place:
-        what = (
-            f"{_who(behind)} is in {behind.op} of {behind.numel} numbers, {_who(ahead)} in {ahead.op} of {ahead.numel}: "
-            f"{_at(behind)}"
-        )
-        hint = "do both ranks run the same layers (LayerDrop, experts)? What is left out must be the same on every rank"
-        return Verdict(
-            "shapes" if behind.op == ahead.op else "collective", (behind.rank, ahead.rank), what, hint=hint
-        )
+        theirs = f"{_who(ahead)} in {ahead.op} of {ahead.numel}"
+        what = f"{_who(behind)} is in {behind.op} of {behind.numel} numbers, {theirs}: {_at(behind)}"
+        hint = "LayerDrop and expert routing must leave out the same layers on every rank"
+        kind = "shapes" if behind.op == ahead.op else "collective"
+        return Verdict(kind, (behind.rank, ahead.rank), what, hint=hint)
     return _odd([ahead], behind.place, behind.op, behind.numel, _waiting(calling, [ahead.rank]))
 
 
-def _odd(odd: Sequence[Evidence], place: tuple[int, int], op: str, numel: int, others: str) -> Verdict:
+def _odd(odd: Sequence[Observation], place: tuple[int, int], op: str, numel: int, others: str) -> Verdict:
     who, one = tuple(e.rank for e in odd), odd[0]
     name = _who(one) if len(odd) == 1 else _named(who)
     if one.place > place:
-        what = f"{name} has left out {op} of step {place[0]}, {PHASES[place[1]]}, and is already in {one.op}: {_at(one)}"
-        hint = "a collective under an `if` that is not true on every rank?"
+        skipped = f"{op} of step {place[0]}, {PHASES[place[1]]}"
+        what = f"{name} has left out {skipped}, and is already in {one.op}: {_at(one)}"
+        hint = "look for a collective under an `if` that is not true on every rank"
         return Verdict("skipped", who, what, others, hint)
     if one.op != op:
         what = f"{name} entered another collective, {one.op}, where the others entered {op}: {_at(one)}"
-        return Verdict("collective", who, what, others, "a branch that is not the same on every rank?")
+        return Verdict("collective", who, what, others, "look for a branch that differs between ranks")
     what = f"{name} came to {op} with {one.numel} numbers, the others with {numel}: {_at(one)}"
-    return Verdict("shapes", who, what, others, "a size that depends on the rank's own data?")
+    return Verdict("shapes", who, what, others, "look for a size that depends on the rank's own data")
 
 
-def _absent(found: Sequence[Evidence], endless_s: float) -> Verdict | None:
-    """Some wait, some have not come: what do these do?"""
+def _absent(found: Sequence[Observation], endless_s: float) -> Verdict | None:
+    """Some ranks wait and others have not come: names those by what they do."""
     storage = _storage(found)
     if storage is not None:
         return storage
@@ -270,15 +271,15 @@ def _absent(found: Sequence[Evidence], endless_s: float) -> Verdict | None:
         return None
     reasons = [(e, _reason(e, endless_s)) for e in absent]
     if any(kind == "" for _, (kind, _) in reasons):
-        return None  # one that only takes its time may be why another waits
+        return None  # a rank that is at work may be the reason why another waits
     one, (kind, doing) = reasons[0]
     who = tuple(e.rank for e in absent)
     name = _who(one) if len(absent) == 1 else _named(who)
     return Verdict(kind, who, f"{name} {doing}: {_at(one)}", _waiting(found, who), HINTS[kind])
 
 
-def _behind_the_front(found: Sequence[Evidence]) -> list[Evidence]:
-    """On CUDA the host waits for the device and not in the call: those furthest on are the ones who wait."""
+def _behind_the_front(found: Sequence[Observation]) -> list[Observation]:
+    """On CUDA the host waits for the device, not in the call: the ranks furthest on are waiting."""
     if not all(e.cuda for e in found):
         return []
     front = max((e.place, e.begun) for e in found)
@@ -287,15 +288,15 @@ def _behind_the_front(found: Sequence[Evidence]) -> list[Evidence]:
 
 
 HINTS = {
-    "data": "its data's storage, or --data.workers and --data.prefetch for more in hand",
+    "data": "check the storage of its data; higher --data.workers and --data.prefetch read further ahead",
     "loop": "the line above does not end",
-    "lock": "code in C waits or works with Python's lock in its hand; its stack is in RUN/watch/",
+    "lock": "C code waits or computes while it holds Python's lock; its stack is in RUN/watch/",
     "blocked": "the line above waits for something that does not come",
 }
 
 
-def _reason(e: Evidence, endless_s: float) -> tuple[str, str]:
-    """Kind and words; empty where it may well be at work."""
+def _reason(e: Observation, endless_s: float) -> tuple[str, str]:
+    """Kind, and what it does; both empty if it may be at work."""
     endless = e.cpu_s > endless_s
     if e.phase in NOT_YET or prepares(e) or (e.starved_s > 0.3 * e.still_s and not endless):
         return "", ""
@@ -312,8 +313,8 @@ def _reason(e: Evidence, endless_s: float) -> tuple[str, str]:
     return "", ""
 
 
-def _storage(found: Sequence[Evidence]) -> Verdict | None:
-    """All stand in a save, and some are at the storage."""
+def _storage(found: Sequence[Observation]) -> Verdict | None:
+    """All are in a save, and some at the storage."""
     live = [e for e in found if e.alive]
     at_it = [e for e in live if writes(e)]
     if not at_it or not all(writes(e) or waits_for_save(e) or waits(e) for e in live):
@@ -324,12 +325,15 @@ def _storage(found: Sequence[Evidence]) -> Verdict | None:
     who = tuple(e.rank for e in at_it)
     stack = next((s for s in (one.threads.get("checkpoint", ()), one.stack) if s), ())
     name = _who(one) if len(at_it) == 1 else _named(who)
-    what = f"{name} is in a save and its storage is slow, {one.still_s:.1f} s by now: step {one.step}, at {spot(stack)}"
-    return Verdict("storage", who, what, _waiting(found, who), "its storage; --checkpoint.dir elsewhere")
+    slow = f"{name} is in a save and its storage is slow, {one.still_s:.1f} s by now"
+    what = f"{slow}: step {one.step}, at {own_line(stack)}"
+    return Verdict(
+        "storage", who, what, _waiting(found, who), "check its storage, or --checkpoint.dir elsewhere"
+    )
 
 
-def _network(found: Sequence[Evidence]) -> Verdict | None:
-    """All in the same collective, and it does not end."""
+def _network(found: Sequence[Observation]) -> Verdict | None:
+    """All are in the same collective, and it does not end."""
     live = [e for e in found if e.alive]
     if len(live) < 2 or not all(e.in_call for e in live) or len({(e.place, e.op, e.numel) for e in live}) > 1:
         return None
@@ -337,8 +341,8 @@ def _network(found: Sequence[Evidence]) -> Verdict | None:
         return None
     e = live[0]
     what = f"all ranks are in {e.op} and it does not end, {e.still_s:.1f} s by now: {_at(e)}"
-    return Verdict("network", tuple(r.rank for r in live), what, "", "the network between the ranks")
+    return Verdict("network", tuple(r.rank for r in live), what, "", "check the network between the ranks")
 
 
 COMPARING = (_echoes, _apart, _network)
-"""Questions that compare the ranks' collectives: answered only if every rank is seen."""
+"""Checks that compare the ranks' collectives: made only if every rank is seen."""

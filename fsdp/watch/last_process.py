@@ -1,10 +1,9 @@
-"""How a rank that has failed leaves: after the monitor has printed the failure, then its atexit handlers,
-within a bound.
+"""How a failed rank's process ends: the failure is printed, atexit handlers run, within a time limit.
 
-A launcher that sees a rank end ends the others, and the screen may be gone: so the rank waits for the monitor
-first, for TELLS_S at most. The interpreter's own teardown comes after the atexit handlers and may wait for
-ever: gloo's threads for a collective that the other ranks never enter, NCCL's for kernels that never end. The
-process ends before it.
+A launcher that sees a rank end also ends the others, and the terminal may be gone with them. So the rank
+first waits for the monitor to print, for PRINT_WAIT_S at most. The interpreter's own teardown comes after the
+atexit handlers and may hang: gloo's threads wait for a collective that the other ranks never enter, NCCL's
+for kernels that never end. The process ends before that teardown.
 """
 
 from __future__ import annotations
@@ -16,21 +15,22 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
 
-from fsdp.watch.status_page import MONITOR, SAID, Cells
+from fsdp.base import proc
+from fsdp.watch.status_page import MONITOR, PRINTED, StatusPage
 
-TELLS_S = 5.0
-"""Longer than the monitor waits for a first failure that is not another's echo."""
-LEAVE_S = 20.0
+PRINT_WAIT_S = 5.0
+"""Longer than the monitor waits after a first failure that is no consequence of another."""
+EXIT_S = 20.0
 """For non-daemon threads and atexit handlers after a failure; a wandb run takes some seconds to send its last
 lines.
 """
 
 
 class Farewell:
-    """Built before anything registers an atexit handler: they are called last in, first out, and this one
-    comes last.
+    """Ends a failed process. Build it before anything registers an atexit handler.
+
+    Handlers are called last in, first out, so this one comes after all others.
     """
 
     def __init__(self) -> None:
@@ -38,45 +38,39 @@ class Farewell:
         atexit.register(self._end)
 
     def leave(self, code: int) -> int:
-        """The exit code. Where it tells a failure the process ends with it, LEAVE_S from now at the latest."""
+        """Returns the exit code. After a failure the process ends with it, in EXIT_S at the latest."""
         self._code = code
         if code:
-            late = threading.Timer(LEAVE_S, self._end)
-            late.daemon = True
-            late.start()
+            limit = threading.Timer(EXIT_S, self._end)
+            limit.daemon = True
+            limit.start()
         return code
 
     def _end(self) -> None:
         if self._code:
             for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+                with contextlib.suppress(OSError, ValueError):  # its reader is gone
                     stream.flush()
             os._exit(self._code)
 
 
-def wait_until_told(own: Cells) -> bool:
+def wait_until_printed(own: StatusPage) -> bool:
+    """Whether the monitor has printed this rank's failure, PRINT_WAIT_S from now at the latest."""
     monitor = int(own.numbers[MONITOR])
     if monitor:
         wake(monitor)
-    deadline = time.monotonic() + TELLS_S
-    while not own.numbers[SAID] and time.monotonic() < deadline and _may_come(int(own.numbers[MONITOR])):
+    deadline = time.monotonic() + PRINT_WAIT_S
+    while not own.numbers[PRINTED] and time.monotonic() < deadline and _may_print(int(own.numbers[MONITOR])):
         time.sleep(0.02)
-    return bool(own.numbers[SAID])
+    return bool(own.numbers[PRINTED])
 
 
 def wake(monitor: int) -> None:
-    """One that somebody has stopped would print nothing, and outlive its run."""
+    """Continue a monitor that was stopped (SIGSTOP): it would print nothing, and outlive its run."""
     with contextlib.suppress(OSError):  # it has ended
         os.kill(monitor, signal.SIGCONT)
 
 
-def _may_come(monitor: int) -> bool:
-    """None yet: it may be on its way. A monitor that this very process has started is its child, and a zombie
-    when it ends.
-    """
-    if not monitor:
-        return True
-    try:
-        return Path(f"/proc/{monitor}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+def _may_print(monitor: int) -> bool:
+    """True for a monitor that has not started yet (0). One that has ended may be a zombie."""
+    return not monitor or proc.is_alive(monitor)

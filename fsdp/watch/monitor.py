@@ -1,15 +1,18 @@
-"""A process of its own on each node, without torch: it looks at its ranks, judges what it sees, says it, and
-ends the job.
+"""Monitor: one process on each node, without torch, that observes the node's ranks from outside.
 
-Started by the first rank of a node with what it must know as one JSON argument; its standard input is that
-rank's, and closes with it. It ends when its ranks have. On several nodes the head's judges for all; a node
-that is cut off judges for itself.
+Several times a second it reads each rank's status page (status_page.py) and the kernel's counts. When all
+ranks stand still or one fails it judges who is at fault (hang_verdict.py), prints that, writes the evidence
+to RUN/watch/ and ends the job. A process of its own because a rank that is stopped, dead or stuck cannot
+report itself.
 
-Here lives the order of looking, judging, saying and ending, and how long each is waited for. What is done to
-the ranks of the node is crew.py's; what the evidence means, verdict.py's; the lines between nodes are
-nodes.py's.
+The first rank of a node starts it with one JSON argument (monitor_options.py). Its standard input is a pipe
+from that rank and closes with it; the monitor ends when its ranks have ended. On several nodes the monitor of
+rank 0's node, the head, judges for all; a node that is cut off judges for itself.
 
-Exit code of the ranks that it ends: 7, or 137 (killed) of one that cannot hear any more.
+This file holds the order of observing, judging, printing and ending, and how long each is waited for. Actions
+on the ranks of this node are in node_ranks.py, connections between nodes in monitor_links.py.
+
+Exit code of the ranks that it ends: 7, or 137 (killed) of one that does not respond.
 """
 
 from __future__ import annotations
@@ -28,54 +31,53 @@ from pathlib import Path
 from typing import Any
 
 from fsdp.watch.hang_verdict import Verdict, judge
-from fsdp.watch.monitor_links import SILENT_S, Head, Line, Peer
-from fsdp.watch.monitor_options import Orders
-from fsdp.watch.node_ranks import Crew
-from fsdp.watch.observation import Evidence, decode
+from fsdp.watch.monitor_links import SILENT_S, Head, MonitorConnection, Peer
+from fsdp.watch.monitor_options import MonitorOptions
+from fsdp.watch.node_ranks import NodeRanks
+from fsdp.watch.observation import Observation, decode
 from fsdp.watch.observe import ANSWER_S
-from fsdp.watch.records import Files
-from fsdp.watch.timing import Ledger, Told
+from fsdp.watch.records import RecordFiles
+from fsdp.watch.timing import RankTimes, TimingRecorder
 
-BEAT_S = 0.2
-SHORT_STEP_S, SHORT_BEAT_S = 0.05, 0.1
-"""Where steps are short a late rank is to be named before many of them have passed. A look costs half a
-millisecond.
-"""
+INTERVAL_S = 0.2
+SHORT_STEP_S, SHORT_INTERVAL_S = 0.05, 0.1
+"""With short steps, so that a late rank is named after few of them. A round costs half a millisecond."""
 ASK_S = 1.5
-"""Stillness after which the ranks are asked, at least; a verdict comes with the second answer."""
+"""Least stillness before requests go to the responders; a verdict comes with the second answer."""
 STEPS_STILL = 6
-"""Or this many of the run's own slow steps."""
+"""The same in slow steps of this run."""
 ENDLESS = 2
-"""Times that stillness, in processor time of one rank: more than any step computes."""
+"""Multiple of that stillness, in processor time of one rank: more than any step computes."""
 NO_STEP_YET_S = 20.0
 HANG_LEAST_S, HANG_STEPS = 60.0, 30
-"""A rank that may come back is waited for at least so long, or so many steps."""
+"""How long a rank that may recover is waited for, at least; the second in steps."""
 UNREACHED_S = 10.0
-"""A node that has not reached the head by then judges for itself what it sees."""
+"""A node that has not reached the head by then judges for itself."""
 CERTAIN_S, SETTLE_S, ECHO_S = 0.5, 1.5, 3.0
-"""Wait after a first failure for the words of other ranks: if a rank has told an error of its own or is dead,
-when those of an earlier error are on their way; if none has, or gloo has aborted it; if all words are echoes.
+"""Wait after a first failure for other ranks' reports: if a rank has an error of its own or is dead, as an
+earlier error may still arrive; if none has, or gloo has aborted it; if all failures are consequences of
+others.
 """
 GRACE_S, FAILED_S = 5.0, 15.0
-"""After the verdict, until the ranks that have not failed are ended; until those are that have, and do not
-leave.
-"""
+"""From the verdict until ranks that have not failed are ended; until failed ranks that hang are."""
 PR_SET_PDEATHSIG = 1
+BY_THE_HEAD = Verdict("shown", (), "by the head")
+"""On the other nodes: the head has printed a verdict."""
 
 
 class Monitor:
-    def __init__(self, orders: Orders) -> None:
-        self.orders = orders
-        self.files = Files(Path(orders.run) / "watch")
-        self.crew = Crew(orders.ranks, orders.node, self.files)
-        self.head = Head(orders.ear, orders.token) if orders.ear >= 0 else None
-        self.peer = Peer(orders.addresses, orders.token, orders.node) if orders.addresses else None
-        self.ledger = Ledger(orders.late_percent, orders.nodes, self.files, say)
+    def __init__(self, options: MonitorOptions) -> None:
+        self.options = options
+        self.files = RecordFiles(Path(options.run) / "watch")
+        self.ranks = NodeRanks(options.ranks, options.node, self.files)
+        self.head = Head(options.listener, options.token) if options.listener >= 0 else None
+        self.peer = Peer(options.addresses, options.token, options.node) if options.addresses else None
+        self.timing = TimingRecorder(options.late_percent, options.nodes, self.files, print_lines)
         self.shown: Verdict | None = None
         self.shown_at = 0.0
         self._candidate: tuple[str, tuple[int, ...]] | None = None
         self._asked_at = self._trouble_at = self._shown_still = 0.0
-        self._lead_gone = self._head_over = False
+        self._first_rank_gone = self._head_done = False
         self._began = time.monotonic()
 
     # ------------------------------------------------------------ the loop
@@ -84,151 +86,150 @@ class Monitor:
         before = time.monotonic()
         while True:
             now = time.monotonic()
-            lost = max(0.0, now - before - BEAT_S - 2 * ANSWER_S)
+            lost = max(0.0, now - before - INTERVAL_S - 2 * ANSWER_S)
             before = now
-            self.crew.look(now, lost)
+            self.ranks.observe(now, lost)
             self._exchange()
             if self._judges():
                 self._judge(now)
-            if self.crew.gone and self._nothing_left(now):
+            if self.ranks.all_gone and self._nothing_left(now):
                 break
-            if self.crew.leaving or (self._trouble_at and self.shown is None):
+            if self.ranks.all_ending or (self._trouble_at and self.shown is None):
                 time.sleep(0.02)
             else:
                 self._rest()
-        self._leave()
+        self._finish()
 
     def _rest(self) -> None:
-        """Until the next beat, or until the first rank closes the pipe."""
-        beat_s = SHORT_BEAT_S if 0 < self.crew.step_s < SHORT_STEP_S and not self.orders.addresses else BEAT_S
-        if self._lead_gone:
-            time.sleep(beat_s)
-        elif select.select([0], [], [], beat_s)[0]:
-            self._lead_gone = not os.read(0, 4096)
+        """Until the next interval, or until the first rank closes the pipe."""
+        short = 0 < self.ranks.step_s < SHORT_STEP_S and not self.options.addresses
+        interval_s = SHORT_INTERVAL_S if short else INTERVAL_S
+        if self._first_rank_gone:
+            time.sleep(interval_s)
+        elif select.select([0], [], [], interval_s)[0]:
+            self._first_rank_gone = not os.read(0, 4096)
 
     def _nothing_left(self, now: float) -> bool:
-        """All have ended here: is there still something to be said?"""
-        bad = any(not e.over for e in self.crew.seen)
+        """All ranks of this node have ended: whether nothing remains to be printed."""
+        bad = any(not e.over for e in self.ranks.seen)
         return (
             not bad
             or self.shown is not None
             or (self._trouble_at > 0 and now - self._trouble_at > ECHO_S + 1)
         )
 
-    def _leave(self) -> None:
+    def _finish(self) -> None:
         if self.peer is not None:
-            self.peer.beat(self.crew.report())
+            self.peer.exchange(self.ranks.report())
         if self.head is not None:
-            self.head.beat()  # what is left unread when a line closes would take the last word with it
-            self.head.tell({"bye": True})
+            self.head.exchange()  # bytes left unread when a connection closes would discard the last message
+            self.head.broadcast({"done": True})
         if self.shown is None and self.peer is None:
-            self.ledger.beat(time.monotonic(), self._told, last=True)
+            self.timing.update(time.monotonic(), self._rank_times, last=True)
         self.files.close()
-        self.crew.forget()
-        for line in (self.head, self.peer):
-            if line is not None:
-                line.close()
+        self.ranks.remove_sockets()
+        for side in (self.head, self.peer):
+            if side is not None:
+                side.close()
 
     # ------------------------------------------------------------ several nodes
 
     def _exchange(self) -> None:
         if self.head is not None:
-            self.head.beat()
+            self.head.exchange()
         if self.peer is None:
             return
-        for word in self.peer.beat(self.crew.report()):
-            if word.get("look"):
-                self.crew.ask()
-                self.peer.beat(self.crew.report(asked=True))
-            if word.get("keep"):
-                self.crew.keep(word["keep"])
-            if word.get("said"):
+        for message in self.peer.exchange(self.ranks.report()):
+            if message.get("ask"):
+                self.ranks.ask()
+                self.peer.exchange(self.ranks.report(asked=True))
+            if message.get("keep"):
+                self.ranks.keep(message["keep"])
+            if message.get("printed"):
                 if self.shown is None:
-                    self.shown, self.shown_at = Verdict("told", (), "by the head"), time.monotonic()
-                self._let_go()
-            self._head_over |= word.get("bye", False)
-            if word.get("end"):
-                self.shown = Verdict("told", (), "by the head")
-                self._end_ranks(word["failed"])
+                    self.shown, self.shown_at = BY_THE_HEAD, time.monotonic()
+                self._release()
+            self._head_done |= message.get("done", False)
+            if message.get("end"):
+                self.shown = BY_THE_HEAD
+                self._end_ranks(message["failed"])
 
     def _judges(self) -> bool:
-        """The head does, and a node that is cut off from it or never reached it, for itself."""
+        """True on the head, and on a node that is cut off from it or never reached it."""
         if self.peer is None or self._cut_off():
             return True
-        return self.peer.line is None and time.monotonic() - self._began > UNREACHED_S
+        return self.peer.connection is None and time.monotonic() - self._began > UNREACHED_S
 
     def _cut_off(self) -> bool:
-        line = self.peer.line if self.peer is not None else None
-        return line is not None and (line.silent_s > SILENT_S or line.closed)
+        connection = self.peer.connection if self.peer is not None else None
+        return connection is not None and (connection.silent_s > SILENT_S or connection.closed)
 
-    def _everyone(self) -> list[Evidence]:
-        found = list(self.crew.seen)
+    def _all_observations(self) -> list[Observation]:
+        """This node's ranks; on the head all; on a node that is cut off, the head's ranks as unseen."""
+        found = list(self.ranks.seen)
         if self.head is not None:
-            for node, word in self.head.said.items():
-                line = self.head.lines[node]
-                ranks = [decode(data) for data in word["ranks"]]
-                found += [e if e.has_left else replace(e, **_unseen_since(line)) for e in ranks]
-        elif self._cut_off() and not self._head_over:
+            for node, report in self.head.reports.items():
+                connection = self.head.connections[node]
+                ranks = [decode(data) for data in report["ranks"]]
+                found += [e if e.has_left else replace(e, **_unseen_since(connection)) for e in ranks]
+        elif self._cut_off() and not self._head_done:
             assert self.peer is not None
-            assert self.peer.line is not None
-            head, of_head = next((node, own) for node, own in self.orders.nodes.items() if 0 in own)
-            found += [Evidence(rank, head, **_unseen_since(self.peer.line)) for rank in of_head]
+            assert self.peer.connection is not None
+            head, of_head = next((node, own) for node, own in self.options.nodes.items() if 0 in own)
+            found += [Observation(rank, head, **_unseen_since(self.peer.connection)) for rank in of_head]
         return sorted(found, key=lambda e: e.rank)
 
     # ------------------------------------------------------------ judging
 
     def _step_s(self) -> float:
-        others = [word["step_s"] for word in self.head.said.values()] if self.head is not None else []
-        return max(self.crew.step_s, *others, 0.0)
+        reports = self.head.reports.values() if self.head is not None else ()
+        return max(self.ranks.step_s, *(report["step_s"] for report in reports), 0.0)
 
     def _judge(self, now: float) -> None:
-        found = self._everyone()
-        bad = [
-            e for e in found if e.words is not None or (not e.alive and not e.over and not e.silent_node_s)
-        ]
+        found = self._all_observations()
+        bad = any(
+            e.failure is not None or (not e.alive and not e.over and not e.silent_node_s) for e in found
+        )
         if bad and (self.shown is None or self.shown.recoverable):
             self._judge_failure(now, found)
         elif self.shown is not None and not self.shown.recoverable:
             if now - self.shown_at > GRACE_S:
-                # Ray ends its workers itself, and reads their errors from them before
-                late = now - self.shown_at > FAILED_S and self.orders.tells_failures
+                # Ray ends its workers itself, after it has read their errors
+                late = now - self.shown_at > FAILED_S and self.options.prints_failures
                 self._end_everyone(failed=late)
         else:
             self._judge_stillness(now, found)
-            self.ledger.beat(now, self._told)
+            self.timing.update(now, self._rank_times)
 
-    def _judge_failure(self, now: float, found: Sequence[Evidence]) -> None:
-        """Wait a moment for everyone's words; longer where all that was said is that somebody else is gone."""
+    def _judge_failure(self, now: float, found: Sequence[Observation]) -> None:
+        """Wait a moment for every rank's report; longer if all failures are consequences of another's end."""
         self._trouble_at = self._trouble_at or now
         waited = now - self._trouble_at
         certain = any(
-            not e.words["secondary"] if e.words else not (e.alive or e.over or e.aborted) for e in found
+            not e.failure["secondary"] if e.failure else not (e.alive or e.over or e.aborted) for e in found
         )
-        all_ended = all(e.words is not None or e.over or not e.alive for e in found)
-        # Where all have ended a second look is enough: one may have left its words and died between two reads
-        # of the first.
+        all_ended = all(e.has_left for e in found)
+        # If all have ended a second observation is enough: a rank may write its failure and die between two
+        # reads of the first.
         if waited < (CERTAIN_S if certain else SETTLE_S) and not (all_ended and waited > 0):
             return
-        verdict = judge(found, ranks=self.orders.world_size)
+        verdict = judge(found, ranks=self.options.world_size)
         if verdict is not None and verdict.kind != "network":
             self._show(verdict, found)
         elif waited > ECHO_S:
-            first = min((e for e in found if e.words), key=lambda e: e.words["time"] if e.words else 0.0)
-            assert first.words is not None
-            self._show(Verdict("lost", (first.rank,), first.words["print"], "", first.words["hint"]), found)
+            failed = [(e.rank, e.failure) for e in found if e.failure]
+            rank, failure = min(failed, key=lambda one: one[1]["time"])
+            self._show(Verdict("lost", (rank,), failure["print"], "", failure["hint"]), found)
 
-    def _judge_stillness(self, now: float, found: list[Evidence]) -> None:
+    def _judge_stillness(self, now: float, found: list[Observation]) -> None:
         live = [e for e in found if e.alive and not e.over and not e.silent_node_s]
         still = min((e.still_s for e in live), default=0.0)
         steps = self._step_s()
         if self.shown is not None and still < ASK_S:
-            say(
-                [
-                    f"watch: the run goes on, {now - self.shown_at + self._shown_still:.0f} s after it stood still"
-                ]
-            )
+            stood_s = now - self.shown_at + self._shown_still
+            print_lines([f"watch: the run continues, {stood_s:.0f} s after it stood still"])
             self.shown = None
-        if still < self._suspicious_s() or self.orders.hang_s == 0:
+        if still < self._suspicious_s() or self.options.hang_s == 0:
             self._candidate = None
             return
         if not steps and still < NO_STEP_YET_S:
@@ -236,143 +237,148 @@ class Monitor:
         if now - self._asked_at < 0.4:
             return
         self._asked_at = now
-        self._decide(now, still, self._ask_everyone())
+        self._decide(still, self._ask_all_ranks())
 
     def _suspicious_s(self) -> float:
-        """How long all may stand still before anybody is asked."""
+        """Stillness of all ranks before requests go to the responders."""
         return max(ASK_S, STEPS_STILL * self._step_s())
 
-    def _decide(self, now: float, still: float, found: list[Evidence]) -> None:
-        verdict = judge(found, ranks=self.orders.world_size, endless_s=ENDLESS * self._suspicious_s())
+    def _decide(self, still: float, found: list[Observation]) -> None:
+        """Print a verdict that comes twice in a row; end the job when its time is up."""
+        verdict = judge(found, ranks=self.options.world_size, endless_s=ENDLESS * self._suspicious_s())
         key = (verdict.kind, verdict.ranks) if verdict is not None else None
         same, self._candidate = key == self._candidate, key
         if verdict is None or not same:
             return
         if self.shown is None:
             self._shown_still = still
-            self._show(verdict, found, ends_in=self._hang_s() - still)
+            self._show(verdict, found, ends_in_s=self._hang_s() - still)
         if not verdict.recoverable or still > self._hang_s():
             self._end_everyone()
 
     def _hang_s(self) -> float:
-        return (
-            self.orders.hang_s if self.orders.hang_s > 0 else max(HANG_LEAST_S, HANG_STEPS * self._step_s())
-        )
+        hang_s = self.options.hang_s
+        return hang_s if hang_s > 0 else max(HANG_LEAST_S, HANG_STEPS * self._step_s())
 
-    def _ask_everyone(self) -> list[Evidence]:
-        if self.head is not None and self.head.lines:
-            self.head.tell({"look": True})
-            self.crew.ask()
-            self.head.wait_for_looks(time.monotonic() + ANSWER_S + 0.5)
+    def _ask_all_ranks(self) -> list[Observation]:
+        """Observations with the responders' answers, of all nodes in reach."""
+        if self.head is not None and self.head.connections:
+            self.head.broadcast({"ask": True})
+            self.ranks.ask()
+            self.head.wait_for_answers(time.monotonic() + ANSWER_S + 0.5)
         else:
-            self.crew.ask()
-        return self._everyone()
+            self.ranks.ask()
+        return self._all_observations()
 
-    # ------------------------------------------------------------ saying and ending
+    # ------------------------------------------------------------ printing and ending
 
-    def _show(self, verdict: Verdict, found: Sequence[Evidence], ends_in: float = 0.0) -> None:
+    def _show(self, verdict: Verdict, found: Sequence[Observation], ends_in_s: float = 0.0) -> None:
         self.shown, self.shown_at = verdict, time.monotonic()
         step = max((e.step for e in found), default=0)
         folder = f"{verdict.kind.replace(' ', '-')}-{step:06d}"
-        self._say(verdict, _told_by(verdict, found), ends_in)
+        self._print(verdict, _failure_of(verdict, found), ends_in_s)
         record = {
-            "time": time.time(), "by": self.orders.node, "kind": verdict.kind, "ranks": list(verdict.ranks),
-            "what": verdict.what, "nodes": sorted({e.node for e in found if e.rank in verdict.ranks}), "others": verdict.others,
-            "hint": verdict.hint, "step": step,
-            "still_s": min((e.still_s for e in found if e.alive and not e.over), default=0.0), "folder": folder,
-        }  # fmt: skip
+            "time": time.time(),
+            "by": self.options.node,
+            "kind": verdict.kind,
+            "ranks": list(verdict.ranks),
+            "what": verdict.what,
+            "nodes": sorted({e.node for e in found if e.rank in verdict.ranks}),
+            "others": verdict.others,
+            "hint": verdict.hint,
+            "step": step,
+            "still_s": min((e.still_s for e in found if e.alive and not e.over), default=0.0),
+            "folder": folder,
+        }
         self.files.append("verdicts.jsonl", record)
         if verdict.kind != "config":
             self._keep_all(folder, found)
-        self._let_go()
+        self._release()
 
-    def _say(self, verdict: Verdict, words: dict[str, Any] | None, ends_in: float) -> None:
-        if words is None:
-            ends = f"  ends the job in {ends_in:.0f} s unless it goes on" if verdict.recoverable else ""
-            say(["watch: " + verdict.lines()[0], *verdict.lines()[1:], *([ends] if ends else [])])
-        elif self.orders.tells_failures:
-            say([words["print"], *([f"  {verdict.others}"] if verdict.others else [])])
+    def _print(self, verdict: Verdict, failure: dict[str, Any] | None, ends_in_s: float) -> None:
+        if failure is None:
+            ends = f"  ends the job in {ends_in_s:.0f} s unless it continues"
+            first, *more = verdict.lines()
+            print_lines([f"watch: {first}", *more, *([ends] if verdict.recoverable else [])])
+        elif self.options.prints_failures:
+            print_lines([failure["print"], *([f"  {verdict.others}"] if verdict.others else [])])
 
-    def _keep_all(self, folder: str, found: Sequence[Evidence]) -> None:
+    def _keep_all(self, folder: str, found: Sequence[Observation]) -> None:
         self.files.write(f"{folder}/evidence.json", json.dumps([e.encoded() for e in found], indent=1))
         if self.head is not None:
-            self.head.tell({"keep": folder})
-        self.crew.keep(folder)
+            self.head.broadcast({"keep": folder})
+        self.ranks.keep(folder)
 
-    def _let_go(self) -> None:
-        """Ranks that have failed wait until their story is told: with the last of them the screen may be
-        gone.
-        """
+    def _release(self) -> None:
+        """Failed ranks wait for this: with the last of them the terminal may be gone."""
         if self.shown is None or self.shown.recoverable:
             return
         if self.head is not None:
-            self.head.tell({"said": True})
-        self.crew.let_go()
+            self.head.broadcast({"printed": True})
+        self.ranks.mark_printed()
 
     def _end_everyone(self, *, failed: bool = False) -> None:
-        """`failed`: those too that have said how they failed, and do not leave."""
+        """`failed`: also the ranks that have reported a failure and do not end."""
         if self.head is not None:
-            self.head.tell({"end": True, "failed": failed})
-            self.head.beat()
+            self.head.broadcast({"end": True, "failed": failed})
+            self.head.exchange()
         self._end_ranks(failed)
 
     def _end_ranks(self, failed: bool) -> None:
-        if not self.crew.end(failed):
+        if not self.ranks.end(failed):
             return
         self.files.append(
             "verdicts.jsonl",
-            {"time": time.time(), "kind": "ended", "ranks": list(self.orders.ranks), "what": "by the watch"},
+            {"time": time.time(), "kind": "ended", "ranks": list(self.options.ranks), "what": "by the watch"},
         )
 
-    def _told(self) -> Told:
-        words = list(self.head.said.values()) if self.head is not None else []
-        steps, spent = self.crew.steps(), self.crew.spent()
-        for word in words:
-            # JSON has no numbers for keys and no tuples
+    def _rank_times(self) -> RankTimes:
+        reports = self.head.reports.values() if self.head is not None else ()
+        steps, spent = self.ranks.steps(), self.ranks.spent()
+        for report in reports:
+            # JSON has no numbers as keys and no tuples
             steps |= {
-                int(rank): {int(step): (a, b) for step, (a, b) in rows.items()}
-                for rank, rows in word["steps"].items()
+                int(rank): {int(step): (work, whole) for step, (work, whole) in rows.items()}
+                for rank, rows in report["steps"].items()
             }
-            spent |= {int(rank): values for rank, values in word["spent"].items()}
-        first = self.crew.ranks[0].beat
-        return Told(steps, spent, count=first.steps, step=first.step)
+            spent |= {int(rank): values for rank, values in report["spent"].items()}
+        first = self.ranks.ranks[0].status
+        return RankTimes(steps, spent, count=first.steps, step=first.step)
 
 
-def _unseen_since(line: Line) -> dict[str, Any]:
-    """What a connection adds to the evidence of its node's ranks; nothing while the node's monitor is heard
-    of.
-    """
-    if line.closed:
-        return {"silent_node_s": max(line.silent_s, 1e-3), "monitor_ended": True}
-    return {"silent_node_s": line.silent_s} if line.silent_s > SILENT_S else {}
+def _unseen_since(connection: MonitorConnection) -> dict[str, Any]:
+    """Fields for the observations of a node's ranks; none while its monitor reports."""
+    if connection.closed:
+        return {"silent_node_s": max(connection.silent_s, 1e-3), "monitor_ended": True}
+    return {"silent_node_s": connection.silent_s} if connection.silent_s > SILENT_S else {}
 
 
-def _told_by(verdict: Verdict, found: Sequence[Evidence]) -> dict[str, Any] | None:
-    """The last words of whoever is blamed; else those that say the same."""
-    words = next(
-        (e.words for e in found if e.words and e.rank == verdict.ranks[0] and not e.words["secondary"]), None
-    )
-    return words or next((e.words for e in found if e.words and e.words["message"] == verdict.what), None)
+def _failure_of(verdict: Verdict, found: Sequence[Observation]) -> dict[str, Any] | None:
+    """The failure report of the rank at fault; else one with the same message."""
+    failures = [(e.rank, e.failure) for e in found if e.failure]
+    own = (one for rank, one in failures if rank == verdict.ranks[0] and not one["secondary"])
+    same = (one for _, one in failures if one["message"] == verdict.what)
+    return next(own, None) or next(same, None)
 
 
-def say(lines: Sequence[str]) -> None:
-    """Plain lines; on a terminal in the place of the run's live line, which is drawn anew."""
+def print_lines(lines: Sequence[str]) -> None:
+    """Plain lines on standard error; on a terminal they replace the run's live line, which is drawn again."""
     clear = "\r\x1b[2K" if os.isatty(2) and os.environ.get("TERM") != "dumb" else ""
-    with contextlib.suppress(OSError):  # the screen is gone; verdicts.jsonl is not
+    with contextlib.suppress(OSError):  # the terminal is gone; verdicts.jsonl has the same
         os.write(2, (clear + "\n".join(lines) + "\n").encode())
 
 
 def main(argument: str) -> None:
-    # Ctrl-C and the scheduler's TERM are for the ranks; this process ends with them
+    # Ctrl-C and the scheduler's SIGTERM are for the ranks; this process ends with them
     for one in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(one, signal.SIG_IGN)
-    # stopped by somebody, it still ends with its run
+    # after a SIGSTOP it still ends with its run
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
     data = json.loads(argument)
     data["ranks"] = {int(rank): path for rank, path in data["ranks"].items()}
     data["addresses"] = tuple((host, port) for host, port in data["addresses"])
-    monitor = Monitor(Orders(**data))
-    if monitor.crew.ranks:
+    monitor = Monitor(MonitorOptions(**data))
+    if monitor.ranks.ranks:
         monitor.run()
 
 

@@ -1,9 +1,9 @@
-"""The monitors of several nodes: the head's listens, the others connect and tell every beat what they see.
+"""TCP connections between the monitors of several nodes: the head listens, the others connect and report.
 
-Words are JSON lines. Nobody waits for anybody: what cannot be sent at once is dropped, and who is not heard
-of for SILENT_S is said to be out of reach, on either side of the cut. Not over the run directory: shared
-storage may keep what it is told to itself for longer than that, and may be there where the ranks' own network
-is gone.
+The head is the monitor on rank 0's node. Messages are JSON lines. No side waits for the other: a message that
+cannot be sent at once is dropped, and a node without a sign of life for SILENT_S is out of reach, on either
+side. They do not go over the run directory: shared storage may delay a file for longer than that, and may
+work while the ranks' own network does not.
 """
 
 from __future__ import annotations
@@ -20,48 +20,53 @@ from typing import Any
 
 SILENT_S = 3.0
 CONNECT_S = 0.5
+RETRY_S = 1.0
+MOST_UNSENT = 1 << 22
+"""Bytes. With this much unsent, further messages are dropped."""
 
 
-class Line:
-    """One connection, both ways, never waiting."""
+class MonitorConnection:
+    """One connection in both directions, non-blocking."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
-        with contextlib.suppress(OSError):  # closed already, which the first word will find
+        with contextlib.suppress(OSError):  # closed already, which the first message shows
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._connection, self._coming, self._going = connection, b"", b""
-        self.heard_at = time.monotonic()
+        self._connection, self._received, self._unsent = connection, b"", b""
+        self.last_sign_at = time.monotonic()
         self.closed = False
 
-    def look(self) -> None:
-        """Before this beat's word: has the other kernel confirmed all the earlier ones? Then it is in reach,
-        though its monitor may wait for a processor.
+    def check_acknowledged(self) -> None:
+        """Call before sending: a kernel that has acknowledged all earlier bytes is in reach.
+
+        Its monitor may be silent all the same, because it waits for a processor.
         """
         left = array("i", [0])
-        if self.closed or self._going:
+        if self.closed or self._unsent:
             return
         with contextlib.suppress(OSError):  # no answer is no sign of life
             fcntl.ioctl(self._connection, termios.TIOCOUTQ, left)
             if not left[0]:
-                self.heard_at = time.monotonic()
+                self.last_sign_at = time.monotonic()
 
-    def say(self, word: dict[str, Any]) -> None:
-        if not self._going or len(self._going) < 1 << 22:
-            self._going += json.dumps(word).encode() + b"\n"
+    def send(self, message: dict[str, Any]) -> None:
+        if len(self._unsent) < MOST_UNSENT:
+            self._unsent += json.dumps(message).encode() + b"\n"
         self._push()
 
     def _push(self) -> None:
-        while self._going and not self.closed:
+        while self._unsent and not self.closed:
             try:
-                sent = self._connection.send(self._going)
+                sent = self._connection.send(self._unsent)
             except BlockingIOError:
                 return
             except OSError:
                 self.closed = True
                 return
-            self._going = self._going[sent:]
+            self._unsent = self._unsent[sent:]
 
-    def hear(self) -> list[dict[str, Any]]:
+    def receive(self) -> list[dict[str, Any]]:
+        """All messages that have arrived."""
         self._push()
         while not self.closed:
             try:
@@ -73,102 +78,104 @@ class Line:
             if not more:
                 self.closed = True
                 break
-            self.heard_at = time.monotonic()
-            self._coming += more
-        *lines, self._coming = self._coming.split(b"\n")
+            self.last_sign_at = time.monotonic()
+            self._received += more
+        *lines, self._received = self._received.split(b"\n")
         try:
             return [json.loads(line) for line in lines]
         except (ValueError, RecursionError):
-            self.closed = True  # whoever tries all ports of a host
+            self.closed = True  # a port scanner, or another program
             return []
 
     @property
     def silent_s(self) -> float:
-        return time.monotonic() - self.heard_at
+        return time.monotonic() - self.last_sign_at
 
     def close(self) -> None:
         self._connection.close()
 
 
 class Head:
-    """On rank 0's node. What each other node said last."""
+    """The head's side: the connections to all other nodes, and the last report of each."""
 
-    def __init__(self, descriptor: int, token: str) -> None:
-        self._ear = socket.socket(fileno=descriptor)
-        self._ear.setblocking(False)
+    def __init__(self, listener: int, token: str) -> None:
+        self._listener = socket.socket(fileno=listener)
+        self._listener.setblocking(False)
         self._token = token
-        self._strangers: list[Line] = []
-        self.lines: dict[str, Line] = {}
-        self.said: dict[str, dict[str, Any]] = {}
+        self._unidentified: list[MonitorConnection] = []
+        self.connections: dict[str, MonitorConnection] = {}
+        self.reports: dict[str, dict[str, Any]] = {}
 
-    def beat(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # nobody else is there
+    def exchange(self) -> None:
+        """Accept new nodes, read reports, send a sign of life."""
+        with contextlib.suppress(BlockingIOError):  # no connection waits
             while True:
-                self._strangers.append(Line(self._ear.accept()[0]))
-        for line in list(self._strangers):
-            word = next(iter(line.hear()), None)
-            if isinstance(word, dict) and word.get("token") == self._token:
-                self.lines[word["node"]], self.said[word["node"]] = line, word
-                self._strangers.remove(line)
-            elif word is not None or line.closed:
-                line.close()
-                self._strangers.remove(line)
-        for node, line in self.lines.items():
-            line.look()
-            for word in line.hear():
-                self.said[node] = word
-            if not line.closed:
-                line.say({"beat": True})
+                self._unidentified.append(MonitorConnection(self._listener.accept()[0]))
+        for connection in list(self._unidentified):
+            report = next(iter(connection.receive()), None)
+            if isinstance(report, dict) and report.get("token") == self._token:
+                self.connections[report["node"]], self.reports[report["node"]] = connection, report
+                self._unidentified.remove(connection)
+            elif report is not None or connection.closed:
+                connection.close()
+                self._unidentified.remove(connection)
+        for node, connection in self.connections.items():
+            connection.check_acknowledged()
+            for report in connection.receive():
+                self.reports[node] = report
+            if not connection.closed:
+                connection.send({"alive": True})
 
-    def tell(self, word: dict[str, Any]) -> None:
-        for line in self.lines.values():
-            line.say(word)
+    def broadcast(self, message: dict[str, Any]) -> None:
+        for connection in self.connections.values():
+            connection.send(message)
 
-    def wait_for_looks(self, deadline: float) -> None:
-        """Until every node in reach has said what it found when it was told to look."""
-        near = [node for node, line in self.lines.items() if line.silent_s <= SILENT_S and not line.closed]
+    def wait_for_answers(self, deadline: float) -> None:
+        """Wait until every node in reach has sent the report that follows the request to its responders."""
+        near = [node for node, one in self.connections.items() if one.silent_s <= SILENT_S and not one.closed]
         for node in near:
-            self.said[node] = {**self.said[node], "asked": False}
-        while time.monotonic() < deadline and not all(self.said[node]["asked"] for node in near):
+            self.reports[node] = {**self.reports[node], "asked": False}
+        while time.monotonic() < deadline and not all(self.reports[node]["asked"] for node in near):
             time.sleep(0.02)
             for node in near:
-                for word in self.lines[node].hear():
-                    if word["asked"] or not self.said[node]["asked"]:
-                        self.said[node] = word
+                for report in self.connections[node].receive():
+                    if report["asked"] or not self.reports[node]["asked"]:
+                        self.reports[node] = report
 
     def close(self) -> None:
-        for line in (*self.lines.values(), *self._strangers):
-            line.close()
-        self._ear.close()
+        for connection in (*self.connections.values(), *self._unidentified):
+            connection.close()
+        self._listener.close()
 
 
 class Peer:
-    """On every other node: the line to the head. `None` until it has been reached."""
+    """The side of every other node. `connection` is None until the head has been reached."""
 
     def __init__(self, addresses: Sequence[tuple[str, int]], token: str, node: str) -> None:
         self._addresses, self._token, self._node = addresses, token, node
-        self.line: Line | None = None
+        self.connection: MonitorConnection | None = None
         self.tried_at = 0.0
 
-    def beat(self, word: dict[str, Any]) -> list[dict[str, Any]]:
-        if self.line is None:
+    def exchange(self, report: dict[str, Any]) -> list[dict[str, Any]]:
+        """Send the report; returns the head's messages."""
+        if self.connection is None:
             self._connect()
-        if self.line is None:
+        if self.connection is None:
             return []
-        self.line.look()
-        self.line.say({"token": self._token, "node": self._node, **word})
-        return self.line.hear()
+        self.connection.check_acknowledged()
+        self.connection.send({"token": self._token, "node": self._node, **report})
+        return self.connection.receive()
 
     def _connect(self) -> None:
         now = time.monotonic()
-        if now - self.tried_at < 1.0:
+        if now - self.tried_at < RETRY_S:
             return
         self.tried_at = now
         for address in self._addresses:
-            with contextlib.suppress(OSError):  # not by this way, or not yet
-                self.line = Line(socket.create_connection(address, CONNECT_S))
+            with contextlib.suppress(OSError):  # not at this address, or not yet
+                self.connection = MonitorConnection(socket.create_connection(address, CONNECT_S))
                 return
 
     def close(self) -> None:
-        if self.line is not None:
-            self.line.close()
+        if self.connection is not None:
+            self.connection.close()

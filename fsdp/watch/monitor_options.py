@@ -1,4 +1,4 @@
-"""What the rank that starts a monitor tells it. Apart from the monitor, which ranks need not import."""
+"""Options of a monitor process, passed as one JSON argument. Ranks import this without the monitor itself."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Orders:
-    """What the rank that starts a monitor tells it."""
-
+class MonitorOptions:
     node: str
     run: str
     ranks: dict[int, str]
+    """Rank → its status page, of this node."""
     nodes: dict[str, list[int]]
+    """Node → its ranks, of the whole run."""
     hang_s: float
     late_percent: float
     token: str
-    head: bool
-    ear: int = -1
+    """Identifies this run's monitors to each other."""
+    listener: int = -1
+    """The head's: an open descriptor on which other nodes' monitors connect; -1 without other nodes."""
     addresses: tuple[tuple[str, int], ...] = ()
-    tells_failures: bool = True
+    """Where the head listens; empty on the head itself."""
+    prints_failures: bool = True
+    """False under Ray, whose driver prints its ranks' failures."""
 
     @property
     def world_size(self) -> int:

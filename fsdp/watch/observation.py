@@ -1,8 +1,7 @@
-"""What one look found of one rank, and what its stack alone says: waits, prepares, writes. Pure, and without
-torch.
+"""Observation: what a monitor found of one rank, and what its stack shows: it waits, prepares or writes.
 
-Here: one rank by itself. Not here: how it is found (look.py), and what follows from all of them together
-(verdict.py).
+Pure functions without torch, about one rank by itself. observe.py makes observations; hang_verdict.py
+compares those of all ranks.
 """
 
 from __future__ import annotations
@@ -17,58 +16,59 @@ from fsdp.base.phases import PHASES, Activity
 from fsdp.base.torch_private.names import BACKWARD_FUNCTION, COMPILER_PACKAGES
 
 Frame = tuple[str, int, str]
+"""File, line, function."""
 
-WATCH = f"{Path(__file__).parent}/"
+WATCH_FOLDER = f"{Path(__file__).parent}/"
 
 BUSY_S = 2.0
-"""Less computing than this on one spot proves nothing."""
+"""Less processor time than this on one line proves nothing."""
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """What one look found of one rank. Times in seconds, since the rank last made progress."""
+class Observation:
+    """Times are in seconds since the rank last made progress."""
 
     rank: int
     node: str = ""
     pid: int = 0
     alive: bool = True
     over: bool = False
+    """The run has ended on this rank."""
     state: str = "S"
-    """The training thread's, as in /proc: R runs, S sleeps, D waits for a device, T is stopped, Z is dead."""
+    """The training thread's state letter in /proc (fsdp/base/proc.py); X if it is gone."""
     phase: str = "forward"
     step: int = 0
     begun: int = 0
     ended: int = 0
     op: str = "none"
     numel: int = 0
-    does: Activity = Activity.NONE
+    activity: Activity = Activity.NONE
     """Of the training thread."""
-    behind: Activity = Activity.NONE
+    save_activity: Activity = Activity.NONE
     """Of the thread that saves."""
     cuda: bool = False
     still_s: float = 0.0
     cpu_s: float = 0.0
     starved_s: float = 0.0
-    """It could have run, and no processor was free."""
+    """Time in which it could run and no processor was free."""
     answered: bool | None = None
-    """Did the witness? None where it was not asked."""
+    """Whether the responder answered; None if it received no request."""
     moving: bool = False
-    """Between two answers the training thread was at another instruction."""
+    """The training thread was at different instructions in two answers."""
     stack: tuple[Frame, ...] = ()
     threads: dict[str, tuple[Frame, ...]] = field(default_factory=dict)
-    words: dict[str, Any] | None = None
+    failure: dict[str, Any] | None = None
+    """The rank's failure report (failure_report.py)."""
     fatal: str = ""
-    """What faulthandler wrote of a fault in C."""
+    """faulthandler's text after a fault in C."""
     dead_s: float = 0.0
-    """For how long it has been gone."""
+    """Time since it was first found dead."""
     silent_node_s: float = 0.0
-    """Its node's monitor has not been heard of for so long; more than 0 if the rest of this evidence is out
+    """Time since the last sign of life of its node's monitor; if above 0 the rest of this observation is out
     of date.
     """
     monitor_ended: bool = False
-    """The node's kernel has closed its monitor's connection: the node can be reached, and the monitor's
-    process is gone.
-    """
+    """The node's kernel has closed the connection: the node is in reach, its monitor is gone."""
 
     @property
     def place(self) -> tuple[int, int]:
@@ -76,8 +76,8 @@ class Evidence:
 
     @property
     def has_left(self) -> bool:
-        """It has left: as it should, with words, or dead."""
-        return self.over or self.words is not None or not self.alive
+        """Its run has ended, it has failed, or it is dead."""
+        return self.over or self.failure is not None or not self.alive
 
     @property
     def aborted(self) -> bool:
@@ -85,32 +85,33 @@ class Evidence:
 
     @property
     def in_call(self) -> bool:
+        """Inside of a collective."""
         return self.begun > self.ended
 
     def encoded(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def decode(data: dict[str, Any]) -> Evidence:
+def decode(data: dict[str, Any]) -> Observation:
     threads = {name: tuple((f, n, w) for f, n, w in stack) for name, stack in data["threads"].items()}
-    activities = {name: Activity(data[name]) for name in ("does", "behind")}
+    activities = {name: Activity(data[name]) for name in ("activity", "save_activity")}
     stack = tuple((f, n, w) for f, n, w in data["stack"])
-    return Evidence(**{**data, **activities, "stack": stack, "threads": threads})
+    return Observation(**{**data, **activities, "stack": stack, "threads": threads})
 
 
-# ---------------------------------------------------------------- where a stack stands
+# ---------------------------------------------------------------- what a stack shows
 
 
 def _foreign(frame: Frame) -> bool:
-    """Of Python itself, of torch or of the watch: not the line that a person would look at."""
+    """Of Python itself, of torch or of the watch: a line that is of no help to a person."""
     python_or_torch = re.search(
         r"<frozen|<string>|/lib/python3[^/]*/(?!site-packages)|/site-packages/torch/", frame[0]
     )
-    return bool(python_or_torch) or frame[0].startswith(WATCH)
+    return bool(python_or_torch) or frame[0].startswith(WATCH_FOLDER)
 
 
-def spot(stack: Sequence[Frame]) -> str:
-    """`mine.py:12 forward`: the innermost line that is the run's own, with what it called."""
+def own_line(stack: Sequence[Frame]) -> str:
+    """`mine.py:12 forward`: the innermost line of the run's own code, and its function."""
     for frame in stack:
         if not _foreign(frame):
             return f"{_short(frame[0])}:{frame[1]} {frame[2]}"
@@ -121,13 +122,13 @@ def _short(file: str) -> str:
     return "/".join(Path(file).parts[-3:]).lstrip("/")
 
 
-def _stands_in(stack: Sequence[Frame], *packages: str, top: int = 60) -> bool:
-    """In a package that is installed beside this one, by the folder that it has wherever it is installed."""
+def _is_in(stack: Sequence[Frame], *packages: str, top: int = 60) -> bool:
+    """Whether a frame is in one of these installed packages, by the folder that each has on every machine."""
     folders = [f"/{package.replace('.', '/')}/" for package in packages]
     return any(folder in frame[0] for frame in stack[:top] for folder in folders)
 
 
-def waits(e: Evidence) -> bool:
+def waits(e: Observation) -> bool:
     """In a collective, for others."""
     if not e.alive or e.state in "TZ":
         return False
@@ -135,22 +136,22 @@ def waits(e: Evidence) -> bool:
         return True
     if e.stack and e.stack[0][2] == BACKWARD_FUNCTION and e.cpu_s < BUSY_S:
         return True  # DDP's buckets are waited for in C++
-    return e.cpu_s < BUSY_S and (Activity.RANKS in e.does or _stands_in(e.stack, "torch.distributed", top=2))
+    return e.cpu_s < BUSY_S and (Activity.RANKS in e.activity or _is_in(e.stack, "torch.distributed", top=2))
 
 
-def prepares(e: Evidence) -> bool:
-    """Compiles or imports: long, and no fault."""
+def prepares(e: Observation) -> bool:
+    """Compiles or imports: takes long, and is no fault."""
     stacks = (e.stack, *e.threads.values())
     return any(
-        _stands_in(stack, *COMPILER_PACKAGES) or any("importlib" in frame[0] for frame in stack)
+        _is_in(stack, *COMPILER_PACKAGES) or any("importlib" in frame[0] for frame in stack)
         for stack in stacks
     )
 
 
-def writes(e: Evidence) -> bool:
-    """The thread that saves, or the training thread, is at the storage and not in an exchange with others."""
-    return Activity.STORAGE in e.does | e.behind
+def writes(e: Observation) -> bool:
+    """The training thread or the thread that saves is at the storage."""
+    return Activity.STORAGE in e.activity | e.save_activity
 
 
-def waits_for_save(e: Evidence) -> bool:
-    return Activity.SAVE in e.does and not writes(e)
+def waits_for_save(e: Observation) -> bool:
+    return Activity.SAVE in e.activity and not writes(e)

@@ -1,8 +1,7 @@
-"""What one look at a rank of this node finds: its cells, the kernel's counts, and its witness's answer.
-Linux's /proc.
+"""Observes one rank of this node: its status page, the kernel's counts, its responder's answer.
 
-A process number may be given again: a rank is known by its number and its birth. Not here: what follows from
-it.
+A process id may be used again: a rank is identified by its process id and its start time. What an observation
+means is in observation.py and hang_verdict.py.
 """
 
 from __future__ import annotations
@@ -18,119 +17,97 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from fsdp.base import proc
 from fsdp.watch import status_page
-from fsdp.watch.observation import Evidence, Frame
-from fsdp.watch.status_page import OVER, Beat
+from fsdp.watch.observation import Frame, Observation
+from fsdp.watch.status_page import OVER, STACK_SIGNAL, RankStatus
 
-TICK = os.sysconf("SC_CLK_TCK")
-SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
 ANSWER_S = 1.0
 
 
 @dataclass(frozen=True)
-class Kernel:
-    """What the kernel counts of a thread."""
+class ThreadCounts:
+    """What the kernel counts of the training thread."""
 
     state: str
-    born: str
+    start_ticks: str
+    """Of its process."""
     cpu_s: float
     starved_s: float
 
 
-def kernel(pid: int, thread: int) -> Kernel | None:
-    """None where there is no such thread any more."""
-    task = f"/proc/{pid}/task/{thread or pid}"
-    try:
-        fields = _read(f"{task}/stat").rpartition(b")")[2].decode().split()
-        born = _read(f"/proc/{pid}/stat").rpartition(b")")[2].decode().split()[19]
-    except OSError:
+def thread_counts(pid: int, thread: int) -> ThreadCounts | None:
+    """None if there is no such thread."""
+    task, process = proc.stat(pid, thread or pid), proc.stat(pid)
+    if task is None or process is None:
         return None
-    return Kernel(fields[0], born, (int(fields[11]) + int(fields[12])) / TICK, _starved(task))
-
-
-def _read(path: str) -> bytes:
-    """Three of these a rank and beat: pathlib would take most of the monitor's time."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return os.read(descriptor, 4096)
-    finally:
-        os.close(descriptor)
-
-
-def _starved(task: str) -> float:
-    """Seconds in which it could have run and no processor was free; 0 where this kernel does not count."""
-    try:
-        return int(_read(f"{task}/schedstat").split()[1]) / 1e9
-    except (OSError, IndexError):
-        return 0.0
+    return ThreadCounts(task.state, process.start_ticks, task.cpu_s, proc.run_delay_s(pid, thread or pid))
 
 
 class LocalRank:
-    """One rank of this node, as its monitor sees it."""
+    """One rank of this node, as its monitor observes it."""
 
     def __init__(self, rank: int, path: Path, node: str) -> None:
         self.rank, self.node = rank, node
-        self.cells = status_page.attach(path)
+        self.page = status_page.attach(path)
         self.path = path
         self.stacks: TextIO
         try:
             self.stacks = path.with_suffix(".stacks").open(encoding="utf-8", errors="replace")
         except FileNotFoundError:
-            self.stacks = io.StringIO()  # it has failed already, in words
-        # Both ends are open: without names nothing is left behind, however the two end.
+            self.stacks = io.StringIO()  # it has failed already, and its failure is on its page
+        # Both ends are open. Without names nothing remains, however the two processes end.
         for one in (path, path.with_suffix(".stacks")):
             one.unlink(missing_ok=True)
-        self.pid = int(self.cells.numbers[status_page.PID])
-        first = kernel(self.pid, 0)
-        self.born = first.born if first else ""
+        self.pid = int(self.page.numbers[status_page.PID])
+        first = thread_counts(self.pid, 0)
+        self.start_ticks = first.start_ticks if first else ""
         self._progress: tuple[float, ...] = ()
         self._moved_at = time.monotonic()
-        self._at_move: Kernel | None = first
-        self._lasti: tuple[int, ...] = ()
+        self._at_move: ThreadCounts | None = first
+        self._instruction: tuple[int, ...] = ()
         self._died_at = 0.0
         self.starved_s = 0.0
         """Of the training thread, since it began."""
-        self.evidence = Evidence(rank, node, self.pid)
-        self.beat: Beat = status_page.read(self.cells.numbers)
+        self.seen = Observation(rank, node, self.pid)
+        self.status: RankStatus = status_page.read(self.page.numbers)
 
-    def look(self, now: float, lost_s: float = 0.0) -> Evidence:
-        """`lost_s`: the monitor itself could not look for so long; nobody is blamed for that time."""
-        beat = self.beat = status_page.read(self.cells.numbers)
-        kept = kernel(self.pid, beat.thread)
-        alive = kept is not None and kept.state not in "ZX" and kept.born == self.born
+    def observe(self, now: float, lost_s: float = 0.0) -> Observation:
+        """`lost_s`: time in which the monitor itself did not run. It does not count as stillness."""
+        status = self.status = status_page.read(self.page.numbers)
+        counts = thread_counts(self.pid, status.thread)
+        alive = counts is not None and counts.state not in "ZX" and counts.start_ticks == self.start_ticks
         self._moved_at = min(now, self._moved_at + lost_s)
-        if beat.progress != self._progress or self._at_move is None:
-            self._progress, self._moved_at, self._at_move = beat.progress, now, kept
+        if status.progress != self._progress or self._at_move is None:
+            self._progress, self._moved_at, self._at_move = status.progress, now, counts
         start = self._at_move
-        self.starved_s = kept.starved_s if kept is not None else self.starved_s
-        self.evidence = Evidence(
+        self.starved_s = counts.starved_s if counts is not None else self.starved_s
+        self.seen = Observation(
             rank=self.rank,
             node=self.node,
             pid=self.pid,
             alive=alive,
-            over=beat.state == OVER,
-            state=kept.state if kept is not None else "X",
-            phase=beat.phase,
-            step=beat.step,
-            begun=beat.begun,
-            ended=beat.ended,
-            op=beat.op,
-            numel=beat.numel,
-            cuda=beat.cuda,
+            over=status.state == OVER,
+            state=counts.state if counts is not None else "X",
+            phase=status.phase,
+            step=status.step,
+            begun=status.begun,
+            ended=status.ended,
+            op=status.op,
+            numel=status.numel,
+            cuda=status.cuda,
             still_s=now - self._moved_at,
-            cpu_s=kept.cpu_s - start.cpu_s if kept and start else 0.0,
-            does=beat.does,
-            behind=beat.behind,
-            starved_s=kept.starved_s - start.starved_s if kept and start else 0.0,
-            words=self.cells.told(),
+            cpu_s=counts.cpu_s - start.cpu_s if counts and start else 0.0,
+            activity=status.activity,
+            save_activity=status.save_activity,
+            starved_s=counts.starved_s - start.starved_s if counts and start else 0.0,
+            failure=self.page.read_failure(),
         )
         if not alive:
             fatal = self._fault()
             self._died_at = self._died_at or now
-            self.evidence = replace(
-                self.evidence, fatal=fatal, stack=parse_stacks(fatal), dead_s=now - self._died_at
-            )
-        return self.evidence
+            self.seen = replace(self.seen, fatal=fatal, stack=parse_stacks(fatal), dead_s=now - self._died_at)
+        return self.seen
 
     def _fault(self) -> str:
         self.stacks.seek(0)
@@ -138,74 +115,76 @@ class LocalRank:
         at = text.find("Fatal Python error")
         return text[at:] if at >= 0 else ""
 
-    # ------------------------------------------------------------ asking
+    # ------------------------------------------------------------ requests to the responder
 
-    def ask(self, word: str) -> socket.socket | None:
-        """Begin a question: the kernel takes it even where the witness cannot."""
-        one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        one.settimeout(ANSWER_S)
+    def request(self, command: str) -> socket.socket | None:
+        """Send a command. The kernel accepts the connection even where the responder cannot run."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(ANSWER_S)
         try:
-            one.connect(str(self.path.with_suffix(".sock")))
-            one.sendall(word.encode())
+            connection.connect(str(self.path.with_suffix(".sock")))
+            connection.sendall(command.encode())
         except OSError:
-            one.close()
+            connection.close()
             return None
-        return one
+        return connection
 
-    def hear(self, asked: socket.socket | None, deadline: float) -> dict[str, Any] | None:
-        """The witness's answer, or None."""
-        if asked is None:
+    def answer(self, connection: socket.socket | None, deadline: float) -> dict[str, Any] | None:
+        """The responder's answer; None without one."""
+        if connection is None:
             return None
         data = b""
-        with asked, contextlib.suppress(OSError):  # no time left, or its process is gone: no answer is one
+        with connection, contextlib.suppress(OSError):  # time is up, or its process is gone
             while not data.endswith(b"\n"):
-                asked.settimeout(max(0.01, deadline - time.monotonic()))
-                more = asked.recv(1 << 20)
+                connection.settimeout(max(0.01, deadline - time.monotonic()))
+                more = connection.recv(1 << 20)
                 if not more:
                     break
                 data += more
         answer: dict[str, Any] | None = json.loads(data) if data.endswith(b"\n") else None
         return answer
 
-    def with_answer(self, answer: dict[str, Any] | None) -> Evidence:
-        """The last look, with what the witness said; without an answer what faulthandler could write."""
+    def with_answer(self, answer: dict[str, Any] | None) -> Observation:
+        """`seen` with the responder's answer; without one, with the stack that faulthandler writes."""
         if answer is None:
-            stack = self._stack_by_signal() if self.evidence.alive and self.evidence.state != "T" else ()
-            return replace(self.evidence, answered=False, stack=stack)
+            stack = self._stack_by_signal() if self.seen.alive and self.seen.state != "T" else ()
+            return replace(self.seen, answered=False, stack=stack)
         stack = _frames(answer["training"])
         at = (answer["lasti"], hash(stack))
-        moving, self._lasti = bool(self._lasti) and at != self._lasti, at
+        moving, self._instruction = bool(self._instruction) and at != self._instruction, at
         threads = {name: _frames(frames) for name, frames in answer["threads"].items()}
-        return replace(self.evidence, answered=True, stack=stack, threads=threads, moving=moving)
+        return replace(self.seen, answered=True, stack=stack, threads=threads, moving=moving)
 
     def _stack_by_signal(self) -> tuple[Frame, ...]:
         """Written in C by the stuck process; the thread that took the signal comes first."""
-        if SIGNAL is None:
+        if STACK_SIGNAL is None:
             return ()
         before = self.stacks.seek(0, os.SEEK_END)
         with contextlib.suppress(OSError):  # gone meanwhile: a verdict comes without its stack too
-            os.kill(self.pid, SIGNAL)
-        time.sleep(0.1)  # the handler needs a moment; nothing tells when it has written
+            os.kill(self.pid, STACK_SIGNAL)
+        time.sleep(0.1)  # the handler needs a moment, and there is no sign of when it has written
         self.stacks.seek(before)
         return parse_stacks(self.stacks.read())
-
-    def hear_that_it_is_said(self) -> None:
-        """Whoever has failed may go: its story has been told."""
-        self.cells.numbers[status_page.SAID] = 1
 
     def all_stacks(self) -> str:
         self.stacks.seek(0)
         return self.stacks.read()
 
-    def end(self) -> None:
-        """By number and birth, never by name."""
-        kept = kernel(self.pid, 0)
-        if kept is not None and kept.born == self.born and kept.state not in "ZX":
+    # ------------------------------------------------------------ the end
+
+    def mark_printed(self) -> None:
+        """A rank that has failed waits for this before its process ends."""
+        self.page.numbers[status_page.PRINTED] = 1
+
+    def kill(self) -> None:
+        """If process id and start time are this rank's."""
+        found = proc.stat(self.pid)
+        if found is not None and found.alive and found.start_ticks == self.start_ticks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
-    def forget(self) -> None:
-        """The witness's socket is the one name that is left."""
+    def remove_socket(self) -> None:
+        """The responder's socket is the last name in the file system."""
         self.path.with_suffix(".sock").unlink(missing_ok=True)
 
 
@@ -214,9 +193,7 @@ def _frames(rows: list[list[Any]]) -> tuple[Frame, ...]:
 
 
 def parse_stacks(text: str) -> tuple[Frame, ...]:
-    """faulthandler's words of the current thread, or of the last thread it names (the main thread): innermost
-    first.
-    """
+    """From faulthandler's text: the current thread's stack, else the last one (the main thread's)."""
     blocks = text.split("hread 0x")[1:]
     current = [block for at, block in enumerate(blocks) if text.split("hread 0x")[at].endswith("Current t")]
     chosen = current[0] if current else (blocks[-1] if blocks else "")

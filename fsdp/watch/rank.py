@@ -1,11 +1,11 @@
-"""A rank's side of the watch: its page, its witness, the wrapped collectives, and one monitor a node.
+"""A rank's side of the watch: its status page, its responder, and the monitor of its node.
 
     with Watch(config.watch, env, run.path) as watch:
         phases.listen(watch.phase)
 
-Building one costs a collective and, on each node's first rank, the start of a small process. Leaving by an
-exception hands the rank's last words to the monitor, who tells the first failure of all; told(error) then
-waits for that, and says whether it came.
+Entering costs one collective and, on each node's first rank, the start of the monitor process. Leaving by an
+exception hands the rank's failure report to the monitor, which prints the first failure of all ranks;
+told(error) then waits for that, and returns whether it was printed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from fsdp.base import proc
 from fsdp.base.phases import ACTIVITIES
 from fsdp.config import WatchSection
 from fsdp.dist import collectives
@@ -33,14 +34,14 @@ from fsdp.rundir.lock import here
 from fsdp.watch import status_page
 from fsdp.watch.collective_calls import Calls
 from fsdp.watch.cuda_timing import device_clock
-from fsdp.watch.failure_report import last_words
-from fsdp.watch.last_process import wait_until_told, wake
-from fsdp.watch.monitor_options import Orders
+from fsdp.watch.failure_report import failure_report
+from fsdp.watch.last_process import wait_until_printed, wake
+from fsdp.watch.monitor_options import MonitorOptions
 from fsdp.watch.responder import Responder
-from fsdp.watch.status_page import FAILED, OVER, PID, STATE, THREAD, Cells, Writer
+from fsdp.watch.status_page import FAILED, OVER, PID, STATE, THREAD, StatusPage, Writer
 
 ROOT = Path(__file__).resolve().parents[2]
-FAREWELL_S = 2.0
+MONITOR_END_S = 2.0
 
 
 class Watch:
@@ -48,30 +49,29 @@ class Watch:
 
     def __init__(self, section: WatchSection, env: DistEnv, run: Path) -> None:
         self._section, self._env, self._run = section, env, run
-        self._cells: Cells | None = None
+        self._page: StatusPage | None = None
         self._monitor: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Watch:
-        if not self._section.enabled or not Path("/proc/self/task").is_dir():
-            return self  # other systems than Linux show nothing to look at
-        sweep()
-        self._cells = own = status_page.create(
-            f"shardrun-{_space()}-{os.getpid()}-{secrets.token_hex(4)}.cells"
-        )
+        if not self._section.enabled or not proc.has_threads():
+            return self  # a system other than Linux: a monitor could observe nothing
+        remove_stale_names()
+        name = f"shardrun-{_pid_namespace()}-{os.getpid()}-{secrets.token_hex(4)}.page"
+        self._page = own = status_page.create(name)
         own.numbers[PID], own.numbers[THREAD] = os.getpid(), threading.get_native_id()
         own.numbers[status_page.CUDA] = self._env.device.type == "cuda"
         self._writer = Writer(own.numbers)
-        self._witness = Responder(own.path)
+        self._responder = Responder(own.path)
         self._start_monitor(own.path)
         self._calls = Calls(self._writer)
         self._device = device_clock(self._writer) if own.numbers[status_page.CUDA] else None
-        LAST_ACTS.append(self._over)
+        LAST_ACTS.append(self._mark_over)
         ACTIVITIES.listener = self._writer.activity
         return self
 
     def phase(self, name: str, step: int) -> None:
         """A listener of fsdp/base/phases.py."""
-        if self._cells is not None:
+        if self._page is not None:
             self._writer.phase(name, step)
             if self._device is not None:
                 self._device.phase(name, step)
@@ -79,112 +79,112 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._cells is None:
+        if self._page is None:
             return
-        LAST_ACTS.remove(self._over)
+        LAST_ACTS.remove(self._mark_over)
         ACTIVITIES.listener = None
         self._calls.close()
         if self._device is not None:
             self._device.close()
         if isinstance(error, Exception):
-            self._hand_over(error)
+            self._report(error)
         else:
-            self._writer.phase("end", int(self._cells.numbers[status_page.STEP]))
-            self._cells.numbers[STATE] = OVER if error is None else FAILED
-        self._witness.close()
+            self._writer.phase("end", int(self._page.numbers[status_page.STEP]))
+            self._page.numbers[STATE] = OVER if error is None else FAILED
+        self._responder.close()
         if self._monitor is not None:
-            self._let_go(self._monitor, error is None)
-        if not hasattr(error, "told"):
-            self._cells.path.unlink(missing_ok=True)  # where no monitor came to take the name away
-            self._cells.close()
-        self._cells = None
+            self._end_monitor(self._monitor, error is None)
+        if not hasattr(error, "status_page"):
+            self._page.path.unlink(missing_ok=True)  # in case no monitor has started, which removes the name
+            self._page.close()
+        self._page = None
 
     # ------------------------------------------------------------ the end
 
-    def _over(self) -> None:
-        """At a second Ctrl-C the process is gone in a moment: nobody needs to wonder why."""
-        if self._cells is not None:
-            self._cells.numbers[STATE] = OVER
+    def _mark_over(self) -> None:
+        """At a second Ctrl-C the process ends at once, which is no fault."""
+        if self._page is not None:
+            self._page.numbers[STATE] = OVER
 
-    def _hand_over(self, error: Exception) -> None:
-        assert self._cells is not None
-        words = last_words(error, self._env)
-        self._cells.tell(words)
-        tell_torchrun(words)
-        self._cells.numbers[STATE] = FAILED
-        if self._env.launcher != "ray":  # whose driver tells its ranks' failures itself
-            error.told = self._cells  # type: ignore[attr-defined]
+    def _report(self, error: Exception) -> None:
+        assert self._page is not None
+        failure = failure_report(error, self._env)
+        self._page.write_failure(failure)
+        write_torchrun_error_file(failure)
+        self._page.numbers[STATE] = FAILED
+        if self._env.launcher != "ray":  # Ray's driver prints its ranks' failures itself
+            error.status_page = self._page  # type: ignore[attr-defined]
 
-    def _let_go(self, monitor: subprocess.Popen[bytes], well: bool) -> None:
-        """It ends with its ranks. After a failure it has more to do than this rank may wait for."""
+    def _end_monitor(self, monitor: subprocess.Popen[bytes], succeeded: bool) -> None:
+        """It ends with its ranks. After a failure this rank does not wait for it."""
         assert monitor.stdin is not None
         monitor.stdin.close()
         wake(monitor.pid)
-        if well:
+        if succeeded:
             with contextlib.suppress(subprocess.TimeoutExpired):  # it waits for storage, and ends by itself
-                monitor.wait(FAREWELL_S)
+                monitor.wait(MONITOR_END_S)
 
-    # ------------------------------------------------------------ the beginning
+    # ------------------------------------------------------------ the start of the monitor
 
     def _start_monitor(self, path: Path) -> None:
         spread = self._env.local_world_size < self._env.world_size
-        ear = _listen() if spread and self._env.is_main else None
-        mine = here("").place or socket.gethostname()
-        told = collectives.everyones((mine, socket.gethostname(), str(path), _meeting(ear)))
-        places = list(dict.fromkeys(place for place, _, _, _ in told))
-        of_place = {place: [rank for rank, one in enumerate(told) if one[0] == place] for place in places}
-        if self._env.rank == of_place[mine][0]:
-            names = _node_names(places, {place: host for place, host, _, _ in told})
-            meeting = told[0][3] if len(places) > 1 else None
-            orders = Orders(
-                node=names[mine],
+        listener = _listen() if spread and self._env.is_main else None
+        place = here("").place or socket.gethostname()
+        everyone = collectives.everyones((place, socket.gethostname(), str(path), _meeting(listener)))
+        by_place: dict[str, list[int]] = {}
+        for rank, (its_place, _, _, _) in enumerate(everyone):
+            by_place.setdefault(its_place, []).append(rank)
+        if self._env.rank == by_place[place][0]:
+            names = _node_names(list(by_place), {its_place: host for its_place, host, _, _ in everyone})
+            meeting = everyone[0][3] if len(by_place) > 1 else None
+            options = MonitorOptions(
+                node=names[place],
                 run=str(self._run),
-                ranks={rank: told[rank][2] for rank in of_place[mine]},
-                nodes={names[place]: ranks for place, ranks in of_place.items()},
+                ranks={rank: everyone[rank][2] for rank in by_place[place]},
+                nodes={names[its_place]: ranks for its_place, ranks in by_place.items()},
                 hang_s=self._section.hang_s,
                 late_percent=self._section.late_percent,
                 token=meeting[0] if meeting else "",
-                head=self._env.is_main,
-                ear=ear.fileno() if ear is not None and meeting is not None else -1,
+                listener=listener.fileno() if listener is not None and meeting is not None else -1,
                 addresses=tuple(meeting[1]) if meeting and not self._env.is_main else (),
-                tells_failures=self._env.launcher != "ray",
+                prints_failures=self._env.launcher != "ray",
             )
-            self._monitor = _spawn(orders)
-        if ear is not None:
-            ear.close()
+            self._monitor = _spawn(options)
+        if listener is not None:
+            listener.close()
 
 
-def _space() -> int:
-    """Processes of which space the numbers in a name mean."""
-    return Path("/proc/self/ns/pid").stat().st_ino
+def _pid_namespace() -> str:
+    """The number of the PID namespace in which the process ids in file names hold."""
+    return proc.pid_namespace().removeprefix("pid:[").removesuffix("]")
 
 
-def sweep() -> None:
-    """Ranks that were killed together with their monitor have left names behind: those of dead processes go."""
-    for one in status_page.folder().glob(f"shardrun-{_space()}-*"):
+def remove_stale_names() -> None:
+    """Remove files of dead processes: ranks that were killed together with their monitor leave theirs."""
+    for one in status_page.folder().glob(f"shardrun-{_pid_namespace()}-*"):
         number = one.name.split("-")[2]
-        if number.isdigit() and not Path(f"/proc/{number}").exists():
-            with contextlib.suppress(OSError):  # another's, or gone already
+        if number.isdigit() and not proc.exists(int(number)):
+            with contextlib.suppress(OSError):  # another user's, or gone already
                 one.unlink()
 
 
 def _listen() -> socket.socket:
-    ear = socket.socket()
-    ear.bind(("", 0))
-    ear.listen(128)
-    return ear
+    listener = socket.socket()
+    listener.bind(("", 0))
+    listener.listen(128)
+    return listener
 
 
-def _meeting(ear: socket.socket | None) -> tuple[str, list[tuple[str, int]]] | None:
-    """A word that only this run's monitors know, and where the head may be reached."""
-    if ear is None:
+def _meeting(listener: socket.socket | None) -> tuple[str, list[tuple[str, int]]] | None:
+    """A token of this run's monitors, and the addresses of the head."""
+    if listener is None:
         return None
     hosts = dict.fromkeys([meeting_address(), socket.gethostname()])
-    return secrets.token_hex(8), [(host, ear.getsockname()[1]) for host in hosts if host]
+    return secrets.token_hex(8), [(host, listener.getsockname()[1]) for host in hosts if host]
 
 
 def _node_names(places: list[str], hosts: dict[str, str]) -> dict[str, str]:
-    """Host names; two process spaces of one host are told apart."""
+    """Host names, with a number for a further PID namespace of the same host."""
     names: dict[str, str] = {}
     for place in places:
         name, number = hosts[place], 2
@@ -194,58 +194,53 @@ def _node_names(places: list[str], hosts: dict[str, str]) -> dict[str, str]:
     return names
 
 
-def _spawn(orders: Orders) -> subprocess.Popen[bytes]:
-    """Without site-packages: it needs none, and is there in 50 ms."""
+def _spawn(options: MonitorOptions) -> subprocess.Popen[bytes]:
+    """Without site-packages (-S), which the monitor does not need: it starts in half the time."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    words = json.dumps(asdict(orders))
     return subprocess.Popen(
-        [sys.executable, "-S", "-m", "fsdp.watch.monitor", words],
+        [sys.executable, "-S", "-m", "fsdp.watch.monitor", json.dumps(asdict(options))],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
-        stderr=_screen(),
+        stderr=_error_output(),
         env=environ,
-        pass_fds=(orders.ear,) if orders.ear >= 0 else (),
+        pass_fds=(options.listener,) if options.listener >= 0 else (),
         cwd="/",
     )
 
 
-def _screen() -> int | None:
-    """Where this process's errors are read: under Ray a file that the driver follows, which is not descriptor
-    2.
-    """
+def _error_output() -> int | None:
+    """This process's standard error. Under Ray a file that the driver follows, and not descriptor 2."""
     try:
         return sys.stderr.fileno()
     except (AttributeError, OSError, ValueError):
         return None
 
 
-def tell_torchrun(words: dict[str, Any]) -> None:
-    """Its own summary, the last thing on the screen, then shows the first failure's line and not `error_file:
-    <N/A>`.
-    """
+def write_torchrun_error_file(failure: dict[str, Any]) -> None:
+    """torchrun's summary then shows the first failure's line in place of `error_file: <N/A>`."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
-        line = "another rank ended first" if words["secondary"] else words["message"]
-        # whole seconds, and of two equal ones torchrun takes the lower rank's: an echo comes after its cause
-        extra = {"py_callstack": line, "timestamp": str(int(words["time"]) + words["secondary"])}
-        with contextlib.suppress(OSError):  # the failure itself has been told
-            Path(file).write_text(
-                json.dumps({"message": {"message": line, "extraInfo": extra}}), encoding="utf-8"
-            )
+        line = "another rank ended first" if failure["secondary"] else failure["message"]
+        # Whole seconds, and of equal ones torchrun takes the lower rank's: a consequence is a second later.
+        extra = {"py_callstack": line, "timestamp": str(int(failure["time"]) + failure["secondary"])}
+        text = json.dumps({"message": {"message": line, "extraInfo": extra}})
+        with contextlib.suppress(OSError):  # the failure itself is on the status page
+            Path(file).write_text(text, encoding="utf-8")
 
 
 def told(error: Exception) -> bool:
-    """Has the monitor printed what happened? It knows what came first, and who only fell after it. The last
-    thing that a rank asks before its process ends: a launcher that ends the other ranks does not interrupt it
-    any more.
+    """Wait until the monitor has printed the first failure of all ranks; False if it does not.
+
+    Call it last before the process ends. Signals are ignored from here on: a launcher that ends the other
+    ranks does not interrupt the wait.
     """
-    left: Cells | None = getattr(error, "told", None)
-    if left is None:
+    page: StatusPage | None = getattr(error, "status_page", None)
+    if page is None:
         return False
-    with contextlib.suppress(ValueError):  # not on the main thread: nobody listens
+    with contextlib.suppress(ValueError):  # not on the main thread, which alone has handlers
         for one in SIGNALS:
             signal.signal(one, signal.SIG_IGN)
-    said = wait_until_told(left)
-    left.path.unlink(missing_ok=True)
-    left.close()
-    return said
+    printed = wait_until_printed(page)
+    page.path.unlink(missing_ok=True)
+    page.close()
+    return printed

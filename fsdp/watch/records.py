@@ -1,11 +1,13 @@
-"""What stays in RUN/watch/, written by a thread: the monitor must not stand still where storage does.
+"""The files in RUN/watch/, written by a thread: the monitor does not wait for storage.
 
-verdicts.jsonl      an object a verdict: time, by (the node that judged), kind, ranks, nodes, step, what, others, hint, still_s
-late.jsonl          an object each time a rank is found late, or is not any more: rank, node, percent, since_step, starved
-timing.jsonl        an object an interval: from_step, step, seconds, and by rank the mean seconds a step in data, forward,
-                    backward, reduce, optimizer, record, evaluate, save, waiting (in collectives, for others), starved. On CUDA
-                    forward, backward, optimizer and waiting are the device's times, the rest the host's
-KIND-STEP/          what a verdict rests on: rank-N.txt (stacks), rank-N.fr.json (flight recorder), evidence.json
+verdicts.jsonl   one object per verdict: time, by (the node whose monitor judged), kind, ranks, nodes, step,
+                 what, others, hint, still_s
+late.jsonl       one object when a rank begins or ceases to be late: rank, node, percent, since_step, starved
+timing.jsonl     one object per interval: from_step, step, seconds, and by rank the mean seconds a step in
+                 data, forward, backward, reduce, optimizer, record, evaluate, save, waiting (in collectives,
+                 for others), starved. On CUDA forward, backward, optimizer and waiting are device times
+KIND-STEP/       the evidence of a verdict: rank-N.txt (stacks), rank-N.fr.json (flight recorder),
+                 evidence.json (the observations)
 """
 
 from __future__ import annotations
@@ -21,10 +23,10 @@ from fsdp.rundir.paths import Appender
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S = 3.0
+CLOSE_S = 3.0
 
 
-class Files:
+class RecordFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._tasks: queue.SimpleQueue[tuple[Path, str | Mapping[str, Any]] | None] = queue.SimpleQueue()
@@ -39,9 +41,9 @@ class Files:
         self._tasks.put((self.folder / name, text))
 
     def close(self) -> None:
-        """Waits for the storage, but not for ever: the process that asks has said all it has to say."""
+        """Waits for the storage, CLOSE_S at most."""
         self._tasks.put(None)
-        self._thread.join(PATIENCE_S)
+        self._thread.join(CLOSE_S)
 
     def _serve(self) -> None:
         while (task := self._tasks.get()) is not None:
@@ -54,7 +56,7 @@ class Files:
             appender.close()
 
     def _replace(self, path: Path, text: str) -> None:
-        """Evidence of a moment: what cannot be written is not kept for later."""
+        """Text that cannot be written is dropped: it describes one moment."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")

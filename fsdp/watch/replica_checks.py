@@ -1,11 +1,9 @@
-"""For a number that looks wrong: replicas held against each other, gradient norms by unit, the samples behind
-a spike.
+"""Checks for wrong numbers: compares replicas, records gradient norms by unit and the samples of a spike.
 
-    RUN/watch/spikes.jsonl       step, grad_norm, usual (the median before it), samples: the indices of that global batch
+    RUN/watch/spikes.jsonl       step, grad_norm, usual (the median before it), samples (of that batch)
     RUN/watch/gradients.jsonl    step, units: the gradient norm of each communication unit, before clipping
 
-`gradients` and `compare` are collective, every so many steps and on every rank alike; a Spikes hears what
-rank 0 records.
+`gradients` and `compare` are collective, at the same steps on every rank. Spikes receives rank 0's records.
 """
 
 from __future__ import annotations
@@ -31,24 +29,24 @@ from fsdp.parallel.shard import Sharded
 from fsdp.rundir.paths import Appender
 
 USUAL = 64
-"""Steps whose median says what is usual; the first FEWEST are never a spike."""
+"""Steps whose median is the usual norm; the first FEWEST are never a spike."""
 FEWEST = 16
 MOST_SAMPLES = 4096
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")
 
 
 def make_deterministic() -> None:
-    """Before anything is computed. An operation that cannot repeat raises when it is met, with its name."""
-    # cuBLAS repeats itself only with a workspace of its own, and reads this as it starts
+    """Call it before anything is computed. An operation that cannot repeat raises with its name."""
+    # cuBLAS repeats its results only with this workspace, and reads the variable when it starts
     set_variable("CUBLAS_WORKSPACE_CONFIG", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8"))
-    # NCCL's choice of algorithm, and with it the order of a sum, may follow what it measures
+    # NCCL's choice of algorithm, and with it the order of a sum, may follow its measurements
     set_variable("NCCL_ALGO", os.environ.get("NCCL_ALGO", "Ring"))
     torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(True)
 
 
 class Spikes:
-    """A sink of fsdp/record/recorder.py: hears each step's numbers once they are on the host."""
+    """A sink of fsdp/record/recorder.py: receives each step's numbers once they are on the host."""
 
     def __init__(self, factor: float, run: Path, indices: Callable[[int], np.ndarray]) -> None:
         self._factor, self._indices = factor, indices
@@ -71,7 +69,7 @@ class Spikes:
 
 
 class Numbers:
-    """One rank's side of what is compared and summed over ranks."""
+    """One rank's side of the comparisons and sums over ranks."""
 
     def __init__(self, section: WatchSection, env: DistEnv, run: Path, sharded: Sharded) -> None:
         self._section, self._env = section, env
@@ -84,13 +82,13 @@ class Numbers:
         self._replicas = sharded.mesh.get_group("dp_replicate") if sharded.sizes.replicate > 1 else None
         if section.divergence and self._replicas is None:
             raise ConfigError(
-                f"--watch.divergence {section.divergence}: there is one replica, and nothing to compare it with.",
+                f"--watch.divergence {section.divergence}: there is one replica.",
                 "--watch.divergence 0, or --mesh.strategy hsdp",
             )
 
     @torch.no_grad()
     def gradients(self, step: int) -> None:
-        """After backward, before clipping: each unit's norm."""
+        """Call it after backward and before clipping: records each unit's norm."""
         every = self._section.unit_norms
         if not every or step % every:
             return
@@ -107,46 +105,37 @@ class Numbers:
         self._file.close()
 
     def compare(self, step: int) -> None:
-        """After an update: replicas hold the same bits, or TrainingError on every rank with whose are odd."""
+        """Call it after an update: raises TrainingError on every rank unless replicas hold the same bits."""
         every = self._section.divergence
         if not every or step % every:
             return
         assert self._replicas is not None
         named = list(self._root.named_parameters())
-        mine = [digest_shard(_local(parameter)).weighted for _, parameter in named]
-        everyones: list[list[int]] = [[] for _ in range(self._replicas.size())]
-        dist.all_gather_object(everyones, mine, group=self._replicas)
-        differ = [i for i in range(len(named)) if len({one[i] for one in everyones}) > 1]
+        own = [digest_shard(_local(parameter)).weighted for _, parameter in named]
+        digests: list[list[int]] = [[] for _ in range(self._replicas.size())]
+        dist.all_gather_object(digests, own, group=self._replicas)
+        differ = [i for i in range(len(named)) if len({one[i] for one in digests}) > 1]
         ranks = dist.get_process_group_ranks(self._replicas)
-        odd = odd_ones([one[differ[0]] for one in everyones], ranks) if differ else []
-        # shards differ in what they hold: all hear of it if any does
-        found = [
-            one
-            for one in collectives.everyones((named[differ[0]][0] if differ else "", odd, len(differ)))
-            if one[0]
-        ]
+        odd = odd_ones([one[differ[0]] for one in digests], ranks) if differ else []
+        # each rank compares its own shard: all raise if any differs
+        everyone = collectives.everyones((named[differ[0]][0] if differ else "", odd, len(differ)))
+        found = [one for one in everyone if one[0]]
         if found:
-            raise _diverged(
-                step,
-                _clean(found[0][0]),
-                sorted({rank for one in found for rank in one[1]}),
-                len(named),
-                found[0][2],
-            )
+            odd_ranks = sorted({rank for one in found for rank in one[1]})
+            raise _diverged(step, _clean(found[0][0]), odd_ranks, len(named), found[0][2])
 
 
 def _diverged(step: int, name: str, ranks: Sequence[int], parameters: int, differing: int) -> TrainingError:
-    error = TrainingError(
+    return TrainingError(
         f"step {step}: replicas differ in {differing} of {parameters} parameters, first {name}: the bits of "
         f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} are not the others'.",
-        "start again from the checkpoint before; if it is the same node each time, leave it out",
+        "start again from the previous checkpoint; if it is the same node each time, leave it out",
+        ranks=tuple(ranks),
     )
-    error.ranks = tuple(ranks)
-    return error
 
 
 def odd_ones(digests: Sequence[int], ranks: Sequence[int]) -> list[int]:
-    """Those that are not of the majority; all where there is none."""
+    """Ranks whose digest is not the majority's; all if there is no majority."""
     (common, count), *_ = Counter(digests).most_common(1)
     if count * 2 <= len(digests):
         return list(ranks)
@@ -154,7 +143,7 @@ def odd_ones(digests: Sequence[int], ranks: Sequence[int]) -> list[int]:
 
 
 def _parameters_by_unit(sharded: Sharded, names: Mapping[int, str]) -> dict[str, list[nn.Parameter]]:
-    """What no unit has is the root's."""
+    """Parameters by unit; those of no unit are the root's."""
     taken: set[int] = set()
     units: dict[str, list[nn.Parameter]] = {}
     for modules in sharded.units:
@@ -172,9 +161,7 @@ def _clean(name: str) -> str:
 
 
 def _square(parameters: Sequence[nn.Parameter], first: bool) -> Tensor:
-    """This rank's part of the sum of squares; what is not sharded is whole on each, and counts on the first
-    alone.
-    """
+    """This rank's part of the sum of squares. An unsharded gradient counts on the first rank."""
     total: Tensor | None = None
     for parameter in parameters:
         grad = parameter.grad

@@ -1,12 +1,11 @@
-"""A thread of the rank that answers the monitor. Where it does not, somebody holds Python's lock, or the
-process is stopped.
+"""Responder: a thread in the rank that answers the monitor's requests over a Unix socket.
 
-    look          the stacks of all threads and the newest collectives, as one JSON line
-    dump          the same with all that PyTorch's flight recorder has
-    leave CODE    end this process at once
+    stacks       the stacks of all threads and the newest collectives, as one JSON line
+    dump         the same with everything that PyTorch's flight recorder holds
+    exit CODE    end this process at once
 
-Without the lock a signal (SIGNAL below) still makes faulthandler write the stacks, in C, into a file beside
-the cells.
+It cannot answer while other code holds Python's lock, or while the process is stopped. Without the lock a
+signal (STACK_SIGNAL) still makes faulthandler write the stacks, in C, into a file beside the status page.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import contextlib
 import faulthandler
 import json
 import os
-import signal
 import socket
 import sys
 import threading
@@ -24,36 +22,35 @@ from types import FrameType
 from typing import Any
 
 from fsdp.base.torch_private.distributed import flight_recorder_entries
+from fsdp.watch.status_page import STACK_SIGNAL
 
-SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
-"""Nobody else's: the C library keeps the first real-time signals, schedulers send none."""
 DEEPEST = 60
 NEWEST = 30
 
 
 class Responder:
-    def __init__(self, where: Path) -> None:
-        """`where` with .sock is asked, with .stacks is written when nobody can answer."""
+    def __init__(self, page: Path) -> None:
+        """The socket is beside the status page, with the suffix .sock; faulthandler writes into .stacks."""
         self._training = threading.get_ident()
-        self._socket_path = where.with_suffix(".sock")
-        self._stacks = where.with_suffix(".stacks").open("w+", encoding="utf-8")
+        self._socket_path = page.with_suffix(".sock")
+        self._stacks = page.with_suffix(".stacks").open("w+", encoding="utf-8")
         self._was_enabled = faulthandler.is_enabled()
-        # a fault in C (an abort of gloo, a bad pointer) leaves its stacks there as well
+        # a fault in C (an abort of gloo, a bad pointer) writes its stacks there as well
         faulthandler.enable(file=self._stacks, all_threads=True)
-        if SIGNAL is not None:
-            faulthandler.register(SIGNAL, file=self._stacks, all_threads=True, chain=False)
-        self._ear = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._ear.bind(str(self._socket_path))
-        self._ear.listen(8)
-        threading.Thread(target=self._serve, name="witness", daemon=True).start()
+        if STACK_SIGNAL is not None:
+            faulthandler.register(STACK_SIGNAL, file=self._stacks, all_threads=True, chain=False)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(self._socket_path))
+        self._listener.listen(8)
+        threading.Thread(target=self._serve, name="responder", daemon=True).start()
 
     def close(self) -> None:
-        # some systems know it of connections alone; Linux wakes the thread with it
+        # Linux wakes the thread with it; some systems allow it for connections alone
         with contextlib.suppress(OSError):
-            self._ear.shutdown(socket.SHUT_RDWR)
-        self._ear.close()
-        if SIGNAL is not None:
-            faulthandler.unregister(SIGNAL)
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        if STACK_SIGNAL is not None:
+            faulthandler.unregister(STACK_SIGNAL)
         if self._was_enabled:
             faulthandler.enable()
         else:
@@ -65,17 +62,18 @@ class Responder:
     def _serve(self) -> None:
         while True:
             try:
-                one, _ = self._ear.accept()
+                connection, _ = self._listener.accept()
             except OSError:
                 return
-            # the monitor may have given up waiting
-            with one, contextlib.suppress(OSError):
-                word = one.recv(64).decode()
-                if word.startswith("leave"):
-                    os._exit(int(word.split()[1]))
-                one.sendall(json.dumps(self.testimony(all_calls=word.startswith("dump"))).encode() + b"\n")
+            # the monitor may have stopped waiting
+            with connection, contextlib.suppress(OSError):
+                command, _, code = connection.recv(64).decode().partition(" ")
+                if command == "exit":
+                    os._exit(int(code))
+                connection.sendall(json.dumps(self.snapshot(all_calls=command == "dump")).encode() + b"\n")
 
-    def testimony(self, *, all_calls: bool) -> dict[str, Any]:
+    def snapshot(self, *, all_calls: bool) -> dict[str, Any]:
+        """Stacks of all threads but this one, and the collectives in the flight recorder."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         stacks = {}
         training: list[list[Any]] = []
@@ -85,7 +83,7 @@ class Responder:
                 training, lasti = _stack(frame), frame.f_lasti
             elif ident != threading.get_ident():
                 stacks[f"{names.get(ident, 'unnamed')}"] = _stack(frame)
-        return {"training": training, "lasti": lasti, "threads": stacks, "calls": calls(all_calls)}
+        return {"training": training, "lasti": lasti, "threads": stacks, "calls": recorded_calls(all_calls)}
 
 
 def _stack(frame: FrameType | None) -> list[list[Any]]:
@@ -97,7 +95,7 @@ def _stack(frame: FrameType | None) -> list[list[Any]]:
     return found
 
 
-def calls(everything: bool) -> list[dict[str, Any]]:
-    """PyTorch's flight recorder. Empty where this torch has none: it must not be what a verdict rests on."""
+def recorded_calls(everything: bool) -> list[dict[str, Any]]:
+    """Entries of PyTorch's flight recorder; empty where this torch has none, so no verdict rests on them."""
     found = flight_recorder_entries()
     return found if everything else found[-NEWEST:]

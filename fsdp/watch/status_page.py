@@ -1,9 +1,12 @@
-"""One rank's page: where it stands, since when, and what it spent its time on. Numbers only, each a double of
-its own.
+"""Status page: shared memory in which a rank writes what it is doing, for its node's monitor to read.
 
-The training thread writes with plain stores and never waits; anyone who maps the file reads. A double that
-lies on its own eight bytes is never seen half written; two of them may be of different moments, and readers
-must bear that.
+It holds numbers, each a double: the step and phase and since when, the collectives begun and ended, what its
+threads are inside of, seconds by phase, and the work of the last 128 steps. After the numbers comes room for
+one text, the rank's failure. The training thread writes with plain stores and never waits. A page can still
+be read when its rank is stopped, dead or stuck in C code that holds Python's lock.
+
+An aligned double is never read half written. Two of them may be of different moments, and readers allow for
+that.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import signal
 import tempfile
 import threading
 import time
@@ -22,6 +26,9 @@ from fsdp.base.phases import PHASES, Activity
 
 clock = time.perf_counter
 """Linux's monotonic clock: the same in all processes of a host."""
+
+STACK_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else None
+"""Makes faulthandler write a rank's stacks. The C library uses the first real-time signals only."""
 
 PAGE = 16384
 TEXT_AT = 8192
@@ -46,30 +53,34 @@ STARTING, TRAINING, OVER, FAILED = range(4)
     STEP_S,
     CUDA,
     MONITOR,
-    SAID,
-    DOES,
-    BEHIND,
+    PRINTED,
+    ACTIVITY,
+    SAVE_ACTIVITY,
 ) = range(19)
-"""DOES and BEHIND: the activities of the training thread and of the thread that saves behind it."""
+"""Indices of the numbers. MONITOR: the monitor's process id. PRINTED: 1 once the monitor has printed the
+failure. ACTIVITY and SAVE_ACTIVITY: those of the training thread and of the thread that saves in the
+background.
+"""
 SPENT = 32
-"""From here one cell a phase: seconds in it so far, less the waiting in collectives, which is WAITED's."""
+"""From here one number a phase: seconds in it so far, less those in collectives, which WAITED holds."""
 RING = 128
-"""From here RING_STEPS times (step, own work in s, whole step in s), step n at n modulo RING_STEPS."""
+"""From here RING_STEPS rows of (step, own work in s, whole step in s), step n in row n modulo RING_STEPS."""
 RING_STEPS = 128
 
 OPS = (
-    "none", "all_reduce", "all_gather_single", "reduce_scatter_single", "all_gather_into_tensor", "reduce_scatter_tensor",
-    "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all", "all_to_all_single", "barrier",
-    "all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "send", "recv", "monitored_barrier",
+    "none", "all_reduce", "all_gather_single", "reduce_scatter_single", "all_gather_into_tensor",
+    "reduce_scatter_tensor", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter",
+    "all_to_all", "all_to_all_single", "barrier", "all_gather_object", "broadcast_object_list",
+    "gather_object", "scatter_object_list", "send", "recv", "monitored_barrier",
 )  # fmt: skip
 
 STEP_PHASES = ("data", "forward", "backward", "reduce", "optimizer")
-"""Whose time is a rank's own work in a step: what comes between two steps (a record, a save) is not."""
+"""A rank's own work in a step. What comes between two steps (a record, a save) does not count."""
 
 
 @dataclass(frozen=True)
-class Cells:
-    """The page as a memory of doubles; the file has a name until the monitor has it open."""
+class StatusPage:
+    """The page, as a memory of doubles. Its file has a name until the monitor has opened it."""
 
     path: Path
     numbers: memoryview[float]
@@ -81,26 +92,26 @@ class Cells:
         self.page.close()
         os.close(self.descriptor)
 
-    def tell(self, words: dict[str, Any]) -> None:
-        """The rank's last words; their length is stored last, so that a reader finds all or nothing."""
-        data = _fitting(words)
+    def write_failure(self, failure: dict[str, Any]) -> None:
+        """The length is stored last: a reader finds the whole text or none."""
+        data = _fitting(failure)
         self.page[TEXT_AT : TEXT_AT + len(data)] = data
         self.numbers[TEXT] = len(data)
 
-    def told(self) -> dict[str, Any] | None:
+    def read_failure(self) -> dict[str, Any] | None:
         length = int(self.numbers[TEXT])
         if not length:
             return None
-        words: dict[str, Any] = json.loads(self.page[TEXT_AT : TEXT_AT + length])
-        return words
+        failure: dict[str, Any] = json.loads(self.page[TEXT_AT : TEXT_AT + length])
+        return failure
 
 
-def _fitting(words: dict[str, Any]) -> bytes:
-    data = json.dumps(words).encode()
-    if len(data) > TEXT_MOST:  # a traceback's end says more than its beginning
+def _fitting(failure: dict[str, Any]) -> bytes:
+    data = json.dumps(failure).encode()
+    if len(data) > TEXT_MOST:  # the end of a traceback holds more than its beginning
         cut = {
             key: value[-TEXT_MOST // 12 :] if isinstance(value, str) else value
-            for key, value in words.items()
+            for key, value in failure.items()
         }
         data = json.dumps(cut).encode()
     return data
@@ -112,30 +123,25 @@ def folder() -> Path:
     return shared if shared.is_dir() and os.access(shared, os.W_OK) else Path(tempfile.gettempdir())
 
 
-def create(name: str) -> Cells:
+def create(name: str) -> StatusPage:
     path = folder() / name
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     os.truncate(descriptor, PAGE)
     return _mapped(path, descriptor)
 
 
-def attach(path: Path) -> Cells:
+def attach(path: Path) -> StatusPage:
     return _mapped(path, os.open(path, os.O_RDWR | os.O_CLOEXEC))
 
 
-def inherited(descriptor: int) -> Cells:
-    """A page that this process was handed open: its name may be gone."""
-    return _mapped(Path(f"/proc/self/fd/{descriptor}"), descriptor)
-
-
-def _mapped(path: Path, descriptor: int) -> Cells:
+def _mapped(path: Path, descriptor: int) -> StatusPage:
     page = mmap.mmap(descriptor, PAGE)
-    return Cells(path, memoryview(page)[:TEXT_AT].cast("d"), page, descriptor)
+    return StatusPage(path, memoryview(page)[:TEXT_AT].cast("d"), page, descriptor)
 
 
 @dataclass(frozen=True)
-class Beat:
-    """A page as it was read: what a monitor keeps, sends to another and judges by."""
+class RankStatus:
+    """The numbers of a page as they were read, without the times by phase and step."""
 
     pid: int
     thread: int
@@ -150,8 +156,8 @@ class Beat:
     steps: int
     step_s: float
     cuda: bool
-    does: Activity
-    behind: Activity
+    activity: Activity
+    save_activity: Activity
 
     @property
     def progress(self) -> tuple[float, ...]:
@@ -159,9 +165,9 @@ class Beat:
         return (self.state, self.step, self.since, self.begun, self.ended)
 
 
-def read(numbers: memoryview[float]) -> Beat:
+def read(numbers: memoryview[float]) -> RankStatus:
     n = numbers
-    return Beat(
+    return RankStatus(
         pid=int(n[PID]),
         thread=int(n[THREAD]),
         state=int(n[STATE]),
@@ -175,8 +181,8 @@ def read(numbers: memoryview[float]) -> Beat:
         steps=int(n[STEPS]),
         step_s=n[STEP_S],
         cuda=bool(n[CUDA]),
-        does=Activity(int(n[DOES])),
-        behind=Activity(int(n[BEHIND])),
+        activity=Activity(int(n[ACTIVITY])),
+        save_activity=Activity(int(n[SAVE_ACTIVITY])),
     )
 
 
@@ -200,7 +206,7 @@ ON_DEVICE = tuple(name in ("forward", "backward", "reduce", "optimizer") for nam
 
 
 class Writer:
-    """The training thread's pen: a listener of fsdp/base/phases.py, and what calls.py tells."""
+    """Writes the training thread's numbers: a listener of fsdp/base/phases.py."""
 
     def __init__(self, numbers: memoryview[float]) -> None:
         self.numbers = numbers
@@ -227,10 +233,10 @@ class Writer:
 
     def activity(self, activity: Activity) -> None:
         """A listener of fsdp/base/phases.py's activities, called on the thread whose activity it is."""
-        self.numbers[DOES if threading.get_ident() == self._thread else BEHIND] = activity
+        self.numbers[ACTIVITY if threading.get_ident() == self._thread else SAVE_ACTIVITY] = activity
 
     def step_took(self, step: int, work: float, whole: float) -> None:
-        """One row of the ring; its number is stored last."""
+        """One row of the ring; its step number is stored last."""
         n, at = self.numbers, RING + 3 * (step % RING_STEPS)
         n[at + 1], n[at + 2] = work, whole
         n[at] = step
@@ -238,7 +244,7 @@ class Writer:
     def _close_step(self, step: int, now: float) -> None:
         n = self.numbers
         if self._began:
-            if not n[CUDA]:  # there the device's own clock says it: fsdp/watch/cuda_timing.py
+            if not n[CUDA]:  # there the device's own clock measures it: fsdp/watch/cuda_timing.py
                 self.step_took(step, self._work, now - self._began)
             n[STEPS] += 1
             # follows slow steps at once and forgets them slowly

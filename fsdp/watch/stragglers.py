@@ -1,11 +1,11 @@
-"""Who arrives late at the collectives, by its own work: what a rank does between the end of one wait and its
-next arrival.
+"""Stragglers: finds ranks that arrive late at the collectives, from each rank's own work between two waits.
 
-How long a collective takes says nothing: all wait in it for the last one, who itself hardly waits. So the own
-work of each step (data, forward, backward, optimizer, without the waiting) is compared between ranks, step by
-step. A rank is late where its excess over the others is as large as asked for and stands out of the noise,
-which two measures tell: how much the steps of the window differ, and how much the means of a few steps have
-wandered in the run so far (noise that lasts for some steps is seen by the second alone).
+The duration of a collective does not tell who is late: all ranks wait in it for the last one, which itself
+hardly waits. So the own work of each step (data, forward, backward, optimizer, without the waiting) is
+compared between ranks, step by step. A rank is late if its excess over the others reaches the requested
+percentage and stands out of the noise. Two measures tell the noise: how much the steps of the window differ,
+and how much the means of a few steps have varied in the run so far. Only the second sees noise that lasts for
+some steps.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from dataclasses import dataclass
 from statistics import NormalDist, median
 
 WINDOW = 28
-"""Steps that are looked at together."""
+"""Steps that are judged together."""
 TRIM = 3
-"""So many of them at either end count for nothing: a pause that hits one step is not lateness."""
+"""Steps at either extreme of the window that do not count, such as one with a pause."""
 BLOCK = 7
-"""Steps whose mean is followed through the run."""
+"""Steps per mean that is followed through the run."""
 HISTORY = 480
-"""Steps that are remembered of each rank, four bytes each."""
+"""Steps that are kept of each rank, four bytes each."""
 CHANCE = 2e-6
-"""How rarely noise alone may make a window of any rank stand out: an hour has 100,000 windows.
-tests/watch/test_stragglers.py tries it with noise of several kinds.
+"""Probability that noise alone makes a window of any rank stand out: an hour has 100,000 windows.
+tests/watch/test_stragglers.py checks it with noise of several kinds.
 """
 LEAST_S = 2e-4
-"""What a rank must be late by at least: less is the noise of the clocks and of the Python around a step."""
+"""Least lateness of a step: less is noise of the clocks and of Python."""
 
 Work = Mapping[int, tuple[float, float]]
 """Step → (own work, whole step) in seconds."""
@@ -42,14 +42,14 @@ class Straggler:
     rank: int
     percent: float
     seconds: float
-    """A step."""
+    """Lateness per step."""
     since_step: int
     step: int
 
 
 @dataclass(frozen=True)
-class Over:
-    """A rank that was late is so no more."""
+class CaughtUp:
+    """A rank that was late and is no longer."""
 
     rank: int
     step: int
@@ -57,21 +57,19 @@ class Over:
 
 @functools.cache
 def odds(ranks: int) -> float:
-    """Standard errors by which a late rank must stand out: 4.8 of two ranks, 5.0 of eight, 5.9 of a thousand."""
+    """Standard errors by which a late rank must stand out: 4.8 for 2 ranks, 5.0 for 8, 5.9 for 1,000."""
     return NormalDist().inv_cdf(1 - CHANCE / ranks)
 
 
-class Lateness:
-    """Fed with each rank's last steps; says when somebody begins to be late, and when that is over."""
+class Stragglers:
+    """Takes each rank's last steps, and returns who begins to be late and who has caught up."""
 
     def __init__(self, least_percent: float) -> None:
         self._least = math.log1p(least_percent / 100)
         self._work: dict[int, dict[int, float]] = {}
         self._seen = 0
         self._excess: dict[int, array[float]] = {}
-        """Of each rank, by step up to the last seen: the logarithm of its work over the median of the
-        others'.
-        """
+        """By rank, for each step: the logarithm of its work over the median of the others'."""
         self._typical = 0.0
         self.late: dict[int, Straggler] = {}
 
@@ -81,20 +79,20 @@ class Lateness:
             if step > self._seen:
                 rows[step] = work
 
-    def judge(self) -> list[Straggler | Over]:
-        """What is new since the last call; every step is looked at, however many have come at once."""
+    def update(self) -> list[Straggler | CaughtUp]:
+        """Changes since the last call. Every step is judged, however many have come at once."""
         if len(self._work) < 2:
             return []
-        said: list[Straggler | Over] = []
+        changes: list[Straggler | CaughtUp] = []
         for step in sorted(set.intersection(*(set(rows) for rows in self._work.values()))):
             self._note(step)
             if len(next(iter(self._excess.values()))) >= WINDOW:
-                said += self._judged(step)
-        return said
+                changes += self._judged(step)
+        return changes
 
     def _note(self, step: int) -> None:
         if step != self._seen + 1 or self._excess.keys() != self._work.keys():
-            self._excess = {}  # after steps or ranks that nobody saw, what is followed begins anew
+            self._excess = {}  # after a gap in steps or ranks the history starts again
         self._seen = step
         works = {rank: max(rows[step], LEAST_S) for rank, rows in self._work.items()}
         for rows in self._work.values():
@@ -108,63 +106,65 @@ class Lateness:
             if len(followed) >= HISTORY + WINDOW:
                 del followed[:WINDOW]
 
-    def _judged(self, step: int) -> list[Straggler | Over]:
-        said: list[Straggler | Over] = []
+    def _judged(self, step: int) -> list[Straggler | CaughtUp]:
+        changes: list[Straggler | CaughtUp] = []
         for rank, followed in self._excess.items():
             window = sorted(followed[-WINDOW:])
             excess = _middle(window)
             if rank in self.late:
-                if excess < self._least / 2:  # half as late is late still: it is not said again and again
+                if (
+                    excess < self._least / 2
+                ):  # half as late still counts, so that a rank at the limit is not reported again and again
                     del self.late[rank]
-                    said.append(Over(rank, step))
+                    changes.append(CaughtUp(rank, step))
             elif excess >= self._least and self._stands_out(followed, window, excess):
                 self.late[rank] = _described(rank, followed, self._typical, step)
-                said.append(self.late[rank])
-        return said
+                changes.append(self.late[rank])
+        return changes
 
     def _stands_out(self, followed: array[float], window: Sequence[float], excess: float) -> bool:
         half = WINDOW // 2
         if min(median(followed[-WINDOW:-half]), median(followed[-half:])) < self._least / 2:
-            return False  # a burst, not a rank that is slow
+            return False  # a burst
         return (
-            excess >= odds(len(self._excess)) * max(_error(window), _wandering(followed))
+            excess >= odds(len(self._excess)) * max(_error(window), _variation(followed))
             and math.expm1(excess) * self._typical >= LEAST_S
         )
 
 
 def _median_without(ordered: Sequence[float], one: float) -> float:
-    """The median of all others, without another sort for each: ranks may be thousands."""
+    """The median of all others, without a sort per rank: there may be thousands of ranks."""
     own, others = bisect_left(ordered, one), len(ordered) - 1
     low, high = (ordered[at + (at >= own)] for at in ((others - 1) // 2, others // 2))
     return (low + high) / 2
 
 
 def _middle(window: Sequence[float]) -> float:
-    """The trimmed mean of what is sorted."""
+    """The trimmed mean of a sorted window."""
     return sum(window[TRIM:-TRIM]) / (len(window) - 2 * TRIM)
 
 
 def _error(window: Sequence[float]) -> float:
-    """The trimmed mean's standard error (Yuen): outliers are drawn in to the last that counts."""
+    """The trimmed mean's standard error (Yuen, from the winsorized deviation)."""
     size = len(window)
-    drawn_in = [min(max(one, window[TRIM]), window[-TRIM - 1]) for one in window]
-    mean = sum(drawn_in) / size
-    deviation = math.sqrt(sum((one - mean) ** 2 for one in drawn_in) / (size - 1))
+    winsorized = [min(max(one, window[TRIM]), window[-TRIM - 1]) for one in window]
+    mean = sum(winsorized) / size
+    deviation = math.sqrt(sum((one - mean) ** 2 for one in winsorized) / (size - 1))
     return deviation / math.sqrt(size) / (1 - 2 * TRIM / size)
 
 
-def _wandering(followed: array[float]) -> float:
-    """The same error as the run so far tells it: from one block to the next, how do means differ?"""
+def _variation(followed: array[float]) -> float:
+    """The same error from the run so far: by how much the means of successive blocks differ."""
     ordered = sorted(followed)
     low, high = ordered[len(ordered) // 10], ordered[-len(ordered) // 10]
-    drawn_in = [min(max(one, low), high) for one in followed]
-    means = [sum(drawn_in[end - BLOCK : end]) / BLOCK for end in range(len(drawn_in), BLOCK - 1, -BLOCK)]
+    winsorized = [min(max(one, low), high) for one in followed]
+    means = [sum(winsorized[end - BLOCK : end]) / BLOCK for end in range(len(winsorized), BLOCK - 1, -BLOCK)]
     squares = [(one - other) ** 2 for one, other in zip(means[1:], means, strict=False)]
     return math.sqrt(sum(squares) / len(squares) / 2 * BLOCK / WINDOW) / (1 - 2 * TRIM / WINDOW)
 
 
 def _described(rank: int, followed: array[float], typical_s: float, step: int) -> Straggler:
-    """Since when: where what lies above half of its excess begins to add up."""
+    """`since_step` is where the sum of the work above half of the excess is largest, counted from the end."""
     half, total, most, since = _middle(sorted(followed[-WINDOW:])) / 2, 0.0, 0.0, len(followed) - WINDOW
     for at in range(len(followed) - 1, -1, -1):
         total += followed[at] - half

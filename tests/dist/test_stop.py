@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fsdp.base import proc
 from fsdp.base.phases import StopReason
 from fsdp.config import StopSection
 from fsdp.dist import stop
@@ -100,7 +101,7 @@ def test_the_stop_file_stops_this_run_and_not_the_next(tmp_path: Path) -> None:
 def stopped_by_deadline(
     env: DistEnv, run_dir: str, deadline_s: float, save_s: float
 ) -> tuple[int, str | None]:
-    section = StopSection(deadline_s=stop.process_age_s() + deadline_s)
+    section = StopSection(deadline_s=proc.age_s() + deadline_s)
     stopper = Stopper(section, env, Path(run_dir), lambda: None, save_seconds=lambda: save_s)
     try:
         return steps_until_stop(stopper, {}, most=3)

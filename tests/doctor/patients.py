@@ -1,4 +1,4 @@
-"""What ails one rank, for the doctor's tests: put on in that rank's own process, and taken off again."""
+"""Faults of one rank for the doctor's tests: put on in that rank's own process, and removed again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def well() -> Iterator[None]:
 
 @contextlib.contextmanager
 def another_torch() -> Iterator[None]:
-    """Says that it is of another version: monkeypatched in this process, where no second torch can be loaded."""
+    """Another version number: a process cannot load a second torch."""
     real = torch.__version__
     torch.__version__ = "2.12.9"  # type: ignore[assignment]
     try:
@@ -35,7 +35,7 @@ def another_torch() -> Iterator[None]:
 
 @contextlib.contextmanager
 def a_slow_device() -> Iterator[None]:
-    """Computes each product eight times: a slow one however busy the machine is, where a crowded core is not."""
+    """Computes each product eight times, which is slow however busy the machine is."""
     real = torch.mm
 
     def mm(*given: Any, **more: Any) -> torch.Tensor:
@@ -52,7 +52,7 @@ def a_slow_device() -> Iterator[None]:
 
 @contextlib.contextmanager
 def wrong_products() -> Iterator[None]:
-    """A device that computes a little wrong, monkeypatched: no real one is at hand."""
+    """A device whose products are wrong by 1%."""
     real = torch.mm
 
     def mm(*given: Any, **more: Any) -> torch.Tensor:
@@ -74,18 +74,18 @@ AILMENTS = {
 
 
 def examined(env: DistEnv, folder: str, ailment: str, patient: int) -> NodeReports | None:
-    """One rank of a world that the doctor looks at; rank 0 brings the scene."""
+    """One rank of a world that the doctor by_rank at; rank 0 brings the reports."""
     store = dist.PrefixStore("doctor", dist.FileStore(str(Path(folder, "store")), env.world_size))
-    visit = stages.Visit(env, store, Path(folder), time.monotonic() + 60)
+    exam = stages.RankExam(env, store, Path(folder), time.monotonic() + 60)
     with AILMENTS[ailment if env.rank == patient else "well"]():
-        stages.examine(visit)
-    visit.store.set(f"finished/{env.rank}", "true")
-    visit.everyone("finished")
-    return stages.scene_of(visit, store) if env.is_main else None
+        stages.examine(exam)
+    exam.store.set(f"finished/{env.rank}", "true")
+    exam.gather("finished")
+    return stages.reports_so_far(exam, store) if env.is_main else None
 
 
 def never_done(*_: Any) -> None:
-    """A stage that does not come to an end."""
+    """A stage that does not end."""
     time.sleep(600)
 
 
@@ -96,7 +96,7 @@ def main() -> int:
 
     env = from_environment()
     if env.rank == env.world_size - 1:
-        device.look = never_done  # type: ignore[assignment]
+        device.check = never_done  # type: ignore[assignment]
     return doctor(sys.argv[1:])
 
 

@@ -1,4 +1,4 @@
-"""The doctor on real ranks: the command as typed, faults in one rank, and an end in its own time."""
+"""The doctor on real ranks: the command as typed, faults in one rank, and its time limit."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def verdict_on(ailment: str, folder: Path) -> Diagnosis:
-    """Four ranks, the third of which may have something."""
-    scene = run_world(4, examined, str(folder), ailment, 2)[0]
-    return judge(scene)
+    """Four ranks; the third has the fault."""
+    reports = run_world(4, examined, str(folder), ailment, 2)[0]
+    return judge(reports)
 
 
 @pytest.mark.slow
@@ -37,7 +37,7 @@ def verdict_on(ailment: str, folder: Path) -> Diagnosis:
         ("wrong products", "computes wrong"),
     ],
 )
-def test_what_one_rank_has_is_found_in_it(ailment: str, says: str, tmp_path: Path) -> None:
+def test_a_fault_is_found_on_its_rank(ailment: str, says: str, tmp_path: Path) -> None:
     verdict = verdict_on(ailment, tmp_path)
     assert not verdict.fit
     blamed = [finding for finding in verdict.findings if finding.out]
@@ -54,7 +54,7 @@ def test_the_command_alone_starts_its_own_ranks_and_leaves_a_page(tmp_path: Path
     lines = said.stdout.splitlines()
     assert lines[-1].startswith("verdict: "), said.stderr
     assert said.returncode == (0 if "fit to train" in lines[-1] and "not fit" not in lines[-1] else 3)
-    assert lines[0].startswith("2 ranks on 1 node, cpu; looked at in ")
+    assert lines[0].startswith("2 ranks on 1 node, cpu; checked in ")
     rows = [line.split() for line in lines if line.startswith(f"{socket.gethostname()} ")]
     assert [row[1] for row in rows] == ["0", "1"]
     assert all(len(line) <= 80 for line in lines if not line.startswith(("OUT", "odd", "    ", "verdict")))
@@ -66,7 +66,7 @@ def test_the_command_alone_starts_its_own_ranks_and_leaves_a_page(tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_it_ends_in_its_own_time_and_names_who_is_waited_for(tmp_path: Path) -> None:
+def test_it_ends_within_its_limit_and_names_the_rank_that_hangs(tmp_path: Path) -> None:
     starter = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m"]
     flags = ["--dir", str(tmp_path), "--limit-s", "15"]
     began = time.monotonic()
@@ -88,7 +88,7 @@ def test_it_ends_in_its_own_time_and_names_who_is_waited_for(tmp_path: Path) -> 
 # ---------------------------------------------------------------- its parts
 
 
-def test_ports_that_answer_and_ports_that_are_dead() -> None:
+def test_open_and_closed_ports() -> None:
     with network.listener() as port:
         with socket.create_server(("127.0.0.1", 0)) as server:
             dead = int(server.getsockname()[1])
@@ -98,7 +98,7 @@ def test_ports_that_answer_and_ports_that_are_dead() -> None:
     assert 0 not in found
 
 
-def test_many_nodes_each_try_some() -> None:
+def test_among_many_nodes_each_tries_its_neighbours() -> None:
     assert network.partners(0, 3) == [1, 2]
     some = network.partners(5, 1000)
     assert len(some) == 2 * network.NEIGHBOURS
@@ -120,7 +120,7 @@ def test_a_folder_that_is_not_shared_shows_no_file(tmp_path: Path) -> None:
     assert "No such file" in storage.read(there / "probe-0")["error"]
 
 
-def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert "cannot be written" in storage.write(tmp_path / "file" / "below", "x", storage.BLOCK)["error"]
 

@@ -1,4 +1,4 @@
-"""Every fault put before the judge: the right node is named, with what to do, and nobody else."""
+"""Findings for every fault: the right node is named, with a HINT, and no other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from fsdp.dist.preflight import RankFacts
 from fsdp.doctor.device import complaints
-from fsdp.doctor.findings import NodeReports, can_meet, judge, slow_ranks
+from fsdp.doctor.findings import NodeReports, can_form_group, judge, slow_ranks
 from fsdp.doctor.table import page, text
 from tests.support.browser import Browser
 from tests.support.looks import assert_fits, assert_keeps_to_itself, assert_legible
@@ -24,13 +24,14 @@ LINK = {"gather_gb_s": 40.0, "scatter_gb_s": 38.0, "latency_us": 20.0}
 
 def facts(rank: int, **changes: Any) -> dict[str, Any]:
     known: dict[str, Any] = {
-        "rank": rank, "node": rank // 2, "host": HOSTS[rank // 2], "python": "3.11.7", "torch": "2.13.0", "cuda": "13.0",
-        "nccl": "2.28", "driver": "580.1", "device": "NVIDIA H100 80GB HBM3", "packages": {"numpy": "2.1"},
+        "rank": rank, "node": rank // 2, "host": HOSTS[rank // 2], "python": "3.11.7", "torch": "2.13.0",
+        "cuda": "13.0", "nccl": "2.28", "driver": "580.1", "device": "NVIDIA H100 80GB HBM3",
+        "packages": {"numpy": "2.1"},
     }  # fmt: skip
     return RankFacts(**(known | changes)).as_json()
 
 
-def look(rank: int) -> dict[str, Any]:
+def report(rank: int) -> dict[str, Any]:
     node = rank // 2
     seen: dict[str, Any] = {
         "facts": facts(rank),
@@ -60,17 +61,17 @@ def look(rank: int) -> dict[str, Any]:
     return seen
 
 
-def scene(
+def reports(
     change: Callable[[dict[int, dict[str, Any]]], None] = lambda _: None, stages: dict[int, str] | None = None
 ) -> NodeReports:
-    looks = {rank: copy.deepcopy(look(rank)) for rank in range(8)}
-    change(looks)
-    return NodeReports(looks, [[0, 1], [2, 3], [4, 5], [6, 7]], HOSTS, stages or {})
+    by_rank = {rank: copy.deepcopy(report(rank)) for rank in range(8)}
+    change(by_rank)
+    return NodeReports(by_rank, [[0, 1], [2, 3], [4, 5], [6, 7]], HOSTS, stages or {})
 
 
 def put(rank: int, *path: str, value: Any) -> Callable[[dict[int, dict[str, Any]]], None]:
-    def change(looks: dict[int, dict[str, Any]]) -> None:
-        place = looks[rank]
+    def change(by_rank: dict[int, dict[str, Any]]) -> None:
+        place = by_rank[rank]
         for name in path[:-1]:
             place = place[name]
         place[path[-1]] = value
@@ -81,9 +82,9 @@ def put(rank: int, *path: str, value: Any) -> Callable[[dict[int, dict[str, Any]
 def both(
     *changes: Callable[[dict[int, dict[str, Any]]], None],
 ) -> Callable[[dict[int, dict[str, Any]]], None]:
-    def change(looks: dict[int, dict[str, Any]]) -> None:
+    def change(by_rank: dict[int, dict[str, Any]]) -> None:
         for one in changes:
-            one(looks)
+            one(by_rank)
 
     return change
 
@@ -92,7 +93,7 @@ SLOW_LINK = {**LINK, "gather_gb_s": 3.0}
 
 
 def test_sound_nodes_are_fit() -> None:
-    verdict = judge(scene())
+    verdict = judge(reports())
     assert verdict.fit
     assert not verdict.findings
     assert str(verdict) == "fit to train."
@@ -106,7 +107,7 @@ def test_sound_nodes_are_fit() -> None:
         (put(3, "device", "tflops", value=300.0), "n1", "43% of the median"),
         (put(3, "device", "product", value=81.7), "n1", "computes wrong"),
         (put(3, "device", "product", value=float("nan")), "n1", "computes wrong"),
-        (put(3, "device", "memory_free", value=20 << 30), "n1", "60.0 of 80 GiB of its device are taken"),
+        (put(3, "device", "memory_free", value=20 << 30), "n1", "60.0 of 80 GiB of its device are in use"),
         (
             put(3, "device", "health", value=["uncorrected memory errors: 2"]),
             "n1",
@@ -125,11 +126,11 @@ def test_sound_nodes_are_fit() -> None:
             "n2",
             "no connection between it and n1 (Connection timed out)",
         ),
-        (lambda looks: looks.pop(7), "n3", "ranks 7 never came"),
+        (lambda by_rank: by_rank.pop(7), "n3", "ranks 7 did not start"),
     ],
 )
-def test_the_node_with_the_fault_falls_out_alone(change: Any, excluded: str, says: str) -> None:
-    verdict = judge(scene(change))
+def test_only_the_node_with_the_fault_is_excluded(change: Any, excluded: str, says: str) -> None:
+    verdict = judge(reports(change))
     assert not verdict.fit
     assert verdict.exclude == (excluded,)
     assert says in "\n".join(map(str, verdict.findings))
@@ -146,12 +147,12 @@ def test_the_node_with_the_fault_falls_out_alone(change: Any, excluded: str, say
         (put(2, "links", "between", "2", value=SLOW_LINK), "3 GB/s to n2, where 38 is usual"),
         (
             both(*(put(rank, "device", "tflops", value=400.0) for rank in range(8))),
-            "400 of 989 TFLOP/s that its maker gives",
+            "400 of the 989 TFLOP/s that the manufacturer specifies",
         ),
     ],
 )
-def test_what_is_only_odd_is_told_and_excludes_nobody(change: Any, says: str) -> None:
-    verdict = judge(scene(change))
+def test_a_minor_finding_is_reported_and_excludes_no_node(change: Any, says: str) -> None:
+    verdict = judge(reports(change))
     assert verdict.fit
     assert not verdict.exclude
     assert says in "\n".join(map(str, verdict.findings))
@@ -159,44 +160,44 @@ def test_what_is_only_odd_is_told_and_excludes_nobody(change: Any, says: str) ->
 
 def test_a_node_whose_links_are_all_slow_is_at_fault() -> None:
     change = both(*(put(4, "links", "between", n, value=SLOW_LINK) for n in ("1", "3")))
-    verdict = judge(scene(change))
+    verdict = judge(reports(change))
     assert verdict.exclude == ("n2",)
     assert "to both its neighbours" in str(verdict.findings[0])
 
 
-def test_a_node_that_nobody_reaches_is_blamed_and_not_those_that_tried() -> None:
+def test_a_node_that_no_other_reaches_is_excluded_and_not_those_that_tried() -> None:
     change = both(*(put(rank, "ports", "3", value="timed out") for rank in (0, 2, 4)))
-    assert judge(scene(change)).exclude == ("n3",)
+    assert judge(reports(change)).exclude == ("n3",)
 
 
-def test_when_most_fall_out_no_node_is_at_fault() -> None:
+def test_when_most_nodes_are_unfit_none_is_excluded() -> None:
     change = both(
         *(
             put(rank, "storage", "error", value="cannot be written (Permission denied)")
             for rank in (0, 2, 4, 6)
         )
     )
-    verdict = judge(scene(change))
+    verdict = judge(reports(change))
     assert not verdict.fit
     assert not verdict.exclude
     assert "no single node is at fault" in str(verdict)
 
 
-def test_who_stands_where_no_other_does_is_waited_for() -> None:
+def test_a_rank_in_a_stage_of_its_own_is_at_fault() -> None:
     stages = dict.fromkeys(range(7), "waiting for the others after a product") | {7: "a matrix product"}
-    verdict = judge(scene(stages=stages))
+    verdict = judge(reports(stages=stages))
     assert verdict.exclude == ("n3",)
     assert "still in: a matrix product" in str(next(finding for finding in verdict.findings if finding.out))
 
 
-def test_a_group_is_tried_only_when_every_connection_stood() -> None:
-    looks = dict(scene().looks)
-    assert can_meet(looks)
-    assert not can_meet(scene(put(2, "ports", "2", value="refused")).looks)
-    assert not can_meet(scene(put(5, "facts", value=facts(5, torch="2.12.1"))).looks)
+def test_a_group_is_formed_only_if_every_connection_is_possible() -> None:
+    by_rank = dict(reports().by_rank)
+    assert can_form_group(by_rank)
+    assert not can_form_group(reports(put(2, "ports", "2", value="refused")).by_rank)
+    assert not can_form_group(reports(put(5, "facts", value=facts(5, torch="2.12.1"))).by_rank)
 
 
-def test_devices_of_two_kinds_are_each_held_against_their_own() -> None:
+def test_devices_are_compared_with_others_of_their_kind() -> None:
     slower = facts(0, device="NVIDIA A100-SXM4-80GB")
     change = both(
         *(
@@ -204,7 +205,7 @@ def test_devices_of_two_kinds_are_each_held_against_their_own() -> None:
             for r in range(4)
         )
     )
-    assert not slow_ranks(scene(change).looks)
+    assert not slow_ranks(reports(change).by_rank)
 
 
 @pytest.mark.parametrize(
@@ -215,20 +216,20 @@ def test_devices_of_two_kinds_are_each_held_against_their_own() -> None:
         ("3, No, Active", ["uncorrected memory errors: 3", "slowed by its hardware (heat, power): Active"]),
     ],
 )
-def test_what_the_driver_says_against_a_device(line: str, found: list[str]) -> None:
+def test_errors_that_the_driver_counts(line: str, found: list[str]) -> None:
     assert complaints(line + "\n") == found
 
 
-# ---------------------------------------------------------------- as it is shown
+# ---------------------------------------------------------------- output
 
 
 def test_the_table_has_a_row_a_rank_and_the_verdict_last() -> None:
-    seen = scene(put(3, "device", "tflops", value=300.0))
+    seen = reports(put(3, "device", "tflops", value=300.0))
     lines = text(seen, judge(seen), 12.3).splitlines()
     table = [line for line in lines if line.startswith(HOSTS) and " – " not in line]
     assert [line.split()[1] for line in table] == [str(rank) for rank in range(8)]
     assert "H100" in lines[0]
-    assert lines[-1] == "verdict: 1 node falls out: --exclude=n1"
+    assert lines[-1] == "verdict: 1 node is not fit: --exclude=n1"
     at = next(at for at, line in enumerate(lines) if line.startswith("OUT  n1 (rank 3): matrix product"))
     assert lines[at + 1].startswith("     HINT: ")
     assert any("n0 – n1" in line for line in lines)
@@ -236,22 +237,22 @@ def test_the_table_has_a_row_a_rank_and_the_verdict_last() -> None:
 
 def test_a_table_of_usual_nodes_fits_eighty_columns() -> None:
     hosts = tuple(f"gpu-node-{n:04d}" for n in range(4))
-    seen = replace(scene(put(3, "device", "tflops", value=300.0)), hosts=hosts)
+    seen = replace(reports(put(3, "device", "tflops", value=300.0)), hosts=hosts)
     lines = text(seen, judge(seen), 12.3).splitlines()
     assert all(len(line) <= 80 for line in lines if not line.startswith(("OUT", "odd")))
 
 
-def test_devices_of_two_kinds_stand_in_the_table() -> None:
-    seen = scene(put(3, "facts", value=facts(3, device="NVIDIA A100-SXM4-80GB")))
+def test_devices_of_two_kinds_are_in_the_table() -> None:
+    seen = reports(put(3, "facts", value=facts(3, device="NVIDIA A100-SXM4-80GB")))
     lines = text(seen, judge(seen), 12.3).splitlines()
     assert "H100" not in lines[0]
     assert sum("H100 80GB HBM3" in line for line in lines) >= 7
 
 
 def test_many_ranks_have_a_row_a_node() -> None:
-    looks = {rank: look(0) for rank in range(64)}
+    by_rank = {rank: report(0) for rank in range(64)}
     many = NodeReports(
-        looks, [list(range(n * 8, n * 8 + 8)) for n in range(8)], [f"m{n}" for n in range(8)], {}
+        by_rank, [list(range(n * 8, n * 8 + 8)) for n in range(8)], [f"m{n}" for n in range(8)], {}
     )
     shown = text(many, judge(many), 1.0)
     assert sum(bool(re.match(r"m\d +\d+\* ", line)) for line in shown.splitlines()) == 8
@@ -261,7 +262,7 @@ def test_many_ranks_have_a_row_a_node() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [390, 1280])
 def test_the_page_fits_and_can_be_read(browser: Browser, width: int, tmp_path: Path) -> None:
-    seen = scene(both(put(3, "device", "tflops", value=300.0), put(6, "links", "clock_s", value=9.0)))
+    seen = reports(both(put(3, "device", "tflops", value=300.0), put(6, "links", "clock_s", value=9.0)))
     file = tmp_path / "doctor.html"
     file.write_text(page(seen, judge(seen), 12.0))
     shown = browser.open(file, width=width, scheme="dark")

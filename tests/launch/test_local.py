@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from fsdp.base import proc
 from fsdp.rundir import paths
 from fsdp.rundir.paths import RunDir
-from tests.support.processes import children, eventually
+from tests.support.processes import eventually
 from tests.support.resumable import resumable_at
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,7 +49,7 @@ def test_a_killed_rank_brings_all_back_and_loses_no_more_than_an_interval(tmp_pa
     run = tmp_path / "run"
     process = start(run, "--train.steps", "120")
     reached = eventually("ten steps, five of them sealed", lambda: resumable_at(run, 10, EVERY), 60)
-    victim = children(process.pid)[1]
+    victim = proc.children(process.pid)[1]
     os.kill(victim, signal.SIGKILL)
     said, _ = process.communicate(timeout=120)
     assert process.returncode == 0, said

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -24,6 +23,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from fsdp.base import proc
 
 ROOT = Path(__file__).parents[2]
 WIDTH, STEPS, SAVE_EVERY = 512, 6, 3
@@ -125,8 +126,7 @@ def _run(run: Path, layers: int, more: Sequence[str], kill_after: int = 0) -> St
 
 def _anonymous(pid: int) -> int:
     """Bytes now; 0 of a process that has just ended."""
-    found = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    return int(found[1]) << 10 if found else 0
+    return proc.memory_bytes(pid).get("RssAnon", 0)
 
 
 def _losses(run: Path) -> list[float]:

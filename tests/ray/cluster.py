@@ -17,6 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from fsdp.base import proc
 from tests.support.processes import eventually, pids_with
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
@@ -129,8 +130,8 @@ def _is_under(pid: int, ancestor: int) -> bool:
     while pid > 1:
         if pid == ancestor:
             return True
-        with contextlib.suppress(OSError):
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-            continue
-        return False
+        found = proc.stat(pid)
+        if found is None:
+            return False
+        pid = found.parent
     return False

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdp.base import proc
 from fsdp.base.errors import RefusedError
 from fsdp.rundir import lock
 from fsdp.rundir.lock import FILE, Claim
@@ -77,15 +78,16 @@ def test_a_zombie_is_dead(tmp_path: Path) -> None:
     """Killed, and not yet waited for: its number and its birth are still there."""
     with holder(tmp_path) as first:
         first.kill()
-        eventually("the holder is a zombie", lambda: stat_of(first.pid)[0] == "Z", 10)
+        eventually("the holder is a zombie", lambda: is_zombie(first.pid), 10)
         second = Claim.acquire(tmp_path, "srun", stale_s=1e9)
-        assert stat_of(first.pid)[0] == "Z"
+        assert is_zombie(first.pid)
     assert second.took_over.endswith("it is dead")
     second.release()
 
 
-def stat_of(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+def is_zombie(pid: int) -> bool:
+    found = proc.stat(pid)
+    return found is not None and found.state == "Z"
 
 
 def test_a_process_number_that_was_given_again_is_not_the_holder(tmp_path: Path) -> None:

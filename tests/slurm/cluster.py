@@ -26,8 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from fsdp.base import proc
 from tests.slurm.host import NAMESPACES, Host
-from tests.support.processes import children, dies_with_us, eventually, pids_with, process_space, program
+from tests.support.processes import dies_with_us, eventually, pids_with, process_space, program
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
@@ -225,7 +226,7 @@ class Cluster:
 
     def kill_slurmd(self, node: str) -> None:
         """The daemon alone: what it started lives on."""
-        daemons = [pid for pid in children(self.hosts[node].shell) if program(pid) == "slurmd"]
+        daemons = [pid for pid in proc.children(self.hosts[node].shell) if program(pid) == "slurmd"]
         for pid in daemons:
             os.kill(pid, signal.SIGKILL)
         assert daemons, f"no slurmd on {node}"

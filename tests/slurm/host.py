@@ -6,7 +6,8 @@ import contextlib
 import subprocess
 from pathlib import Path
 
-from tests.support.processes import children, dies_with_us, eventually
+from fsdp.base import proc
+from tests.support.processes import dies_with_us, eventually
 
 NAMESPACES = ["--net", "--uts", "--mount"]
 
@@ -44,7 +45,7 @@ class Host:
         """The pid of the shell as this machine sees it: with a process space of its own it is unshare's
         child.
         """
-        return children(self.process.pid)[0] if self._own_processes else self.process.pid
+        return proc.children(self.process.pid)[0] if self._own_processes else self.process.pid
 
     def end(self) -> None:
         self.process.kill()

@@ -21,10 +21,11 @@ from typing import Literal
 
 from PIL import Image
 
+from fsdp.base import proc
 from tests.slurm import scenarios
 from tests.slurm.job import Run
 from tests.support.browser import Browser
-from tests.support.processes import children, eventually
+from tests.support.processes import eventually
 
 ROOT = Path(__file__).parents[1]
 RANKS = 4
@@ -106,7 +107,7 @@ def a_night(run: Path) -> None:
     second = started(run, "--optim.lr", "3e-4", "--watch.hang_s", "3")
     log = Run(run)
     eventually("step 370", lambda: log.reaches(370), PATIENCE_S, lambda: f"{log.steps[-3:]}")
-    os.kill(sorted(children(second.pid))[2], signal.SIGSTOP)
+    os.kill(sorted(proc.children(second.pid))[2], signal.SIGSTOP)
     if second.wait(PATIENCE_S):
         raise SystemExit(f"the run ended with {second.returncode}")
     subprocess.run([sys.executable, "-m", "fsdp.report", str(run)], cwd=ROOT, check=True)

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from fsdp.base import proc
+
 T = TypeVar("T")
 
 
@@ -27,13 +29,9 @@ def dies_with_us() -> list[str]:
     return ["setpriv", "--pdeathsig", "KILL"]
 
 
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def process_space(pid: int) -> Path | None:
+def process_space(pid: int) -> str | None:
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/ns/pid").readlink()
+        return proc.pid_namespace(pid)
     return None
 
 
@@ -43,9 +41,9 @@ def program(pid: int) -> str:
 
 def pids_with(*environ: str) -> list[int]:
     wanted, found = {text.encode() for text in environ}, []
-    for folder in Path("/proc").iterdir():
+    for pid in proc.pids():
         # a process may end while it is looked at, or belong to somebody else
         with contextlib.suppress(OSError):
-            if folder.name.isdigit() and wanted <= set((folder / "environ").read_bytes().split(b"\0")):
-                found.append(int(folder.name))
+            if wanted <= set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")):
+                found.append(pid)
     return found

@@ -1,4 +1,4 @@
-"""Last words: whose failure they tell, of which kind, and what to do about it."""
+"""Failure reports: kind, ranks at fault, hint, and whether it is a consequence of another rank's end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fsdp.base.errors import CheckpointError, ConfigError, LaunchError, NotFinit
 from fsdp.dist.collectives import Elsewhere
 from fsdp.dist.env import DistEnv
 from fsdp.memory.oom import OutOfMemory
-from fsdp.watch.failure_report import last_words
+from fsdp.watch.failure_report import failure_report
 
 ENV = DistEnv(
     rank=2,
@@ -31,7 +31,8 @@ ENV = DistEnv(
         (ConfigError("--a 1"), "config"),
         (LaunchError("no"), "launcher"),
         (CheckpointError("rank 2: x.distcp: it cannot be read"), "checkpoint"),
-        (CheckpointError("rank 2: x.distcp: ENOSPC"), "full disk"),
+        (CheckpointError("x.distcp: no room", error_number=errno.ENOSPC), "full disk"),
+        (CheckpointError("a folder named ENOSPC: it cannot be read"), "checkpoint"),
         (NotFiniteError("step 3: loss nan"), "nan"),
         (TrainingError("step 3: the words do not count: not finite"), "training"),
         (TrainingError("step 3: replicas differ"), "training"),
@@ -42,8 +43,8 @@ ENV = DistEnv(
     ],
 )
 def test_an_error_has_a_kind(error: Exception, kind: str) -> None:
-    words = last_words(error, ENV)
-    assert (words["kind"], words["secondary"]) == (kind, False)
+    report = failure_report(error, ENV)
+    assert (report["kind"], report["secondary"]) == (kind, False)
 
 
 @pytest.mark.parametrize(
@@ -52,25 +53,23 @@ def test_an_error_has_a_kind(error: Exception, kind: str) -> None:
         Elsewhere(0, "it broke", 4),
         RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3"),
         RuntimeError(
-            "[../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms for recv operation to complete"
+            "[../gloo/transport/tcp/buffer.cc:78] Timed out waiting 1800000ms for recv operation to complete"
         ),
         RuntimeError("NCCL error: remote process exited or there was a network error"),
     ],
 )
-def test_what_another_rank_has_done_is_an_echo(error: Exception) -> None:
-    assert last_words(error, ENV)["secondary"]
+def test_a_consequence_of_another_ranks_end_is_secondary(error: Exception) -> None:
+    assert failure_report(error, ENV)["secondary"]
 
 
-def test_a_stranger_s_error_has_its_end_of_the_traceback_and_a_hint_where_the_cause_is_known() -> None:
+def test_an_error_of_other_code_has_the_end_of_its_traceback_and_a_hint() -> None:
     try:
         raise RuntimeError("Too many open files")
     except RuntimeError as error:
-        words = last_words(error, ENV)
-    assert "HINT: ulimit -n 65536" in words["print"]
-    assert words["print"].startswith("[rank 2] failed on cpu:\nTraceback")
+        report = failure_report(error, ENV)
+    assert "HINT: ulimit -n 65536" in report["print"]
+    assert report["print"].startswith("[rank 2] failed on cpu:\nTraceback")
 
 
-def test_whom_an_error_names_is_whom_it_is_about() -> None:
-    assert last_words(CheckpointError("step 4 was not saved: rank 1: a: ENOSPC, rank 3: b: ENOSPC"), ENV)[
-        "ranks"
-    ] == [1, 3]
+def test_the_ranks_at_fault_are_those_of_the_error() -> None:
+    assert failure_report(CheckpointError("rank 2: the save failed", ranks=(1, 3)), ENV)["ranks"] == [1, 3]

@@ -20,7 +20,7 @@ from tests.support.marks import sample_are
 
 ROOT = Path(__file__).parents[2]
 SELDOM = ("SIGSTOP", "exception", "NaN", "deadlock in Python", "another collective")
-"""Told like others, or by others: left to the command."""
+"""RankTimes like others, or by others: left to the command."""
 SAMPLE = [kind for kind in KINDS if kind.name not in SELDOM]
 FEW = [kind for kind in SAMPLE if kind.name in ("SIGKILL", "sleep in data", "collective left out")]
 """What make test has: a rank that is gone, data that do not come, and one that the collectives tell."""

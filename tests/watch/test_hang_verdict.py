@@ -1,4 +1,4 @@
-"""From evidence to a verdict: who it was, and who only waited. Evidence is made up here; real ranks are in
+"""From evidence to a verdict: who it was, and who only waited. Observation is made up here; real ranks are in
 test_faults.py.
 """
 
@@ -14,7 +14,7 @@ import pytest
 
 from fsdp.base.phases import Activity
 from fsdp.watch.hang_verdict import Verdict, judge
-from fsdp.watch.observation import Evidence, Frame, decode, spot
+from fsdp.watch.observation import Frame, Observation, decode, own_line
 from fsdp.watch.observe import parse_stacks
 
 WATCH = Path(__file__).parents[2] / "fsdp" / "watch"
@@ -22,7 +22,7 @@ MINE = (
     ("/home/me/mine.py", 12, "forward"),
     ("/venv/lib/python3.11/site-packages/torch/nn/module.py", 9, "_call"),
 )
-WAITING = Evidence(
+WAITING = Observation(
     0,
     "n1",
     1,
@@ -37,7 +37,7 @@ WAITING = Evidence(
 )
 
 
-def world(**odd: Any) -> list[Evidence]:
+def world(**odd: Any) -> list[Observation]:
     """Four ranks that wait in one collective, but for rank 2."""
     ranks = [replace(WAITING, rank=rank, pid=100 + rank) for rank in range(4)]
     ranks[2] = replace(ranks[2], **odd)
@@ -56,7 +56,7 @@ OUT = {"begun": 49, "ended": 49, "stack": MINE}
 @pytest.mark.parametrize(
     ("odd", "kind", "words"),
     [
-        ({"alive": False, "state": "X"}, "died", "rank 2 (n1) died without a word"),
+        ({"alive": False, "state": "X"}, "died", "rank 2 (n1) died without an error message"),
         (
             {"alive": False, "fatal": "Fatal Python error: Segmentation fault\n", "ended": 50},
             "fault",
@@ -93,22 +93,22 @@ OUT = {"begun": 49, "ended": 49, "stack": MINE}
         ),
     ],
 )
-def test_the_odd_one_is_named_with_what_it_does(odd: dict[str, Any], kind: str, words: str) -> None:
+def test_the_rank_at_fault_is_named_with_what_it_does(odd: dict[str, Any], kind: str, words: str) -> None:
     verdict = on(**odd)
     assert (verdict.kind, verdict.ranks) == (kind, (2,))
     assert words in verdict.what
 
 
-def test_what_the_others_wait_for_stands_beside_it() -> None:
+def test_a_verdict_names_what_the_others_wait_for() -> None:
     assert on(**OUT).others == "ranks 0, 1, 3 wait in all_gather_single (step 7, forward)"
 
 
-def half_killed(**unseen: Any) -> list[Evidence]:
-    """Ranks 0 and 1 have failed in collectives that differ, since the processes of the other node are gone."""
+def half_killed(**unseen: Any) -> list[Observation]:
+    """Ranks 0 and 1 failed in different collectives because the processes of the other node are gone."""
     echo = said(5.0, "Connection closed by peer", secondary=True)
     here = [
-        replace(WAITING, rank=0, words=echo),
-        replace(WAITING, rank=1, step=8, op="all_reduce", words=echo),
+        replace(WAITING, rank=0, failure=echo),
+        replace(WAITING, rank=1, step=8, op="all_reduce", failure=echo),
     ]
     return here + [replace(WAITING, rank=rank, node="n2", step=8, **unseen) for rank in (2, 3)]
 
@@ -132,9 +132,9 @@ def test_collectives_are_compared_only_if_every_rank_is_seen() -> None:
     assert (verdict.kind, verdict.ranks) == ("partition", (2, 3))
 
 
-def test_a_rank_that_gloo_aborts_is_not_blamed_for_a_node_that_is_gone() -> None:
+def test_a_rank_that_gloo_aborts_is_not_at_fault_if_a_node_is_gone() -> None:
     ranks = half_killed(silent_node_s=0.4, monitor_ended=True)
-    ranks[0] = replace(ranks[0], words=None, alive=False, fatal="Fatal Python error: Aborted")
+    ranks[0] = replace(ranks[0], failure=None, alive=False, fatal="Fatal Python error: Aborted")
     verdict = judge(ranks, ranks=4)
     assert verdict is not None
     assert (verdict.kind, verdict.ranks) == ("died", (2, 3))
@@ -143,16 +143,16 @@ def test_a_rank_that_gloo_aborts_is_not_blamed_for_a_node_that_is_gone() -> None
 WRITING: dict[str, tuple[Frame, ...]] = {"checkpoint": (("/anywhere/place.py", 9, "write"),)}
 
 
-def test_in_a_save_the_one_at_its_storage_is_named() -> None:
+def test_in_a_save_the_rank_at_its_storage_is_named() -> None:
     save: dict[str, Any] = {
         "phase": "save",
         "begun": 49,
         "ended": 49,
-        "does": Activity.SAVE,
+        "activity": Activity.SAVE,
         "threads": WRITING,
     }
-    ranks = [replace(WAITING, rank=rank, behind=Activity.RANKS, **save) for rank in range(3)]
-    ranks[1] = replace(ranks[1], behind=Activity.STORAGE)
+    ranks = [replace(WAITING, rank=rank, save_activity=Activity.RANKS, **save) for rank in range(3)]
+    ranks[1] = replace(ranks[1], save_activity=Activity.STORAGE)
     verdict = judge(ranks)
     assert verdict is not None
     assert (verdict.kind, verdict.ranks) == ("storage", (1,))
@@ -170,7 +170,7 @@ def test_in_a_save_the_one_at_its_storage_is_named() -> None:
     ],
     ids=["no processor was free", "it computes", "the export", "it compiles", "nobody was asked"],
 )
-def test_a_rank_that_may_be_at_work_is_not_blamed(odd: dict[str, Any]) -> None:
+def test_a_rank_that_may_be_at_work_is_not_at_fault(odd: dict[str, Any]) -> None:
     assert judge(world(**odd)) is None
 
 
@@ -182,7 +182,7 @@ def test_a_loop_is_named_by_its_processor_time_where_processors_are_shared() -> 
     assert (verdict.kind, verdict.ranks) == ("loop", (2,))
 
 
-def test_all_stopped_is_the_schedulers_doing() -> None:
+def test_all_ranks_stopped_is_a_suspended_job() -> None:
     assert judge([replace(one, state="T") for one in world()]) is None
 
 
@@ -191,19 +191,19 @@ def said(time: float, message: str = "it broke", **more: Any) -> dict[str, Any]:
     return {**words, "time": time, "message": message, **more}
 
 
-def test_the_first_own_word_counts_and_echoes_do_not() -> None:
-    ranks = world(words=said(5.0, "a"))
-    ranks[0] = replace(ranks[0], words=said(4.0, "Connection closed by peer", secondary=True))
-    ranks[1] = replace(ranks[1], words=said(6.0, "b"))
+def test_the_first_own_failure_counts_and_consequences_do_not() -> None:
+    ranks = world(failure=said(5.0, "a"))
+    ranks[0] = replace(ranks[0], failure=said(4.0, "Connection closed by peer", secondary=True))
+    ranks[1] = replace(ranks[1], failure=said(6.0, "b"))
     verdict = judge(ranks)
     assert verdict is not None
     assert (verdict.ranks, verdict.what) == ((2,), "rank 2 (n1) failed: a")
     assert verdict.others == "ranks 0, 1 ended after it"
 
 
-def test_what_all_raise_is_about_whom_it_names() -> None:
+def test_an_error_of_all_ranks_is_about_the_ranks_that_it_names() -> None:
     ranks = [
-        replace(one, words=said(1.0, "step 3: not finite", kind="nan", ranks=[3], ours=True))
+        replace(one, failure=said(1.0, "step 3: not finite", kind="nan", ranks=[3], ours=True))
         for one in world()
     ]
     verdict = judge(ranks)
@@ -211,7 +211,7 @@ def test_what_all_raise_is_about_whom_it_names() -> None:
     assert (verdict.kind, verdict.ranks, verdict.others) == ("nan", (3,), "")
 
 
-def test_an_abort_of_gloo_is_laid_to_the_rank_with_the_other_shape() -> None:
+def test_an_abort_of_gloo_is_the_fault_of_the_rank_with_another_shape() -> None:
     """gloo ends whoever receives too much, which is a neighbour."""
     ranks = world(numel=99)
     ranks[0] = replace(ranks[0], alive=False, fatal="Fatal Python error: Aborted")
@@ -220,31 +220,31 @@ def test_an_abort_of_gloo_is_laid_to_the_rank_with_the_other_shape() -> None:
     assert (verdict.kind, verdict.ranks) == ("shapes", (2,))
 
 
-def test_so_it_is_where_the_one_with_the_other_shape_has_failed_in_words_by_then() -> None:
+def test_an_abort_of_gloo_after_the_rank_with_another_shape_has_failed() -> None:
     echo = said(1.0, "Connection closed by peer", secondary=True)
-    ranks = [replace(one, ended=50, words=echo) for one in world(numel=99)]
-    ranks[0] = replace(ranks[0], ended=49, words=None, alive=False, fatal="Fatal Python error: Aborted")
+    ranks = [replace(one, ended=50, failure=echo) for one in world(numel=99)]
+    ranks[0] = replace(ranks[0], ended=49, failure=None, alive=False, fatal="Fatal Python error: Aborted")
     verdict = judge(ranks)
     assert verdict is not None
     assert (verdict.kind, verdict.ranks) == ("shapes", (2,))
 
 
-def test_so_it_is_where_all_have_failed_in_words() -> None:
+def test_shapes_are_compared_if_all_ranks_have_failed() -> None:
     echo = said(1.0, "op.preamble.length <= op.nbytes", secondary=True)
-    verdict = judge([replace(one, ended=50, words=echo) for one in world(numel=99)])
+    verdict = judge([replace(one, ended=50, failure=echo) for one in world(numel=99)])
     assert verdict is not None
     assert (verdict.kind, verdict.ranks) == ("shapes", (2,))
 
 
-def test_of_two_ranks_the_one_further_on_has_left_something_out() -> None:
+def test_of_two_ranks_the_one_further_on_has_left_a_collective_out() -> None:
     verdict = judge([WAITING, replace(WAITING, rank=1, step=8, op="all_reduce")])
     assert verdict is not None
     assert (verdict.kind, verdict.ranks) == ("skipped", (1,))
 
 
-def test_what_a_rank_does_is_never_read_from_the_path_of_a_source_file() -> None:
+def test_no_verdict_depends_on_the_path_of_a_source_file() -> None:
     """The files of this project can be moved without a verdict changing."""
-    for name in ("crew", "evidence", "look", "monitor", "verdict", "witness"):
+    for name in ("node_ranks", "observation", "observe", "monitor", "hang_verdict", "responder"):
         tree = ast.parse((WATCH / f"{name}.py").read_text(encoding="utf-8"))
         docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         constants = [
@@ -254,24 +254,25 @@ def test_what_a_rank_does_is_never_read_from_the_path_of_a_source_file() -> None
         assert not paths, f"{name}: {paths}"
 
 
-def test_evidence_crosses_to_another_node_whole() -> None:
-    one = replace(WAITING, stack=MINE, threads=WRITING, words=said(1.0), behind=Activity.STORAGE)
+def test_an_observation_survives_encoding() -> None:
+    one = replace(WAITING, stack=MINE, threads=WRITING, failure=said(1.0), save_activity=Activity.STORAGE)
     assert decode(one.encoded()) == one
 
 
-def test_a_line_of_the_runs_own_is_shown_before_torchs() -> None:
-    assert spot(tuple(reversed(MINE))) == "home/me/mine.py:12 forward"
+def test_a_line_of_the_run_is_preferred_to_one_of_torch() -> None:
+    assert own_line(tuple(reversed(MINE))) == "home/me/mine.py:12 forward"
 
 
-def test_stacks_that_c_wrote_are_read() -> None:
+def test_stacks_of_faulthandler_are_read() -> None:
     text = (
         'Thread 0x00007f (most recent call first):\n  File "/a.py", line 1 in x\n\n'
-        'Current thread 0x00008f (most recent call first):\n  File "/b.py", line 2 in y\n  File "/c.py", line 3 in z\n'
+        "Current thread 0x00008f (most recent call first):\n"
+        '  File "/b.py", line 2 in y\n  File "/c.py", line 3 in z\n'
     )
     assert parse_stacks(text) == (("/b.py", 2, "y"), ("/c.py", 3, "z"))
 
 
-def test_of_several_deaths_the_first_is_told_and_the_others_are_those_whom_a_launcher_ended() -> None:
+def test_of_several_deaths_the_first_is_at_fault() -> None:
     ranks = [replace(one, alive=False, state="X", dead_s=0.1) for one in world()]
     ranks[3] = replace(ranks[3], dead_s=0.7)
     verdict = judge(ranks)
@@ -279,7 +280,7 @@ def test_of_several_deaths_the_first_is_told_and_the_others_are_those_whom_a_lau
     assert (verdict.kind, verdict.ranks, verdict.others) == ("died", (3,), "ranks 0, 1, 2 ended after it")
 
 
-def test_an_abort_after_a_death_is_its_echo() -> None:
+def test_an_abort_after_a_death_is_a_consequence() -> None:
     ranks = world(alive=False, state="X", dead_s=0.6)
     ranks[0] = replace(ranks[0], alive=False, state="X", dead_s=0.2, fatal="Fatal Python error: Aborted")
     verdict = judge(ranks)

@@ -1,6 +1,4 @@
-"""Each flag of --watch changes what it says; what stands in RUN/watch after an ordinary run; who tells a
-failure.
-"""
+"""Flags of --watch, the files in RUN/watch after an ordinary run, and who prints a failure."""
 
 from __future__ import annotations
 
@@ -17,9 +15,9 @@ import pytest
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
 from fsdp.config import config_hash
-from fsdp.watch.monitor import say
-from fsdp.watch.records import Files
-from fsdp.watch.timing import Ledger, Told
+from fsdp.watch.monitor import print_lines
+from fsdp.watch.records import RecordFiles
+from fsdp.watch.timing import RankTimes, TimingRecorder
 from tests.support.runs import failures, run
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +29,8 @@ from bench.fault_kinds import KINDS
 faults.import_once()
 kind = next(kind for kind in KINDS if kind.name == sys.argv[1])
 with tempfile.TemporaryDirectory() as folder:
-    case = faults.once(kind if len(sys.argv) < 4 else faults.ending(kind), 1, 12, Path(folder), sys.argv[2].split())
+    kind = kind if len(sys.argv) < 4 else faults.ending(kind)
+    case = faults.once(kind, 1, 12, Path(folder), sys.argv[2].split())
     print(json.dumps([case.said_kind, case.codes, (Path(folder) / "log").read_text()]))
 """
 
@@ -50,7 +49,7 @@ def fault(kind: str, flags: str, *more: str) -> tuple[str, list[int], str]:
 
 
 @pytest.mark.slow
-def test_a_rank_that_does_not_come_back_ends_the_job(tmp_path: Path) -> None:
+def test_a_rank_that_does_not_recover_ends_the_job(tmp_path: Path) -> None:
     said, codes, log = fault("SIGSTOP", "--watch.hang_s 4", "ends")
     assert said == "stopped"
     assert sorted(codes) == [-9, 7, 7, 7]
@@ -60,7 +59,7 @@ def test_a_rank_that_does_not_come_back_ends_the_job(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_the_first_failure_is_told_once_and_the_others_in_a_line(tmp_path: Path) -> None:
+def test_the_first_failure_is_printed_once_and_the_others_in_a_line(tmp_path: Path) -> None:
     _, codes, log = fault("exception", "")
     assert codes == [1, 1, 1, 1]
     assert log.count("ValueError: a sample of a length that nobody expected") == 1
@@ -68,7 +67,7 @@ def test_the_first_failure_is_told_once_and_the_others_in_a_line(tmp_path: Path)
     assert re.search(r"ranks 0, 2, 3 (wait in \w+ \(step \d+, \w+\)|ended after it)$", log.rstrip())
 
 
-def test_an_ordinary_run_leaves_its_times_and_no_verdict(tmp_path: Path) -> None:
+def test_an_ordinary_run_writes_its_times_and_no_verdict(tmp_path: Path) -> None:
     run(2, tmp_path, "--train.steps 8 --watch.enabled true")
     left = {path.name for path in (tmp_path / "watch").iterdir()}
     assert left <= {"timing.jsonl", "late.jsonl"}
@@ -76,12 +75,12 @@ def test_an_ordinary_run_leaves_its_times_and_no_verdict(tmp_path: Path) -> None
     assert not names
 
 
-def test_switched_off_nothing_is_kept(tmp_path: Path) -> None:
+def test_a_disabled_watch_writes_nothing(tmp_path: Path) -> None:
     run(2, tmp_path, "--train.steps 3 --watch.enabled false --watch.spike 0")
     assert not (tmp_path / "watch").exists()
 
 
-def test_what_is_watched_does_not_change_what_is_trained() -> None:
+def test_flags_of_the_watch_do_not_change_the_config_hash() -> None:
     plain = configuration.load([])
     for flag in ("enabled false", "hang_s 5", "late_percent 0", "divergence 3", "unit_norms 2", "spike 3"):
         name, value = flag.split()
@@ -98,18 +97,18 @@ BAD = {
     "--watch.divergence 1.5": "--watch.divergence 1.5 is not a whole number. HINT: --watch.divergence 0",
     "--watch.unit_norms -1": "--watch.unit_norms -1 is out of range: at least 0. HINT: --watch.unit_norms 0",
     "--watch.spike big": "--watch.spike big is not a number. HINT: --watch.spike 10.0",
-    "--watch.deterministic 2": "--watch.deterministic 2 is not true or false. HINT: --watch.deterministic false",
+    "--watch.deterministic 2": "--watch.deterministic 2 is not true or false. HINT: --watch.deterministic ",
 }
 
 
 @pytest.mark.parametrize("flags", BAD)
-def test_what_cannot_be_is_refused(flags: str) -> None:
+def test_impossible_values_are_refused(flags: str) -> None:
     with pytest.raises(ConfigError) as error:
         configuration.load(flags.split())
     assert str(error.value).startswith(BAD[flags])
 
 
-def test_a_changing_number_of_ranks_does_not_repeat() -> None:
+def test_deterministic_refuses_a_changing_number_of_ranks() -> None:
     with pytest.raises(ConfigError, match=r"--ray.num_workers 2:4\. HINT: --ray.num_workers 4"):
         configuration.load(["--watch.deterministic", "--backend", "ray", "--ray.num_workers", "2:4"])
 
@@ -123,45 +122,45 @@ def test_an_operation_that_cannot_repeat_is_refused(tmp_path: Path) -> None:
     assert "does not have a deterministic implementation" in said[0]
 
 
-def told(step: int, slow: float) -> Told:
+def told(step: int, slow: float) -> RankTimes:
     steps = {
         rank: {n: (0.02 * (slow if rank == 1 else 1 + 0.001 * (n % 3)), 0.03) for n in range(step - 30, step)}
         for rank in range(4)
     }
     spent = {rank: {"forward": 0.01 * step, "waiting": 0.002 * step} for rank in range(4)}
-    return Told(steps, spent, count=step, step=step)
+    return RankTimes(steps, spent, count=step, step=step)
 
 
 @pytest.mark.parametrize(("percent", "says"), [(7.0, 1), (50.0, 0), (0.0, 0)])
-def test_how_late_is_late_is_the_flag_s(tmp_path: Path, percent: float, says: int) -> None:
+def test_late_percent_decides_who_is_late(tmp_path: Path, percent: float, says: int) -> None:
     said: list[list[str]] = []
-    ledger = Ledger(percent, {"n1": [0, 1], "n2": [2, 3]}, Files(tmp_path), said.append)
-    ledger.beat(10.0, lambda: told(440, 1.18))
+    timing = TimingRecorder(percent, {"n1": [0, 1], "n2": [2, 3]}, RecordFiles(tmp_path), said.append)
+    timing.update(10.0, lambda: told(440, 1.18))
     assert len(said) == says
     assert not says or said[0] == ["watch: rank 1 (n1) is late by 18% since step 410"]
 
 
 @pytest.mark.parametrize(("starved", "says"), [(0.004, True), (0.0, False)])
-def test_a_rank_whose_processor_others_have_is_late_for_that(
+def test_a_rank_that_waits_for_a_processor_is_reported_with_that(
     tmp_path: Path, starved: float, says: bool
 ) -> None:
     said: list[str] = []
-    ledger = Ledger(7.0, {"n1": [0, 1]}, Files(tmp_path), said.extend)
+    timing = TimingRecorder(7.0, {"n1": [0, 1]}, RecordFiles(tmp_path), said.extend)
     for at, step in enumerate((20, 40)):
         steps = {rank: dict.fromkeys(range(1, step + 1), (0.02 + 0.005 * rank, 0.03)) for rank in range(2)}
         spent = {rank: {"forward": 0.0, "starved": 0.001 * step + starved * step * rank} for rank in range(2)}
-        ledger.beat(10.0 + at, functools.partial(Told, steps, spent, count=step, step=step))
+        timing.update(10.0 + at, functools.partial(RankTimes, steps, spent, count=step, step=step))
     assert len(said) == 1
     assert said[0].startswith("watch: rank 1 (n1) is late by 25% since step 1")
     assert ("waits for a processor that other processes have" in said[0]) is says
 
 
-def test_of_a_node_that_is_slow_as_a_whole_it_is_said_so(tmp_path: Path) -> None:
+def test_a_node_all_of_whose_ranks_are_late_is_reported(tmp_path: Path) -> None:
     said: list[str] = []
-    ledger = Ledger(7.0, {"n1": [0, 1, 2, 3], "n2": [4, 5]}, Files(tmp_path), said.extend)
+    timing = TimingRecorder(7.0, {"n1": [0, 1, 2, 3], "n2": [4, 5]}, RecordFiles(tmp_path), said.extend)
     paces = {rank: 1.2 if rank > 3 else 1.0 for rank in range(6)}
     steps = {rank: dict.fromkeys(range(1, 40), (0.02 * pace, 0.03)) for rank, pace in paces.items()}
-    ledger.beat(10.0, lambda: Told(steps, {}, count=40, step=40))
+    timing.update(10.0, lambda: RankTimes(steps, {}, count=40, step=40))
     assert [line.split(". HINT")[0] for line in said] == [
         "watch: rank 4 (n2) is late by 20% since step 1",
         "watch: rank 5 (n2) is late by 20% since step 1",
@@ -169,12 +168,12 @@ def test_of_a_node_that_is_slow_as_a_whole_it_is_said_so(tmp_path: Path) -> None
     ]
 
 
-def test_times_are_means_a_step_over_an_interval_that_grows(tmp_path: Path) -> None:
-    files = Files(tmp_path)
-    ledger = Ledger(0.0, {"n1": [0, 1, 2, 3]}, files, lambda _: None)
-    ledger._began = 0.0
+def test_times_are_means_per_step_over_a_growing_interval(tmp_path: Path) -> None:
+    files = RecordFiles(tmp_path)
+    timing = TimingRecorder(0.0, {"n1": [0, 1, 2, 3]}, files, lambda _: None)
+    timing._began = 0.0
     for at in range(10):
-        ledger.beat(1000.0 + 4 * at, lambda at=at: told(100 + 10 * at, 1.0))  # type: ignore[misc]
+        timing.update(1000.0 + 4 * at, lambda at=at: told(100 + 10 * at, 1.0))  # type: ignore[misc]
     files.close()
     lines = [json.loads(line) for line in (tmp_path / "timing.jsonl").read_text().splitlines()]
     assert [(one["from_step"], one["step"]) for one in lines] == [(100, 130), (130, 160), (160, 190)]
@@ -182,9 +181,11 @@ def test_times_are_means_a_step_over_an_interval_that_grows(tmp_path: Path) -> N
     assert lines[0] == {**lines[0], "seconds": 12.0}
 
 
-def test_a_disk_that_is_not_there_holds_nobody_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_cannot_be_written_blocks_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").write_text("no folder")
-    files = Files(tmp_path / "file" / "watch")
+    files = RecordFiles(tmp_path / "file" / "watch")
     for _ in range(3):
         files.append("verdicts.jsonl", {"a": 1})
     files.write("late-1/rank-0.txt", "stacks")
@@ -199,7 +200,7 @@ def test_a_disk_that_is_not_there_holds_nobody_up(tmp_path: Path, caplog: pytest
 
 def test_a_record_of_the_watch_follows_a_torn_one(tmp_path: Path) -> None:
     (tmp_path / "late.jsonl").write_text('{"rank": 1, "no')
-    files = Files(tmp_path)
+    files = RecordFiles(tmp_path)
     files.append("late.jsonl", {"rank": 2})
     files.close()
     assert (tmp_path / "late.jsonl").read_text().splitlines()[1:] == ['{"rank": 2}']
@@ -208,10 +209,10 @@ def test_a_record_of_the_watch_follows_a_torn_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("terminal", "term", "starts"), [(False, "xterm", ""), (True, "xterm", "\r\x1b[2K"), (True, "dumb", "")]
 )
-def test_a_line_is_plain_and_takes_the_live_lines_place_on_a_terminal(
+def test_a_line_is_plain_and_replaces_the_live_line_on_a_terminal(
     terminal: bool, term: str, starts: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(os, "isatty", lambda _: terminal)
     monkeypatch.setenv("TERM", term)
-    say(["watch: rank 1 (n2) is stopped", "  ranks 0 waits"])
+    print_lines(["watch: rank 1 (n2) is stopped", "  ranks 0 waits"])
     assert capfd.readouterr().err == f"{starts}watch: rank 1 (n2) is stopped\n  ranks 0 waits\n"

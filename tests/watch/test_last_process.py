@@ -1,4 +1,4 @@
-"""How a rank that has failed leaves: told of, with its own exit code, after its atexit handlers, and soon."""
+"""How a failed rank ends: its failure printed, with its exit code, after its atexit handlers, and soon."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from pathlib import Path
 import pytest
 
 from bench.ports import free_port
+from fsdp.base import proc
 from fsdp.config import WatchSection
 from fsdp.dist.env import DistEnv
 from fsdp.watch import status_page
-from fsdp.watch.last_process import wait_until_told
-from fsdp.watch.monitor_options import Orders
-from fsdp.watch.node_ranks import Crew
-from fsdp.watch.rank import Watch, _spawn, sweep, tell_torchrun
-from fsdp.watch.records import Files
-from fsdp.watch.status_page import FAILED, MONITOR, PID, SAID, STATE, Cells
+from fsdp.watch.last_process import wait_until_printed
+from fsdp.watch.monitor_options import MonitorOptions
+from fsdp.watch.node_ranks import NodeRanks
+from fsdp.watch.rank import Watch, _pid_namespace, _spawn, remove_stale_names, write_torchrun_error_file
+from fsdp.watch.records import RecordFiles
+from fsdp.watch.status_page import FAILED, MONITOR, PID, PRINTED, STATE, StatusPage
 from tests.support.processes import eventually
 from tests.support.world import run_world
 
@@ -33,8 +34,8 @@ SOON_S = 8.0
 
 
 @pytest.fixture
-def page() -> Iterator[Cells]:
-    own = status_page.create(f"shardrun-test-{os.getpid()}-{threading.get_ident()}.cells")
+def page() -> Iterator[StatusPage]:
+    own = status_page.create(f"shardrun-test-{os.getpid()}-{threading.get_ident()}.page")
     yield own
     own.path.unlink(missing_ok=True)
     own.close()
@@ -42,24 +43,22 @@ def page() -> Iterator[Cells]:
 
 def state(pid: int) -> str:
     """As in /proc; X if the process is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return "X"
+    found = proc.stat(pid)
+    return found.state if found is not None else "X"
 
 
-# ---------------------------------------------------------------- waiting to be told
+# ---------------------------------------------------------------- waiting for the monitor to print
 
 
-def test_a_failure_that_was_printed_is_not_waited_for(page: Cells) -> None:
-    page.numbers[SAID] = 1
-    assert wait_until_told(page)
+def test_a_failure_that_was_printed_is_not_waited_for(page: StatusPage) -> None:
+    page.numbers[PRINTED] = 1
+    assert wait_until_printed(page)
 
 
-def test_a_monitor_that_has_ended_is_not_waited_for(page: Cells) -> None:
+def test_a_monitor_that_has_ended_is_not_waited_for(page: StatusPage) -> None:
     over = subprocess.Popen(["true"])
     page.numbers[MONITOR] = over.pid  # a zombie of ours
-    assert not wait_until_told(page)
+    assert not wait_until_printed(page)
     over.wait()
 
 
@@ -69,7 +68,7 @@ def test_of_two_failures_in_one_second_torchrun_takes_the_cause(
     told = []
     for secondary in (True, False):
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{secondary}"))
-        tell_torchrun({"time": 5.5, "secondary": secondary, "message": "it broke"})
+        write_torchrun_error_file({"time": 5.5, "secondary": secondary, "message": "it broke"})
         told.append(json.loads((tmp_path / f"{secondary}").read_text())["message"])
     first = min(told, key=lambda one: int(one["extraInfo"]["timestamp"]))  # as ChildFailedError does
     assert first["message"] == "it broke"
@@ -79,14 +78,14 @@ def test_of_two_failures_in_one_second_torchrun_takes_the_cause(
 
 ENDS = """
 import atexit, os, sys, threading, time
-from fsdp.watch import farewell
+from fsdp.watch import last_process
 
 class Teardown:
     def __del__(self, wait=time.sleep):
         wait(3600)
 
-farewell.LEAVE_S = 1.0
-end, kept = farewell.Farewell(), Teardown()
+last_process.EXIT_S = 1.0
+end, kept = last_process.Farewell(), Teardown()
 atexit.register(print, "handler of a user", flush=True)
 if "handler" in sys.argv:
     atexit.register(time.sleep, 3600)
@@ -104,7 +103,7 @@ def test_a_failed_process_ends_with_its_code_whatever_holds_it(stuck: str, print
     assert (done.stdout == "handler of a user\n") is printed
 
 
-STAND_IN_FOR_NCCL = """
+NCCL_STAND_IN = """
 import sys, threading, torch, torch.distributed as dist
 from fsdp.dist import env
 
@@ -112,7 +111,8 @@ env.ABORT_S = 1.0
 for name in sys.argv[1:]:  # as NCCL's, which wait for kernels that never end
     setattr(dist.ProcessGroup, name, lambda *_: threading.Event().wait())
 here = env.DistEnv(
-    rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, num_nodes=1, device=torch.device("cpu"), launcher=""
+    rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, num_nodes=1,
+    device=torch.device("cpu"), launcher="",
 )
 with env.process_group(here, 600):
     raise ValueError("this rank has failed")
@@ -122,7 +122,7 @@ with env.process_group(here, 600):
 @pytest.mark.parametrize("stuck", ["shutdown", "shutdown abort"])
 def test_after_an_exception_no_group_is_destroyed(stuck: str) -> None:
     """A stand-in for NCCL: destroy_process_group calls `shutdown`."""
-    command = [sys.executable, "-c", STAND_IN_FOR_NCCL, *stuck.split()]
+    command = [sys.executable, "-c", NCCL_STAND_IN, *stuck.split()]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
     assert done.returncode == 1
     assert "ValueError: this rank has failed" in done.stderr
@@ -139,8 +139,9 @@ def start(rank: int, port: int, folder: Path, *flags: str) -> subprocess.Popen[s
     }
     environ = os.environ | {name: str(value) for name, value in variables.items()}
     words = (
-        "--model.name tests.watch.leaving:Fails --data.name tests.support.user_code:vectors --train.steps 9 --train.global_batch 12 "
-        f"--checkpoint.every_steps 0 --checkpoint.export false --run.dir {folder / 'run'}"
+        "--model.name tests.watch.leaving:Fails --data.name tests.support.user_code:vectors "
+        f"--train.steps 9 --train.global_batch 12 --checkpoint.every_steps 0 --checkpoint.export false "
+        f"--run.dir {folder / 'run'}"
     )
     return subprocess.Popen(
         [sys.executable, "train.py", *words.split(), *flags],
@@ -153,7 +154,7 @@ def start(rank: int, port: int, folder: Path, *flags: str) -> subprocess.Popen[s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("watched", ["true", "false"])
-def test_both_ranks_leave_soon_and_call_their_atexit_handlers(watched: str, tmp_path: Path) -> None:
+def test_both_ranks_end_soon_and_call_their_atexit_handlers(watched: str, tmp_path: Path) -> None:
     port = free_port()
     ranks = [start(rank, port, tmp_path, "--watch.enabled", watched) for rank in range(2)]
     try:
@@ -179,15 +180,15 @@ def test_both_ranks_leave_soon_and_call_their_atexit_handlers(watched: str, tmp_
 
 
 @pytest.mark.parametrize(("ended", "failed"), [(False, False), (True, True)])
-def test_a_rank_that_has_failed_and_does_not_leave_is_ended(
-    page: Cells, ended: bool, failed: bool, tmp_path: Path
+def test_a_failed_rank_that_hangs_is_ended(
+    page: StatusPage, ended: bool, failed: bool, tmp_path: Path
 ) -> None:
     rank = subprocess.Popen(["sleep", "3600"])
     try:
         page.numbers[PID], page.numbers[STATE] = rank.pid, FAILED
-        crew = Crew({0: str(page.path)}, "n1", Files(tmp_path))
-        crew.look(time.monotonic(), 0.0)
-        assert crew.end(failed) is ended
+        ranks = NodeRanks({0: str(page.path)}, "n1", RecordFiles(tmp_path))
+        ranks.observe(time.monotonic(), 0.0)
+        assert ranks.end(failed) is ended
         if ended:
             assert rank.wait(10) == -signal.SIGKILL
         assert rank.poll() == (-signal.SIGKILL if ended else None)
@@ -196,12 +197,12 @@ def test_a_rank_that_has_failed_and_does_not_leave_is_ended(
         rank.wait()
 
 
-def stopped_while_it_watches(env: DistEnv, folder: str) -> tuple[float, int | None]:
+def stopped_monitor(env: DistEnv, folder: str) -> tuple[float, int | None]:
     """Seconds that the run's end took, and the monitor's exit code."""
     with Watch(WatchSection(), env, Path(folder)) as watch:
         monitor = watch._monitor
         assert monitor is not None
-        eventually("the monitor looks", lambda: watch._cells and watch._cells.numbers[MONITOR], 30)
+        eventually("the monitor observes", lambda: watch._page and watch._page.numbers[MONITOR], 30)
         monitor.send_signal(signal.SIGSTOP)
         eventually("it is stopped", lambda: state(monitor.pid) == "T", 10)
         began = time.monotonic()
@@ -210,20 +211,20 @@ def stopped_while_it_watches(env: DistEnv, folder: str) -> tuple[float, int | No
 
 
 def test_a_stopped_monitor_ends_with_its_run_which_does_not_wait_for_it(tmp_path: Path) -> None:
-    [(took, code)] = run_world(1, stopped_while_it_watches, str(tmp_path))
+    [(took, code)] = run_world(1, stopped_monitor, str(tmp_path))
     assert code == 0
     assert took < 1.9
 
 
-def test_a_stopped_monitor_ends_though_its_rank_was_killed(page: Cells, tmp_path: Path) -> None:
+def test_a_stopped_monitor_ends_though_its_rank_was_killed(page: StatusPage, tmp_path: Path) -> None:
     rank = os.fork()
     if not rank:
         page.numbers[PID] = os.getpid()
-        orders = Orders("n1", str(tmp_path), {0: str(page.path)}, {"n1": [0]}, 0.0, 0.0, "", True)
-        _spawn(orders)
+        options = MonitorOptions("n1", str(tmp_path), {0: str(page.path)}, {"n1": [0]}, 0.0, 0.0, "")
+        _spawn(options)
         time.sleep(3600)
     try:
-        monitor = int(eventually("the monitor looks", lambda: page.numbers[MONITOR], 30))
+        monitor = int(eventually("the monitor observes", lambda: page.numbers[MONITOR], 30))
         os.kill(monitor, signal.SIGSTOP)
         eventually("it is stopped", lambda: state(monitor) == "T", 10)
     finally:
@@ -232,16 +233,16 @@ def test_a_stopped_monitor_ends_though_its_rank_was_killed(page: Cells, tmp_path
     eventually("the monitor ends", lambda: state(monitor) in "ZX", 15)
 
 
-def test_names_that_killed_ranks_have_left_are_swept_away() -> None:
+def test_files_of_killed_ranks_are_removed() -> None:
     over = subprocess.Popen(["true"])
     over.wait()
-    space = Path("/proc/self/ns/pid").stat().st_ino
+    space = _pid_namespace()
     dead, ours = (
         status_page.folder() / f"shardrun-{space}-{pid}-test.sock" for pid in (over.pid, os.getpid())
     )
     for one in (dead, ours):
         one.touch()
-    sweep()
+    remove_stale_names()
     assert not dead.exists()
     assert ours.exists()
     ours.unlink()

@@ -1,4 +1,4 @@
-"""What is kept of numbers that look wrong: whose replica differs, which unit's gradients, which samples."""
+"""Replicas that differ, gradient norms by unit, and the samples of a spike."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_no_factor_no_spike(tmp_path: Path) -> None:
     assert not (tmp_path / "watch").exists()
 
 
-def test_the_majority_is_right_and_two_may_both_be_wrong() -> None:
+def test_ranks_outside_the_majority_are_odd_and_both_of_two() -> None:
     assert odd_ones([7, 7, 8], [0, 2, 4]) == [4]
     assert odd_ones([7, 8], [1, 3]) == [1, 3]
 
@@ -83,12 +83,12 @@ def test_replicas_that_differ_stop_the_run_within_n_steps(tmp_path: Path, strate
     )
 
 
-def test_replicas_that_agree_are_left_alone(tmp_path: Path) -> None:
+def test_equal_replicas_pass(tmp_path: Path) -> None:
     finished = run(2, tmp_path, "--watch.divergence 2 --train.steps 4 --mesh.strategy ddp")
     assert [record["step"] for record in finished.records if "loss" in record] == [1, 2, 3, 4]
 
 
-def test_without_replicas_there_is_nothing_to_compare(tmp_path: Path) -> None:
+def test_divergence_without_replicas_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
         match=r"--watch.divergence 2: --mesh.strategy fsdp has one replica.*HINT: --watch.divergence 0",

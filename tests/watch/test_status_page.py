@@ -1,6 +1,4 @@
-"""What a rank tells of itself, read as a monitor reads it; and the device's clock, with a device made up
-here.
-"""
+"""The status page, read as a monitor reads it; and the device's clock, with a stand-in for the device."""
 
 from __future__ import annotations
 
@@ -17,30 +15,30 @@ from fsdp.base.phases import ACTIVITIES, Activity, announces
 from fsdp.checkpoint.local_store import LocalStore
 from fsdp.watch import collective_calls, status_page
 from fsdp.watch.cuda_timing import DeviceClock
-from fsdp.watch.status_page import CUDA, SPENT, Cells, Writer
+from fsdp.watch.status_page import CUDA, SPENT, StatusPage, Writer
 
 
 @pytest.fixture
-def page() -> Iterator[Cells]:
-    own = status_page.create(f"shardrun-test-{os.getpid()}.cells")
+def page() -> Iterator[StatusPage]:
+    own = status_page.create(f"shardrun-test-{os.getpid()}.page")
     yield own
     own.path.unlink()
     own.close()
 
 
-def test_a_step_is_read_as_it_was_told(page: Cells) -> None:
+def test_a_step_is_read_as_it_was_written(page: StatusPage) -> None:
     writer = Writer(page.numbers)
     other = status_page.attach(page.path)
     for step in (1, 2, 3):
         for name in ("data", "forward", "backward", "reduce", "optimizer", "record"):
             writer.phase(name, step)
-    beat = status_page.read(other.numbers)
-    assert (beat.step, beat.phase, beat.steps) == (3, "record", 2)
+    status = status_page.read(other.numbers)
+    assert (status.step, status.phase, status.steps) == (3, "record", 2)
     assert set(status_page.ring(other.numbers)) == {1, 2}
     other.close()
 
 
-def test_waiting_is_no_work(page: Cells) -> None:
+def test_waiting_does_not_count_as_work(page: StatusPage) -> None:
     writer = Writer(page.numbers)
     writer.phase("data", 1)
     writer.phase("forward", 1)
@@ -52,23 +50,23 @@ def test_waiting_is_no_work(page: Cells) -> None:
     assert status_page.spent(page.numbers)["waiting"] == 0.015
 
 
-def test_last_words_are_read_whole_and_long_ones_cut(page: Cells) -> None:
-    assert page.told() is None
-    page.tell({"message": "it broke", "trace": "x" * 100_000, "time": 1.5})
-    told = page.told()
+def test_a_failure_is_read_whole_and_a_long_one_cut(page: StatusPage) -> None:
+    assert page.read_failure() is None
+    page.write_failure({"message": "it broke", "trace": "x" * 100_000, "time": 1.5})
+    told = page.read_failure()
     assert told is not None
     assert (told["message"], told["time"]) == ("it broke", 1.5)
     assert 100 < len(told["trace"]) < 8192
 
 
-def test_what_a_rank_is_inside_of_is_read_while_it_stands_there(
-    page: Cells, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_activities_of_both_threads_are_read(
+    page: StatusPage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[Activity, Activity]] = []
 
     def look(*_: object) -> None:
-        beat = status_page.read(page.numbers)
-        seen.append((beat.does, beat.behind))
+        status = status_page.read(page.numbers)
+        seen.append((status.activity, status.save_activity))
 
     monkeypatch.setattr(ACTIVITIES, "listener", Writer(page.numbers).activity)
     monkeypatch.setattr(os, "fsync", look)
@@ -87,7 +85,7 @@ def test_what_a_rank_is_inside_of_is_read_while_it_stands_there(
     ]
 
 
-def test_collectives_are_wrapped_only_while_a_run_lasts(page: Cells) -> None:
+def test_collectives_are_wrapped_only_while_a_run_lasts(page: StatusPage) -> None:
     before = dist.all_reduce
     wrapped = collective_calls.Calls(Writer(page.numbers))
     assert dist.all_reduce is not before
@@ -117,7 +115,7 @@ class Group:
         return "gathered"
 
 
-def test_the_device_s_times_come_when_its_events_have_passed(page: Cells) -> None:
+def test_device_times_are_read_once_the_events_have_passed(page: StatusPage) -> None:
     page.numbers[CUDA] = 1
     writer = Writer(page.numbers)
     clock = DeviceClock(writer, Tick)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pytest
 
-from fsdp.watch.stragglers import TRIM, WINDOW, Lateness, Over, Straggler, Work
+from fsdp.watch.stragglers import TRIM, WINDOW, CaughtUp, Straggler, Stragglers, Work
 
 NOISE: dict[str, Callable[[random.Random, float], float]] = {
     "normal": lambda dice, size: dice.gauss(0, size),
@@ -49,17 +49,17 @@ def course(
     return works
 
 
-def said(lateness: Lateness, works: list[Work], at_once: int = 7) -> list[Straggler | Over]:
+def said(stragglers: Stragglers, works: list[Work], at_once: int = 7) -> list[Straggler | CaughtUp]:
     """Fed as the monitor does: a few steps at a time."""
-    told: list[Straggler | Over] = []
+    told: list[Straggler | CaughtUp] = []
     for until in range(at_once, len(works[0]) + at_once, at_once):
         for rank, steps in enumerate(works):
-            lateness.feed(rank, {step: work for step, work in steps.items() if step <= until})
-        told += lateness.judge()
+            stragglers.feed(rank, {step: work for step, work in steps.items() if step <= until})
+        told += stragglers.update()
     return told
 
 
-def late(told: Sequence[Straggler | Over]) -> list[Straggler]:
+def late(told: Sequence[Straggler | CaughtUp]) -> list[Straggler]:
     return [one for one in told if isinstance(one, Straggler)]
 
 
@@ -68,65 +68,65 @@ def test_a_tenth_slower_is_named_within_thirty_steps(ranks: int, size: float) ->
     soon = 0
     for seed in range(40):
         found = late(
-            said(Lateness(7.0), course(ranks, 150, "normal", size, seed, {ranks - 1: 1.1}, since=101))
+            said(Stragglers(7.0), course(ranks, 150, "normal", size, seed, {ranks - 1: 1.1}, since=101))
         )
         assert {one.rank for one in found} <= {ranks - 1}
         soon += bool(found) and found[0].step <= 130
     assert soon >= 38  # the noise of single steps leaves a few for a little later
 
 
-def test_it_says_by_how_much_and_since_when() -> None:
-    (found,) = late(said(Lateness(7.0), course(4, 200, "normal", 0.03, 1, {2: 1.3}, since=101)))
+def test_a_straggler_has_its_percentage_and_first_step() -> None:
+    (found,) = late(said(Stragglers(7.0), course(4, 200, "normal", 0.03, 1, {2: 1.3}, since=101)))
     assert found.rank == 2
     assert 25 < found.percent < 35
     assert abs(found.since_step - 101) <= 2
 
 
-def test_one_that_was_slow_from_the_start_is_named_as_soon_as_a_window_is_full() -> None:
-    (found,) = late(said(Lateness(7.0), course(2, 35, "normal", 0.03, 1, {1: 1.15})))
+def test_a_rank_slow_from_the_start_is_named_once_a_window_is_full() -> None:
+    (found,) = late(said(Stragglers(7.0), course(2, 35, "normal", 0.03, 1, {1: 1.15})))
     assert (found.rank, found.since_step) == (1, 1)
     assert found.step <= 30
 
 
 @pytest.mark.parametrize("kind", [*NOISE, "correlated"])
 @pytest.mark.parametrize("size", [0.05, 0.2])
-def test_noise_names_nobody(kind: str, size: float) -> None:
-    assert late(said(Lateness(7.0), course(4, 4_000, kind, size, 3, {}), at_once=50)) == []
+def test_noise_names_no_rank(kind: str, size: float) -> None:
+    assert late(said(Stragglers(7.0), course(4, 4_000, kind, size, 3, {}), at_once=50)) == []
 
 
-def test_a_pause_of_a_few_steps_is_nobody_s_lateness() -> None:
+def test_a_pause_of_a_few_steps_is_not_stragglers() -> None:
     works = course(4, 200, "normal", 0.03, 1, {})
     works[1] = {n: (10 * own if n % 50 < TRIM else own, whole) for n, (own, whole) in works[1].items()}
-    assert said(Lateness(7.0), works) == []
+    assert said(Stragglers(7.0), works) == []
 
 
-def test_it_is_said_once_and_again_when_it_is_over() -> None:
+def test_stragglers_is_reported_once_and_its_end_once() -> None:
     works = course(4, 400, "normal", 0.03, 1, {1: 1.3}, since=101)
     works[1] = {n: (own / 1.3 if n > 250 else own, whole) for n, (own, whole) in works[1].items()}
-    begun, over = said(Lateness(7.0), works)
+    begun, over = said(Stragglers(7.0), works)
     assert isinstance(begun, Straggler)
-    assert isinstance(over, Over)
+    assert isinstance(over, CaughtUp)
     assert over.rank == 1
     assert 250 < over.step <= 250 + WINDOW
 
 
 def test_both_ranks_of_a_slow_node_are_named() -> None:
-    found = late(said(Lateness(7.0), course(6, 160, "normal", 0.03, 1, {4: 1.2, 5: 1.2}, since=101)))
+    found = late(said(Stragglers(7.0), course(6, 160, "normal", 0.03, 1, {4: 1.2, 5: 1.2}, since=101)))
     assert sorted(one.rank for one in found) == [4, 5]
 
 
-def test_what_is_less_than_asked_for_is_not_named() -> None:
-    assert said(Lateness(25.0), course(4, 300, "normal", 0.03, 5, {2: 1.15})) == []
+def test_less_than_the_requested_percentage_is_not_named() -> None:
+    assert said(Stragglers(25.0), course(4, 300, "normal", 0.03, 5, {2: 1.15})) == []
 
 
-def test_too_few_steps_say_nothing() -> None:
-    assert said(Lateness(7.0), course(4, WINDOW - 1, "normal", 0.03, 1, {1: 2.0})) == []
+def test_too_few_steps_name_no_rank() -> None:
+    assert said(Stragglers(7.0), course(4, WINDOW - 1, "normal", 0.03, 1, {1: 2.0})) == []
 
 
-def test_steps_that_nobody_saw_begin_it_anew() -> None:
-    lateness = Lateness(7.0)
+def test_a_gap_in_the_steps_starts_the_history_again() -> None:
+    stragglers = Stragglers(7.0)
     works = course(2, 40, "normal", 0.03, 1, {1: 1.3})
     for later in (0, 500):
         for rank, steps in enumerate(works):
-            lateness.feed(rank, {n + later: work for n, work in steps.items() if n < WINDOW})
-        assert lateness.judge() == []
+            stragglers.feed(rank, {n + later: work for n, work in steps.items() if n < WINDOW})
+        assert stragglers.update() == []
