@@ -34,7 +34,9 @@ class LossScaler:
             self._state.good_steps = 0
 
     def overflow(self) -> bool:
-        """Halve, and say whether a smaller scale may still help: below 1 the numbers themselves are at fault."""
+        """Halve, and say whether a smaller scale may still help: below 1 the numbers themselves are at
+        fault.
+        """
         self._state.loss_scale /= 2
         self._state.good_steps = 0
         return self.scale >= 1

@@ -125,7 +125,8 @@ class Verdicts:
         ranks = [(rank, name) for rank, (name, _) in enumerate(told) if name]
         losses = [rank for rank, (_, finite) in enumerate(told) if not finite]
         place = (
-            f", first in {ranks[0][1]} on rank{'s' * (len(ranks) > 1)} {', '.join(str(r) for r, _ in ranks[:8])}"
+            f", first in {ranks[0][1]} on rank{'s' * (len(ranks) > 1)} "
+            f"{', '.join(str(r) for r, _ in ranks[:8])}"
             if ranks
             else ""
         )

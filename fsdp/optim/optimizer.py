@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp.config import OptimSection
-from fsdp.optim.small_states import SmallStateAdam, adapt_states, moment_bytes, places_of
+from fsdp.optim.small_states import SmallStateAdam, adapt_states, places_of
 
 
 class _OnShards(torch.optim.Adam):
@@ -72,7 +72,9 @@ def build_optimizer(section: OptimSection, model: nn.Module) -> torch.optim.Opti
 
 
 def parameter_groups(section: OptimSection, parameters: Iterable[nn.Parameter]) -> list[dict[str, object]]:
-    """At most four groups, in a fixed order: decayed or not, sharded or not. Frozen parameters are in none."""
+    """At most four groups, in a fixed order: decayed or not, sharded or not. Frozen parameters are in
+    none.
+    """
     sorted_out: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.requires_grad:
@@ -84,15 +86,6 @@ def parameter_groups(section: OptimSection, parameters: Iterable[nn.Parameter]) 
         {"params": found, "weight_decay": decay if matrix else 0.0}
         for (matrix, _), found in sorted(sorted_out.items(), key=lambda item: item[0], reverse=True)
     ]
-
-
-def state_bytes(section: OptimSection, parameters: Iterable[torch.Tensor], itemsize: int) -> int:
-    """What the optimizer keeps of whole parameters that are `itemsize` bytes an element."""
-    trained = [p for p in parameters if p.requires_grad]
-    if section.state != "master":
-        return sum(moment_bytes(p, section.state) for p in trained)
-    moments = {"adamw": 2, "adam": 2, "sgd": 1 if section.momentum else 0}[section.name]
-    return moments * itemsize * sum(p.numel() for p in trained)
 
 
 def apply_hyperparameters(section: OptimSection, optimizer: torch.optim.Optimizer) -> None:

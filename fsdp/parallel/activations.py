@@ -135,7 +135,8 @@ class _Stateless:
 
     def _refusal(self, changed: str) -> ConfigError:
         return ConfigError(
-            f"--memory.{self._flag}: the forward of {self._name or type(self._block).__name__} changes its own state, "
+            f"--memory.{self._flag}: the forward of {self._name or type(self._block).__name__} changes its "
+            "own state, "
             f"{changed.partition('@')[0]}, and backward would change it a second time.",
             NO_RECOMPUTATION,
         )
@@ -149,7 +150,8 @@ def refused_recomputation(error: Exception) -> ConfigError | None:
         return None
     first = " ".join(str(error).split("\n")[0].split())
     return ConfigError(
-        f"a unit's forward computes something else when backward repeats it ({first[:160]}): it changes its own state or "
+        f"a unit's forward computes something else when backward repeats it ({first[:160]}): it changes "
+        "its own state or "
         "reads one that changes.",
         NO_RECOMPUTATION,
     )

@@ -1,12 +1,13 @@
-"""A person's own communication in place of FSDP's, and by what a reduction divides. What is gathered when is
-fsdp/parallel/shard.py's.
+"""The user's own communication in place of FSDP's, and the divisor of a reduction.
 
-    --comm.all_gather, --comm.reduce_scatter   package.module:function(output, input, group, …) → work, or None when it is done;
-                                               or a class whose instance is called so and may allocate(size, dtype=, device=)
-    --comm.all_reduce_hook                     package.module:function(gradient), after the reduction of each unit, in place
+    --comm.all_gather, --comm.reduce_scatter
+        package.module:function(output, input, group, …) → work, or None when it is done; or a class whose
+        instance is called so and may allocate(size, dtype=, device=)
+    --comm.all_reduce_hook
+        package.module:function(gradient), after the reduction of each unit, in place
 
-The process groups are those of the mesh. A function is the same on every rank or the ranks part; nobody can
-check that here.
+The process groups are those of the mesh. A function must be the same on every rank; nothing here can check
+that. Not here: what is gathered when (shard.py).
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ def _check_takes(function: Callable[..., Any], count: int, path: str, flag: str)
 def check_divide(section: CommSection, sizes: MeshSizes) -> None:
     if section.divide_by and sizes.shard == 1:
         raise ConfigError(
-            f"--comm.divide_by {section.divide_by} divides where shards are reduced, and replicate {sizes.replicate} × shard 1 "
+            f"--comm.divide_by {section.divide_by} divides where shards are reduced, and replicate "
+            f"{sizes.replicate} × shard 1 "
             "has none.",
             "leave it out, or --mesh.shard 2",
         )

@@ -177,7 +177,9 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _is_locked(folder: Path, entry: Path) -> bool:
-    """Whether a process holds torch's lock on what is compiled to it: a linker writes under the final name."""
+    """Whether a process holds torch's lock on what is compiled to it: a linker writes under the final
+    name.
+    """
     lock = folder / LOCKS / f"{entry.name.partition('.')[0]}.lock"
     try:
         with lock.open("rb") as file:

@@ -40,7 +40,8 @@ def check_float8(speed: SpeedSection, device: torch.device) -> None:
         return
     if device.type != "cuda":
         raise ConfigError(
-            f"--speed.float8 {speed.float8} needs a GPU that multiplies in float8, and this is {device.type}.",
+            f"--speed.float8 {speed.float8} needs a GPU that multiplies in float8, and this is "
+            f"{device.type}.",
             "--speed.float8 off, or --speed.float8_emulate true to try the rounding",
         )
     has, needed = torch.cuda.get_device_capability(device), NEEDED[speed.float8]
@@ -66,7 +67,8 @@ def apply_float8(units: Sequence[Sequence[nn.Module]], speed: SpeedSection, *, s
     chosen = {id(layer) for layer in convertible(units)}
     if not chosen:
         raise ConfigError(
-            f"--speed.float8 {speed.float8}: no nn.Linear within the model's blocks has sizes that are multiples of 16.",
+            f"--speed.float8 {speed.float8}: no nn.Linear within the model's blocks has sizes that are "
+            "multiples of 16.",
             "--speed.float8 off, or --model.args with such widths",
         )
     convert: Any = importlib.import_module("torchao.float8").convert_to_float8_training

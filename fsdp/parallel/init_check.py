@@ -22,7 +22,9 @@ from fsdp.models.init import Constant, Init
 
 @dataclass(frozen=True)
 class Cut:
-    """Which elements of a flattened parameter a rank keeps: dim-0 rows are contiguous, so two numbers say it."""
+    """Which elements of a flattened parameter a rank keeps: dim-0 rows are contiguous, so two numbers say
+    it.
+    """
 
     start: int
     numel: int
@@ -123,7 +125,9 @@ def _unfilled(root: nn.Module, known: Container[str]) -> Iterator[str]:
         for key, value in vars(module).items():
             if isinstance(value, Tensor) and value.is_meta:
                 owner = name or type(root).__name__
-                yield f"{owner}.{key} is a tensor that no register_buffer made, and is still on the meta device"
+                yield (
+                    f"{owner}.{key} is a tensor that no register_buffer made, and is still on the meta device"
+                )
 
 
 def _is_poisoned(part: Tensor) -> bool:
@@ -186,7 +190,8 @@ def _equal_shards(name: str, digests: list[tuple[int, ...]], count: int) -> list
         if numel and not constant:
             if digests[rank] in seen:
                 return [
-                    f"{name} is the same on ranks {seen[digests[rank]]} and {rank}, which hold different shards"
+                    f"{name} is the same on ranks {seen[digests[rank]]} and {rank}, which hold different "
+                    "shards"
                 ]
             seen[digests[rank]] = rank
     return []

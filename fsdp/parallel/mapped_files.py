@@ -149,7 +149,8 @@ def _refuse(asked: list[_DiskNeed], folder: Path, flag: str, what: str) -> None:
         free = min(other.free for other in sharers)
         if total > free:
             raise ConfigError(
-                f"{what} of {len(sharers)} rank{'s' * (len(sharers) > 1)} {'take' if len(sharers) > 1 else 'takes'} "
+                f"{what} of {len(sharers)} rank{'s' * (len(sharers) > 1)} "
+                f"{'take' if len(sharers) > 1 else 'takes'} "
                 f"{total / 2**30:.2f} GiB, but {folder} on {one.host} has {free / 2**30:.2f} GiB free.",
                 f"--{flag} a folder on a larger disk",
             )

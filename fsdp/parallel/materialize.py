@@ -222,14 +222,16 @@ def _check_state_fits(state: Mapping[str, Tensor], names: Mapping[str, list[str]
     over = [name for name in state if name not in known_names]
     if over:
         raise ConfigError(
-            f"--model.weights has {over[0]}, which the model has not ({len(over)} of {len(state)} are left over).",
+            f"--model.weights has {over[0]}, which the model has not ({len(over)} of {len(state)} are left "
+            "over).",
             "give --model.preset and --model.args as the weights were trained with",
         )
     for name, some in names.items():
         for known in some:
             if known in state and state[known].shape != tensors[name].shape:
                 raise ConfigError(
-                    f"--model.weights has {known} as {tuple(state[known].shape)}, the model as {tuple(tensors[name].shape)}.",
+                    f"--model.weights has {known} as {tuple(state[known].shape)}, the model as "
+                    f"{tuple(tensors[name].shape)}.",
                     "give --model.preset and --model.args as the weights were trained with",
                 )
 

@@ -167,7 +167,9 @@ class Shelf:
             self.forget(self._slots.values())
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer's own step, on one part after another; the next part is asked of the disk meanwhile."""
+        """The optimizer's own step, on one part after another; the next part is asked of the disk
+        meanwhile.
+        """
         parts = list(self._parts(optimizer))
         for at, part in enumerate(parts):
             for parameter in parts[at + 1] if at + 1 < len(parts) else ():

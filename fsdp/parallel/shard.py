@@ -73,7 +73,9 @@ def resolve_dtypes(precision: PrecisionSection, device: torch.device) -> Dtypes:
 
 @dataclass
 class Sharded:
-    """root holds the parameters, runs is what is called (they differ under DDP); both carry the same weights."""
+    """root holds the parameters, runs is what is called (they differ under DDP); both carry the same
+    weights.
+    """
 
     root: nn.Module
     sizes: MeshSizes
@@ -148,7 +150,8 @@ class Sharded:
             unused = [name for name, p in self.root.named_parameters() if p.requires_grad and p.grad is None]
             more = f" (and {len(unused) - 1} more)" if len(unused) > 1 else ""
             refused = ConfigError(
-                f"the loss of rank {dist.get_rank()} does not depend on {unused[0] if unused else 'a parameter'}{more}, and "
+                f"the loss of rank {dist.get_rank()} does not depend on "
+                f"{unused[0] if unused else 'a parameter'}{more}, and "
                 "--mesh.strategy ddp reduces every gradient.",
                 f"--mesh.strategy fsdp, or --model.frozen {','.join(unused[:4])}",
             )

@@ -45,7 +45,9 @@ def mib(sent: float) -> str:
 
 @dataclass(frozen=True)
 class _CommUnit:
-    """One communication unit, with FSDP's padding: the bytes of all its elements, and how many are trained."""
+    """One communication unit, with FSDP's padding: the bytes of all its elements, and how many are
+    trained.
+    """
 
     whole: int
     trained: int

@@ -1,6 +1,7 @@
-"""Will it fit, and how fast: without a GPU, before the job is queued.
+"""Memory and step time of a configuration, without a GPU, before the job is queued.
 
-    python -m fsdp.plan --model.name transformer --model.preset llama-8b --plan.gpus 64 --plan.gpu h100 --data.seq_len 8192
+    python -m fsdp.plan --model.name transformer --model.preset llama-8b --data.seq_len 8192 \\
+        --plan.gpus 64 --plan.gpu h100
 
 train.py's flags and recipes (--config FILE), and --plan's own. What is given stays; mesh, micro-batch,
 resharding, checkpointing and, where nothing else fits, offload are searched. --plan.fix true plans the flags
@@ -66,7 +67,8 @@ def answer(config: Config, given: frozenset[str]) -> list[str]:
         plans, ranks = list(found.plans), found.ranks
     best = plans[0]
     lines += [
-        f"{ranks or best.sizes.ranks} × {rates.name}, {rates.memory / 2**30:.1f} GiB each, margin {config.plan.margin:.0%}",
+        f"{ranks or best.sizes.ranks} × {rates.name}, {rates.memory / 2**30:.1f} GiB each, margin "
+        f"{config.plan.margin:.0%}",
         "",
     ]
     lines += [*report.table(plans, config.plan.rows), ""]
@@ -84,7 +86,8 @@ def answer(config: Config, given: frozenset[str]) -> list[str]:
 
 
 def _what_then(config: Config) -> str:
-    return f"HINT: --plan.gpus {max(2, config.plan.gpus * 2)}, a --plan.gpu with more memory, or --data.seq_len lower"
+    gpus = max(2, config.plan.gpus * 2)
+    return f"HINT: --plan.gpus {gpus}, a --plan.gpu with more memory, or --data.seq_len lower"
 
 
 if __name__ == "__main__":

@@ -89,7 +89,8 @@ def check_device(config: Config) -> None:
         )
     if config.memory.nvme != "off" and gpu != "cpu" and not config.memory.cpu_offload:
         raise ConfigError(
-            f"--memory.nvme {config.memory.nvme} keeps the optimizer on the host, and --plan.gpu {gpu} is none.",
+            f"--memory.nvme {config.memory.nvme} keeps the optimizer on the host, and --plan.gpu {gpu} is "
+            "none.",
             "--memory.cpu_offload true",
         )
 
@@ -191,7 +192,10 @@ def not_modelled(config: Config) -> Iterator[str]:
         why = (
             f", and --memory.activation_budget {budget:g} is kept as without a compiler" if budget < 1 else ""
         )
-        yield f"torch.compile: time counts fused kernels; memory is eager's, which is more than compiled blocks keep{why}"
+        yield (
+            "torch.compile: time counts fused kernels; memory is eager's, which is more than compiled blocks "
+            f"keep{why}"
+        )
     if config.train.eval_batch > config.train.micro_batch > 0:
         yield f"--train.eval_batch {config.train.eval_batch}: an evaluation's own peak"
 

@@ -143,12 +143,14 @@ def check_batch(config: Config, given: Given, ranks: int) -> None:
     if batch % ranks:
         near = max(1, round(batch / ranks)) * ranks
         raise ConfigError(
-            f"--train.global_batch {batch} over {ranks} ranks is {batch / ranks:.4g} samples a rank: no mesh divides it.",
+            f"--train.global_batch {batch} over {ranks} ranks is {batch / ranks:.4g} samples a rank: no "
+            "mesh divides it.",
             f"--train.global_batch {near}",
         )
     if micro and (batch // ranks) % micro:
         raise ConfigError(
-            f"--train.micro_batch {micro} does not divide a rank's share: --train.global_batch {batch} over {ranks} ranks is "
+            f"--train.micro_batch {micro} does not divide a rank's share: --train.global_batch {batch} "
+            f"over {ranks} ranks is "
             f"{batch // ranks}.",
             f"--train.micro_batch {max(n for n in range(1, micro + 1) if (batch // ranks) % n == 0)}",
         )
@@ -208,7 +210,8 @@ def _meshes(config: Config, given: Given, ranks: int, rates: Rates) -> list[Mesh
         found = [sizes for sizes in found if sizes.strategy != "ddp"]
     if not found:
         raise ConfigError(
-            f"--mesh.strategy {mesh.strategy}, replicate {mesh.replicate or 'any'} × shard {mesh.shard or 'any'}: no such mesh "
+            f"--mesh.strategy {mesh.strategy}, replicate {mesh.replicate or 'any'} × shard "
+            f"{mesh.shard or 'any'}: no such mesh "
             f"has {ranks} ranks.",
             "--mesh.strategy auto --mesh.replicate 0 --mesh.shard 0",
         )

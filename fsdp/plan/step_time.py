@@ -102,10 +102,15 @@ class Step:
     def bound_by(self) -> str:
         if self.parts["host"] >= 0.98 * self.seconds:
             return "host"
+        links = (
+            "links between nodes"
+            if self.waits_between > self.parts["communication"] / 2
+            else "links in a node"
+        )
         named = {
             "matrix products": self.parts["matmul"], "attention": self.parts["attention"],
             "memory traffic": self.parts["pointwise"] + self.parts["optimizer"],
-            "links between nodes" if self.waits_between > self.parts["communication"] / 2 else "links in a node": self.exposed,
+            links: self.exposed,
         }  # fmt: skip
         return max(named, key=lambda name: named[name])
 

@@ -23,19 +23,25 @@ from torch.distributed.tensor import DTensor
 
 from fsdp.base.errors import ConfigError
 from fsdp.config import CommSection, Config, LoraSection
+from fsdp.data.types import Batch
 from fsdp.dist.mesh import MeshSizes
+from fsdp.memory.resting import RestingBytes, resting_bytes
 from fsdp.models import ModelSpec, to_empty
 from fsdp.models.blocks import blocks_of, find_units
 from fsdp.models.loss import LossFunction
-from fsdp.optim.optimizer import build_optimizer, state_bytes
+from fsdp.optim.loss_scale import LossScaler
+from fsdp.optim.optimizer import build_optimizer
 from fsdp.optim.small_states import dynamic_map
+from fsdp.optim.train_state import TrainState
 from fsdp.parallel.shard import Sharded, resolve_dtypes, shard_model
+from fsdp.parallel.update import Whole
 from fsdp.plan.fake_world import fake_mode, fake_world
 from fsdp.plan.model_shapes import Subject, subject_of
-from fsdp.plan.step import Buckets, Micro, TracedSetup, fill_optimizer
+from fsdp.plan.step import Buckets, TracedSetup, fill_optimizer
 from fsdp.plan.trace import Trace
 from fsdp.plan.tracker import Tracker
 from fsdp.run.job import model_of
+from fsdp.run.step import StepParts, gradients_of
 
 CPU = torch.device("cpu")
 
@@ -69,6 +75,20 @@ class Stage:
     optimizer: torch.optim.Optimizer
     buckets: Buckets | None
     subject: Subject
+
+    def parts(self, config: Config) -> StepParts:
+        scaler = None
+        if self.sharded.dtypes.needs_loss_scale:
+            scaler = LossScaler(TrainState(self.sharded.root, self.optimizer, loss_scale=2.0))
+        return StepParts(
+            sharded=self.sharded,
+            loss_function=self.loss_function,
+            gradients=gradients_of(self.sharded),
+            optimizer=self.optimizer,
+            update=Whole(self.optimizer),
+            scaler=scaler,
+            clip_norm=config.train.clip_grad_norm,
+        )
 
 
 @contextlib.contextmanager
@@ -122,7 +142,8 @@ def watch(ask: Ask) -> Trace:
         UnsupportedFakeTensorException,
     ) as error:
         raise ConfigError(
-            f"--model.name {ask.config.model.name} looks at numbers while it runs ({_first_line(error)}): a plan has shapes "
+            f"--model.name {ask.config.model.name} looks at numbers while it runs ({_first_line(error)}): "
+            "a plan has shapes "
             "alone.",
             "torch.where, or masks of a fixed size, in place of .item(), nonzero() and if on a tensor",
         ) from error
@@ -135,15 +156,7 @@ def _first_line(error: BaseException) -> str:
 def _watch(ask: Ask) -> Trace:
     with stage(ask) as made:
         tracker = Tracker(ask.device, fake=True)
-        watched = TracedSetup(
-            made.sharded,
-            made.loss_function,
-            made.optimizer,
-            clip=ask.config.train.clip_grad_norm,
-            scaled=resolve_dtypes(ask.config.precision, CPU).needs_loss_scale,
-            tracker=tracker,
-            buckets=made.buckets,
-        )
+        watched = TracedSetup(made.parts(ask.config), tracker, made.buckets)
         watched.hold_state()
         samples = batches(made.subject, ask.micro_batch)
         if ask.config.memory.activation_budget == 1:
@@ -158,12 +171,12 @@ def _watch(ask: Ask) -> Trace:
         return dataclasses.replace(trace, segments=trace.segments[first:])
 
 
-def batches(subject: Subject, rows: int) -> Iterator[Micro]:
+def batches(subject: Subject, rows: int) -> Iterator[Batch]:
     while True:
         data = {
             name: torch.empty((rows, *shape), dtype=dtype) for name, (shape, dtype) in subject.sample.items()
         }
-        yield data, torch.ones(rows, dtype=torch.bool)
+        yield Batch(data, torch.ones(rows, dtype=torch.bool), rows)
 
 
 # ---------------------------------------------------------------- fewer blocks
@@ -211,15 +224,14 @@ def blocks_in(config: Config) -> int:
 
 def parameter_bytes(config: Config) -> float:
     """Parameters, gradients and optimizer of the whole model: what shards divide."""
-    model = model_of(config, subject_of(config.model, config.data).spec)
-    size = resolve_dtypes(config.precision, CPU).master.itemsize
-    kept = sum(p.numel() * size * (1 + p.requires_grad) for p in model.parameters())
-    return float(kept + state_bytes(config.optim, model.parameters(), size))
+    return float(_resting(config).total)
 
 
 def checkpoint_bytes(config: Config) -> float:
-    """Parameters and states once, whatever the mesh; beside adapters without what they lie over."""
+    """Parameters and states once, whatever the mesh; beside adapters without the frozen weights."""
+    return float(_resting(config).checkpoint(frozen=not config.lora.rank))
+
+
+def _resting(config: Config) -> RestingBytes:
     model = model_of(config, subject_of(config.model, config.data).spec)
-    size = resolve_dtypes(config.precision, CPU).master.itemsize
-    kept = sum(p.numel() * size for p in model.parameters() if p.requires_grad or not config.lora.rank)
-    return float(kept + state_bytes(config.optim, model.parameters(), size))
+    return resting_bytes(config.optim, model.parameters(), resolve_dtypes(config.precision, CPU).master)

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 KINDS = (
-    "parameters", "gathered", "gradients", "whole_gradients", "optimizer", "activations", "offloaded", "buffers",
-    "communication",
+    "parameters", "gathered", "gradients", "whole_gradients", "optimizer", "activations", "offloaded",
+    "buffers", "communication",
 )  # fmt: skip
 """gathered and whole_gradients are unsharded; offloaded: activations that --memory.activation_offload keeps
 on the host; communication: what collectives read and write; activations: all else.
@@ -155,7 +155,9 @@ def _collapsed(work: Work) -> Work:
 
 
 def edges(trace: Trace, keep: int) -> Trace:
-    """Blocks named from both ends, `keep` from each; what lies between is like its neighbours and left out."""
+    """Blocks named from both ends, `keep` from each; what lies between is like its neighbours and left
+    out.
+    """
     kept = []
     for segment in trace.segments:
         kind, at = segment.name.place

@@ -290,7 +290,9 @@ def _written(func: Any, args: Any) -> int:
 
 
 def _attention_flops(func: Any, args: Any, kwargs: Any) -> float:
-    """Two products forward, five backward (the scores are computed again); a causal mask leaves half of each."""
+    """Two products forward, five backward (the scores are computed again); a causal mask leaves half of
+    each.
+    """
     backward = "backward" in func._schema.name
     tensors = [t for t in _tensors(args) if t.dim() == 4]
     query, key = (tensors[1], tensors[2]) if backward else (tensors[0], tensors[1])

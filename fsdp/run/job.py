@@ -20,6 +20,7 @@ from fsdp.config import Config
 from fsdp.data import Cursor, DataSet, build_dataset
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import BatchPlan, MeshSizes, plan_batch, resolve
+from fsdp.memory.resting import resting_bytes
 from fsdp.models import ModelSpec
 from fsdp.models import resolve as resolve_model
 from fsdp.models.blocks import find_units
@@ -28,7 +29,6 @@ from fsdp.models.kv_cache import turn_caches_off
 from fsdp.models.lora import adapted, apply_lora
 from fsdp.models.trainable import freeze
 from fsdp.models.unsharded import seeded
-from fsdp.optim.optimizer import state_bytes
 from fsdp.parallel import traffic
 from fsdp.parallel.comm_hooks import Hooks, check_divide, load_hooks
 from fsdp.parallel.device_check import check_device
@@ -158,21 +158,22 @@ def stray_tensors(model: nn.Module) -> Iterator[str]:
 
 def describe(config: Config, job: Job, model: nn.Module) -> Mapping[str, str]:
     """The derived facts by name, as --dry-run and the last start-up line show them."""
+    sizes, batch, dtypes = job.sizes, job.batch, job.dtypes
+    padded = batch.micro_batch * batch.accumulation * sizes.ranks != batch.global_batch
     numbers = [p.numel() for p in model.parameters()]
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     total = sum(numbers)
     tokens = job.data.info.tokens_per_sample * job.batch.global_batch
     facts = {
-        "mesh": f"{job.sizes.strategy}, replicate {job.sizes.replicate} × shard {job.sizes.shard} = {job.sizes.ranks} ranks",
+        "mesh": f"{sizes.strategy}, replicate {sizes.replicate} × shard {sizes.shard} = {sizes.ranks} ranks",
         "model": f"{job.spec.name} {config.model.preset}".strip() + f", {total:,} parameters"
         + ("" if trained == total else f", {trained:,} trained"),
         "data": f"{config.data.name}, {len(job.data.train):,} samples"
         + (f", {len(job.data.heldout):,} held out" if job.data.heldout is not None else ""),
-        "global batch": f"{job.batch.global_batch} samples = micro-batch {job.batch.micro_batch} × "
-        f"{job.batch.accumulation} × {job.sizes.ranks} ranks"
-        + ("" if job.batch.micro_batch * job.batch.accumulation * job.sizes.ranks == job.batch.global_batch else ", padded"),
+        "global batch": f"{batch.global_batch} samples = micro-batch {batch.micro_batch} × "
+        f"{batch.accumulation} × {sizes.ranks} ranks" + (", padded" if padded else ""),
         "steps": f"{job.total_steps:,}, {job.cursor.steps_per_epoch:,} an epoch",
-        "precision": f"{_name(job.dtypes.param)} on {_name(job.dtypes.master)}, reduced in {_name(job.dtypes.reduce)}",
+        "precision": f"{_name(dtypes.param)} on {_name(dtypes.master)}, reduced in {_name(dtypes.reduce)}",
         "bytes a rank": _bytes_a_rank(config, job, model),
     }  # fmt: skip
     facts["units"] = units_said(model, config.mesh.wrap)
@@ -262,9 +263,8 @@ def _bytes_a_rank(config: Config, job: Job, model: nn.Module) -> str:
     """What rests between steps: parameters, gradients, optimizer states. What a step adds is the planner's to
     say.
     """
-    size = job.dtypes.master.itemsize
-    kept = sum(p.numel() * size * (2 if p.requires_grad else 1) for p in model.parameters())
-    resting = (kept + state_bytes(config.optim, model.parameters(), size)) / job.sizes.shard
+    held = resting_bytes(config.optim, model.parameters(), job.dtypes.master)
+    resting = held.total / job.sizes.shard
     return f"{resting / 2**30:.3f} GiB of parameters, gradients and optimizer"
 
 

@@ -1,5 +1,4 @@
-"""train(): the run on one page, in the order that data meets it; and train_step(). The only file that sees
-everything.
+"""train(): the run on one page, in the order that data meets it. The only file that sees everything.
 
 Config → DistEnv → mesh → model → optimizer → loader → TrainState → restore → loop → sealed checkpoint →
 export
@@ -30,18 +29,17 @@ from fsdp.data.cursor import stream_key
 from fsdp.data.loader import read_batch
 from fsdp.data.types import Batch
 from fsdp.data.unreadable_samples import maybe_skipping
-from fsdp.dist import collectives, preflight
+from fsdp.dist import preflight
 from fsdp.dist.env import DistEnv, check_torch, end_time, process_group
 from fsdp.dist.mesh import build_mesh, data_rank
 from fsdp.dist.stop import Stopper
 from fsdp.memory.oom import OomContext, OutOfMemoryHandler
-from fsdp.models.checks import check_one_number
 from fsdp.models.loss import LossFunction
 from fsdp.models.unsharded import seed_streams
-from fsdp.optim.gradients import Gradients, InTurn
+from fsdp.optim.gradients import InTurn
 from fsdp.optim.loss_scale import LossScaler
 from fsdp.optim.nonfinite import Verdicts
-from fsdp.optim.optimizer import apply_hyperparameters, build_optimizer, lr_at, set_lr
+from fsdp.optim.optimizer import apply_hyperparameters, build_optimizer, lr_at
 from fsdp.optim.train_state import TrainState
 from fsdp.parallel.compile_cache import CompileCache, maybe_compile_cache
 from fsdp.parallel.float8 import maybe_scales
@@ -57,6 +55,8 @@ from fsdp.run.evaluate import Evaluation, evaluate
 from fsdp.run.frozen_base import maybe_base
 from fsdp.run.job import Job, describe, prepare, trained_model
 from fsdp.run.planned import Planned, maybe_planned
+from fsdp.run.step import StepParts, gradients_of, run_step
+from fsdp.run.step_hooks import RunHooks
 from fsdp.rundir import paths
 from fsdp.rundir.paths import RunDir
 from fsdp.watch.branch_check import Branches
@@ -296,20 +296,37 @@ class _Loop:
     kernels: CompileCache | None
 
     def __post_init__(self) -> None:
-        group = self.sharded.mesh.get_group("dp_shard") if self.job.sizes.strategy != "ddp" else None
-        self.gradients = Gradients(self.sharded.root.parameters(), group, self.in_turn)
-        self.scaler = LossScaler(self.state) if self.job.dtypes.needs_loss_scale else None
+        scaler = LossScaler(self.state) if self.job.dtypes.needs_loss_scale else None
+        self.parts = StepParts(
+            sharded=self.sharded,
+            loss_function=self.loss_function,
+            gradients=gradients_of(self.sharded, self.in_turn),
+            optimizer=self.state.optimizer,
+            update=self.update,
+            scaler=scaler,
+            clip_norm=self.config.train.clip_grad_norm,
+        )
         self.verdicts = Verdicts(
             self.config.train,
-            self.gradients,
+            self.parts.gradients,
             self.state.optimizer,
             self.sharded.root,
-            scaler=self.scaler,
+            scaler=scaler,
             whole_update=isinstance(self.update, Whole),
         )
         self.branches = Branches(self.sharded)
-        self.scales = maybe_scales(
-            self.sharded.root, self.config.speed, sharded=self.job.sizes.strategy != "ddp"
+        self.hooks = RunHooks(
+            loss_function=self.loss_function,
+            info=self.job.data.info,
+            phases=self.phases,
+            stopper=self.stopper,
+            numbers=self.numbers,
+            branches=self.branches,
+            verdicts=self.verdicts,
+            checkpointer=self.checkpointer,
+            scales=maybe_scales(
+                self.sharded.root, self.config.speed, sharded=self.job.sizes.strategy != "ddp"
+            ),
         )
         self.stopped: str | None = None
         self.evaluation: Evaluation | None = None
@@ -411,61 +428,10 @@ class _Loop:
 
     def train_step(self, batch: StepBatch, lr: float) -> StepResult:
         """Forward and backward over the micro-batches, one agreed verdict on the numbers, one update."""
-        loss_sum, weight, tokens = self._accumulate(batch)
-        self.phases.enter("reduce")
-        norm = self.gradients.norm()
-        self.numbers.gradients(self.state.step + 1)
-        if self.scaler is not None:
-            norm = self.scaler.unscale(self.gradients, norm)
-        loss = loss_sum.wait()[0] / weight
-        if self.stopper.on_host:
-            self.branches.check(self.state.step + 1, self.stopper.signatures())
-        applied = self.verdicts.may_update(self.state.step + 1, loss, norm)
-        if applied:
-            if self.config.train.clip_grad_norm:
-                self.gradients.clip(self.config.train.clip_grad_norm, norm)
-            set_lr(self.state.optimizer, lr)
-            self.phases.enter("optimizer")
-            self.checkpointer.before_update()
-            self.update.step()
-            if self.scales is not None:
-                self.scales.refresh()
-        self.state.optimizer.zero_grad(set_to_none=True)
-        return StepResult(loss, norm, tokens, applied)
-
-    def _accumulate(self, batch: StepBatch) -> tuple[collectives.Sum, float, int]:
-        """The gradient of the global batch's mean: a reduction averages over ranks, so each multiplies by
-        their number.
-        """
-        counted = self._tokens_of(batch)
-        scale = self.scaler.scale if self.scaler is not None else 1.0
-        total: Tensor | None = None
-        for at, host in enumerate(batch.micro):
-            last = at == len(batch.micro) - 1
-            one = host.to(self.env.device)
-            with self.sharded.micro_batch(last):
-                self.phases.enter("forward")
-                parts = self.loss_function(self.sharded.called, one.data, one.valid, one.valid_rows)
-                check_one_number(parts.loss_sum)
-                tokens = counted()
-                weight = float(max(1, tokens if self.loss_function.counts_tokens else batch.samples))
-                part = parts.loss_sum.detach().double()
-                total = part if total is None else total + part
-                scaled = parts.loss_sum * (self.sharded.divisor * scale / weight)
-                if last:
-                    self.verdicts.own_loss = total.clone()  # whose it was, should the sum not be finite
-                    reduced = self.stopper.sum_with(total, scaled, self.branches.signature)
-                self.phases.enter("backward")
-                scaled.backward()
-        return reduced, weight, tokens
-
-    def _tokens_of(self, batch: StepBatch) -> _Tokens:
-        info = self.job.data.info
-        if not self.loss_function.shifts and (info.class_names or not info.masks_targets):
-            return _Tokens(batch.samples * info.tokens_per_sample)
-        return _Tokens(
-            sum(self.loss_function.tokens(micro.counted) for micro in batch.micro), over_ranks=True
-        )
+        self.hooks.start(self.state.step + 1, batch)
+        micro = (host.to(self.env.device) for host in batch.micro)
+        norm, applied = run_step(self.parts, micro, len(batch.micro), lr=lr, hooks=self.hooks)
+        return StepResult(self.hooks.loss, norm, self.hooks.tokens, applied)
 
     def _count(self, batch: StepBatch, result: StepResult) -> None:
         self.state.step += 1
@@ -541,16 +507,3 @@ class _Loop:
                     self.run.history, {"event": "planned", "step": self.state.step, **compared.record()}
                 )
         return Outcome(self.run.path, self.state.step, self.stopped, self.evaluation)
-
-
-class _Tokens:
-    """A step's unmasked tokens over all ranks; the sum travels while the first forward computes."""
-
-    def __init__(self, count: int, over_ranks: bool = False) -> None:
-        self._sum = collectives.Sum(torch.tensor(count, dtype=torch.int64)) if over_ranks else None
-        self._count = count
-
-    def __call__(self) -> int:
-        if self._sum is not None:
-            self._count, self._sum = int(self._sum.wait()), None
-        return self._count

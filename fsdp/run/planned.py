@@ -27,7 +27,8 @@ class Compared:
 
     def __str__(self) -> str:
         return (
-            f"planned {self.planned_peak_gib:.3f} GiB and {self.planned_step_s:.4g} s a step; came {self.peak_gib:.3f} GiB "
+            f"planned {self.planned_peak_gib:.3f} GiB and {self.planned_step_s:.4g} s a step; came "
+            f"{self.peak_gib:.3f} GiB "
             f"({self.peak_gib / self.planned_peak_gib - 1:+.1%}) and {self.step_s:.4g} s "
             f"({self.step_s / self.planned_step_s - 1:+.1%})"
         )

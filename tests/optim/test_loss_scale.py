@@ -20,7 +20,10 @@ from fsdp.run.loop import train
 from tests.support.runs import flags
 from tests.support.world import run_world
 
-FP16 = "--precision.param fp16 --precision.loss_scale 1024 --checkpoint.every_steps 1000 --checkpoint.keep_last 9"
+FP16 = (
+    "--precision.param fp16 --precision.loss_scale 1024 "
+    "--checkpoint.every_steps 1000 --checkpoint.keep_last 9"
+)
 
 
 def state(scale: float, good_steps: int = 0) -> TrainState:

@@ -22,7 +22,8 @@ from fsdp.dist.env import DistEnv
 from fsdp.dist.stop import Stopper
 from fsdp.optim import nonfinite
 from fsdp.record import recorder
-from fsdp.run.loop import _Loop, _Tokens, train
+from fsdp.run.loop import _Loop, train
+from fsdp.run.step_hooks import TokenCount
 from tests.optim.test_nonfinite_runs import DDP, HSDP, SPOILT, step_of
 from tests.support.marks import quick_are
 from tests.support.runs import failures, flags
@@ -126,7 +127,7 @@ class _Fetches(TorchDispatchMode):
             return tolist(tensor)
 
         patch.setattr(torch.Tensor, "tolist", counted)
-        for owner, name in ((Stopper, "agreed"), (Stopper, "signatures"), (_Tokens, "__call__")):
+        for owner, name in ((Stopper, "agreed"), (Stopper, "signatures"), (TokenCount, "__call__")):
             patch.setattr(owner, name, self._aside(getattr(owner, name)))
 
     def _count(self) -> None:

@@ -21,7 +21,8 @@ from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
 from fsdp.config import OptimSection
 from fsdp.dist.env import DistEnv
-from fsdp.optim.optimizer import build_optimizer, state_bytes
+from fsdp.memory.resting import state_bytes
+from fsdp.optim.optimizer import build_optimizer
 from fsdp.optim.small_states import SmallStateAdam, adam, bits, dynamic_map
 from fsdp.optim.small_states.bits import decode, encode, noise_at, round_at_random
 from tests.support.marks import quick_are

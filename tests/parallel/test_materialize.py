@@ -114,7 +114,9 @@ def test_replicas_that_differ_in_one_number() -> None:
 
 
 def repeated(env: DistEnv, how_many: str) -> str:
-    """The mistake of dist.broadcast(param.data): every rank gets rank 0's rows, of one parameter or of all."""
+    """The mistake of dist.broadcast(param.data): every rank gets rank 0's rows, of one parameter or of
+    all.
+    """
     sharded = made(env, lambda: nn.Sequential(nn.Linear(12, 8), nn.Linear(8, 4)))
     for name, parameter in sharded.root.named_parameters():
         if how_many == "all" or name == "1.weight":

@@ -33,7 +33,8 @@ CASES = {
     "all, fsdp": (3, "all", ""),
     "all, hsdp, micro-batches": (4, "all", f"{HSDP} --train.micro_batch 1 --mesh.accumulate shard"),
     "all, recomputed, gathered once a step": (
-        2, "all", "--memory.activation_checkpointing full --mesh.reshard_after_forward step --train.micro_batch 2"
+        2, "all",
+        "--memory.activation_checkpointing full --mesh.reshard_after_forward step --train.micro_batch 2",
     ),
     "all, tied": (2, "all", f"{OWN}TiedWords --data.name tests.support.user_code:sentences"),
     "all, smaller than the mesh": (4, "all", f"{OWN}Tiny"),

@@ -82,7 +82,9 @@ def test_inputs_alone_go_where_units_are_recomputed() -> None:
 
 
 def test_each_tensor_goes_once_and_no_parameter() -> None:
-    """A unit keeps its input (13 wide, and two numbers of its norm), the norm's output (13) and tanh's (15)."""
+    """A unit keeps its input (13 wide, and two numbers of its norm), the norm's output (13) and tanh's
+    (15).
+    """
     model, carrier = made(MemorySection(activation_offload=True))
     model(torch.randn(6, 12)).square().sum().backward()
     assert carrier.copied == 2 * 6 * 4 * (13 + 2 + 13 + 15)

@@ -1,4 +1,6 @@
-"""Bytes: which knob changes them and by how much, on which rank, and that few blocks stand for all of them."""
+"""Bytes: which knob changes them and by how much, on which rank, and that few blocks stand for all of
+them.
+"""
 
 from __future__ import annotations
 

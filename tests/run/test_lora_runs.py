@@ -22,7 +22,10 @@ from fsdp.models.lora import apply_lora, draw_adapters, merge
 from tests.support.plain_loop import relative_difference
 from tests.support.runs import failures, flags, run, settings
 
-LORA = "--lora.rank 3 --lora.alpha 6 --train.steps 6 --train.clip_grad_norm 0 --optim.name sgd --optim.momentum 0"
+LORA = (
+    "--lora.rank 3 --lora.alpha 6 --train.steps 6 --train.clip_grad_norm 0 "
+    "--optim.name sgd --optim.momentum 0"
+)
 FP64 = "--precision.master fp64 --precision.param fp64"
 
 

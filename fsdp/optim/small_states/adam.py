@@ -158,7 +158,9 @@ def _zero(name: str) -> int:
 
 @dataclass(frozen=True)
 class _Views:
-    """Local tensors, at least one-dimensional; `first` is the local shard's first row in the whole parameter."""
+    """Local tensors, at least one-dimensional; `first` is the local shard's first row in the whole
+    parameter.
+    """
 
     parameter: Tensor
     grad: Tensor

@@ -19,7 +19,9 @@ BLOCK = 256
 
 
 def round_at_random(value: Tensor, noise: Tensor) -> Tensor:
-    """fp32 to the bf16 above or below, the nearer one more often: `noise` has sixteen random bits an element."""
+    """fp32 to the bf16 above or below, the nearer one more often: `noise` has sixteen random bits an
+    element.
+    """
     bits = value.contiguous().view(torch.int32)
     return ((bits + (noise & 0xFFFF)) & -0x10000).view(torch.float32).to(torch.bfloat16)
 
