@@ -19,9 +19,8 @@ from fsdp.optim.small_states import SmallStateAdam, adapt_states, places_of
 
 
 class _OnShards(torch.optim.Adam):
-    """torch's update of this rank's own parts. It is elementwise, so the numbers are the same; hundreds of
-    tensors need not go through DTensor's dispatch at every step, and a first step need not learn how it would
-    cut them.
+    """torch's update on this rank's local parts. It is elementwise, so the numbers are the same, and it saves
+    DTensor's dispatch of hundreds of tensors in each step and its sharding propagation in the first.
     """
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
@@ -64,7 +63,7 @@ def build_optimizer(section: OptimSection, model: nn.Module) -> torch.optim.Opti
         )
     fused = section.fused != "false"
     if section.name == "sgd":
-        # torch has a fused SGD for plain tensors alone.
+        # torch's fused SGD takes plain tensors only.
         fused = fused and not any(isinstance(p, DTensor) for p in model.parameters())
         return torch.optim.SGD(groups, lr=section.lr, momentum=section.momentum, fused=fused)
     kind = ShardedAdamW if section.name == "adamw" else ShardedAdam
@@ -72,9 +71,7 @@ def build_optimizer(section: OptimSection, model: nn.Module) -> torch.optim.Opti
 
 
 def parameter_groups(section: OptimSection, parameters: Iterable[nn.Parameter]) -> list[dict[str, object]]:
-    """At most four groups, in a fixed order: decayed or not, sharded or not. Frozen parameters are in
-    none.
-    """
+    """At most four groups, in a fixed order: decayed or not, sharded or not; without frozen parameters."""
     sorted_out: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.requires_grad:
@@ -89,9 +86,7 @@ def parameter_groups(section: OptimSection, parameters: Iterable[nn.Parameter]) 
 
 
 def apply_hyperparameters(section: OptimSection, optimizer: torch.optim.Optimizer) -> None:
-    """After a restore: what the checkpoint says of rates, decay and the states' form gives way to what is
-    asked for now.
-    """
+    """After a restore: rates, decay and the form of the states follow the flags, not the checkpoint."""
     adapt_states(optimizer)
     fresh = {"betas": (section.beta1, section.beta2), "eps": section.eps, "momentum": section.momentum}
     decay = section.weight_decay if section.name == "adamw" else 0.0

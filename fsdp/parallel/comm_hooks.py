@@ -28,7 +28,7 @@ from fsdp.models import load_attribute
 
 
 class _Called:
-    """A plain function as torch's AllGather and ReduceScatter interfaces want it: memory is torch's own."""
+    """A plain function behind torch's AllGather and ReduceScatter interfaces; torch allocates the memory."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -42,7 +42,7 @@ class _Called:
 
 @dataclass(frozen=True)
 class Hooks:
-    """Found and made before any process group exists; None leaves a thing to FSDP."""
+    """Imported and created before any process group exists; None leaves the operation to FSDP."""
 
     all_reduce: Callable[[torch.Tensor], None] | None
     all_gather: Any
@@ -50,7 +50,7 @@ class Hooks:
 
 
 def load_hooks(section: CommSection) -> Hooks:
-    """What the flags name, or why it cannot be that."""
+    """The objects that the flags name, or a ConfigError."""
     hook = (
         load_attribute(section.all_reduce_hook, "--comm.all_reduce_hook") if section.all_reduce_hook else None
     )
@@ -72,10 +72,12 @@ def _collective(path: str, flag: str, count: int) -> Any:
             made = found()
         except Exception as error:
             raise ConfigError(
-                f"{flag} {path} failed: {type(error).__name__}: {error}.", "it is made without arguments"
+                f"{flag} {path} failed: {type(error).__name__}: {error}.", "it is created without arguments"
             ) from error
         if not callable(made):
-            raise ConfigError(f"{flag} {path} makes what cannot be called.", "give the class a __call__")
+            raise ConfigError(
+                f"{flag} {path} creates an object that cannot be called.", "give the class a __call__"
+            )
         found = made
     _check_takes(found, count, path, flag)
     return found if callable(getattr(found, "allocate", None)) else _Called(found)
@@ -91,7 +93,7 @@ def _check_takes(function: Callable[..., Any], count: int, path: str, flag: str)
     tensors = {1: ("gradient",), 3: ("output", "input", "group"), 4: ("output", "input", "group")}[count]
     try:
         inspect.signature(function).bind(*tensors, **keywords)
-        # FSDP leaves async_op out where it reduces.
+        # FSDP passes no async_op for a reduction.
         inspect.signature(function).bind(
             *tensors, **{name: value for name, value in keywords.items() if name != "async_op"}
         )
@@ -110,7 +112,7 @@ def check_divide(section: CommSection, sizes: MeshSizes) -> None:
 
 
 def apply_comm(root: nn.Module, section: CommSection, hooks: Hooks) -> None:
-    """After fully_shard, on each unit: torch's setters do not go down by themselves."""
+    """Applied to each unit after fully_shard: torch's setters do not recurse by themselves."""
     for module in root.modules():
         if not isinstance(module, FSDPModule):
             continue
@@ -130,7 +132,7 @@ def apply_comm(root: nn.Module, section: CommSection, hooks: Hooks) -> None:
 
 
 class _InOrder:
-    """FSDP calls with output_tensor= and input_tensor=; a person's function need not call them so."""
+    """FSDP calls with output_tensor= and input_tensor=; the user's function may name them otherwise."""
 
     def __init__(self, collective: Any) -> None:
         self._collective = collective

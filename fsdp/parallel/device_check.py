@@ -1,6 +1,6 @@
-"""What of `--memory.*` a device cannot do, said by name before anything is built.
+"""Refuses `--memory.*` flags that the device does not support, by name, before anything is built.
 
-What of it needs no device is fsdp/config/checks_memory.py's.
+Checks that need no device are in fsdp/config/checks_memory.py.
 """
 
 from __future__ import annotations

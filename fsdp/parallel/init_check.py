@@ -1,8 +1,8 @@
-"""The proof that every value was filled: poison laid before, looked for after, and digests of all ranks side
-by side.
+"""The check that every value was initialised: memory is poisoned before, searched after, and digests of all
+ranks are compared.
 
-Here live also the cut of a parameter into shards and a digest of the whole model. What fills is
-fsdp/parallel/materialize.py's.
+Also here: the cut of a parameter into shards, and a digest of the whole model. Not here: what fills the
+memory (materialize.py).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from fsdp.models.init import Constant, Init
 
 @dataclass(frozen=True)
 class Cut:
-    """Which elements of a flattened parameter a rank keeps: dim-0 rows are contiguous, so two numbers say
-    it.
+    """The elements of a flattened parameter that a rank keeps: dim-0 rows are contiguous, so two numbers
+    suffice.
     """
 
     start: int
@@ -45,7 +45,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def shard_count(tensor: Tensor) -> int:
-    """How many pieces a parameter is in; replicas of a piece are not counted."""
+    """The number of pieces of a parameter, replicas not counted."""
     if not isinstance(tensor, DTensor):
         return 1
     sizes = [
@@ -58,7 +58,9 @@ def shard_count(tensor: Tensor) -> int:
 
 
 def poison(root: nn.Module) -> None:
-    """NaN in floats, a rare value in integers: what is still there at the end was never filled."""
+    """NaN in floats, a rare value in integers: a value that is still there at the end was never
+    initialised.
+    """
     with torch.no_grad():
         for tensor in [*root.parameters(), *root.buffers()]:
             fill_with_poison(local(tensor))
@@ -72,7 +74,7 @@ def fill_with_poison(part: Tensor) -> None:
 
 
 def _plain(dtype: torch.dtype) -> torch.dtype:
-    """A bool has room in its byte for a value that is neither."""
+    """A bool's byte can hold a value that is neither True nor False."""
     return torch.uint8 if dtype == torch.bool else dtype
 
 
@@ -82,8 +84,8 @@ def _rare(dtype: torch.dtype) -> int:
 
 @torch.no_grad()
 def prove(root: nn.Module, *, drawn: Mapping[str, Init]) -> None:
-    """Stop the run by name: a value left uninitialised, a buffer nobody filled, equal shards, replicas that
-    differ.
+    """Stops the run by name for a value left uninitialised, a buffer nobody filled, equal shards, or
+    replicas that differ.
     """
     problems = _everyones([*_unfilled(root, known=())])
     if not problems:
@@ -92,7 +94,7 @@ def prove(root: nn.Module, *, drawn: Mapping[str, Init]) -> None:
 
 
 def prove_unsaved(root: nn.Module) -> None:
-    """The same of what no checkpoint holds, before one fills the rest. Collective."""
+    """The same for values that no checkpoint holds, before one fills the rest. Collective."""
     _refuse(_everyones([*_unfilled(root, known=root.state_dict().keys())]))
 
 
@@ -137,7 +139,7 @@ def _is_poisoned(part: Tensor) -> bool:
 
 
 def _digests(root: nn.Module) -> Tensor:
-    """A row a tensor: numel, plain sum, weighted sum, constant; as int64 for the wire."""
+    """A row for each tensor: numel, plain sum, weighted sum, constant; int64 for the collective."""
     rows = []
     for tensor in [*root.parameters(), *root.buffers()]:
         d = digest_shard(local(tensor))
@@ -150,8 +152,8 @@ def _signed(word: int) -> int:
 
 
 def _compare(root: nn.Module, table: Tensor, drawn: Mapping[str, Init]) -> list[str]:
-    """Every rank's digests side by side. Equal shards are an error where values are drawn; elsewhere they may
-    be meant.
+    """Compares every rank's digests. Equal shards are an error where values are random; elsewhere they
+    may be intended.
     """
     tables = [torch.empty_like(table) for _ in range(dist.get_world_size())]
     dist.all_gather(tables, table)
@@ -165,13 +167,13 @@ def _compare(root: nn.Module, table: Tensor, drawn: Mapping[str, Init]) -> list[
         if _varied(digests, count):
             equal[name] = _equal_shards(name, digests, count)
     at_random = {n for n in equal if n in drawn and not isinstance(drawn[n], Constant)}
-    # One parameter may repeat itself on purpose, but never all of them.
+    # One parameter may have equal shards on purpose, but never all of them.
     suspects = at_random or (set(equal) if all(equal.values()) else set())
     return found + [text for name in equal if name in suspects for text in equal[name]]
 
 
 def _varied(digests: list[tuple[int, ...]], count: int) -> bool:
-    """Several shards that hold something, and not one value throughout."""
+    """Several non-empty shards, and not one value throughout."""
     return sum(numel > 0 and not constant for numel, _, _, constant in digests[:count]) > 1
 
 

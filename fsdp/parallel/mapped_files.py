@@ -1,9 +1,8 @@
-"""Memory that is a file: mapped, reserved whole before it is used, and without a name.
+"""Memory in a mapped file: reserved whole before it is used, and without a name.
 
-A file loses its name as soon as it is open, so however a run ends, kill -9 included, the kernel gives the
-space back and there is nothing to clear away. Pages come when they are touched and leave on `forget`; what
-was written is in the file then. The kernel may keep such pages as cache, which it gives up to whoever asks
-for memory. Not here: what is kept in it.
+A file is unlinked as soon as it is open, so however a run ends, kill -9 included, the kernel frees the space.
+Pages are loaded when they are touched and dropped on `forget`; what was written is in the file then. The
+kernel may keep such pages as cache, which it frees when memory is needed. Not here: what the files hold.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ ALIGN = 64  # as torch aligns what it allocates
 
 
 class MappedFile:
-    """`size` bytes of disk as memory, given out from front to back."""
+    """`size` bytes of disk as memory, allocated from front to back."""
 
     def __init__(self, folder: Path, size: int) -> None:
         self.size = max(size, mmap.PAGESIZE)
         descriptor = _open_nameless(folder)
         try:
-            # Blocks are taken now: a disk that fills up later would end the process with SIGBUS.
+            # Blocks are allocated now: a disk that fills up later would end the process with SIGBUS.
             os.posix_fallocate(descriptor, 0, self.size)
             self._memory = mmap.mmap(descriptor, self.size)
         finally:
@@ -45,7 +44,7 @@ class MappedFile:
         self._next = 0
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The next piece, zeros; its storage is its own, which FSDP compares by address."""
+        """The next piece, zeroed; its storage is its own, which FSDP compares by address."""
         numel = torch.Size(shape).numel()
         start, self._next = self._next, self._next + room_for(numel * dtype.itemsize)
         assert self._next <= self.size, f"{self._next} bytes asked of a file of {self.size}"
@@ -54,20 +53,20 @@ class MappedFile:
         return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=start).view(torch.Size(shape))
 
     def restart(self) -> None:
-        """Give out from the front again: what was given before is no longer used."""
+        """Allocates from the front again: earlier pieces are no longer used."""
         self._next = 0
 
     def holds(self, tensor: Tensor) -> bool:
         return bool(tensor.numel()) and self._base <= tensor.data_ptr() < self._base + self.size
 
     def forget(self, tensor: Tensor) -> None:
-        """Its pages leave this process; a touch brings them back. Neighbours in the outermost pages only
-        fault again.
+        """Drops the tensor's pages from this process; a touch loads them again. Neighbours in the
+        outermost pages only fault again.
         """
         self._advise(tensor, mmap.MADV_DONTNEED)
 
     def fetch(self, tensor: Tensor) -> None:
-        """Ask the disk for its pages ahead of their use."""
+        """Starts loading its pages ahead of their use."""
         self._advise(tensor, mmap.MADV_WILLNEED)
 
     def _advise(self, tensor: Tensor, advice: int) -> None:
@@ -93,7 +92,7 @@ def _open_nameless(folder: Path) -> int:
 
 @dataclass(frozen=True)
 class _DiskNeed:
-    """What one rank needs, and what its disk has. `disk` is one value for the ranks that share it."""
+    """The bytes that one rank needs, and those free on its disk. `disk` is equal for ranks that share it."""
 
     host: str
     disk: int
@@ -157,7 +156,7 @@ def _refuse(asked: list[_DiskNeed], folder: Path, flag: str, what: str) -> None:
 
 
 def file_system(folder: Path) -> str:
-    """Its type as the kernel names it; empty where that cannot be read."""
+    """The file system's type as the kernel names it; empty if it cannot be read."""
     try:
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
     except OSError:

@@ -71,7 +71,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a start ended. `stopped` says why it left before its last step; None where it reached it."""
+    """How a start ended. `stopped` is why it ended before its last step; None if it reached it."""
 
     run_dir: Path
     step: int
@@ -80,7 +80,7 @@ class Outcome:
 
 
 def train(config: Config, env: DistEnv, reporter: Reporter | None = None) -> Outcome:
-    """One rank's whole run. Raises a ShardrunError that names what is wrong; the launcher sees it."""
+    """One rank's whole run. Raises a ShardrunError, from which the launcher makes message and exit code."""
     check_torch()
     set_up_logging(env)
     check_wandb(config.run.wandb)
@@ -112,7 +112,7 @@ def _train(
 ) -> Outcome:
     with garbage.held():
         loop = _set_up(config, env, reporter, job, run, claim, witness)
-    # 1.5 MiB of source, read for the traces of the fake tensors with which FSDP2 learns shapes
+    # 1.5 MiB of source, read for traces of the fake tensors from which FSDP2 infers shapes
     linecache.clearcache()
     loop.phases.listen(watch.phase)
     profile = _maybe_profile(loop)
@@ -146,7 +146,7 @@ def _set_up(
     claim: Locks | None,
     witness: OutOfMemoryHandler,
 ) -> _Loop:
-    """All that stands before the first step, the newest checkpoint restored. Collective."""
+    """Builds everything before the first step and restores the newest checkpoint. Collective."""
     planned = maybe_planned(config.plan, env.device.type)
     job = replace(job, data=maybe_skipping(job.data, config.data.skip_unreadable, run.path, env.rank))
     mesh = build_mesh(job.sizes, env.device, config.run.process_group_timeout_s)
@@ -173,7 +173,7 @@ def _set_up(
     checkpointer = Checkpointer(
         config.checkpoint, run.path, env, job.sizes, config_hash=config_hash(config), claim=claim, room=shelf
     )
-    # A checkpoint of adapters alone does not hold what they lie over.
+    # A checkpoint of adapters alone has no frozen weights.
     setup.give_weights(
         config, env, job, sharded, shelf, restored=not config.lora.rank and checkpointer.finds()
     )
@@ -250,7 +250,7 @@ def _set_up(
 
 
 def _maybe_profile(loop: _Loop) -> Profile | None:
-    """Imported where it is asked for: no start waits for it otherwise."""
+    """Imported only if a flag turns it on: other starts do not pay for the import."""
     section = loop.config.profile
     if not (section.memory or section.trace):
         return None
@@ -266,7 +266,7 @@ def _maybe_profile(loop: _Loop) -> Profile | None:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Tensors may still be on their way; `applied` is False where the update was left out on purpose."""
+    """Tensors may still be computing on the device; `applied` is False for a skipped update."""
 
     loss: Tensor
     grad_norm: Tensor
@@ -334,10 +334,10 @@ class _Loop:
 
     def run_to_end(self) -> Outcome:
         last = min(self.config.train.stop_after or self.job.total_steps, self.job.total_steps)
-        self._learn_the_loss(resumed=0 < self.state.step < last)
+        self._inspect_loss(resumed=0 < self.state.step < last)
         while self.state.step < last and not self.stopped:
             self._one_step()
-        self._look()
+        self._settle()
         if self.stopped is None and self.state.step < self.job.total_steps:
             self.stopped = f"{StopReason.STOP_AFTER} {last}"
         if self.stopped is None and self.job.data.heldout is not None and not self._evaluated_now():
@@ -351,23 +351,22 @@ class _Loop:
             self._save(self.stopped or "the end", wait=True)
         self.phases.enter("end")
         self.checkpointer.close()
-        self._hear_sealed()
+        self._record_sealed()
         if self.kernels is not None:
             self.kernels.publish(wait=True)
-        return self._leave()
+        return self._finish()
 
     def _first_batch_is_short(self) -> bool:
         batch = self.job.batch
         whole = batch.micro_batch * batch.accumulation * self.env.world_size
         return len(self.job.cursor.indices(self.state.step)) < whole
 
-    def _learn_the_loss(self, *, resumed: bool) -> None:
-        """A forward of one or two samples, which all ranks make, before the first step that depends on what
-        it shows.
+    def _inspect_loss(self, *, resumed: bool) -> None:
+        """Runs a forward of one or two samples on all ranks before the first step that depends on its result.
 
-        A model that receives its labels: what its own loss is a mean over. A resumed run with a short first
-        batch: whether the model has a loss of its own (short batches are cut for one and masked otherwise,
-        which differs in the last bits).
+        For a model that receives its labels: what its own loss is a mean over. For a resumed run with a short
+        first batch: whether the model has a loss of its own (short batches are cut for one and masked
+        otherwise, which differs in the last bits).
         """
         short = resumed and self._first_batch_is_short()
         if not (self.loss_function.may_own or short):
@@ -391,7 +390,7 @@ class _Loop:
         waited = time.perf_counter() - began
         if self.claim is not None and self.claim.lost is not None:
             raise CheckpointError(
-                f"step {step}: {self.claim.lost}.", "squeue or ps shows which of the two should live"
+                f"step {step}: {self.claim.lost}.", "squeue or ps shows both runs: end one of them"
             )
         self.stopper.begin(step)
         lr = lr_at(self.config.optim, step, self.job.total_steps)
@@ -413,7 +412,7 @@ class _Loop:
             )
         )
         if self.recorder.wants(step):
-            self._look()
+            self._settle()
         agreed = self.stopper.agreed()
         if not self.stopper.on_host:
             self.branches.check(step - 1, self.stopper.signatures(), last=False)
@@ -424,10 +423,10 @@ class _Loop:
         every = self.config.checkpoint.every_steps
         if (every and step % every == 0) or agreed.save:
             self._save("the interval", wait=False)
-        self._hear_sealed()
+        self._record_sealed()
 
     def train_step(self, batch: StepBatch, lr: float) -> StepResult:
-        """Forward and backward over the micro-batches, one agreed verdict on the numbers, one update."""
+        """Forward and backward over the micro-batches, one verdict of all ranks, one update."""
         self.hooks.start(self.state.step + 1, batch)
         micro = (host.to(self.env.device) for host in batch.micro)
         norm, applied = run_step(self.parts, micro, len(batch.micro), lr=lr, hooks=self.hooks)
@@ -440,10 +439,8 @@ class _Loop:
 
     # ------------------------------------------------------------ between steps
 
-    def _look(self) -> None:
-        """The numbers of the steps since the last look. On CUDA the device is waited for here and nowhere
-        else.
-        """
+    def _settle(self) -> None:
+        """Records the steps since the last call. On CUDA the host waits for the device here alone."""
         self.recorder.flush()
         self.verdicts.settle()
 
@@ -461,22 +458,22 @@ class _Loop:
             reading=self.config.data,
             batch=self.job.batch,
             rank=data_rank(self.env),
-            asked_to_stop=self._between_batches,
+            asked_to_stop=self._stop_reason,
         )
         if found.stopped:
             self.stopped = found.stopped
             return
         self.evaluation = found
-        self._look()
+        self._settle()
         self.recorder.evaluation(self.state.step, found.values())
 
-    def _between_batches(self) -> str | None:
+    def _stop_reason(self) -> str | None:
         self.phases.enter("evaluate")
         return self.stopper.check_now().stop
 
     def _save(self, reason: str, *, wait: bool) -> None:
         self.phases.enter("save")
-        self._look()
+        self._settle()
         metrics = {} if self.recorder.last is None else {"loss": self.recorder.last.loss}
         metrics |= self.evaluation.values() if self.evaluation is not None else {}
         self.recorder.saving(self.state.step)
@@ -486,13 +483,13 @@ class _Loop:
         if self.kernels is not None:
             self.kernels.publish(wait=False)
 
-    def _hear_sealed(self) -> None:
+    def _record_sealed(self) -> None:
         for sealed in self.checkpointer.sealed():
             self.recorder.saved(
                 sealed.step, sealed.path, stall_s=sealed.stall_s, write_s=sealed.write_s, size=sealed.bytes
             )
 
-    def _leave(self) -> Outcome:
+    def _finish(self) -> Outcome:
         if self.stopped is None and self.config.checkpoint.export and self.last_saved == self.state.step:
             self.checkpointer.export(self.run.full_model)
         if self.env.is_main:

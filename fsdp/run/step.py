@@ -29,8 +29,8 @@ class StepHooks:
         """A phase begins: forward and backward once a micro-batch, then reduce, then optimizer."""
 
     def weight(self) -> float:
-        """What the global batch's loss is a mean over. Called after each forward: a sum of token counts over
-        the ranks travels while the first forward computes.
+        """The divisor of the global batch's loss. Called after each forward: a sum of token counts over the
+        ranks overlaps with the first one.
         """
         return 1.0
 

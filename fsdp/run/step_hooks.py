@@ -25,7 +25,7 @@ from fsdp.watch.branch_check import Branches
 from fsdp.watch.replica_checks import Numbers
 
 
-class TokenCount:
+class TokenSum:
     """A step's unmasked tokens over all ranks; the sum travels while the first forward computes."""
 
     def __init__(self, count: int, over_ranks: bool = False) -> None:
@@ -38,10 +38,10 @@ class TokenCount:
         return self._count
 
 
-def token_count(loss_function: LossFunction, info: DataInfo, batch: StepBatch) -> TokenCount:
+def token_sum(loss_function: LossFunction, info: DataInfo, batch: StepBatch) -> TokenSum:
     if not loss_function.shifts and (info.class_names or not info.masks_targets):
-        return TokenCount(batch.samples * info.tokens_per_sample)
-    return TokenCount(sum(loss_function.tokens(micro.counted) for micro in batch.micro), over_ranks=True)
+        return TokenSum(batch.samples * info.tokens_per_sample)
+    return TokenSum(sum(loss_function.tokens(micro.counted) for micro in batch.micro), over_ranks=True)
 
 
 @dataclass(kw_only=True)
@@ -61,7 +61,7 @@ class RunHooks(StepHooks):
     def start(self, step: int, batch: StepBatch) -> None:
         """Starts the sum of the step's tokens."""
         self._step, self._samples = step, batch.samples
-        self._count = token_count(self.loss_function, self.info, batch)
+        self._count = token_sum(self.loss_function, self.info, batch)
 
     @property
     def loss(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""The last words of a run: how good it is, where it lies, and what is worth typing next."""
+"""The closing lines of a run: its accuracy, its directory, and the commands that may follow."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def summary(outcome: Outcome, config: Config, command: str) -> str:
     resume = f"{command} --config {shlex.quote(shown + '/config.toml')} --run.dir {run}"
     if outcome.stopped:
         lines.append(
-            f"  {resume}{' --train.stop_after 0' if config.train.stop_after else ''}   # goes on from here"
+            f"  {resume}{' --train.stop_after 0' if config.train.stop_after else ''}   # resumes here"
         )
     else:
         if config.checkpoint.export:
             lines.append(f"  python -m fsdp.predict {asked}")
-        lines.append(f"  {resume} --train.steps {outcome.step * 2} --train.epochs 0   # trains on")
+        lines.append(f"  {resume} --train.steps {outcome.step * 2} --train.epochs 0   # trains further")
     lines += [f"  python -m fsdp.report {asked}", f"  python -m fsdp.checkpoint {run}"]
     return "\n".join(lines)

@@ -23,7 +23,7 @@ from fsdp.dist.stop import Stopper
 from fsdp.optim import nonfinite
 from fsdp.record import recorder
 from fsdp.run.loop import _Loop, train
-from fsdp.run.step_hooks import TokenCount
+from fsdp.run.step_hooks import TokenSum
 from tests.optim.test_nonfinite_runs import DDP, HSDP, SPOILT, step_of
 from tests.support.marks import quick_are
 from tests.support.runs import failures, flags
@@ -33,7 +33,7 @@ from tests.support.world import run_world
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nonfinite, "DEVICES_THAT_DECIDE", ("cuda", "cpu"))
+        patch.setattr(nonfinite, "DEVICES_THAT_SKIP", ("cuda", "cpu"))
         patch.setattr(recorder, "DEVICES_THAT_HOLD", ("cuda", "cpu"))
         yield
 
@@ -127,7 +127,7 @@ class _Fetches(TorchDispatchMode):
             return tolist(tensor)
 
         patch.setattr(torch.Tensor, "tolist", counted)
-        for owner, name in ((Stopper, "agreed"), (Stopper, "signatures"), (TokenCount, "__call__")):
+        for owner, name in ((Stopper, "agreed"), (Stopper, "signatures"), (TokenSum, "__call__")):
             patch.setattr(owner, name, self._aside(getattr(owner, name)))
 
     def _count(self) -> None:

@@ -134,7 +134,8 @@ WRONG = [
     ("--plan.gpu h900", "--plan.gpu h900 is not in the table: a100, .* HINT: --plan.gpu h200 or h100"),
     (
         "--plan.gpus 4 --train.global_batch 6",
-        "--train.global_batch 6 over 4 ranks is 1.5 samples a rank: no mesh divides it. HINT: --train.global_batch 8",
+        "--train.global_batch 6 over 4 ranks is 1.5 samples a rank: no mesh divides it. "
+        "HINT: --train.global_batch 8",
     ),
     (
         "--plan.gpus 4 --train.global_batch 24 --train.micro_batch 4",

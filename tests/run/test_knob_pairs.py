@@ -99,8 +99,10 @@ REFUSED = {
     ),
     *itertools.product(FILES, ("states in 8 bits",)),
     *itertools.product(("reshard to 2", "cpu offload", "all in files", "fp16"), ("float8",)),
-    ("float8", "adapters"), ("float8", "root only"), ("frozen", "adapters"),
-}  # fmt: skip
+    ("float8", "adapters"),
+    ("float8", "root only"),
+    ("frozen", "adapters"),
+}
 """In the order of KNOBS."""
 
 PAIRS = [
