@@ -255,7 +255,7 @@ def measure(block: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: d
     }
     inputs = {storage: nbytes for storage, nbytes in inputs.items() if storage not in own}
     recorder = _Recorder()
-    with _untouched(block), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), recorder:
+    with _unwritten(block), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), recorder:
         forward(*args, **kwargs)
     return Measured(
         sum({**saved, **inputs}.values()), sum(inputs.values()), recorder.produced(set(inputs) | own)
@@ -263,7 +263,7 @@ def measure(block: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: d
 
 
 @contextmanager
-def _untouched(block: nn.Module) -> Iterator[None]:
+def _unwritten(block: nn.Module) -> Iterator[None]:
     buffers = [(buffer, buffer.clone()) for buffer in block.buffers()]
     with torch.random.fork_rng():
         yield

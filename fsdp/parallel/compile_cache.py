@@ -49,24 +49,24 @@ def places(speed: SpeedSection) -> Places | None:
     if speed.compile_cache != "auto":
         return Places(Path(speed.compile_cache).absolute(), None)
     own = Path(tempfile.gettempdir(), f"shardrun-compile-{os.getuid()}")
-    return None if _chosen_already(own) else Places(own, _in_the_home())
+    return None if _user_set(own) else Places(own, _shared_folder())
 
 
-def _in_the_home() -> Path | None:
+def _shared_folder() -> Path | None:
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "shardrun", "compile")
     except RuntimeError:
         return None  # no HOME, and a user without a password entry, as in many containers
 
 
-def _chosen_already(own: Path) -> bool:
+def _user_set(own: Path) -> bool:
     """Whether the user has set torch's variable. torch sets it, too, to its default, as an earlier start
     in this process does.
     """
-    return not os.environ.get(VARIABLE, torchs_own()).startswith((torchs_own(), str(own)))
+    return not os.environ.get(VARIABLE, torch_default()).startswith((torch_default(), str(own)))
 
 
-def torchs_own() -> str:
+def torch_default() -> str:
     return str(Path(tempfile.gettempdir(), "torchinductor_"))
 
 

@@ -83,7 +83,7 @@ def _rare(dtype: torch.dtype) -> int:
 
 
 @torch.no_grad()
-def prove(root: nn.Module, *, drawn: Mapping[str, Init]) -> None:
+def check_initialised(root: nn.Module, *, drawn: Mapping[str, Init]) -> None:
     """Stops the run by name for a value left uninitialised, a buffer nobody filled, equal shards, or
     replicas that differ.
     """
@@ -93,7 +93,7 @@ def prove(root: nn.Module, *, drawn: Mapping[str, Init]) -> None:
     _refuse(problems)
 
 
-def prove_unsaved(root: nn.Module) -> None:
+def check_unsaved(root: nn.Module) -> None:
     """The same for values that no checkpoint holds, before one fills the rest. Collective."""
     _refuse(_everyones([*_unfilled(root, known=root.state_dict().keys())]))
 

@@ -106,7 +106,7 @@ def reserve(folder: Path, sizes: Iterable[int], *, flag: str, what: str) -> list
     Collective.
     """
     sizes, what = list(sizes), collectives.from_main(what)
-    asked = collectives.everyones(_look(folder, sum(sizes)))
+    asked = collectives.everyones(_disk_need(folder, sum(sizes)))
     _refuse(asked, folder, flag, what)
     files: list[MappedFile] = []
     trouble = ""
@@ -125,7 +125,7 @@ def reserve(folder: Path, sizes: Iterable[int], *, flag: str, what: str) -> list
     return files
 
 
-def _look(folder: Path, needed: int) -> _DiskNeed:
+def _disk_need(folder: Path, needed: int) -> _DiskNeed:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         state = os.statvfs(folder)

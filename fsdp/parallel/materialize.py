@@ -26,12 +26,12 @@ from fsdp.models.init import Init, draw, draw_into
 from fsdp.models.lora import lora_inits
 from fsdp.models.unsharded import persistent, seeded
 from fsdp.parallel.init_check import (
+    check_initialised,
+    check_unsaved,
     cut_of,
     fill_with_poison,
     local,
     poison,
-    prove,
-    prove_unsaved,
     shard_count,
 )
 from fsdp.parallel.nvme import Shelf
@@ -117,7 +117,7 @@ def materialize(
     if hasattr(root, "init_buffers"):
         methods.init_buffers(sharded.device)
     if restored and _in_checkpoint(root):
-        prove_unsaved(root)
+        check_unsaved(root)
         return
     # No weights contain adapters: each rank draws its own part, whatever the source of the others.
     _draw_shards(root, added, seed, rank)
@@ -133,7 +133,7 @@ def materialize(
         # An error on rank 0 alone is sent to all, so that no rank waits for weights.
         on_main(rank, open_source)
         _send_all(sharded, source, added)
-    prove(root, drawn={**({} if weights is not None else inits), **added})
+    check_initialised(root, drawn={**({} if weights is not None else inits), **added})
 
 
 def _in_checkpoint(root: nn.Module) -> bool:

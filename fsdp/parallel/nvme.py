@@ -65,7 +65,7 @@ class Shelf:
         state_dtype: torch.dtype,
         everything: bool,
     ) -> None:
-        give_freed_back()
+        free_at_once()
         self._root, self._units, self._dtype, self._everything = root, units, state_dtype, everything
         self._moments = MOMENTS[optim.name] if optim.name != "sgd" or optim.momentum else ()
         self._slots: dict[tuple[nn.Parameter, str], Tensor] = {}
@@ -74,7 +74,7 @@ class Shelf:
             folder,
             sizes.values(),
             flag="memory.nvme_dir",
-            what=f"What --memory.nvme puts there ({_said(sizes)})",
+            what=f"What --memory.nvme puts there ({_sizes_line(sizes)})",
         )
         self._files: dict[str, MappedFile] = dict(zip(sizes, files, strict=True))
 
@@ -163,7 +163,7 @@ class Shelf:
             for parameter, offer in offers.items():
                 if optimizer.state.get(parameter) is offer:
                     del optimizer.state[parameter]
-            self._adopt(optimizer, _trained(optimizer))
+            self._move_states(optimizer, _trained(optimizer))
             self.forget(_trained(optimizer))
             self.forget(self._slots.values())
 
@@ -174,7 +174,7 @@ class Shelf:
             for parameter in parts[at + 1] if at + 1 < len(parts) else ():
                 self._fetch([parameter, parameter.grad, *optimizer.state.get(parameter, {}).values()])
             step_some(optimizer, part)
-            self._adopt(optimizer, part)
+            self._move_states(optimizer, part)
             for parameter in part:
                 self.forget([parameter, parameter.grad, *optimizer.state.get(parameter, {}).values()])
 
@@ -186,7 +186,7 @@ class Shelf:
         yield from _cut(sized, PART_BYTES)
 
     @torch.no_grad()
-    def _adopt(self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    def _move_states(self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
         """Moves states that torch has just created in memory to their file."""
         for parameter in parameters:
             for name, value in optimizer.state.get(parameter, {}).items():
@@ -235,7 +235,7 @@ class Shelf:
         return self._files["staging"].take((size,), torch.uint8)
 
 
-def give_freed_back() -> None:
+def free_at_once() -> None:
     """Has glibc return freed blocks from a MiB on at once. It keeps those of up to 32 MiB for later:
     layers as large as that left several times their size behind (measured: 2,545 MiB where 344 were in
     use).
@@ -318,5 +318,5 @@ def _fsdp_parameters(root: nn.Module) -> Iterator[Any]:
                 yield from group.fsdp_params if group is not None else ()
 
 
-def _said(sizes: dict[str, int]) -> str:
+def _sizes_line(sizes: dict[str, int]) -> str:
     return ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in sizes.items())

@@ -72,9 +72,9 @@ class OffloadStreams:
 
     def left(self, passage: Passage) -> None:
         """Called after a unit's forward. The previous unit's tensors may be freed once they are copied."""
-        passage.mark_out()
+        passage.record_copy()
         if self._leaving is not None:
-            self._leaving.let_go()
+            self._leaving.release()
         self._leaving = passage
 
 
@@ -92,7 +92,7 @@ class Passage:
         self._fetched = False
 
     def pack(self, tensor: Tensor) -> Any:
-        if not self._goes(tensor):
+        if not self._is_copied(tensor):
             return tensor
         key = (
             tensor.untyped_storage()._cdata,
@@ -111,7 +111,7 @@ class Passage:
         known.uses += 1
         return known
 
-    def _goes(self, tensor: Tensor) -> bool:
+    def _is_copied(self, tensor: Tensor) -> bool:
         if type(tensor) is not Tensor or tensor.device.type != self._carrier.device.type:
             return False
         if tensor.nbytes < max(1, self._carrier.smallest) or isinstance(tensor._base, nn.Parameter):
@@ -122,11 +122,11 @@ class Passage:
             self._own = {t.untyped_storage()._cdata for t in own if type(t) in (Tensor, nn.Parameter)}
         return tensor.untyped_storage()._cdata not in self._own
 
-    def mark_out(self) -> None:
+    def record_copy(self) -> None:
         out, _ = self._carrier.streams()
         self._out_done = out.record_event() if out is not None else None
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Frees the device's copies: the stream that reuses their memory waits for the copy, the host
         does not.
         """

@@ -125,7 +125,7 @@ def _padded(parameters: Iterable[nn.Parameter], shards: int) -> int:
     )
 
 
-def said(
+def traffic_line(
     model: nn.Module,
     *,
     sizes: MeshSizes,

@@ -1,8 +1,7 @@
-"""A process group that is not there: any number of ranks, any of them asked, and no bytes behind a tensor.
+"""A fake process group: any number of ranks, any one of them traced, and no memory behind a tensor.
 
-The mesh is made outside FakeTensorMode (its ranks are read as numbers), the model is cut up on the meta
-device by fsdp/parallel/shard.py, and only then its shards become fake tensors. Not here: what is done in that
-world.
+The mesh is made outside FakeTensorMode (its ranks are read as numbers), fsdp/parallel/shard.py shards the
+model on the meta device, and only then its shards become fake tensors. Not here: the step in that world.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from fsdp.dist.mesh import MeshSizes, build_mesh
 
 @contextlib.contextmanager
 def fake_world(sizes: MeshSizes, rank: int) -> Iterator[DeviceMesh]:
-    """The mesh as `rank` would see it. Only where no process group is: one rank can stand in one world."""
+    """The mesh as seen from `rank`. Requires that no process group exists: a process is in one world."""
     assert not dist.is_initialized(), "a plan is made outside a run"
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -36,12 +35,12 @@ def fake_world(sizes: MeshSizes, rank: int) -> Iterator[DeviceMesh]:
 
 
 def fake_mode() -> FakeTensorMode:
-    """Meta tensors may meet fake ones: the model comes from meta."""
+    """A mode in which meta tensors and fake ones may be mixed: the model comes from meta."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 class _Chunks:
-    """torch.chunk's pieces, made when asked for: FSDP cuts a parameter into as many as there are ranks and
+    """torch.chunk's pieces, made on access: FSDP cuts a parameter into as many as there are ranks and
     keeps one.
     """
 
@@ -62,9 +61,10 @@ class _Chunks:
 
 @contextlib.contextmanager
 def _one_chunk_only() -> Iterator[None]:
-    """At 16,384 ranks the list of pieces of each parameter is most of the time that cutting up takes."""
+    """Replaces torch.chunk in FSDP: at 16,384 ranks the list of pieces takes most of the time of sharding."""
     module: Any = _fsdp_param
-    if not hasattr(module, "_chunk_with_empty"):  # another torch cuts in another way: slower, not wrong
+    if not hasattr(module, "_chunk_with_empty"):
+        # another version of torch cuts in another way: slower, not wrong
         yield
         return
     was = module._chunk_with_empty

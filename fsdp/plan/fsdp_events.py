@@ -1,8 +1,7 @@
-"""FSDP's private steps, and the offload of activations, tell a Tracker what is gathered, waited for, reduced
-and kept.
+"""Marks FSDP's own gathers, waits, reductions and the offload of activations in a Tracker.
 
-Here is all that leans on names within torch's FSDP, put in their place while a step is watched and taken back
-after. Not here: what is counted of it (track.py).
+All uses of FSDP's private methods are here, patched while a step is traced and restored after. Not here: what
+is counted (tracker.py).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from fsdp.plan.tracker import Tracker, counted_as
 
 @contextlib.contextmanager
 def watching(tracker: Tracker) -> Iterator[None]:
-    """FSDP's private steps say what is gathered, when it is waited for, and which gradients are whose."""
+    """Context in which FSDP's private methods mark gathers, waits, and the owners of gradients."""
     group: Any = _fsdp_param_group.FSDPParamGroup
     saved = {
         name: getattr(group, name)
@@ -92,9 +91,7 @@ def _reducing(tracker: Tracker, method: Any) -> Any:
 
 
 def _reduces(of_all: Any) -> bool:
-    """Whether an earlier unit's reduction is still under way. torch 2.11 knows one at a time, later ones a
-    list.
-    """
+    """Whether an earlier unit's reduction is in progress. torch 2.11 has one at a time, later ones a list."""
     known = "reduce_scatter_states" if hasattr(of_all, "reduce_scatter_states") else "reduce_scatter_state"
     return bool(getattr(of_all, known))
 

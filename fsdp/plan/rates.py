@@ -42,7 +42,7 @@ SHORT_NAMES = ("a100", "a100-40gb", "h100", "h100-pcie", "h200", "b200", "l4", "
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes and operations a second; memory in bytes that a process can have."""
+    """Bytes and operations a second; memory is the bytes that a process can have."""
 
     name: str
     memory: float
@@ -50,7 +50,7 @@ class Rates:
     matmul_fp32: float
     attention: float
     peak: float
-    """The data sheet's bf16, which MFU is of."""
+    """The data sheet's bf16 rate, the base of MFU."""
     bandwidth: float
     link: float
     """One GPU's, within a node, one way."""
@@ -94,12 +94,12 @@ _MORE = {
     "L4": _More(22.0, 97.0, 60, 25, 25, 25, 58),
     "L40S": _More(44.4, 290.0, 180, 25, 50, 25, 142),
 }
-"""Matmul of those that the table of measurements lacks (PCIe, NVL, L4, L40S): 80% of the data sheet, as of
-the others.
+"""Matmul rate of devices that the table of measurements lacks (PCIe, NVL, L4, L40S): 80% of the data
+sheet, as of the others.
 """
 
 _CHANNELS = 16
-"""Processors that a collective occupies: NCCL's channels on a node of eight."""
+"""Multiprocessors that a collective occupies: NCCL's channels on a node of eight."""
 
 
 def rates_for(config: Config) -> Rates:
@@ -177,7 +177,9 @@ def _rates_of_cpu(matmul: float, fp32: float, bandwidth: float) -> Rates:
 
 
 def measure_rates(device: str) -> tuple[float, float, float]:
-    """bf16 and fp32 products a second, and bytes a second of copies, on this machine: a second or two."""
+    """Measures bf16 and fp32 products a second, and bytes a second of copies, on this machine in a second
+    or two.
+    """
     import torch
 
     def best(work: Any, amount: float) -> float:
@@ -204,7 +206,7 @@ def _kept() -> Path:
 
 
 def calibrated(name: str) -> Rates | None:
-    """What --plan.calibrate kept for this device on this machine."""
+    """The rates that --plan.calibrate stored for this device on this machine."""
     try:
         kept = json.loads(_kept().read_text(encoding="utf-8"))[_key(name)]
     except (OSError, KeyError, ValueError):
@@ -215,7 +217,7 @@ def calibrated(name: str) -> Rates | None:
 
 
 def calibrate(name: str) -> str:
-    """Measure the device at hand and keep it under --plan.gpu's name; what was kept, in words."""
+    """Measures the present device and stores the rates under --plan.gpu's name; returns a line about them."""
     import torch
 
     device = "cpu" if name == "cpu" else "cuda"

@@ -1,4 +1,4 @@
-"""The table, the best line to paste, the recipe, and what else follows from a plan. Only words: numbers come
+"""The table, the best line to paste, the recipe, and the lines below them. Formats only: numbers come
 from elsewhere.
 """
 
@@ -13,7 +13,7 @@ from fsdp.config import Config
 from fsdp.plan.estimate import Plan, gib, not_modelled, plan_one
 from fsdp.plan.goodput import best_interval, costs_of, goodput
 from fsdp.plan.model_shapes import subject_of
-from fsdp.run.job import model_of, units_said
+from fsdp.run.job import model_of, units_line
 from fsdp.rundir.paths import write_atomically
 
 _CHECKPOINTING = {"none": "none", "ops": "per operation", "full": "full"}
@@ -55,7 +55,7 @@ def _row(plan: Plan) -> list[str]:
 
 
 def flags_of(plan: Plan) -> str:
-    """What train.py takes for this plan beside the person's own flags."""
+    """The flags of this plan, beside the user's own."""
     sizes, memory = plan.sizes, plan.config.memory
     words = [f"--mesh.strategy {sizes.strategy}", f"--mesh.replicate {sizes.replicate}"]
     if sizes.strategy != "ddp":
@@ -72,9 +72,7 @@ def flags_of(plan: Plan) -> str:
 
 
 def recipe(plan: Plan, config: Config) -> Config:
-    """The person's configuration with the plan in it, and what was predicted, for the run's end to
-    compare.
-    """
+    """The user's configuration with the plan in it, and the prediction, for the run's end to compare."""
     sizes = plan.sizes
     changes: dict[str, object] = {
         "mesh__strategy": sizes.strategy, "mesh__replicate": sizes.replicate,
@@ -90,7 +88,9 @@ def recipe(plan: Plan, config: Config) -> Config:
 
 
 def _measurable(plan: Plan) -> float:
-    """What the run itself will read: the allocator's peak of tensors on CUDA, the process's own on CPU."""
+    """The peak that the run itself will read: the allocator's peak of tensors on CUDA, the process's on
+    CPU.
+    """
     return plan.memory.peak if plan.rates.has_allocator else plan.needed
 
 
@@ -117,7 +117,7 @@ def details(plan: Plan, config: Config) -> list[str]:
             "of it a save's copy"
         )
     spec = subject_of(plan.config.model, plan.config.data).spec
-    units = units_said(model_of(plan.config, spec), plan.config.mesh.wrap)
+    units = units_line(model_of(plan.config, spec), plan.config.mesh.wrap)
     lines.append(f"units: {units}; python train.py --dry-run lists each with its shards")
     lines += [_time(plan), *_links(plan), *_checkpoints(plan, config), *_goal(plan, config)]
     return lines

@@ -41,12 +41,12 @@ class _TracedUpdate:
 
 @dataclass
 class TracedSetup(StepHooks):
-    """What the loop has before its first step, and the tracker that records its steps."""
+    """The state of a run before its first step, and the tracker that records its steps."""
 
     parts: StepParts
     tracker: Tracker
     buckets: Buckets | None = None
-    """In DDP's place, where tensors are fake."""
+    """In place of DDP's reducer, for fake tensors."""
     blocks: list[nn.Module] = field(init=False)
     micro: int = 0
 
@@ -114,7 +114,7 @@ class TracedSetup(StepHooks):
 
     @contextlib.contextmanager
     def _marked(self) -> Iterator[None]:
-        """Hooks of ours run before FSDP's own, so that what a block gathers is counted to the block."""
+        """Context with hooks that run before FSDP's own, so that a block's gather counts as the block's."""
         handles: list[Any] = []
         for at, block in enumerate(self.blocks, 1):
             handles.append(block.register_forward_pre_hook(self._forward_mark(at), prepend=True))
@@ -160,18 +160,18 @@ def _outputs(output: Any) -> Iterator[Tensor]:
 
 
 def fill_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """The state that an optimizer makes at its first step, made by one."""
+    """Creates the state that an optimizer makes at its first step, by one step."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     if isinstance(optimizer, SmallStateAdam):
-        _begin_counts(optimizer)
+        _set_step_counts(optimizer)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
 
-def _begin_counts(optimizer: SmallStateAdam) -> None:
-    """Its first step would read the number of steps from a tensor."""
+def _set_step_counts(optimizer: SmallStateAdam) -> None:
+    """Sets the step counts: the first step would read them from a tensor."""
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         state = optimizer.state[parameter]
         state.update(state or new_state(parameter, optimizer.kind))
@@ -182,10 +182,10 @@ def _begin_counts(optimizer: SmallStateAdam) -> None:
 
 
 class Buckets:
-    """DDP's reducer is C++ and takes no fake tensors: its buckets are held here, gradients copied into them
-    as they come.
+    """DDP's reducer is C++ and takes no fake tensors: its buckets are kept here, and gradients are copied
+    into them as they arrive.
 
-    Where a micro-batch is not synchronised DDP looks away, and gradients lie beside the buckets until one is.
+    Without synchronisation gradients stay beside the buckets until a synchronised micro-batch.
     """
 
     def __init__(self, sharded: Sharded) -> None:
@@ -207,7 +207,7 @@ class Buckets:
 
     @contextlib.contextmanager
     def _micro_batch(self, last: bool) -> Iterator[None]:
-        """What Sharded.micro_batch does for a model in DDP."""
+        """Sharded.micro_batch of a model in DDP."""
         self.syncs = last or self.sharded.accumulate != "last"
         with self._plain(last), self.sharded._autocast():
             yield

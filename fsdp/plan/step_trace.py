@@ -1,7 +1,7 @@
-"""From a question (a configuration, a mesh, a rank, so many samples and blocks) to the trace of its step in a
-fake world.
+"""The trace of one step in a fake world, for a configuration, a mesh, a rank, a micro-batch and a number of
+blocks.
 
-Not here: which questions are asked (count.py), or what a trace means.
+Not here: which runs are traced (fake_runs.py), or what a trace means.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Ask:
     accumulation: int
     blocks: int
     device: str
-    """cpu or cuda: whose allocator and collectives are counted."""
+    """cpu or cuda: the allocator and collectives that are counted."""
 
     def __hash__(self) -> int:
         # A configuration holds dictionaries and has no hash of its own.
@@ -68,7 +68,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Stage:
-    """A model cut up in a fake world, its optimizer's state there already."""
+    """A model sharded in a fake world, its optimizer's state present."""
 
     sharded: Sharded
     loss_function: LossFunction
@@ -99,9 +99,9 @@ def stage(ask: Ask) -> Iterator[Stage]:
     if ask.blocks:
         shorten(model, ask.blocks, config.mesh.wrap)
     loss_function = LossFunction(model)
-    # Compiled and float8 kernels cannot run on fake tensors; what that leaves out is said (predict.py).
+    # Compiled and float8 kernels cannot run on fake tensors; estimate.py names what that leaves out.
     speed = dataclasses.replace(config.speed, compile="false", float8="off", float8_emulate=False)
-    if config.optim.state == "8bit":  # kept for all that follow; on fake tensors there would be no values
+    if config.optim.state == "8bit":  # cached for all that follow; on fake tensors there would be no values
         dynamic_map(True), dynamic_map(False)
     with fake_world(ask.sizes, ask.rank) as mesh:
         sharded = shard_model(
@@ -126,14 +126,16 @@ def stage(ask: Ask) -> Iterator[Stage]:
 
 
 def _group_kernels(optimizer: torch.optim.Optimizer) -> None:
-    """What torch does by itself on CUDA, and never on CPU, with plain tensors that no fused kernel takes."""
+    """Sets foreach as torch does by itself on CUDA, and never on CPU, for plain tensors without a fused
+    kernel.
+    """
     for group in optimizer.param_groups:
         if not group.get("fused") and not any(isinstance(p, DTensor) for p in group["params"]):
             group["foreach"] = True
 
 
 def watch(ask: Ask) -> Trace:
-    """One step, watched. Takes a fraction of a second."""
+    """Traces one step, in a fraction of a second."""
     try:
         return _watch(ask)
     except (
@@ -142,9 +144,8 @@ def watch(ask: Ask) -> Trace:
         UnsupportedFakeTensorException,
     ) as error:
         raise ConfigError(
-            f"--model.name {ask.config.model.name} looks at numbers while it runs ({_first_line(error)}): "
-            "a plan has shapes "
-            "alone.",
+            f"--model.name {ask.config.model.name} reads tensor values in its forward "
+            f"({_first_line(error)}): a plan has shapes alone.",
             "torch.where, or masks of a fixed size, in place of .item(), nonzero() and if on a tensor",
         ) from error
 
@@ -162,7 +163,7 @@ def _watch(ask: Ask) -> Trace:
         if ask.config.memory.activation_budget == 1:
             watched.step(samples, ask.accumulation)
             return tracker.trace(len(watched.blocks))
-        # In its first step each unit is run once more, to be measured: the second is like all that follow.
+        # In the first step each unit is run once more, to be measured: the second is like all that follow.
         watched.step(samples, ask.accumulation)
         watched.hold_state()
         first = len(tracker.trace(0).segments)
@@ -183,9 +184,7 @@ def batches(subject: Subject, rows: int) -> Iterator[Batch]:
 
 
 def repeated_blocks(model: nn.Module, wrap: str) -> tuple[nn.Module, list[nn.Module]] | None:
-    """The one list whose members are the units with parts, all alike in their parameters; None where there is
-    none such.
-    """
+    """The one list of equal blocks, alike in their parameters; None if there is none."""
     blocks = blocks_of(find_units(model, wrap))
     if len(blocks) < 2 or any(_shape_of(block) != _shape_of(blocks[0]) for block in blocks):
         return None
@@ -213,7 +212,7 @@ _BLOCKS: dict[tuple[int, str, str, LoraSection], tuple[ModelSpec, int]] = {}
 
 
 def blocks_in(config: Config) -> int:
-    """How many equal blocks the model has; 0 where it must be run whole."""
+    """The number of equal blocks of the model; 0 if it must be run whole."""
     spec = subject_of(config.model, config.data).spec
     key = (id(spec), config.mesh.wrap, config.model.frozen, config.lora)
     if key not in _BLOCKS:

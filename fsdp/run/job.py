@@ -176,9 +176,9 @@ def describe(config: Config, job: Job, model: nn.Module) -> Mapping[str, str]:
         "precision": f"{_name(dtypes.param)} on {_name(dtypes.master)}, reduced in {_name(dtypes.reduce)}",
         "bytes a rank": _bytes_a_rank(config, job, model),
     }  # fmt: skip
-    facts["units"] = units_said(model, config.mesh.wrap)
+    facts["units"] = units_line(model, config.mesh.wrap)
     if job.sizes.ranks > 1:
-        facts["a step sends"] = traffic.said(
+        facts["a step sends"] = traffic.traffic_line(
             model,
             sizes=job.sizes,
             section=config.mesh,
@@ -209,7 +209,7 @@ def _units(model: nn.Module, wrap: str) -> list[tuple[str, list[nn.Parameter]]]:
     return [*found, ("the root", [p for p in model.parameters() if p not in taken])]
 
 
-def units_said(model: nn.Module, wrap: str) -> str:
+def units_line(model: nn.Module, wrap: str) -> str:
     """The units in one line, or the reason why there are none."""
     *units, (_, rest) = _units(model, wrap)
     own = sum(p.numel() for p in rest)

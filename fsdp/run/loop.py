@@ -93,11 +93,11 @@ def train(config: Config, env: DistEnv, reporter: Reporter | None = None) -> Out
     preflight.check_names(env)
     with (
         process_group(env, config.run.process_group_timeout_s),
-        setup.claimed_run(config, env) as (run, claim),
+        setup.locked_run(config, env) as (run, claim),
         Watch(config.watch, env, run.path) as watch,
-        OutOfMemoryHandler(config, env, run.path) as witness,
+        OutOfMemoryHandler(config, env, run.path) as oom,
     ):
-        return _train(config, env, reporter or NoReporter(), job, run, claim, watch, witness)
+        return _train(config, env, reporter or NoReporter(), job, run, claim, watch, oom)
 
 
 def _train(
@@ -108,16 +108,16 @@ def _train(
     run: RunDir,
     claim: Locks | None,
     watch: Watch,
-    witness: OutOfMemoryHandler,
+    oom: OutOfMemoryHandler,
 ) -> Outcome:
     with garbage.held():
-        loop = _set_up(config, env, reporter, job, run, claim, witness)
+        loop = _set_up(config, env, reporter, job, run, claim, oom)
     # 1.5 MiB of source, read for traces of the fake tensors from which FSDP2 infers shapes
     linecache.clearcache()
     loop.phases.listen(watch.phase)
     profile = _maybe_profile(loop)
     try:
-        with witness:
+        with oom:
             outcome = loop.run_to_end()
         if profile is not None:
             profile.finish()
@@ -144,7 +144,7 @@ def _set_up(
     job: Job,
     run: RunDir,
     claim: Locks | None,
-    witness: OutOfMemoryHandler,
+    oom: OutOfMemoryHandler,
 ) -> _Loop:
     """Builds everything before the first step and restores the newest checkpoint. Collective."""
     planned = maybe_planned(config.plan, env.device.type)
@@ -174,11 +174,11 @@ def _set_up(
         config.checkpoint, run.path, env, job.sizes, config_hash=config_hash(config), claim=claim, room=shelf
     )
     # A checkpoint of adapters alone has no frozen weights.
-    setup.give_weights(
+    setup.fill_weights(
         config, env, job, sharded, shelf, restored=not config.lora.rank and checkpointer.finds()
     )
     checkpointer.base = maybe_base(config, job.spec, job.dtypes.master, sharded.root)
-    scene = OomContext(
+    oom_context = OomContext(
         sizes=job.sizes,
         batch=job.batch,
         dtypes=(sharded.dtypes.master, sharded.dtypes.param, sharded.dtypes.reduce),
@@ -187,7 +187,7 @@ def _set_up(
         root=sharded.root,
         units=sharded.units,
     )
-    witness.sees(scene)
+    oom.sees(oom_context)
     optimizer = build_optimizer(config.optim, sharded.root)
     state = TrainState(model=sharded.root, optimizer=optimizer, loss_scale=config.precision.loss_scale)
     with shelf.offered(optimizer) if shelf is not None else nullcontext():
@@ -225,8 +225,8 @@ def _set_up(
         mfu_of=mfu_of,
     )
     if env.is_main:
-        setup.say_start(run, facts, restored)
-    scene.optimizer, scene.phases = optimizer, Phases()
+        setup.log_start(run, facts, restored)
+    oom_context.optimizer, oom_context.phases = optimizer, Phases()
     return _Loop(
         config=config,
         env=env,
@@ -239,7 +239,7 @@ def _set_up(
         checkpointer=checkpointer,
         stopper=stopper,
         recorder=recorder,
-        phases=scene.phases,
+        phases=oom_context.phases,
         update=build_update(optimizer, shelf),
         in_turn=None if shelf is None else shelf.in_turn,
         claim=claim,

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def claimed_run(config: Config, env: DistEnv) -> Iterator[tuple[RunDir, Locks | None]]:
+def locked_run(config: Config, env: DistEnv) -> Iterator[tuple[RunDir, Locks | None]]:
     """Rank 0 creates and locks the run directory and its checkpoint store; the other ranks receive the path,
     or the holder of the lock.
     """
@@ -88,7 +88,7 @@ def console(config: Config, env: DistEnv, job: Job) -> Console:
     return Console(total_steps=job.total_steps, every=config.run.log_every_steps or chosen, unit=job.unit)
 
 
-def say_start(run: RunDir, facts: Mapping[str, str], restored: Restored | None) -> None:
+def log_start(run: RunDir, facts: Mapping[str, str], restored: Restored | None) -> None:
     log.info("run %s", run.path)
     for note in restored.notes if restored is not None else ():
         log.info("%s", note)
@@ -97,7 +97,7 @@ def say_start(run: RunDir, facts: Mapping[str, str], restored: Restored | None) 
     log.info("%s", "; ".join(f"{name} {text}" for name, text in facts.items()))
 
 
-def give_weights(
+def fill_weights(
     config: Config, env: DistEnv, job: Job, sharded: Sharded, shelf: Shelf | None, *, restored: bool
 ) -> None:
     """Makes meta weights real; for a restored run only allocates them."""

@@ -22,7 +22,7 @@ from fsdp.parallel.compile_cache import (
     Places,
     maybe_compile_cache,
     places,
-    torchs_own,
+    torch_default,
 )
 from tests.support.runs import flags
 from tests.support.world import _env
@@ -95,7 +95,7 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv(VARIABLE, f"{torchs_own()}somebody")  # torch writes its own default there
+    monkeypatch.setenv(VARIABLE, f"{torch_default()}somebody")  # torch writes its own default there
     return folder
 
 

@@ -19,7 +19,7 @@ from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import Strategy, build_mesh, resolve
 from fsdp.models import ModelSpec
 from fsdp.models.init import Init, Normal
-from fsdp.parallel.init_check import local, prove
+from fsdp.parallel.init_check import check_initialised, local
 from fsdp.parallel.materialize import materialize
 from fsdp.parallel.shard import Sharded, shard_model
 from fsdp.run.job import meta_model
@@ -103,7 +103,7 @@ def spoilt(env: DistEnv, strategy: Strategy, spoil: str) -> str:
     with torch.no_grad():
         if spoil == "one replica" and env.rank == 3:
             local(parameters["head.weight"])[0, 0] += 1e-3
-    return said(lambda: prove(sharded.root, drawn={}))
+    return said(lambda: check_initialised(sharded.root, drawn={}))
 
 
 def test_replicas_that_differ_in_one_number() -> None:
@@ -122,7 +122,7 @@ def repeated(env: DistEnv, how_many: str) -> str:
         if how_many == "all" or name == "1.weight":
             dist.broadcast(local(parameter.data), src=0)
     drawn: dict[str, Init] = {} if how_many == "all" else {"0.weight": Normal(1.0), "1.weight": Normal(1.0)}
-    return said(lambda: prove(sharded.root, drawn=drawn))
+    return said(lambda: check_initialised(sharded.root, drawn=drawn))
 
 
 @pytest.mark.parametrize(("how_many", "name"), [("one", "1.weight"), ("all", "0.weight")])

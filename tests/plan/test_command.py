@@ -168,7 +168,7 @@ WRONG = [
     ),
     (
         "--plan.gpus 4 --model.name tests.plan.own:Looking",
-        "--model.name tests.plan.own:Looking looks at numbers while it runs .*HINT: torch.where",
+        "--model.name tests.plan.own:Looking reads tensor values in its forward .*HINT: torch.where",
     ),
     ("--plan.gpus 4 --model.name tests.plan.own:Nothing", "--model.name tests.plan.own:Nothing: .* HINT: "),
     (

@@ -13,7 +13,7 @@ from fsdp.base.errors import ConfigError
 from fsdp.config import load
 from fsdp.plan.__main__ import given_in
 from fsdp.plan.estimate import ask_for
-from fsdp.plan.fake_runs import _beside, peak_of
+from fsdp.plan.fake_runs import _in_second_process, peak_of
 from fsdp.plan.search import SearchResult, search
 from fsdp.plan.step_trace import watch
 from tests.plan.asked import SMALL
@@ -135,7 +135,7 @@ def test_a_process_beside_this_one_finds_the_same() -> None:
         dataclasses.replace(ask_for(load([*SMALL, "--train.global_batch", "8"]), 4), rank=rank)
         for rank in range(3)
     ]
-    beside = _beside(asks)
+    beside = _in_second_process(asks)
     assert {ask: peak_of(trace) for ask, trace in beside.items()} == {
         ask: peak_of(watch(ask)) for ask in asks
     }
