@@ -76,7 +76,7 @@ def test_a_parameter_that_its_constructor_left_empty(init: str) -> None:
         assert "HINT:" in text
 
 
-def test_it_is_said_once_to_a_person_through_the_whole_run(tmp_path: Path) -> None:
+def test_a_run_reports_it_once(tmp_path: Path) -> None:
     for text in failures(2, tmp_path, "--model.name tests.support.user_code:Unfilled"):
         assert text is not None
         assert text.startswith("TrainingError: rank 0: parameter scale was never initialised")
@@ -131,7 +131,7 @@ def test_ranks_that_hold_the_same_rows(how_many: str, name: str) -> None:
         assert f"{name} is the same on ranks 0 and 1, which hold different shards" in text
 
 
-def test_what_is_right_is_left_alone() -> None:
+def test_complete_values_pass() -> None:
     assert run_world(4, spoilt, "hsdp", "nothing") == [""] * 4
 
 

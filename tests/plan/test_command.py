@@ -72,13 +72,13 @@ def test_the_command_of_the_page_as_typed() -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_the_same_question_has_the_same_answer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_deterministic(capsys: pytest.CaptureFixture[str]) -> None:
     assert said(capsys, *QUICK) == said(capsys, *QUICK)
 
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_the_best_line_is_what_its_own_plan_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_best_line_planned_alone_has_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     """Pasted behind the question with --plan.fix, the best line gives the row that it was taken from."""
     table = said(capsys, *QUICK)
     first = table.splitlines()[3]
@@ -106,7 +106,7 @@ def test_a_recipe_is_written_that_train_py_takes(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.slow
-def test_a_recipe_says_what_rank_0_will_see(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_recipe_predicts_rank_0(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     own = ("--model.name", "tests.plan.own:Words", "--data.name", "synthetic", "--data.args.kind", "tokens")
     fixed = (
         *own,
@@ -202,7 +202,7 @@ def test_as_many_rows_as_asked(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_measured_here_is_kept(
+def test_calibrated_rates_are_stored(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -224,7 +224,7 @@ def test_what_is_measured_here_is_kept(
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_is_said_with_what_to_turn(capsys: pytest.CaptureFixture[str]) -> None:
+def test_if_nothing_fits_a_hint_names_flags(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, *QUICK, "--plan.memory_gib", "1.4")
     assert "nothing fits. HINT: --plan.gpus 8, a --plan.gpu with more memory, or --data.seq_len lower" in text
     assert "best:" not in text
@@ -232,7 +232,7 @@ def test_what_does_not_fit_is_said_with_what_to_turn(capsys: pytest.CaptureFixtu
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_model_of_ones_own_is_planned_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_users_model_is_planned_too(capsys: pytest.CaptureFixture[str]) -> None:
     own = ("--model.name", "tests.plan.own:Words", "--data.name", "synthetic", "--data.args.kind", "tokens")
     text = said(capsys, *own, *QUICK[len(SMALL) :], "--data.seq_len", "32")
     assert "  best: --mesh.strategy" in text

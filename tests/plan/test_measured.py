@@ -62,7 +62,7 @@ def test_the_draw_is_the_same_each_time_and_has_every_kind() -> None:
 
 
 @pytest.mark.slow
-def test_what_a_cuda_bench_draws_is_a_run_and_can_be_planned() -> None:
+def test_cases_of_the_cuda_bench_can_be_planned() -> None:
     drawn = plan_cuda.draw(random.Random(7), 24)
     for case in drawn:
         assert load(case.flags).speed.compile == "false"

@@ -37,7 +37,7 @@ def test_the_first_is_the_fastest_that_fits() -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_what_was_given_stays() -> None:
+def test_flags_that_are_set_stay() -> None:
     for plan in found("--plan.gpus", "8", "--mesh.shard", "4", "--train.global_batch", "32").plans:
         assert plan.sizes.shard == 4
         assert plan.micro_batch * plan.accumulation * 8 == 32
@@ -45,7 +45,7 @@ def test_what_was_given_stays() -> None:
 
 
 @pytest.mark.slow
-def test_a_strategy_that_was_given_is_kept() -> None:
+def test_a_strategy_that_is_set_stays() -> None:
     assert {plan.sizes.strategy for plan in found("--plan.gpus", "4", "--mesh.strategy", "fsdp").plans} == {
         "fsdp"
     }
@@ -56,7 +56,7 @@ def test_a_strategy_that_was_given_is_kept() -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_nothing_is_proposed_that_train_py_refuses() -> None:
+def test_train_py_accepts_every_proposal() -> None:
     """DDP takes no factor of its own, so it is not among the choices."""
     assert "ddp" in {plan.sizes.strategy for plan in found("--plan.gpus", "4").plans}
     assert {plan.sizes.strategy for plan in found("--plan.gpus", "4", "--comm.divide_by", "4").plans} == {
@@ -88,7 +88,7 @@ def test_the_margin_decides_what_fits() -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_the_fewest_ranks_that_are_enough() -> None:
+def test_the_fewest_ranks_that_fit() -> None:
     wide = (
         "--model.args.width",
         "768",
@@ -130,7 +130,7 @@ def test_no_number_of_ranks_is_tried_that_the_batch_does_not_divide() -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_process_beside_this_one_finds_the_same() -> None:
+def test_a_second_process_finds_the_same() -> None:
     asks = [
         dataclasses.replace(ask_for(load([*SMALL, "--train.global_batch", "8"]), 4), rank=rank)
         for rank in range(3)

@@ -44,7 +44,7 @@ def test_weights_come_from_the_checkpoint_alone(how: str, tmp_path: Path) -> Non
     assert again == [(None, 0), (None, 0)]
 
 
-def test_adapters_lie_over_weights_that_their_checkpoint_does_not_hold(tmp_path: Path) -> None:
+def test_base_weights_are_drawn_beside_an_adapters_checkpoint(tmp_path: Path) -> None:
     words = ["--run.dir", str(tmp_path / "run"), *flags("--lora.rank 2", SAVES)]
     run_world(2, drawn_on_a_rank, words)
     again = run_world(2, drawn_on_a_rank, [*words, "--train.stop_after", "3"])
