@@ -86,10 +86,10 @@ class Verdicts:
         """Reads the device's verdicts since the last call. Collective if one is bad, and every rank calls it
         at the same step.
         """
-        asked, self._pending = self._pending, []
-        if not asked:
+        pending, self._pending = self._pending, []
+        if not pending:
             return
-        for one, finite in zip(asked, torch.stack([one.finite for one in asked]).tolist(), strict=True):
+        for one, finite in zip(pending, torch.stack([one.finite for one in pending]).tolist(), strict=True):
             if finite:
                 self._good()
             else:
@@ -113,15 +113,15 @@ class Verdicts:
             "step %d: loss %s, gradient norm %s: the update is skipped", step, float(loss), float(norm)
         )
 
-    def _where(self, asked: _PendingStep) -> str | None:
+    def _where(self, pending: _PendingStep) -> str | None:
         names = {parameter: name for name, parameter in self._root.named_parameters()}
-        wrong = (~asked.norms.isfinite()).nonzero().flatten().tolist()
-        return min((names[asked.holders[at]] for at in wrong), key=list(names.values()).index, default=None)
+        wrong = (~pending.norms.isfinite()).nonzero().flatten().tolist()
+        return min((names[pending.holders[at]] for at in wrong), key=list(names.values()).index, default=None)
 
     def _error(self, step: int, loss: float, norm: float, own: bool, where: str | None) -> TrainingError:
-        told = collectives.everyones((where, own))
-        ranks = [(rank, name) for rank, (name, _) in enumerate(told) if name]
-        losses = [rank for rank, (_, finite) in enumerate(told) if not finite]
+        gathered = collectives.everyones((where, own))
+        ranks = [(rank, name) for rank, (name, _) in enumerate(gathered) if name]
+        losses = [rank for rank, (_, finite) in enumerate(gathered) if not finite]
         place = (
             f", first in {ranks[0][1]} on rank{'s' * (len(ranks) > 1)} "
             f"{', '.join(str(r) for r, _ in ranks[:8])}"

@@ -99,9 +99,9 @@ def check_unsaved(root: nn.Module) -> None:
 
 
 def _everyones(findings: list[str]) -> list[str]:
-    told: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(told, findings)
-    return [f"rank {rank}: {text}" for rank, texts in enumerate(told) for text in texts]
+    gathered: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(gathered, findings)
+    return [f"rank {rank}: {text}" for rank, texts in enumerate(gathered) for text in texts]
 
 
 def _refuse(problems: list[str]) -> None:

@@ -47,7 +47,7 @@ class MappedFile:
         """The next piece, zeroed; its storage is its own, which FSDP compares by address."""
         numel = torch.Size(shape).numel()
         start, self._next = self._next, self._next + room_for(numel * dtype.itemsize)
-        assert self._next <= self.size, f"{self._next} bytes asked of a file of {self.size}"
+        assert self._next <= self.size, f"{self._next} bytes of a file of {self.size}"
         if not numel:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=start).view(torch.Size(shape))
@@ -106,8 +106,8 @@ def reserve(folder: Path, sizes: Iterable[int], *, flag: str, what: str) -> list
     Collective.
     """
     sizes, what = list(sizes), collectives.from_main(what)
-    asked = collectives.everyones(_disk_need(folder, sum(sizes)))
-    _refuse(asked, folder, flag, what)
+    needs = collectives.everyones(_disk_need(folder, sum(sizes)))
+    _refuse(needs, folder, flag, what)
     files: list[MappedFile] = []
     trouble = ""
     try:
@@ -136,14 +136,14 @@ def _disk_need(folder: Path, needed: int) -> _DiskNeed:
         return _DiskNeed(socket.gethostname(), 0, needed, 0, error.strerror or str(error))
 
 
-def _refuse(asked: list[_DiskNeed], folder: Path, flag: str, what: str) -> None:
-    for rank, one in enumerate(asked):
+def _refuse(needs: list[_DiskNeed], folder: Path, flag: str, what: str) -> None:
+    for rank, one in enumerate(needs):
         if one.trouble:
             raise ConfigError(
                 f"--{flag} {folder} cannot be used on rank {rank} ({one.trouble}).",
                 f"--{flag} DIR on a local disk",
             )
-        sharers = [other for other in asked if (other.host, other.disk) == (one.host, one.disk)]
+        sharers = [other for other in needs if (other.host, other.disk) == (one.host, one.disk)]
         total = sum(other.needed for other in sharers)
         free = min(other.free for other in sharers)
         if total > free:

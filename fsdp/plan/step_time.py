@@ -138,13 +138,13 @@ def time_step(counted: TracedStep, setting: Setting) -> Step:
 def _all_micro_batches(counted: TracedStep, accumulation: int) -> Iterable[tuple[Segment, int]]:
     """At most three micro-batches are traced: the first, one for all between, the last."""
     rows = unrolled(counted.trace, counted.shape.period, counted.shape.keep)
-    watched = 1 + max(segment.name.micro for segment, _ in rows)
+    traced = 1 + max(segment.name.micro for segment, _ in rows)
     middle = [row for row in rows if row[0].name.micro == 1 and row[0].name.phase in ("forward", "backward")]
     for at, row in enumerate(rows):
-        if accumulation < watched and row[0].name.micro == 1 and row[0].name.phase in ("forward", "backward"):
+        if accumulation < traced and row[0].name.micro == 1 and row[0].name.phase in ("forward", "backward"):
             continue
-        if accumulation > watched >= 3 and row[0].name.micro == 2 and rows[at - 1][0].name.micro == 1:
-            for _ in range(accumulation - watched):
+        if accumulation > traced >= 3 and row[0].name.micro == 2 and rows[at - 1][0].name.micro == 1:
+            for _ in range(accumulation - traced):
                 yield from middle
         yield row
 

@@ -157,18 +157,18 @@ def _first_line(error: BaseException) -> str:
 def _watch(ask: Ask) -> Trace:
     with stage(ask) as made:
         tracker = Tracker(ask.device, fake=True)
-        watched = TracedSetup(made.parts(ask.config), tracker, made.buckets)
-        watched.hold_state()
+        setup = TracedSetup(made.parts(ask.config), tracker, made.buckets)
+        setup.hold_state()
         samples = batches(made.subject, ask.micro_batch)
         if ask.config.memory.activation_budget == 1:
-            watched.step(samples, ask.accumulation)
-            return tracker.trace(len(watched.blocks))
+            setup.step(samples, ask.accumulation)
+            return tracker.trace(len(setup.blocks))
         # In the first step each unit is run once more, to be measured: the second is like all that follow.
-        watched.step(samples, ask.accumulation)
-        watched.hold_state()
+        setup.step(samples, ask.accumulation)
+        setup.hold_state()
         first = len(tracker.trace(0).segments)
-        watched.step(samples, ask.accumulation)
-        trace = tracker.trace(len(watched.blocks))
+        setup.step(samples, ask.accumulation)
+        trace = tracker.trace(len(setup.blocks))
         return dataclasses.replace(trace, segments=trace.segments[first:])
 
 

@@ -268,8 +268,8 @@ def _bytes_a_rank(config: Config, job: Job, model: nn.Module) -> str:
 
 def dry_run(config: Config, env: DistEnv) -> str:
     """For the ranks that were started; for one process, for as many as the mesh flags name."""
-    asked = max(1, config.mesh.replicate) * max(1, config.mesh.shard)
-    ranks = asked if env.world_size == 1 else env.world_size
+    named = max(1, config.mesh.replicate) * max(1, config.mesh.shard)
+    ranks = named if env.world_size == 1 else env.world_size
     job = prepare(config, world_size=ranks, num_nodes=env.num_nodes, device=env.device)
     model = trained_model(config, job)
     facts = describe(config, job, model)

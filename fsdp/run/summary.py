@@ -22,7 +22,7 @@ def summary(outcome: Outcome, config: Config, command: str) -> str:
     lines += [f"{how} at step {outcome.step}: {shown}", "next:"]
     run = shlex.quote(shown)
     named = [name for name in (config.model.name, config.data.name) if ":" in name]
-    asked = " ".join([run, *(f"--trust-code {shlex.quote(name)}" for name in dict.fromkeys(named))])
+    target = " ".join([run, *(f"--trust-code {shlex.quote(name)}" for name in dict.fromkeys(named))])
     resume = f"{command} --config {shlex.quote(shown + '/config.toml')} --run.dir {run}"
     if outcome.stopped:
         lines.append(
@@ -30,7 +30,7 @@ def summary(outcome: Outcome, config: Config, command: str) -> str:
         )
     else:
         if config.checkpoint.export:
-            lines.append(f"  python -m fsdp.predict {asked}")
+            lines.append(f"  python -m fsdp.predict {target}")
         lines.append(f"  {resume} --train.steps {outcome.step * 2} --train.epochs 0   # trains further")
-    lines += [f"  python -m fsdp.report {asked}", f"  python -m fsdp.checkpoint {run}"]
+    lines += [f"  python -m fsdp.report {target}", f"  python -m fsdp.checkpoint {run}"]
     return "\n".join(lines)

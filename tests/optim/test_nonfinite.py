@@ -39,7 +39,7 @@ def as_on_cuda() -> Iterator[None]:
 
 
 def decided_by_device(env: DistEnv, words: list[str]) -> tuple[str | None, bool]:
-    """What was raised, and whether all that a rank holds is finite afterwards."""
+    """The error, and whether all of a rank's values are finite afterwards."""
     loops: list[_Loop] = []
     begin = _Loop.run_to_end
 

@@ -1,4 +1,4 @@
-"""What is kept for backward is what the knob says, gradients are what they were, and a budget is a budget."""
+"""Each setting keeps what it names for backward, gradients stay equal, and a budget is kept."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Counting(nn.Module):
 
 @pytest.mark.parametrize("budget", [0.0, 0.3, 0.6, 0.95])
 def test_measuring_changes_no_state(budget: float) -> None:
-    """Random streams go on as without it, statistics are counted once more by recomputing alone."""
+    """Random streams are as without it; only recomputation counts statistics once more."""
 
     def train(wrap: bool) -> tuple[list[Tensor], Tensor]:
         torch.manual_seed(1)

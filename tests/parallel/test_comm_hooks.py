@@ -1,5 +1,5 @@
-"""--comm.*: a person's own communication is called and trained with, the divisor changes no result, and bytes
-are as told.
+"""--comm.*: the user's own communication is called and trains the same, the divisor changes no result,
+and the logged bytes are the bytes sent.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def test_a_divisor_without_shards_is_refused(tmp_path: Path) -> None:
 
 
 def counted(env: DistEnv, words: list[str]) -> Traffic:
-    """What the collectives of one step are really given on this rank, as a ring sends it."""
+    """Bytes that the collectives of one step send on this rank, as a ring sends them."""
     sent: dict[str, float] = defaultdict(float)
     names = {
         "all_gather_into_tensor": "all_gather", "all_gather_single": "all_gather", "all_reduce": "all_reduce",

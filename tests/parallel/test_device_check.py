@@ -1,4 +1,4 @@
-"""What a device cannot do is refused by name; what would do nothing there is said."""
+"""Flags that a device does not support are refused by name; those without effect there are logged."""
 
 from __future__ import annotations
 

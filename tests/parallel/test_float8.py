@@ -1,5 +1,5 @@
-"""--speed.float8: emulated, its rounding shows and is small; weights are gathered in a byte; what cannot be
-is refused.
+"""--speed.float8: emulated, its rounding is small; weights are gathered in a byte; impossible flags are
+refused.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""From meta to real: what nobody filled is named on every rank, pretrained weights fit whole or are refused,
-buffers arrive.
+"""From meta to real: uninitialised values are named on every rank, pretrained weights fit whole or are
+refused, buffers are restored.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def said(act: Callable[[], object]) -> str:
     return ""
 
 
-# ---------------------------------------------------------------- what nobody filled
+# ---------------------------------------------------------------- uninitialised values
 
 
 def building(env: DistEnv, name: str, init: str, arguments: tuple[str, ...] = ()) -> str:

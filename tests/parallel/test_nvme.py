@@ -1,6 +1,4 @@
-"""What rests in files: the same numbers to the bit, in files while it trains, nothing left in the folder
-after.
-"""
+"""--memory.nvme: the same numbers to the bit, tensors in files while it trains, an empty folder after."""
 
 from __future__ import annotations
 

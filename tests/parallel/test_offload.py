@@ -109,7 +109,7 @@ def test_copied_tensors_are_freed_before_backward(offload: bool) -> None:
 
 
 class Stream:
-    """Writes down what is asked of it."""
+    """Records its calls."""
 
     def __init__(self, name: str, said: list[str]) -> None:
         self.name, self._said, self._count = name, said, 0

@@ -1,4 +1,4 @@
-"""What these tests ask the planner, in this process."""
+"""Plans that these tests make in this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A planned run says at its end what was planned and what came, and keeps both."""
+"""A planned run logs and records at its end the plan beside the measured figures."""
 
 from __future__ import annotations
 

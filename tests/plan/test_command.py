@@ -1,4 +1,4 @@
-"""python -m fsdp.plan as a person types it: the table, the line to paste, the recipe, and what is said of
+"""python -m fsdp.plan as it is typed: the table, the line to paste, the recipe, and the messages about
 mistakes.
 """
 

@@ -1,5 +1,5 @@
-"""What is chosen: the fastest that fits with its margin, on as few GPUs as are enough, and never what
-train.py would refuse.
+"""The search chooses the fastest plan that fits with its margin, on the fewest GPUs, and none that
+train.py refuses.
 """
 
 from __future__ import annotations

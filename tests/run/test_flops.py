@@ -1,4 +1,4 @@
-"""What a sample costs, counted; and the table of devices that it is divided by."""
+"""Operations of one sample, and the table of device peaks."""
 
 from __future__ import annotations
 

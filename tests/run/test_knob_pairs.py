@@ -46,7 +46,7 @@ class Knob:
     flags: str
     ranks: int = 2
     computes: str = "fp64"
-    """What the plain loop computes in beside it; anything but fp64 rounds."""
+    """The plain loop's dtype of computation; anything but fp64 rounds."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -260,7 +260,7 @@ def test_compiled(other: str, tmp_path: Path) -> None:
 
 
 def refusal(names: Sequence[str]) -> str:
-    """What is said before anything starts; empty where nothing is."""
+    """The messages of a refusal before the start; empty without one."""
     try:
         configuration.load(words_of(names))
     except ConfigError as error:

@@ -169,7 +169,7 @@ def test_the_adapters_alone_are_written_as_peft_reads_them(base: Path, tmp_path:
 
 
 def test_their_first_bits_are_the_same_at_any_number_of_ranks(tmp_path: Path) -> None:
-    """A step with a rate of nearly nothing shows them: what is saved is what was drawn."""
+    """A step with a tiny rate saves the initial values."""
     found = []
     for ranks in (1, 3):
         folder = tmp_path / str(ranks)

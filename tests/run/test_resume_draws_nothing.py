@@ -1,6 +1,4 @@
-"""A start that goes on does not draw weights which its checkpoint overwrites: a large model's would take
-minutes.
-"""
+"""A resume does not draw weights that its checkpoint overwrites: a large model's would take minutes."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ SAVES = "--checkpoint.every_steps 1 --train.stop_after 2"
 
 
 def drawn_on_a_rank(env: DistEnv, words: list[str]) -> tuple[str | None, int]:
-    """What the run said in failing, and how many tensors it drew or was sent."""
+    """The error, and how many tensors the rank drew or was sent."""
     count, before = [0], (materialize.draw_into, materialize._send_all)
 
     def counted(original: Any) -> Any:
