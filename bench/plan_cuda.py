@@ -121,7 +121,7 @@ def measured(case: Case) -> Peaks:
         )
         built = build(case.flags, 1, 0, device)
         for _ in range(STEPS):
-            plain_step(built.watched, built.batches("cuda"), built.micro_batches)
+            plain_step(built.watched.parts, built.batches("cuda"), built.micro_batches)
         torch.cuda.synchronize()
         dist.destroy_process_group()
     return Peaks(float(torch.cuda.max_memory_allocated()), float(torch.cuda.max_memory_reserved()))

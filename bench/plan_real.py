@@ -18,17 +18,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from bench.plan_cases import Case
 from fsdp.base import proc
 from fsdp.config import load
+from fsdp.data.types import Batch
 from fsdp.dist.collectives import Sum
 from fsdp.dist.mesh import BatchPlan, build_mesh, plan_batch, resolve
 from fsdp.models.loss import LossFunction
-from fsdp.optim.gradients import Gradients
 from fsdp.optim.optimizer import build_optimizer
 from fsdp.parallel.materialize import materialize
 from fsdp.parallel.shard import replicate, shard_model
+from fsdp.parallel.update import Whole
 from fsdp.plan.fake_runs import count, peak_of
 from fsdp.plan.memory import memory_of, process_peak
 from fsdp.plan.model_shapes import Subject, subject_of
@@ -37,6 +39,7 @@ from fsdp.plan.step_trace import Ask, batches, stage
 from fsdp.plan.trace import Segment, Trace
 from fsdp.plan.tracker import Tracker
 from fsdp.run.job import model_of
+from fsdp.run.step import StepHooks, StepParts, gradients_of, run_step
 
 LOOKS = 4
 """Steps that are looked at. A thread of gloo's holds a finished collective's tensors until it runs again: in
@@ -154,12 +157,12 @@ def _torchs(flags: tuple[str, ...], ranks: int) -> float | None:
     if ask.sizes.strategy == "ddp":
         return None
     with stage(ask) as made:
-        watched = _Step(made.sharded, made.loss_function, made.optimizer, ask.config.train.clip_grad_norm)
+        parts = made.parts(ask.config)
         tracker = FSDPMemTracker(made.sharded.root, made.optimizer)
         for at in range(2):
             try:
                 with tracker:
-                    plain_step(watched, batches(made.subject, ask.micro_batch), ask.accumulation)
+                    plain_step(parts, batches(made.subject, ask.micro_batch), ask.accumulation)
             except NotImplementedError:  # its own words for more than one micro-batch a step
                 return None
             if at == 0:
@@ -188,7 +191,7 @@ class Built:
     batch: BatchPlan
     idle: int
 
-    def batches(self, device: str) -> Iterator[Any]:
+    def batches(self, device: str) -> Iterator[Batch]:
         return _real_batches(self.subject, self.batch.micro_batch, device)
 
     @property
@@ -227,9 +230,16 @@ def build(flags: tuple[str, ...], ranks: int, rank: int, device: torch.device) -
     )
     replicate(sharded)
     optimizer = build_optimizer(config.optim, sharded.root)
-    clip = config.train.clip_grad_norm
-    watched = TracedSetup(sharded, loss_function, optimizer, clip=clip, scaled=False, tracker=Tracker())
-    return Built(watched, subject, plan_batch(config.train, ranks), idle)
+    parts = StepParts(
+        sharded=sharded,
+        loss_function=loss_function,
+        gradients=gradients_of(sharded),
+        optimizer=optimizer,
+        update=Whole(optimizer),
+        scaler=None,
+        clip_norm=config.train.clip_grad_norm,
+    )
+    return Built(TracedSetup(parts, Tracker()), subject, plan_batch(config.train, ranks), idle)
 
 
 def _real_steps(flags: tuple[str, ...], ranks: int, rank: int) -> tuple[float, float]:
@@ -240,7 +250,7 @@ def _real_steps(flags: tuple[str, ...], ranks: int, rank: int) -> tuple[float, f
     watched.hold_state()
     looks = [_segments_of_a_step(built) for _ in range(LOOKS)]
     _reset_peak()
-    plain_step(watched, built.batches("cpu"), micro)
+    plain_step(watched.parts, built.batches("cpu"), micro)
     # Of each segment the least: what gloo let go of late is only ever added.
     tensors = max(min(peak_of(Trace((segment,), 0)) for segment in same) for same in zip(*looks, strict=True))
     return tensors, float(_peak() - built.idle)
@@ -252,31 +262,17 @@ def _segments_of_a_step(built: Built) -> tuple[Segment, ...]:
     return built.watched.tracker.trace(0).segments[before:]
 
 
-class _Step:
-    def __init__(self, sharded: Any, loss_function: Any, optimizer: Any, clip: float) -> None:
-        self.sharded, self.loss_function, self.optimizer, self.clip = sharded, loss_function, optimizer, clip
-        group = sharded.mesh.get_group("dp_shard") if sharded.sizes.strategy != "ddp" else None
-        self.gradients = Gradients(sharded.root.parameters(), group)
+class _LossSum(StepHooks):
+    def reduce_loss(self, total: Tensor, scaled: Tensor) -> None:
+        Sum(total).wait()
 
 
-def plain_step(step: Any, batches: Iterator[Any], count: int) -> None:
-    """The loop's step with nobody looking on."""
-    for at in range(count):
-        data, valid = next(batches)
-        with step.sharded.micro_batch(at == count - 1):
-            parts = step.loss_function(step.sharded.called, data, valid, len(valid))
-            if at == count - 1:
-                Sum(parts.loss_sum.detach().double()).wait()
-            parts.loss_sum.backward()
-        del parts, data
-    norm = step.gradients.norm()
-    if step.clip:
-        step.gradients.clip(step.clip, norm)
-    step.optimizer.step()
-    step.optimizer.zero_grad(set_to_none=True)
+def plain_step(parts: StepParts, batches: Iterator[Batch], count: int) -> None:
+    """The loop's step, not traced."""
+    run_step(parts, batches, count, lr=parts.optimizer.param_groups[0]["lr"], hooks=_LossSum())
 
 
-def _real_batches(subject: Subject, rows: int, device: str) -> Iterator[Any]:
+def _real_batches(subject: Subject, rows: int, device: str) -> Iterator[Batch]:
     while True:
         data = {
             name: (torch.zeros if dtype == torch.int64 else torch.rand)(
@@ -284,7 +280,7 @@ def _real_batches(subject: Subject, rows: int, device: str) -> Iterator[Any]:
             )
             for name, (shape, dtype) in subject.sample.items()
         }
-        yield data, torch.ones(rows, dtype=torch.bool, device=device)
+        yield Batch(data, torch.ones(rows, dtype=torch.bool, device=device), rows)
 
 
 def _resting() -> int:

@@ -37,8 +37,8 @@ from fsdp.memory import oom_page
 from fsdp.memory.account import by_size, device_bytes, human, process_bytes, tally
 from fsdp.memory.oom_advice import Advice, Footprint, Suggestion, advise
 from fsdp.memory.oom_estimate import activation_bytes
+from fsdp.memory.resting import resting_bytes
 from fsdp.models.blocks import blocks_of, find_units
-from fsdp.optim.optimizer import state_bytes
 from fsdp.parallel.activations import apply_activation_checkpointing
 
 MESSAGES = (
@@ -210,8 +210,9 @@ def footprint_of(config: Config, scene: OomContext, device: torch.device) -> Foo
         return sum(fresh.values())
 
     units = (*(count(unit) for unit in scene.units), count([scene.root]))
-    trained = sum(p.numel() for p in scene.root.parameters() if p.requires_grad)
+    resting = resting_bytes(config.optim, scene.root.parameters(), scene.dtypes[0])
     master, param, reduce = (dtype.itemsize for dtype in scene.dtypes)
+    trained = resting.gradients // master
     return Footprint(
         units=units,
         trained=trained,
@@ -220,7 +221,7 @@ def footprint_of(config: Config, scene: OomContext, device: torch.device) -> Foo
         master=master,
         param=param,
         reduce=reduce,
-        state=state_bytes(config.optim, scene.root.parameters(), master) / max(1, trained),
+        state=resting.optimizer / max(1, trained),
         reshard=reshard_policy(config.mesh.reshard_after_forward),
         accumulate=config.mesh.accumulate,
         accumulation=scene.batch.accumulation,

@@ -21,7 +21,7 @@ InTurn = Callable[[list[Tensor]], Iterable[list[Tensor]]]
 
 
 class Gradients:
-    """The trained parameters of one sharded model, looked through once."""
+    """The trained parameters of one sharded model, collected once."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Gradients:
         shard_group: dist.ProcessGroup | None,
         in_turn: InTurn | None = None,
     ) -> None:
-        """`in_turn` gives tensors a few at a time, where not all of them should be in memory at once."""
+        """`in_turn` yields tensors a few at a time, for gradients that must not all be in memory at once."""
         trained = [p for p in parameters if p.requires_grad]
         self._sharded: list[nn.Parameter] = [p for p in trained if isinstance(p, DTensor)]
         self._plain = [p for p in trained if not isinstance(p, DTensor)]
@@ -56,16 +56,16 @@ class Gradients:
                 foreach_multiply_(some, factor)
 
     def clip(self, max_norm: float, norm: Tensor) -> None:
-        """Always a product, never a branch: a branch would wait for the device."""
+        """Always multiplies: a branch would wait for the device."""
         self.scale((max_norm / (norm + 1e-6)).clamp(max=1.0))
 
     def parts(self) -> tuple[list[nn.Parameter], Tensor]:
-        """Which parameters the last `norm` saw, and the norm of this rank's part of each."""
+        """The parameters of the last `norm`, and the norm of this rank's part of each."""
         holders = [p for p in (*self._sharded, *self._plain) if p.grad is not None]
         return holders, torch.cat(self._norms) if self._norms else torch.zeros(0)
 
     def first_nonfinite(self, named: Iterable[tuple[str, nn.Parameter]]) -> str | None:
-        """For the message after a failure: which parameter's gradient on this rank."""
+        """The first parameter whose gradient on this rank is not finite, for the error message."""
         for name, parameter in named:
             if parameter.grad is not None:
                 grad = parameter.grad
@@ -76,7 +76,7 @@ class Gradients:
 
     @staticmethod
     def _locals(parameters: list[nn.Parameter]) -> list[Tensor]:
-        # Without gradients to_local hands out the shard itself; with them it would build a graph.
+        # Under no_grad to_local returns the shard itself; otherwise it would build a graph.
         grads = [p.grad for p in parameters if p.grad is not None]
         return [g.to_local() if isinstance(g, DTensor) else g for g in grads]
 

@@ -1,6 +1,4 @@
-"""fp16's loss scale. The gradient norm is already one number of all ranks, so their verdict on an overflow is
-one, too.
-"""
+"""fp16's loss scale. The gradient norm is one number of all ranks, so every rank finds the same overflow."""
 
 from __future__ import annotations
 
@@ -34,7 +32,9 @@ class LossScaler:
             self._state.good_steps = 0
 
     def overflow(self) -> bool:
-        """Halve, and say whether a smaller scale may still help: below 1 the numbers themselves are at fault."""
+        """Halves the scale; returns whether a smaller scale may help: below 1 the numbers themselves
+        overflow.
+        """
         self._state.loss_scale /= 2
         self._state.good_steps = 0
         return self.scale >= 1

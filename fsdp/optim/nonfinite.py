@@ -1,10 +1,10 @@
-"""Are a step's loss and gradients numbers? If not, its update is left out and the run stops, or goes on
+"""Steps whose loss or gradients are not finite: the update is skipped, and the run stops or continues
 (--train.nonfinite).
 
-On the host the answer is known before the update. On CUDA to ask would make the host wait for the device in
-every step: there the fused optimizer reads the answer itself and leaves parameters and states as they are,
-and the host hears when it looks at the numbers anyway: at a printed line, before an evaluation, before a
-save. So no spoiled state is ever printed or saved.
+On the host the verdict is known before the update. On CUDA reading it would make the host wait for the device
+in every step: there the fused optimizer reads the verdict and leaves parameters and states unchanged, and the
+host reads it when it reads the numbers anyway: at a printed line, before an evaluation, before a save. So no
+spoiled state is printed or saved.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from fsdp.optim.loss_scale import LossScaler
 
 log = logging.getLogger(__name__)
 
-DEVICES_THAT_DECIDE = ("cuda",)
+DEVICES_THAT_SKIP = ("cuda",)
 
 
 @dataclass(frozen=True)
 class _PendingStep:
-    """A step whose numbers may still be on their way; norms of this rank's parts say where, should they be
-    none.
+    """A step whose numbers may still be computing; the norms of this rank's parts name the parameter if one
+    is not finite.
     """
 
     step: int
@@ -43,7 +43,9 @@ class _PendingStep:
 
 
 class Verdicts:
-    """Loss and norm are sums over all ranks, so every rank comes to the same verdict, at the same step."""
+    """Verdicts on steps. Loss and norm are sums over all ranks, so every rank has the same verdict at the
+    same step.
+    """
 
     def __init__(
         self,
@@ -60,16 +62,12 @@ class Verdicts:
         self._pending: list[_PendingStep] = []
         self._skipped = 0
         self.own_loss = torch.zeros(())
-        """This rank's share of the loss: one that is not finite spoils the sum, and after it every rank's
-        gradients.
-        """
-        # fp16's scale is the host's, and it must hear of an overflow before the next step.
+        """This rank's share of the loss: if it is not finite, so are the sum and every rank's gradients."""
+        # fp16's scale is on the host, which must read an overflow before the next step.
         self.device_decides = scaler is None and whole_update and _reads_verdicts(optimizer, root)
 
     def may_update(self, step: int, loss: Tensor, norm: Tensor) -> bool:
-        """Whether to call the optimizer. Where the device decides it always is: its kernel does nothing if it
-        must not.
-        """
+        """Whether to call the optimizer. Always true where the device decides: its kernel skips updates."""
         finite = torch.isfinite(norm) & torch.isfinite(loss)
         if self.device_decides:
             self._pending.append(
@@ -85,13 +83,13 @@ class Verdicts:
         return False
 
     def settle(self) -> None:
-        """Hear what the device decided since last asked. Collective where something was wrong, and all ranks
-        ask alike.
+        """Reads the device's verdicts since the last call. Collective if one is bad, and every rank calls it
+        at the same step.
         """
-        asked, self._pending = self._pending, []
-        if not asked:
+        pending, self._pending = self._pending, []
+        if not pending:
             return
-        for one, finite in zip(asked, torch.stack([one.finite for one in asked]).tolist(), strict=True):
+        for one, finite in zip(pending, torch.stack([one.finite for one in pending]).tolist(), strict=True):
             if finite:
                 self._good()
             else:
@@ -105,27 +103,28 @@ class Verdicts:
     def _bad(
         self, step: int, loss: Tensor, norm: Tensor, own: Tensor, where: Callable[[], str | None]
     ) -> None:
-        """Said and borne, or raised."""
+        """Logs a skipped update, or raises."""
         self._skipped += 1
         overflow = self._scaler is not None and self._scaler.overflow()
         skips = self._section.nonfinite == "skip" and self._skipped <= self._section.max_skipped
         if not overflow and not skips:
             raise self._error(step, float(loss), float(norm), bool(own.isfinite()), where())
         log.warning(
-            "step %d: loss %s, gradient norm %s: the update is left out", step, float(loss), float(norm)
+            "step %d: loss %s, gradient norm %s: the update is skipped", step, float(loss), float(norm)
         )
 
-    def _where(self, asked: _PendingStep) -> str | None:
+    def _where(self, pending: _PendingStep) -> str | None:
         names = {parameter: name for name, parameter in self._root.named_parameters()}
-        wrong = (~asked.norms.isfinite()).nonzero().flatten().tolist()
-        return min((names[asked.holders[at]] for at in wrong), key=list(names.values()).index, default=None)
+        wrong = (~pending.norms.isfinite()).nonzero().flatten().tolist()
+        return min((names[pending.holders[at]] for at in wrong), key=list(names.values()).index, default=None)
 
     def _error(self, step: int, loss: float, norm: float, own: bool, where: str | None) -> TrainingError:
-        told = collectives.everyones((where, own))
-        ranks = [(rank, name) for rank, (name, _) in enumerate(told) if name]
-        losses = [rank for rank, (_, finite) in enumerate(told) if not finite]
+        gathered = collectives.everyones((where, own))
+        ranks = [(rank, name) for rank, (name, _) in enumerate(gathered) if name]
+        losses = [rank for rank, (_, finite) in enumerate(gathered) if not finite]
         place = (
-            f", first in {ranks[0][1]} on rank{'s' * (len(ranks) > 1)} {', '.join(str(r) for r, _ in ranks[:8])}"
+            f", first in {ranks[0][1]} on rank{'s' * (len(ranks) > 1)} "
+            f"{', '.join(str(r) for r, _ in ranks[:8])}"
             if ranks
             else ""
         )
@@ -137,16 +136,18 @@ class Verdicts:
         )
         return NotFiniteError(
             f"step {step}: loss {loss}, gradient norm {norm}{place}: not finite{again}.",
-            "--optim.lr lower, --train.clip_grad_norm 1, or --train.nonfinite skip to leave such updates out",
+            "--optim.lr lower, --train.clip_grad_norm 1, or --train.nonfinite skip to skip such updates",
             ranks=tuple(losses or (rank for rank, _ in ranks)),
         )
 
 
 def _reads_verdicts(optimizer: torch.optim.Optimizer, root: nn.Module) -> bool:
-    """torch's fused Adam alone: SGD's first skipped update would leave its momentum as memory was."""
+    """Whether the optimizer's kernel can skip an update: torch's fused Adam only. SGD's first skipped update
+    would leave its momentum uninitialised.
+    """
     device = next(root.parameters()).device
     return (
-        device.type in DEVICES_THAT_DECIDE
+        device.type in DEVICES_THAT_SKIP
         and isinstance(optimizer, torch.optim.Adam)
         and all(group.get("fused") for group in optimizer.param_groups)
     )

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp.base.torch_private.tensors import LocalShardAdam
 from fsdp.config import OptimSection
-from fsdp.optim.small_states import SmallStateAdam, adapt_states, moment_bytes, places_of
+from fsdp.optim.small_states import SmallStateAdam, adapt_states, places_of
 
 
 class ShardedAdam(LocalShardAdam):
@@ -55,7 +55,7 @@ def build_optimizer(section: OptimSection, model: nn.Module) -> torch.optim.Opti
         )
     fused = section.fused != "false"
     if section.name == "sgd":
-        # torch has a fused SGD for plain tensors alone.
+        # torch's fused SGD takes plain tensors only.
         fused = fused and not any(isinstance(p, DTensor) for p in model.parameters())
         return torch.optim.SGD(groups, lr=section.lr, momentum=section.momentum, fused=fused)
     kind = ShardedAdamW if section.name == "adamw" else ShardedAdam
@@ -63,7 +63,7 @@ def build_optimizer(section: OptimSection, model: nn.Module) -> torch.optim.Opti
 
 
 def parameter_groups(section: OptimSection, parameters: Iterable[nn.Parameter]) -> list[dict[str, object]]:
-    """At most four groups, in a fixed order: decayed or not, sharded or not. Frozen parameters are in none."""
+    """At most four groups, in a fixed order: decayed or not, sharded or not; without frozen parameters."""
     sorted_out: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.requires_grad:
@@ -77,19 +77,8 @@ def parameter_groups(section: OptimSection, parameters: Iterable[nn.Parameter]) 
     ]
 
 
-def state_bytes(section: OptimSection, parameters: Iterable[torch.Tensor], itemsize: int) -> int:
-    """What the optimizer keeps of whole parameters that are `itemsize` bytes an element."""
-    trained = [p for p in parameters if p.requires_grad]
-    if section.state != "master":
-        return sum(moment_bytes(p, section.state) for p in trained)
-    moments = {"adamw": 2, "adam": 2, "sgd": 1 if section.momentum else 0}[section.name]
-    return moments * itemsize * sum(p.numel() for p in trained)
-
-
 def apply_hyperparameters(section: OptimSection, optimizer: torch.optim.Optimizer) -> None:
-    """After a restore: what the checkpoint says of rates, decay and the states' form gives way to what is
-    asked for now.
-    """
+    """After a restore: rates, decay and the form of the states follow the flags, not the checkpoint."""
     adapt_states(optimizer)
     fresh = {"betas": (section.beta1, section.beta2), "eps": section.eps, "momentum": section.momentum}
     decay = section.weight_decay if section.name == "adamw" else 0.0

@@ -1,8 +1,8 @@
-"""TrainState: exactly what resumes, nothing else.
+"""TrainState: everything that a resume restores, and nothing else.
 
 Random streams are derived from (seed, step, stream) and the data's order from (seed, step), so neither is
-here. The learning rate is a function of the step. What a restored run needs beyond parameters and optimizer
-are four numbers.
+here. The learning rate is a function of the step. Beside parameters and optimizer a restored run needs four
+numbers.
 """
 
 from __future__ import annotations

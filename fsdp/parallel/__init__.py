@@ -1,3 +1,3 @@
-"""How a model is spread over ranks: sharding, materialization, communication hooks, float8, compilation,
+"""Spreads a model over ranks: sharding, materialization, communication hooks, float8, compilation,
 recomputation, offload.
 """

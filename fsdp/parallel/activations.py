@@ -1,10 +1,10 @@
-"""What a unit keeps from forward to backward and what it computes again: nothing, all, all but some
-operations, a budget.
+"""Activation checkpointing: a unit keeps nothing from forward to backward, all, all but some operations, or a
+budget.
 
-A unit's forward is replaced on the instance: no wrapper, so no name changes. Where units are compiled a
-budget is the compiler's to keep; elsewhere each unit is run once to see what its operations produce, and
-those worth most computation a byte are kept until the budget is spent. Not here: where what is kept lies
-(fsdp/parallel/offload.py).
+A unit's forward is replaced on the instance: no wrapper, so no name changes. Where units are compiled the
+compiler keeps the budget; elsewhere each unit is run once to measure its operations, and those worth most
+computation a byte are kept until the budget is spent. Not here: where kept activations are stored
+(offload.py).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NO_RECOMPUTATION = "--memory.activation_checkpointing none --memory.activation_b
 
 Forward = Callable[..., Any]
 Key = tuple[Any, int]
-"""An operation and which of its calls in a forward."""
+"""An operation and the index of its call in a forward."""
 
 _PRODUCTS = {
     torch.ops.aten.mm.default,
@@ -59,7 +59,7 @@ def apply_activation_checkpointing(
     compiled: bool = False,
     root: nn.Module | None = None,
 ) -> None:
-    """Before the units are compiled and sharded. Messages name a unit by its place in `root`."""
+    """Applied before the units are compiled and sharded. Messages name a unit by its place in `root`."""
     budget, kind = memory.activation_budget, memory.activation_checkpointing
     if kind == "none" and budget == 1:
         return
@@ -96,9 +96,9 @@ def _keep_products(context: object, op: object, *args: object, **kwargs: object)
 
 
 class _Stateless:
-    """A unit's forward, which is refused if its first call in training changes a tensor of the unit in place,
-    or a number that it counts: backward would change them a second time. Compiled code and the planner's fake
-    tensors are not checked.
+    """A unit's forward. Its first call in training is refused if it changes a tensor of the unit in
+    place, or a number that it counts: backward would change them a second time. Compiled code and the
+    planner's fake tensors are not checked.
     """
 
     def __init__(self, block: nn.Module, name: str, flag: str) -> None:
@@ -118,8 +118,8 @@ class _Stateless:
         return out
 
     def _state(self) -> Iterator[tuple[str, float]]:
-        """Each tensor by its identity and how often it was written, each number by itself. One that forward
-        replaces by another is no change: what it was is not read.
+        """Each tensor by its identity and version, each number by itself. Replacing one by another is no
+        change: the old one is not read.
         """
         for prefix, module in self._block.named_modules(prefix=self._name):
             buffers = module.named_buffers(recurse=False, remove_duplicate=False)
@@ -136,21 +136,21 @@ class _Stateless:
 
     def _refusal(self, changed: str) -> ConfigError:
         return ConfigError(
-            f"--memory.{self._flag}: the forward of {self._name or type(self._block).__name__} changes its own state, "
+            f"--memory.{self._flag}: the forward of {self._name or type(self._block).__name__} changes its "
+            "own state, "
             f"{changed.partition('@')[0]}, and backward would change it a second time.",
             NO_RECOMPUTATION,
         )
 
 
 def refused_recomputation(error: Exception) -> ConfigError | None:
-    """An error for people if backward found that a unit's second forward differs from its first; None for
-    other errors.
-    """
+    """The ConfigError for a unit whose second forward differs from its first; None for other errors."""
     if not isinstance(error, CheckpointError) and "backward but not found in storage" not in str(error):
         return None
     first = " ".join(str(error).split("\n")[0].split())
     return ConfigError(
-        f"a unit's forward computes something else when backward repeats it ({first[:160]}): it changes its own state or "
+        f"a unit's forward computes something else when backward repeats it ({first[:160]}): it changes "
+        "its own state or "
         "reads one that changes.",
         NO_RECOMPUTATION,
     )
@@ -161,7 +161,9 @@ def refused_recomputation(error: Exception) -> ConfigError | None:
 
 @dataclass(frozen=True)
 class Produced:
-    """What one operation of a forward made: bytes to keep it, floating point operations to make it again."""
+    """Cost of one operation of a forward: bytes to keep its output, floating point operations to repeat
+    it.
+    """
 
     key: Key
     nbytes: int
@@ -170,8 +172,8 @@ class Produced:
 
 @dataclass(frozen=True)
 class Measured:
-    """A unit's forward: bytes that it keeps for backward by itself, those of its inputs, and what could be
-    kept instead.
+    """A unit's forward: bytes that it keeps for backward by itself, those of its inputs, and the outputs
+    that could be kept instead.
     """
 
     kept: int
@@ -181,15 +183,15 @@ class Measured:
 
 @dataclass(frozen=True)
 class RecomputePlan:
-    """`keep` is what is kept besides the inputs; None computes nothing again."""
+    """`keep` is kept besides the inputs; None recomputes nothing."""
 
     keep: frozenset[Key] | None
     nbytes: int
 
 
 def choose(measured: Measured, budget: float) -> RecomputePlan:
-    """Within `budget` of what the unit keeps by itself. A unit's inputs are kept whatever the budget: without
-    them nothing could be computed again.
+    """Chooses within `budget` of what the unit keeps by itself. Inputs are kept whatever the budget:
+    recomputation starts from them.
     """
     limit = budget * measured.kept
     spent, keep = measured.inputs, set()
@@ -203,7 +205,7 @@ def choose(measured: Measured, budget: float) -> RecomputePlan:
 
 
 class Budgeted:
-    """A unit's forward within its budget; the first one that trains is run twice, once to measure it."""
+    """A unit's forward within its budget; the first in training runs twice, once to measure it."""
 
     def __init__(self, block: nn.Module, budget: float) -> None:
         self._block, self._forward, self._budget = block, block.forward, budget
@@ -224,7 +226,7 @@ class Budgeted:
 
 
 def _contexts(keep: frozenset[Key]) -> Any:
-    """Made anew for each forward, so that its calls are counted from the first."""
+    """Built for each forward, so that its calls are counted from the first."""
     counts: tuple[Counter[Any], Counter[Any]] = (Counter(), Counter())
 
     def policy(context: Any, op: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
@@ -238,7 +240,7 @@ def _contexts(keep: frozenset[Key]) -> Any:
 
 
 def measure(block: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Measured:
-    """One forward that leaves no trace: random streams and buffers are as before."""
+    """One forward without side effects: random streams and buffers are restored."""
     own = {_storage(t) for t in [*block.parameters(), *block.buffers()]}
     saved: dict[int, int] = {}
 
@@ -254,7 +256,7 @@ def measure(block: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: d
     }
     inputs = {storage: nbytes for storage, nbytes in inputs.items() if storage not in own}
     recorder = _Recorder()
-    with _untouched(block), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), recorder:
+    with _unwritten(block), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), recorder:
         forward(*args, **kwargs)
     return Measured(
         sum({**saved, **inputs}.values()), sum(inputs.values()), recorder.produced(set(inputs) | own)
@@ -262,7 +264,7 @@ def measure(block: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: d
 
 
 @contextmanager
-def _untouched(block: nn.Module) -> Iterator[None]:
+def _unwritten(block: nn.Module) -> Iterator[None]:
     buffers = [(buffer, buffer.clone()) for buffer in block.buffers()]
     with torch.random.fork_rng():
         yield
@@ -291,14 +293,16 @@ class _Recorder(TorchDispatchMode):
         self._counts[func] += 1
         tensors = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         taken = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        # Held until the end: a storage that is freed may come back as another's.
+        # Held until the end: the address of a freed storage may be another's later.
         self._made.append(
             (key, tensors, [writes(t) for t in tensors], taken, _flops(func, args, kwargs, out))
         )
         return out
 
     def produced(self, known: set[int]) -> list[Produced]:
-        """What made memory of its own, and was not written to afterwards: a kept value must be as it was."""
+        """Outputs with memory of their own that are not written afterwards: a kept value must be
+        unchanged.
+        """
         found = []
         for key, tensors, versions, taken, flops in self._made:
             storages = {_storage(t): t.untyped_storage().nbytes() for t in tensors}
@@ -309,7 +313,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
-    """As torch counts them where it does; for the rest one an element."""
+    """Operations as torch counts them; for others one an element."""
     count = flop_registry.get(func.overloadpacket)
     if count is not None:
         return float(count(*args, **(kwargs or {}), out_val=out))

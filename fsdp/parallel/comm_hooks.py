@@ -1,12 +1,13 @@
-"""A person's own communication in place of FSDP's, and by what a reduction divides. What is gathered when is
-fsdp/parallel/shard.py's.
+"""The user's own communication in place of FSDP's, and the divisor of a reduction.
 
-    --comm.all_gather, --comm.reduce_scatter   package.module:function(output, input, group, …) → work, or None when it is done;
-                                               or a class whose instance is called so and may allocate(size, dtype=, device=)
-    --comm.all_reduce_hook                     package.module:function(gradient), after the reduction of each unit, in place
+    --comm.all_gather, --comm.reduce_scatter
+        package.module:function(output, input, group, …) → work, or None when it is done; or a class whose
+        instance is called so and may allocate(size, dtype=, device=)
+    --comm.all_reduce_hook
+        package.module:function(gradient), after the reduction of each unit, in place
 
-The process groups are those of the mesh. A function is the same on every rank or the ranks part; nobody can
-check that here.
+The process groups are those of the mesh. A function must be the same on every rank; nothing here can check
+that. Not here: what is gathered when (shard.py).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from fsdp.models import load_attribute
 
 
 class _Called:
-    """A plain function as torch's AllGather and ReduceScatter interfaces want it: memory is torch's own."""
+    """A plain function behind torch's AllGather and ReduceScatter interfaces; torch allocates the memory."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -41,7 +42,7 @@ class _Called:
 
 @dataclass(frozen=True)
 class Hooks:
-    """Found and made before any process group exists; None leaves a thing to FSDP."""
+    """Imported and created before any process group exists; None leaves the operation to FSDP."""
 
     all_reduce: Callable[[torch.Tensor], None] | None
     all_gather: Any
@@ -49,7 +50,7 @@ class Hooks:
 
 
 def load_hooks(section: CommSection) -> Hooks:
-    """What the flags name, or why it cannot be that."""
+    """The objects that the flags name, or a ConfigError."""
     hook = (
         load_attribute(section.all_reduce_hook, "--comm.all_reduce_hook") if section.all_reduce_hook else None
     )
@@ -71,10 +72,12 @@ def _collective(path: str, flag: str, count: int) -> Any:
             made = found()
         except Exception as error:
             raise ConfigError(
-                f"{flag} {path} failed: {type(error).__name__}: {error}.", "it is made without arguments"
+                f"{flag} {path} failed: {type(error).__name__}: {error}.", "it is created without arguments"
             ) from error
         if not callable(made):
-            raise ConfigError(f"{flag} {path} makes what cannot be called.", "give the class a __call__")
+            raise ConfigError(
+                f"{flag} {path} creates an object that cannot be called.", "give the class a __call__"
+            )
         found = made
     _check_takes(found, count, path, flag)
     return found if callable(getattr(found, "allocate", None)) else _Called(found)
@@ -90,7 +93,7 @@ def _check_takes(function: Callable[..., Any], count: int, path: str, flag: str)
     tensors = {1: ("gradient",), 3: ("output", "input", "group"), 4: ("output", "input", "group")}[count]
     try:
         inspect.signature(function).bind(*tensors, **keywords)
-        # FSDP leaves async_op out where it reduces.
+        # FSDP passes no async_op for a reduction.
         inspect.signature(function).bind(
             *tensors, **{name: value for name, value in keywords.items() if name != "async_op"}
         )
@@ -101,14 +104,15 @@ def _check_takes(function: Callable[..., Any], count: int, path: str, flag: str)
 def check_divide(section: CommSection, sizes: MeshSizes) -> None:
     if section.divide_by and sizes.shard == 1:
         raise ConfigError(
-            f"--comm.divide_by {section.divide_by} divides where shards are reduced, and replicate {sizes.replicate} × shard 1 "
+            f"--comm.divide_by {section.divide_by} divides where shards are reduced, and replicate "
+            f"{sizes.replicate} × shard 1 "
             "has none.",
             "leave it out, or --mesh.shard 2",
         )
 
 
 def apply_comm(root: nn.Module, section: CommSection, hooks: Hooks) -> None:
-    """After fully_shard, on each unit: torch's setters do not go down by themselves."""
+    """Applied to each unit after fully_shard: torch's setters do not recurse by themselves."""
     for module in root.modules():
         if not isinstance(module, FSDPModule):
             continue
@@ -128,7 +132,7 @@ def apply_comm(root: nn.Module, section: CommSection, hooks: Hooks) -> None:
 
 
 class _InOrder:
-    """FSDP calls with output_tensor= and input_tensor=; a person's function need not call them so."""
+    """FSDP calls with output_tensor= and input_tensor=; the user's function may name them otherwise."""
 
     def __init__(self, collective: Any) -> None:
         self._collective = collective

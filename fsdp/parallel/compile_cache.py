@@ -1,14 +1,13 @@
-"""Where compiled kernels are kept, so that the next start of a job, on whichever node, compiles nothing anew.
+"""The cache of compiled kernels, so that the next start of a job compiles nothing, on whichever node.
 
-Each node compiles into a folder of its own, under TMPDIR or /tmp. At the start it is filled from a shared one
-in the home that a cluster's nodes share; behind each save rank 0 copies what is new back, so that a run that
-resumes finds the kernels of the run that saved. Nodes that compiled into one shared folder would meet each
-other's locks and half-visible files there. A home that cannot be written leaves the node's own folder alone.
---speed.compile_cache DIR is used as it is, by all ranks.
+Each node compiles into a folder of its own, under TMPDIR or /tmp. At the start it is filled from a shared
+folder in the home directory that the nodes share; behind each save rank 0 copies new kernels back, so that a
+resumed run finds them. Nodes that compile into one shared folder would meet each other's locks and
+half-visible files. If the home cannot be written, the node's own folder is used alone. --speed.compile_cache
+DIR is used as it is, by all ranks.
 
-Entries are code that is run when they are found: both folders are the user's own, never a run directory that
-somebody else may have written; a folder that others can write to is refused. Not here: what is compiled
-(fsdp/parallel/shard.py).
+Entries are code that is executed: both folders belong to the user, never to a run directory that somebody
+else may have written; a folder that others can write to is refused. Not here: what is compiled (shard.py).
 """
 
 from __future__ import annotations
@@ -37,43 +36,43 @@ LOCKS = "locks"
 
 @dataclass(frozen=True)
 class Places:
-    """Where kernels are compiled to, and where a copy of them is kept for other nodes; None for nowhere."""
+    """The folder that kernels are compiled to, and the shared copy for other nodes; None for none."""
 
     own: Path
     shared: Path | None
 
 
 def places(speed: SpeedSection) -> Places | None:
-    """What the flag means; None leaves it to torch, or to who has set torch's own variable."""
+    """The folders by the flag; None leaves them to torch, or to torch's own variable if it is set."""
     if speed.compile_cache == "off":
         return None
     if speed.compile_cache != "auto":
         return Places(Path(speed.compile_cache).absolute(), None)
     own = Path(tempfile.gettempdir(), f"shardrun-compile-{os.getuid()}")
-    return None if _chosen_already(own) else Places(own, _in_the_home())
+    return None if _user_set(own) else Places(own, _shared_folder())
 
 
-def _in_the_home() -> Path | None:
+def _shared_folder() -> Path | None:
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "shardrun", "compile")
     except RuntimeError:
-        return None  # no HOME, and a user that no password file knows, as in many containers
+        return None  # no HOME, and a user without a password entry, as in many containers
 
 
-def _chosen_already(own: Path) -> bool:
-    """Somebody has set torch's variable. torch sets it, too, to its default, as an earlier start in this
-    process does.
+def _user_set(own: Path) -> bool:
+    """Whether the user has set torch's variable. torch sets it, too, to its default, as an earlier start
+    in this process does.
     """
-    return not os.environ.get(VARIABLE, torchs_own()).startswith((torchs_own(), str(own)))
+    return not os.environ.get(VARIABLE, torch_default()).startswith((torch_default(), str(own)))
 
 
-def torchs_own() -> str:
+def torch_default() -> str:
     return str(Path(tempfile.gettempdir(), "torchinductor_"))
 
 
 def maybe_compile_cache(speed: SpeedSection, env: DistEnv) -> CompileCache | None:
-    """Before anything is compiled. Every rank writes to the node's folder: torch gives a file its name when
-    it is whole.
+    """Called before anything is compiled. Every rank writes to the node's folder: torch renames a file to
+    its name when it is complete.
     """
     found = places(speed) if compiles(speed, env.device) else None
     if found is None:
@@ -110,7 +109,7 @@ def _others_can_write(folder: Path) -> bool:
 
 
 def _usable(shared: Path | None) -> Path | None:
-    """The folder in the home, made where it is missing; None, and said, where it cannot serve."""
+    """The shared folder, created if missing; None, with a warning, if it cannot be used."""
     if shared is None:
         return None
     try:
@@ -128,14 +127,14 @@ def _usable(shared: Path | None) -> Path | None:
 
 
 class CompileCache:
-    """Rank 0's: copies the kernels that are new on this node to the shared folder."""
+    """On rank 0: copies the node's new kernels to the shared folder."""
 
     def __init__(self, own: Path, shared: Path) -> None:
         self._own, self._shared = own, shared
         self._copying: threading.Thread | None = None
 
     def publish(self, *, wait: bool) -> None:
-        """On a thread of its own, one at a time; `wait` returns when all is copied."""
+        """Copies on a thread, one at a time; `wait` returns when all is copied."""
         if self._copying is not None and (wait or not self._copying.is_alive()):
             self._copying.join()
             self._copying = None
@@ -149,20 +148,20 @@ class CompileCache:
 
 
 def _copy_missing(source: Path, target: Path) -> None:
-    """Each file that the target lacks; it appears there under its name when it is whole."""
+    """Copies each file that the target lacks; it has its name there when it is complete."""
     try:
         there = set(_entries(target))
         for entry in _entries(source):
             if entry not in there and not _is_locked(source, entry):
                 _copy(source / entry, target / entry)
     except OSError as error:
-        # A full or vanished disk costs compiling anew, and stops no run.
+        # With a full or missing disk the next start compiles again; no run stops.
         log.warning("compiled kernels of %s could not all be copied to %s: %s", source, target, error)
 
 
 def _entries(folder: Path) -> list[Path]:
-    """Files below by their relative paths, Triton's lists of files last: what such a list names is there
-    before it.
+    """Files below by their relative paths, Triton's lists of files last: the files that such a list names
+    exist before it.
     """
     found = []
     for current, names, files in os.walk(folder):
@@ -177,7 +176,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _is_locked(folder: Path, entry: Path) -> bool:
-    """Whether a process holds torch's lock on what is compiled to it: a linker writes under the final name."""
+    """Whether a process holds torch's lock on the output: a linker writes under the final name."""
     lock = folder / LOCKS / f"{entry.name.partition('.')[0]}.lock"
     try:
         with lock.open("rb") as file:

@@ -1,6 +1,6 @@
-"""What of `--memory.*` a device cannot do, said by name before anything is built.
+"""Refuses `--memory.*` flags that the device does not support, by name, before anything is built.
 
-What of it needs no device is fsdp/config/checks_memory.py's.
+Checks that need no device are in fsdp/config/checks_memory.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ def check_device(memory: MemorySection, device: torch.device) -> None:
     """Raises ConfigError, on every rank the same."""
     if memory.nvme != "off" and device.type != "cpu" and not memory.cpu_offload:
         raise ConfigError(
-            f"--memory.nvme {memory.nvme} keeps the optimizer on the host, and parameters are on {device.type}.",
+            f"--memory.nvme {memory.nvme} keeps the optimizer on the host, and parameters are on "
+            f"{device.type}.",
             "--memory.cpu_offload true",
         )
     if memory.cpu_offload and device.type == "cpu":
@@ -28,5 +29,6 @@ def check_device(memory: MemorySection, device: torch.device) -> None:
         )
     if memory.activation_offload and device.type == "cpu":
         log.warning(
-            "--memory.activation_offload true gains nothing on a CPU: what forward keeps is copied within host memory"
+            "--memory.activation_offload true gains nothing on a CPU: what forward keeps is copied within "
+            "host memory"
         )

@@ -29,7 +29,7 @@ NEEDED = {"tensorwise": (8, 9), "rowwise": (9, 0)}
 
 
 def check_float8(speed: SpeedSection, device: torch.device) -> None:
-    """Whether this machine can, before any process group exists."""
+    """Checks that this machine supports the flags, before any process group exists."""
     if speed.float8 == "off":
         return
     if importlib.util.find_spec("torchao") is None:
@@ -40,7 +40,8 @@ def check_float8(speed: SpeedSection, device: torch.device) -> None:
         return
     if device.type != "cuda":
         raise ConfigError(
-            f"--speed.float8 {speed.float8} needs a GPU that multiplies in float8, and this is {device.type}.",
+            f"--speed.float8 {speed.float8} needs a GPU that multiplies in float8, and this is "
+            f"{device.type}.",
             "--speed.float8 off, or --speed.float8_emulate true to try the rounding",
         )
     has, needed = torch.cuda.get_device_capability(device), NEEDED[speed.float8]
@@ -53,20 +54,21 @@ def check_float8(speed: SpeedSection, device: torch.device) -> None:
 
 
 def convertible(units: Sequence[Sequence[nn.Module]]) -> list[nn.Linear]:
-    """The layers that a float8 product can take: its hardware wants sizes in sixteens."""
+    """The layers that a float8 product takes: the hardware requires sizes that are multiples of 16."""
     blocks = blocks_of([list(unit) for unit in units])
     layers = dict.fromkeys(m for block in blocks for m in block.modules() if type(m) is nn.Linear)
     return [m for m in layers if m.in_features % 16 == 0 and m.out_features % 16 == 0]
 
 
 def apply_float8(units: Sequence[Sequence[nn.Module]], speed: SpeedSection, *, sharded: bool) -> int:
-    """Before checkpointing, compile and sharding; returns how many layers were converted."""
+    """Applied before checkpointing, compile and sharding; returns the number of converted layers."""
     if speed.float8 == "off":
         return 0
     chosen = {id(layer) for layer in convertible(units)}
     if not chosen:
         raise ConfigError(
-            f"--speed.float8 {speed.float8}: no nn.Linear within the model's blocks has sizes that are multiples of 16.",
+            f"--speed.float8 {speed.float8}: no nn.Linear within the model's blocks has sizes that are "
+            "multiples of 16.",
             "--speed.float8 off, or --model.args with such widths",
         )
     convert: Any = importlib.import_module("torchao.float8").convert_to_float8_training
@@ -83,8 +85,8 @@ def _recipe(speed: SpeedSection, sharded: bool) -> Any:
 
 
 class Scales:
-    """After an update: the scales of all sharded float8 weights at once, instead of one sum over ranks a
-    weight later.
+    """After an update: computes the scales of all sharded float8 weights at once, instead of one sum over
+    ranks a weight later.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -102,5 +104,5 @@ def maybe_scales(root: nn.Module, speed: SpeedSection, *, sharded: bool) -> Scal
 
 
 def gathered_in_float8(units: Sequence[Sequence[nn.Module]], speed: SpeedSection) -> Iterable[Tensor]:
-    """Weights that a gather carries in a byte an element."""
+    """Weights that are gathered in one byte an element."""
     return [layer.weight for layer in convertible(units)] if speed.float8 == "tensorwise" else []

@@ -1,8 +1,8 @@
-"""The proof that every value was filled: poison laid before, looked for after, and digests of all ranks side
-by side.
+"""The check that every value was initialised: memory is poisoned before, searched after, and digests of all
+ranks are compared.
 
-Here live also the cut of a parameter into shards and a digest of the whole model. What fills is
-fsdp/parallel/materialize.py's.
+Also here: the cut of a parameter into shards, and a digest of the whole model. Not here: what fills the
+memory (materialize.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from fsdp.models.init import Constant, Init
 
 @dataclass(frozen=True)
 class Cut:
-    """Which elements of a flattened parameter a rank keeps: dim-0 rows are contiguous, so two numbers say it."""
+    """The elements of a flattened parameter that a rank keeps: dim-0 rows are contiguous, so two numbers
+    suffice.
+    """
 
     start: int
     numel: int
@@ -43,7 +45,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def shard_count(tensor: Tensor) -> int:
-    """How many pieces a parameter is in; replicas of a piece are not counted."""
+    """The number of pieces of a parameter, replicas not counted."""
     if not isinstance(tensor, DTensor):
         return 1
     sizes = [
@@ -56,7 +58,9 @@ def shard_count(tensor: Tensor) -> int:
 
 
 def poison(root: nn.Module) -> None:
-    """NaN in floats, a rare value in integers: what is still there at the end was never filled."""
+    """NaN in floats, a rare value in integers: a value that is still there at the end was never
+    initialised.
+    """
     with torch.no_grad():
         for tensor in [*root.parameters(), *root.buffers()]:
             fill_with_poison(local(tensor))
@@ -70,7 +74,7 @@ def fill_with_poison(part: Tensor) -> None:
 
 
 def _plain(dtype: torch.dtype) -> torch.dtype:
-    """A bool has room in its byte for a value that is neither."""
+    """A bool's byte can hold a value that is neither True nor False."""
     return torch.uint8 if dtype == torch.bool else dtype
 
 
@@ -79,9 +83,9 @@ def _rare(dtype: torch.dtype) -> int:
 
 
 @torch.no_grad()
-def prove(root: nn.Module, *, drawn: Mapping[str, Init]) -> None:
-    """Stop the run by name: a value left uninitialised, a buffer nobody filled, equal shards, replicas that
-    differ.
+def check_initialised(root: nn.Module, *, drawn: Mapping[str, Init]) -> None:
+    """Stops the run by name for a value left uninitialised, a buffer nobody filled, equal shards, or
+    replicas that differ.
     """
     problems = _everyones([*_unfilled(root, known=())])
     if not problems:
@@ -89,16 +93,16 @@ def prove(root: nn.Module, *, drawn: Mapping[str, Init]) -> None:
     _refuse(problems)
 
 
-def prove_unsaved(root: nn.Module) -> None:
-    """The same of what no checkpoint holds, before one fills the rest. Collective."""
+def check_unsaved(root: nn.Module) -> None:
+    """The same for values that no checkpoint holds, before one fills the rest. Collective."""
     _refuse(_everyones([*_unfilled(root, known=root.state_dict().keys())]))
 
 
 def _everyones(findings: list[str]) -> list[tuple[str, tuple[int, ...]]]:
     """Every rank's findings, each with that rank."""
-    told: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(told, findings)
-    return [(f"rank {rank}: {text}", (rank,)) for rank, texts in enumerate(told) for text in texts]
+    gathered: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(gathered, findings)
+    return [(f"rank {rank}: {text}", (rank,)) for rank, texts in enumerate(gathered) for text in texts]
 
 
 def _refuse(problems: list[tuple[str, tuple[int, ...]]]) -> None:
@@ -126,7 +130,9 @@ def _unfilled(root: nn.Module, known: Container[str]) -> Iterator[str]:
         for key, value in vars(module).items():
             if isinstance(value, Tensor) and value.is_meta:
                 owner = name or type(root).__name__
-                yield f"{owner}.{key} is a tensor that no register_buffer made, and is still on the meta device"
+                yield (
+                    f"{owner}.{key} is a tensor that no register_buffer made, and is still on the meta device"
+                )
 
 
 def _is_poisoned(part: Tensor) -> bool:
@@ -136,7 +142,7 @@ def _is_poisoned(part: Tensor) -> bool:
 
 
 def _digests(root: nn.Module) -> Tensor:
-    """A row a tensor: numel, plain sum, weighted sum, constant; as int64 for the wire."""
+    """A row for each tensor: numel, plain sum, weighted sum, constant; int64 for the collective."""
     rows = []
     for tensor in [*root.parameters(), *root.buffers()]:
         d = digest_shard(local(tensor))
@@ -149,8 +155,8 @@ def _signed(word: int) -> int:
 
 
 def _compare(root: nn.Module, table: Tensor, drawn: Mapping[str, Init]) -> list[str]:
-    """Every rank's digests side by side. Equal shards are an error where values are drawn; elsewhere they may
-    be meant.
+    """Compares every rank's digests. Equal shards are an error where values are random; elsewhere they
+    may be intended.
     """
     tables = [torch.empty_like(table) for _ in range(dist.get_world_size())]
     dist.all_gather(tables, table)
@@ -164,13 +170,13 @@ def _compare(root: nn.Module, table: Tensor, drawn: Mapping[str, Init]) -> list[
         if _varied(digests, count):
             equal[name] = _equal_shards(name, digests, count)
     at_random = {n for n in equal if n in drawn and not isinstance(drawn[n], Constant)}
-    # One parameter may repeat itself on purpose, but never all of them.
+    # One parameter may have equal shards on purpose, but never all of them.
     suspects = at_random or (set(equal) if all(equal.values()) else set())
     return found + [text for name in equal if name in suspects for text in equal[name]]
 
 
 def _varied(digests: list[tuple[int, ...]], count: int) -> bool:
-    """Several shards that hold something, and not one value throughout."""
+    """Several non-empty shards, and not one value throughout."""
     return sum(numel > 0 and not constant for numel, _, _, constant in digests[:count]) > 1
 
 
@@ -189,7 +195,8 @@ def _equal_shards(name: str, digests: list[tuple[int, ...]], count: int) -> list
         if numel and not constant:
             if digests[rank] in seen:
                 return [
-                    f"{name} is the same on ranks {seen[digests[rank]]} and {rank}, which hold different shards"
+                    f"{name} is the same on ranks {seen[digests[rank]]} and {rank}, which hold different "
+                    "shards"
                 ]
             seen[digests[rank]] = rank
     return []

@@ -1,9 +1,8 @@
-"""Memory that is a file: mapped, reserved whole before it is used, and without a name.
+"""Memory in a mapped file: reserved whole before it is used, and without a name.
 
-A file loses its name as soon as it is open, so however a run ends, kill -9 included, the kernel gives the
-space back and there is nothing to clear away. Pages come when they are touched and leave on `forget`; what
-was written is in the file then. The kernel may keep such pages as cache, which it gives up to whoever asks
-for memory. Not here: what is kept in it.
+A file is unlinked as soon as it is open, so however a run ends, kill -9 included, the kernel frees the space.
+Pages are loaded when they are touched and dropped on `forget`; what was written is in the file then. The
+kernel may keep such pages as cache, which it frees when memory is needed. Not here: what the files hold.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ ALIGN = 64  # as torch aligns what it allocates
 
 
 class MappedFile:
-    """`size` bytes of disk as memory, given out from front to back."""
+    """`size` bytes of disk as memory, allocated from front to back."""
 
     def __init__(self, folder: Path, size: int) -> None:
         self.size = max(size, mmap.PAGESIZE)
         descriptor = _open_nameless(folder)
         try:
-            # Blocks are taken now: a disk that fills up later would end the process with SIGBUS.
+            # Blocks are allocated now: a disk that fills up later would end the process with SIGBUS.
             os.posix_fallocate(descriptor, 0, self.size)
             self._memory = mmap.mmap(descriptor, self.size)
         finally:
@@ -45,29 +44,29 @@ class MappedFile:
         self._next = 0
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The next piece, zeros; its storage is its own, which FSDP compares by address."""
+        """The next piece, zeroed; its storage is its own, which FSDP compares by address."""
         numel = torch.Size(shape).numel()
         start, self._next = self._next, self._next + room_for(numel * dtype.itemsize)
-        assert self._next <= self.size, f"{self._next} bytes asked of a file of {self.size}"
+        assert self._next <= self.size, f"{self._next} bytes of a file of {self.size}"
         if not numel:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=start).view(torch.Size(shape))
 
     def restart(self) -> None:
-        """Give out from the front again: what was given before is no longer used."""
+        """Allocates from the front again: earlier pieces are no longer used."""
         self._next = 0
 
     def holds(self, tensor: Tensor) -> bool:
         return bool(tensor.numel()) and self._base <= tensor.data_ptr() < self._base + self.size
 
     def forget(self, tensor: Tensor) -> None:
-        """Its pages leave this process; a touch brings them back. Neighbours in the outermost pages only
-        fault again.
+        """Drops the tensor's pages from this process; a touch loads them again. Neighbours in the
+        outermost pages only fault again.
         """
         self._advise(tensor, mmap.MADV_DONTNEED)
 
     def fetch(self, tensor: Tensor) -> None:
-        """Ask the disk for its pages ahead of their use."""
+        """Starts loading its pages ahead of their use."""
         self._advise(tensor, mmap.MADV_WILLNEED)
 
     def _advise(self, tensor: Tensor, advice: int) -> None:
@@ -93,7 +92,7 @@ def _open_nameless(folder: Path) -> int:
 
 @dataclass(frozen=True)
 class _DiskNeed:
-    """What one rank needs, and what its disk has. `disk` is one value for the ranks that share it."""
+    """The bytes that one rank needs, and those free on its disk. `disk` is equal for ranks that share it."""
 
     host: str
     disk: int
@@ -107,8 +106,8 @@ def reserve(folder: Path, sizes: Iterable[int], *, flag: str, what: str) -> list
     Collective.
     """
     sizes, what = list(sizes), collectives.from_main(what)
-    asked = collectives.everyones(_look(folder, sum(sizes)))
-    _refuse(asked, folder, flag, what)
+    needs = collectives.everyones(_disk_need(folder, sum(sizes)))
+    _refuse(needs, folder, flag, what)
     files: list[MappedFile] = []
     trouble = ""
     try:
@@ -126,7 +125,7 @@ def reserve(folder: Path, sizes: Iterable[int], *, flag: str, what: str) -> list
     return files
 
 
-def _look(folder: Path, needed: int) -> _DiskNeed:
+def _disk_need(folder: Path, needed: int) -> _DiskNeed:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         state = os.statvfs(folder)
@@ -137,26 +136,27 @@ def _look(folder: Path, needed: int) -> _DiskNeed:
         return _DiskNeed(socket.gethostname(), 0, needed, 0, error.strerror or str(error))
 
 
-def _refuse(asked: list[_DiskNeed], folder: Path, flag: str, what: str) -> None:
-    for rank, one in enumerate(asked):
+def _refuse(needs: list[_DiskNeed], folder: Path, flag: str, what: str) -> None:
+    for rank, one in enumerate(needs):
         if one.trouble:
             raise ConfigError(
                 f"--{flag} {folder} cannot be used on rank {rank} ({one.trouble}).",
                 f"--{flag} DIR on a local disk",
             )
-        sharers = [other for other in asked if (other.host, other.disk) == (one.host, one.disk)]
+        sharers = [other for other in needs if (other.host, other.disk) == (one.host, one.disk)]
         total = sum(other.needed for other in sharers)
         free = min(other.free for other in sharers)
         if total > free:
             raise ConfigError(
-                f"{what} of {len(sharers)} rank{'s' * (len(sharers) > 1)} {'take' if len(sharers) > 1 else 'takes'} "
+                f"{what} of {len(sharers)} rank{'s' * (len(sharers) > 1)} "
+                f"{'take' if len(sharers) > 1 else 'takes'} "
                 f"{total / 2**30:.2f} GiB, but {folder} on {one.host} has {free / 2**30:.2f} GiB free.",
                 f"--{flag} a folder on a larger disk",
             )
 
 
 def file_system(folder: Path) -> str:
-    """Its type as the kernel names it; empty where that cannot be read."""
+    """The file system's type as the kernel names it; empty if it cannot be read."""
     try:
         lines = Path("/proc/self/mountinfo").read_text().splitlines()
     except OSError:

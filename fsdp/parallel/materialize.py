@@ -1,11 +1,11 @@
-"""From meta to real: every weight gets its value once, and then it is proven that it did.
+"""Makes a meta model real: every weight gets its value once, and a check proves it.
 
-Two ways, one result. A model that says how each parameter is drawn lets each rank draw its own shard from a
-counter-based stream, with no communication; any other is built for real on rank 0 and sent parameter by
+Two ways with one result. If the model defines how each parameter is drawn, each rank draws its own shard from
+a counter-based stream, without communication; any other model is built on rank 0 and sent parameter by
 parameter, each rank receiving its rows alone. Initial weights are a function of the seed: the same bits at
 any number of ranks, under any strategy.
 
-Memory is poisoned before it is filled, so that what nobody filled is found by name.
+Memory is poisoned before it is filled, so that uninitialised values are found by name.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from fsdp.models.init import Init, draw, draw_into
 from fsdp.models.lora import lora_inits
 from fsdp.models.unsharded import persistent, seeded
 from fsdp.parallel.init_check import (
+    check_initialised,
+    check_unsaved,
     cut_of,
     fill_with_poison,
     local,
     poison,
-    prove,
-    prove_unsaved,
     shard_count,
 )
 from fsdp.parallel.nvme import Shelf
@@ -39,13 +39,13 @@ from fsdp.parallel.shard import Sharded
 
 
 class WeightSource(Protocol):
-    """Rank 0's side of a broadcast: full tensors by name, asked for once each, in the model's order."""
+    """Rank 0's side of a broadcast: full tensors by name, each taken once, in the model's order."""
 
     def take(self, name: str) -> Tensor | None: ...
 
 
 class BuiltSource:
-    """A real copy of the model on the host, given away parameter by parameter."""
+    """A real copy of the model on the host, released parameter by parameter."""
 
     def __init__(self, model: nn.Module) -> None:
         self._tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -56,8 +56,8 @@ class BuiltSource:
 
 
 class DrawnSource:
-    """Each parameter drawn whole, one at a time: what `--model.init broadcast` sends for models that say
-    their inits.
+    """Each parameter drawn whole, one at a time: `--model.init broadcast` for models that define their
+    inits.
     """
 
     def __init__(self, inits: Mapping[str, Init], shapes: Mapping[str, torch.Size], seed: int) -> None:
@@ -71,7 +71,7 @@ class DrawnSource:
 
 
 class StateSource:
-    """A pretrained state dict, read lazily. A tied parameter may stand there under any of its names."""
+    """A pretrained state dict, read lazily. A tied parameter may have any of its names there."""
 
     def __init__(
         self, state: Mapping[str, Tensor], names: Mapping[str, list[str]], rest: WeightSource | None
@@ -97,10 +97,10 @@ def materialize(
     shelf: Shelf | None = None,
     restored: bool = False,
 ) -> None:
-    """Give every parameter and buffer of a meta model its value, then prove it. Collective.
+    """Gives every parameter and buffer of a meta model its value, then checks it. Collective.
 
-    `rest_device` is where parameters lie between steps: the host, where they are offloaded; a `shelf` may lay
-    them in files. `restored`: a checkpoint gives the values, and proves them (fsdp/checkpoint/load.py): they
+    `rest_device` holds the parameters between steps: the host, if they are offloaded; a `shelf` may store
+    them in files. `restored`: a checkpoint gives the values and checks them (fsdp/checkpoint/load.py): they
     are not drawn only to be overwritten, which costs seconds a hundred million parameters.
     """
     root = sharded.root
@@ -117,9 +117,9 @@ def materialize(
     if hasattr(root, "init_buffers"):
         methods.init_buffers(sharded.device)
     if restored and _in_checkpoint(root):
-        prove_unsaved(root)
+        check_unsaved(root)
         return
-    # Adapters are in nobody's weights: each rank draws its own part of them, whatever the others come from.
+    # No weights contain adapters: each rank draws its own part, whatever the source of the others.
     _draw_shards(root, added, seed, rank)
     if inits and init == "shard" and weights is None:
         _draw_shards(root, inits, seed, rank)
@@ -130,14 +130,14 @@ def materialize(
             nonlocal source
             source = _source(spec, inits, seed, weights, root)
 
-        # What fails on rank 0 alone is told to all, so that nobody waits for weights that never come.
+        # An error on rank 0 alone is sent to all, so that no rank waits for weights.
         on_main(rank, open_source)
         _send_all(sharded, source, added)
-    prove(root, drawn={**({} if weights is not None else inits), **added})
+    check_initialised(root, drawn={**({} if weights is not None else inits), **added})
 
 
 def _in_checkpoint(root: nn.Module) -> bool:
-    """Whether a checkpoint holds all that the model does not fill by itself."""
+    """Whether a checkpoint holds everything that the model does not fill by itself."""
     return hasattr(root, "init_buffers") or len(persistent(root)) == sum(
         1 for _ in (*root.parameters(), *root.buffers())
     )
@@ -147,7 +147,7 @@ def _in_checkpoint(root: nn.Module) -> bool:
 
 
 def _buffers_to(root: nn.Module, device: torch.device) -> None:
-    """Where parameters rest on the host, buffers still lie where forward reads them."""
+    """Parameters are stored on the host, buffers on the device that forward reads them from."""
     for module in root.modules():
         for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
             setattr(module, name, buffer.to(device))
@@ -156,13 +156,13 @@ def _buffers_to(root: nn.Module, device: torch.device) -> None:
 @torch.no_grad()
 def _draw_shards(root: nn.Module, inits: Mapping[str, Init], seed: int, rank: int) -> None:
     for name, target in [*root.named_parameters(), *root.named_buffers()]:
-        if name in inits:  # one that is not is found by name in the proof
+        if name in inits:  # the check names one that is not
             part, count = local(target), shard_count(target)
             draw_into(part, inits[name], seed, name, cut_of(target.shape, rank % count, count).start)
 
 
 def _sent_buffers(root: nn.Module) -> list[tuple[str, Tensor]]:
-    """All; or, where the model fills its buffers itself, those that a state dict could hold."""
+    """All names; or, if the model fills its buffers itself, those that a state dict could hold."""
     if not hasattr(root, "init_buffers"):
         return list(root.named_buffers())
     persistent = root.state_dict().keys()
@@ -176,8 +176,8 @@ def _source(
     weights: Callable[[], Mapping[str, Tensor]] | None,
     root: nn.Module,
 ) -> WeightSource:
-    """Rank 0's values. A model that says its inits is never built whole, nor is one whose state dict has
-    everything.
+    """Rank 0's values. A model that defines its inits is never built whole, nor is one whose state dict
+    is complete.
     """
     shapes = {name: parameter.shape for name, parameter in root.named_parameters()}
     if weights is None:
@@ -189,7 +189,7 @@ def _source(
 
 
 def _all_names(root: nn.Module) -> dict[str, list[str]]:
-    """The first name of each parameter and buffer → all of its names: tied ones have several."""
+    """Maps the first name of each parameter and buffer to all of its names: tied ones have several."""
     by_tensor: dict[Tensor, list[str]] = {}
     for name, tensor in [
         *root.named_parameters(remove_duplicate=False),
@@ -200,8 +200,8 @@ def _all_names(root: nn.Module) -> dict[str, list[str]]:
 
 
 def _check_state_fits(state: Mapping[str, Tensor], names: Mapping[str, list[str]], root: nn.Module) -> None:
-    """Nothing missing, nothing left over, every shape the model's: else part of it would be trained from
-    scratch unseen.
+    """Checks that nothing is missing or unexpected and that every shape matches: else a part would be
+    trained from scratch unnoticed.
     """
     tensors = {**dict(root.named_parameters()), **dict(root.named_buffers())}
     needed = (
@@ -222,22 +222,22 @@ def _check_state_fits(state: Mapping[str, Tensor], names: Mapping[str, list[str]
     over = [name for name in state if name not in known_names]
     if over:
         raise ConfigError(
-            f"--model.weights has {over[0]}, which the model has not ({len(over)} of {len(state)} are left over).",
+            f"--model.weights has {over[0]}, which the model has not ({len(over)} of {len(state)} are left "
+            "over).",
             "give --model.preset and --model.args as the weights were trained with",
         )
     for name, some in names.items():
         for known in some:
             if known in state and state[known].shape != tensors[name].shape:
                 raise ConfigError(
-                    f"--model.weights has {known} as {tuple(state[known].shape)}, the model as {tuple(tensors[name].shape)}.",
+                    f"--model.weights has {known} as {tuple(state[known].shape)}, the model as "
+                    f"{tuple(tensors[name].shape)}.",
                     "give --model.preset and --model.args as the weights were trained with",
                 )
 
 
 def build_on_host(spec: ModelSpec, seed: int) -> nn.Module:
-    """The real model. Memory that its constructor leaves uninitialised reads NaN, and the proof then names
-    it.
-    """
+    """The real model. Memory that its constructor leaves uninitialised reads NaN, and the check names it."""
     fills: Any = torch.utils.deterministic
     was, filled = torch.are_deterministic_algorithms_enabled(), fills.fill_uninitialized_memory
     warn = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -273,8 +273,8 @@ def _broadcast_whole(target: Tensor, full: Tensor | None, *, is_source: bool) ->
 
 
 def _scatter_rows(target: Tensor, full: Tensor | None, sharded: Sharded, *, is_source: bool) -> None:
-    """A piece to each shard of the first replica, then along dp_replicate: rank 0 sends the model once,
-    whatever the ranks.
+    """Sends a piece to each shard of the first replica, then along dp_replicate: rank 0 sends the model
+    once, whatever the number of ranks.
     """
     part, count = local(target), shard_count(target)
     chunk = -(-target.shape[0] // count) * target.shape[1:].numel() * part.element_size()
@@ -296,7 +296,7 @@ def _scatter_rows(target: Tensor, full: Tensor | None, sharded: Sharded, *, is_s
 
 
 def _padded_pieces(wire: Tensor, chunk: int, count: int) -> list[Tensor]:
-    """Scatter takes equal pieces: views where the rows are there, one padded copy where they end."""
+    """Scatter takes equal pieces: views where the rows exist, one padded copy where they end."""
     pieces = []
     for at in range(0, count * chunk, chunk):
         piece = wire[at : at + chunk]
@@ -307,13 +307,13 @@ def _padded_pieces(wire: Tensor, chunk: int, count: int) -> list[Tensor]:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Raw bytes: neither gloo nor NCCL knows complex, and gloo not every small float."""
+    """Raw bytes: neither gloo nor NCCL sends complex, and gloo not every small float."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _or_own(full: Tensor | None, target: Tensor) -> Tensor:
-    """Where the source has nothing, what lies there is sent on: what init_buffers made, or the poison for the
-    proof.
+    """If the source has no value, the present one is sent: that of init_buffers, or the poison for the
+    check.
     """
     if full is not None:
         return full.detach().to(dtype=target.dtype)

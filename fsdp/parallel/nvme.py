@@ -1,13 +1,12 @@
-"""What rests in files between its uses: the optimizer's states, and with `all` the sharded parameters and
+"""Tensors kept in files between uses: the optimizer's states, and with `all` the sharded parameters and
 gradients too.
 
-The tensors are ordinary ones whose memory is a mapped file (fsdp/parallel/mapped_files.py): kernels,
-checkpoints and digests read them as any other. The update goes part by part, and a part's pages leave the
-process as soon as it is done, so that what is resident at once is a part and not the whole. Numbers are those
-of an update in memory, to the bit: it is elementwise.
+They are ordinary tensors whose memory is a mapped file (mapped_files.py): kernels, checkpoints and digests
+read them as any other. The update goes part by part, and a part's pages leave the process as soon as it is
+done, so that one part is resident and not the whole. The numbers are those of an update in memory, to the
+bit: it is elementwise.
 
-Gathered parameters, activations, and gradients before they are reduced are not here: they are a unit's, not
-the model's.
+Not here: gathered parameters, activations, and gradients before their reduction, which belong to a unit.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from fsdp.config import MemorySection, OptimSection
 from fsdp.parallel.mapped_files import MappedFile, reserve, room_for
 
 PART_BYTES = 64 << 20
-"""States of a part: what is resident at once, and what one call of the optimizer updates."""
+"""Bytes of states in a part: resident at once, and updated by one call of the optimizer."""
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 RETURNED_BYTES = 1 << 20
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -42,7 +41,9 @@ def maybe_shelf(
     units: Sequence[Sequence[nn.Module]],
     state_dtype: torch.dtype,
 ) -> Shelf | None:
-    """Collective where something rests in files. The model may stand on meta."""
+    """The run's files, or None without --memory.nvme. Collective if there are any. The model may be on
+    meta.
+    """
     if memory.nvme == "off":
         return None
     kept = torch.bfloat16 if optim.state == "bf16" else state_dtype
@@ -52,7 +53,7 @@ def maybe_shelf(
 
 
 class Shelf:
-    """One rank's files. Building one is collective: all ranks have room, or all say why not."""
+    """One rank's files. The constructor is collective: all ranks have room, or all raise."""
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class Shelf:
         state_dtype: torch.dtype,
         everything: bool,
     ) -> None:
-        give_freed_back()
+        free_at_once()
         self._root, self._units, self._dtype, self._everything = root, units, state_dtype, everything
         self._moments = MOMENTS[optim.name] if optim.name != "sgd" or optim.momentum else ()
         self._slots: dict[tuple[nn.Parameter, str], Tensor] = {}
@@ -73,13 +74,13 @@ class Shelf:
             folder,
             sizes.values(),
             flag="memory.nvme_dir",
-            what=f"What --memory.nvme puts there ({_said(sizes)})",
+            what=f"What --memory.nvme puts there ({_sizes_line(sizes)})",
         )
         self._files: dict[str, MappedFile] = dict(zip(sizes, files, strict=True))
 
     def _sizes(self, root: nn.Module) -> dict[str, int]:
-        """Bytes by purpose; `staging` is a checkpoint's copy of the rank's file, which would else be in
-        memory.
+        """Bytes by purpose; `staging` is a checkpoint's copy of the rank's file, which would otherwise be
+        in memory.
         """
         kept = {name: _local(p) for name, p in root.named_parameters()}
         trained = [_local(p) for p in root.parameters() if p.requires_grad]
@@ -104,14 +105,14 @@ class Shelf:
     # ------------------------------------------------------------ parameters
 
     def empty(self, tensor: Tensor, device: torch.device | str) -> Tensor:
-        """As torch.empty_like, for a meta model on its way to real: a shard gets a file's memory."""
+        """torch.empty_like for a meta model that becomes real: a shard's memory is in a file."""
         if not (self._everything and isinstance(tensor, DTensor)):
             return torch.empty_like(tensor, device=device)
         room = self._files["parameters"].take(_padded(tensor).shape, tensor.dtype)
         return _like(tensor, room[: _local(tensor).shape[0]])
 
     def settle(self) -> None:
-        """After the weights' memory is made: what FSDP has padded, in memory, gets a file's again."""
+        """After the weights are allocated: a shard that FSDP has padded in memory moves to a file again."""
         for group in parameter_groups(self._root) if self._everything else ():
             for parameter in group.fsdp_params:
                 data = padded_shard(parameter)
@@ -122,8 +123,8 @@ class Shelf:
         return self._files["parameters"].take(data.shape, data.dtype).copy_(data)
 
     def watch(self) -> None:
-        """When the weights are real. A unit's shards are read as it is gathered: after its forward and its
-        backward they may leave; a gradient goes into its file as soon as it is reduced.
+        """Called when the weights are real. A unit's shards are read as it is gathered and may be dropped
+        after its forward and its backward; a gradient goes into its file as soon as it is reduced.
         """
         if not self._everything:
             return
@@ -149,8 +150,8 @@ class Shelf:
 
     @contextlib.contextmanager
     def offered(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Within it a checkpoint is read: it finds states to fill that lie in files. What it did not fill is
-        gone after.
+        """Context in which a checkpoint is read: it fills states that are in files. States that it does
+        not fill are dropped after.
         """
         offers: dict[Tensor, Any] = {
             p: {m: self._state(p, m, self._dtype) for m in self._moments} for p in _trained(optimizer)
@@ -162,31 +163,31 @@ class Shelf:
             for parameter, offer in offers.items():
                 if optimizer.state.get(parameter) is offer:
                     del optimizer.state[parameter]
-            self._adopt(optimizer, _trained(optimizer))
+            self._move_states(optimizer, _trained(optimizer))
             self.forget(_trained(optimizer))
             self.forget(self._slots.values())
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer's own step, on one part after another; the next part is asked of the disk meanwhile."""
+        """The optimizer's own step, part by part; the disk loads the next part meanwhile."""
         parts = list(self._parts(optimizer))
         for at, part in enumerate(parts):
             for parameter in parts[at + 1] if at + 1 < len(parts) else ():
                 self._fetch([parameter, parameter.grad, *optimizer.state.get(parameter, {}).values()])
             step_some(optimizer, part)
-            self._adopt(optimizer, part)
+            self._move_states(optimizer, part)
             for parameter in part:
                 self.forget([parameter, parameter.grad, *optimizer.state.get(parameter, {}).values()])
 
     def _parts(self, optimizer: torch.optim.Optimizer) -> Iterator[list[nn.Parameter]]:
-        """Parameters in their order, cut where a part's states are enough. One parameter is never cut."""
+        """Parameters in their order, cut where a part is full. One parameter is never cut."""
         sized = [
             (p, _local(p).numel() * self._dtype.itemsize * len(self._moments)) for p in _trained(optimizer)
         ]
         yield from _cut(sized, PART_BYTES)
 
     @torch.no_grad()
-    def _adopt(self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-        """States that torch has just made in memory move to their file."""
+    def _move_states(self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+        """Moves states that torch has just created in memory to their file."""
         for parameter in parameters:
             for name, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim():
@@ -200,7 +201,7 @@ class Shelf:
         return _like(parameter, room) if isinstance(parameter, DTensor) else room
 
     def _slot(self, parameter: nn.Parameter, name: str, dtype: torch.dtype, purpose: str) -> Tensor:
-        """One for each use of a parameter, made once."""
+        """One for each use of a parameter, created once."""
         found = self._slots.get((parameter, name))
         if found is None or found.dtype != dtype:
             found = self._slots[(parameter, name)] = self._files[purpose].take(_local(parameter).shape, dtype)
@@ -209,7 +210,7 @@ class Shelf:
     # ------------------------------------------------------------ what is resident
 
     def in_turn(self, tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-        """Local tensors a few at a time; what the caller touched leaves when it asks for the next."""
+        """Yields local tensors a few at a time; pages of the previous ones are dropped at the next."""
         for part in _cut([(t, t.numel() * t.element_size()) for t in tensors], PART_BYTES):
             yield part
             self.forget(part)
@@ -229,15 +230,15 @@ class Shelf:
                 yield from ((file, local) for file in self._files.values() if file.holds(local))
 
     def take(self, size: int) -> Tensor:
-        """Bytes for a checkpoint's copy: the largest that this run can need was reserved."""
+        """Bytes for a checkpoint's copy: the largest possible one was reserved."""
         self._files["staging"].restart()
         return self._files["staging"].take((size,), torch.uint8)
 
 
-def give_freed_back() -> None:
-    """glibc keeps freed blocks of up to 32 MiB for later: layers as large as that left several times their
-    size behind (measured: 2,545 MiB where 344 were in use). From now on blocks of a MiB go back to the system
-    as they are freed.
+def free_at_once() -> None:
+    """Has glibc return freed blocks from a MiB on at once. It keeps those of up to 32 MiB for later:
+    layers as large as that left several times their size behind (measured: 2,545 MiB where 344 were in
+    use).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # glibc's alone
@@ -246,8 +247,8 @@ def give_freed_back() -> None:
 
 
 class _Leave:
-    """A unit's forward hook: its shards leave; when its output's gradient comes, the next unit's backward is
-    over.
+    """A unit's forward hook: drops its shards; when its output's gradient arrives, the next unit's
+    backward is over.
     """
 
     def __init__(self, shelf: Shelf, own: Sequence[Tensor], later: Sequence[Tensor]) -> None:
@@ -261,7 +262,7 @@ class _Leave:
 
 
 def step_some(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-    """The optimizer's step as if it had these parameters alone."""
+    """The optimizer's step on these parameters alone."""
     wanted, whole = set(parameters), optimizer.param_groups
     few = [{**group, "params": [p for p in group["params"] if p in wanted]} for group in whole]
     try:
@@ -307,5 +308,5 @@ def _padded(shard: Tensor) -> Tensor:
     return torch.empty((-(-shard.shape[0] // count), *shard.shape[1:]), device="meta", dtype=shard.dtype)
 
 
-def _said(sizes: dict[str, int]) -> str:
+def _sizes_line(sizes: dict[str, int]) -> str:
     return ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in sizes.items())

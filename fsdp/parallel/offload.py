@@ -1,11 +1,9 @@
-"""Where what forward keeps for backward lies: in pinned host memory, copied out behind the next unit, back
-ahead of its use.
+"""Offload of activations: pinned host memory, copied out behind the next unit, and back ahead of its use.
 
-What a unit keeps by itself goes, or where it is recomputed its inputs, which are all that checkpointing
-keeps. The last unit's stay: backward begins with them. Two units' at most are on the device, on their way out
+Everything that a unit keeps is copied, or with recomputation its inputs, which are all that checkpointing
+keeps. The last unit's stay: backward begins with them. At most two units' are on the device, on their way out
 or back. Parameters and buffers are never copied: gathered ones are gathered again. On a CPU the same code
-runs, and copies from host memory to host memory. Not here: what is kept and what is recomputed
-(fsdp/parallel/activations.py).
+copies from host memory to host memory. Not here: what is kept and what is recomputed (activations.py).
 """
 
 from __future__ import annotations
@@ -23,14 +21,14 @@ from fsdp.config import MemorySection
 from fsdp.models.blocks import blocks_of
 
 SMALLEST = 1 << 16
-"""Bytes from which a copy over the bus is worth its start."""
+"""Bytes from which on a copy over the bus is worth its overhead."""
 
 
 def apply_activation_offload(
     units: Sequence[list[nn.Module]], memory: MemorySection, device: torch.device, *, compiled: bool
 ) -> None:
-    """After the units are compiled, before they are sharded: a hook within compiled code would break its
-    graph.
+    """Applied after the units are compiled and before they are sharded: a hook within compiled code would
+    break its graph.
     """
     if not memory.activation_offload:
         return
@@ -49,7 +47,7 @@ def apply_activation_offload(
 
 
 class OffloadStreams:
-    """The two ways over the bus, and the passages that are under way. On a CPU there is no stream and nothing
+    """The two streams over the bus, and the copies in progress. On a CPU there is no stream and nothing
     waits.
     """
 
@@ -69,22 +67,22 @@ class OffloadStreams:
         return self._out, self._back
 
     def begin(self, module: nn.Module) -> Passage:
-        """The passage before it is held weakly: a graph that is dropped takes its copies along."""
+        """The previous one is held by a weak reference: a graph that is dropped frees its copies."""
         before = self._latest() if self._latest is not None else None
         passage = Passage(self, module, before)
         self._latest = weakref.ref(passage)
         return passage
 
     def left(self, passage: Passage) -> None:
-        """A unit's forward is over. What the one before it kept may be freed once it has been copied."""
-        passage.mark_out()
+        """Called after a unit's forward. The previous unit's tensors may be freed once they are copied."""
+        passage.record_copy()
         if self._leaving is not None:
-            self._leaving.let_go()
+            self._leaving.release()
         self._leaving = passage
 
 
 class Passage:
-    """One forward of one unit: what it kept, out and back."""
+    """One forward of one unit: the tensors that it keeps, out and back."""
 
     def __init__(self, carrier: OffloadStreams, module: nn.Module, before: Passage | None) -> None:
         self._carrier, self._module = carrier, module
@@ -97,7 +95,7 @@ class Passage:
         self._fetched = False
 
     def pack(self, tensor: Tensor) -> Any:
-        if not self._goes(tensor):
+        if not self._is_copied(tensor):
             return tensor
         key = (
             id(tensor.untyped_storage()),
@@ -116,23 +114,23 @@ class Passage:
         known.uses += 1
         return known
 
-    def _goes(self, tensor: Tensor) -> bool:
+    def _is_copied(self, tensor: Tensor) -> bool:
         if type(tensor) is not Tensor or tensor.device.type != self._carrier.device.type:
             return False
         if tensor.nbytes < max(1, self._carrier.smallest) or isinstance(viewed(tensor), nn.Parameter):
             return False
         if self._own is None:
-            # Asked at the first kept tensor: only within its forward is a unit gathered.
+            # Read at the first kept tensor: a unit is gathered only within its forward.
             own = [*self._module.parameters(), *self._module.buffers()]
             self._own = {id(t.untyped_storage()) for t in own if type(t) in (Tensor, nn.Parameter)}
         return id(tensor.untyped_storage()) not in self._own
 
-    def mark_out(self) -> None:
+    def record_copy(self) -> None:
         out, _ = self._carrier.streams()
         self._out_done = out.record_event() if out is not None else None
 
-    def let_go(self) -> None:
-        """The device's copies are freed: the stream that will reuse their memory waits for the copy, the host
+    def release(self) -> None:
+        """Frees the device's copies: the stream that reuses their memory waits for the copy, the host
         does not.
         """
         if self._out_done is not None:
@@ -142,8 +140,8 @@ class Passage:
             kept.source = None
 
     def fetch(self) -> None:
-        """At the first use in backward: this unit's at once, unless they are on their way; the unit's before
-        it behind them.
+        """At the first use in backward: copies this unit's back at once, unless they are on their way,
+        and the previous unit's behind them.
         """
         self._begin_fetch()
         done, self._back_done = self._back_done, None
@@ -170,7 +168,7 @@ class Passage:
 
 
 class _Kept:
-    """One tensor that autograd keeps: its host copy, and the device's while it is needed."""
+    """One tensor that autograd keeps: its host copy, and the device's while it is used."""
 
     def __init__(self, passage: Passage, source: Tensor, host: Tensor) -> None:
         self.passage, self.host = passage, host
@@ -180,7 +178,7 @@ class _Kept:
 
     @classmethod
     def leave(cls, passage: Passage, tensor: Tensor, carrier: OffloadStreams) -> _Kept | None:
-        """None where a copy would lie otherwise in memory: compiled backwards count on strides."""
+        """None if a copy would have other strides: compiled backwards rely on them."""
         out, _ = carrier.streams()
         host = torch.empty_like(tensor, device="cpu", pin_memory=out is not None, requires_grad=False)
         if host.stride() != tensor.stride():
@@ -220,7 +218,7 @@ class _Kept:
 
 
 class _Offloaded:
-    """A unit's forward under hooks that take what it keeps."""
+    """A unit's forward under hooks that receive the tensors it keeps."""
 
     def __init__(self, block: nn.Module, forward: Callable[..., Any], carrier: OffloadStreams) -> None:
         self._block, self._forward, self.carrier = block, forward, carrier

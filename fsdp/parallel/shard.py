@@ -1,8 +1,8 @@
-"""From a plain module to a sharded one, in the one order that works: float8 → checkpointing → compile →
-activations' offload → fully_shard (or DDP).
+"""Shards a plain module, in the one order that works: float8 → checkpointing → compile → activations' offload
+→ fully_shard (or DDP).
 
-What becomes a unit is data from the model (fsdp/models/blocks.py); what is done to a unit is here, and who is
-in which group is the mesh's. Weights are not touched: the model may stand on the meta device.
+The units are data from the model (fsdp/models/blocks.py); the groups are the mesh's. Weights are not touched:
+the model may be on the meta device.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 
 @dataclass(frozen=True)
 class Dtypes:
-    """What is kept, computed in, reduced in and handed out; None leaves a thing as it comes."""
+    """Dtypes of stored parameters, computation, reduction and output; None leaves a dtype unchanged."""
 
     master: torch.dtype
     param: torch.dtype
@@ -75,7 +75,7 @@ def resolve_dtypes(precision: PrecisionSection, device: torch.device) -> Dtypes:
 
 @dataclass
 class Sharded:
-    """root holds the parameters, runs is what is called (they differ under DDP); both carry the same weights."""
+    """root holds the parameters, runs is called (they differ under DDP); both have the same weights."""
 
     root: nn.Module
     sizes: MeshSizes
@@ -87,7 +87,7 @@ class Sharded:
     keep_gathered: bool
     divides_by: float = 0.0
     runs: nn.Module = field(init=False)
-    _told_last: bool | None = field(default=None, init=False)
+    _last_set: bool | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.runs = self.root
@@ -98,21 +98,21 @@ class Sharded:
 
     @property
     def divisor(self) -> float:
-        """By what a reduction divides the sum over ranks: the loss is multiplied by it."""
+        """The divisor of a reduction's sum over ranks: the loss is multiplied by it."""
         return self.divides_by or self.ranks
 
     @functools.cached_property
     def replicated(self) -> list[nn.Parameter]:
-        """0-dim parameters: FSDP shards none, so each rank keeps a copy and their gradients are averaged
-        here.
+        """0-dim parameters: FSDP does not shard them, so each rank keeps a copy and their gradients are
+        averaged here.
         """
-        # Looked up when the weights are real: leaving meta makes each parameter anew.
+        # Read when the weights are real: leaving meta replaces each parameter.
         return [] if self.sizes.strategy == "ddp" else [p for p in self.root.parameters() if p.dim() == 0]
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
-        """Within it a forward and its backward; communication that the last micro-batch makes needless is
-        left out.
+        """Context of one forward and its backward; communication that the last micro-batch makes
+        unnecessary is skipped.
         """
         if isinstance(self.runs, DistributedDataParallel):
             quiet = self.accumulate == "last" and not last
@@ -125,9 +125,9 @@ class Sharded:
             if not quiet:
                 self._check_reduced(self.runs)
             return
-        if isinstance(self.root, FSDPModule) and last is not self._told_last:
-            # Told once where each micro-batch is the last: the setters walk all modules.
-            self._told_last = last
+        if isinstance(self.root, FSDPModule) and last is not self._last_set:
+            # Set once if each micro-batch is the last: the setters walk all modules.
+            self._last_set = last
             self.root.set_is_last_backward(last)
             if self.accumulate == "last":
                 self.root.set_requires_gradient_sync(last)
@@ -150,7 +150,8 @@ class Sharded:
             unused = [name for name, p in self.root.named_parameters() if p.requires_grad and p.grad is None]
             more = f" (and {len(unused) - 1} more)" if len(unused) > 1 else ""
             refused = ConfigError(
-                f"the loss of rank {dist.get_rank()} does not depend on {unused[0] if unused else 'a parameter'}{more}, and "
+                f"the loss of rank {dist.get_rank()} does not depend on "
+                f"{unused[0] if unused else 'a parameter'}{more}, and "
                 "--mesh.strategy ddp reduces every gradient.",
                 f"--mesh.strategy fsdp, or --model.frozen {','.join(unused[:4])}",
             )
@@ -167,8 +168,8 @@ class Sharded:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """eval mode and no gradients; afterwards what forward left gathered is sharded again, or an optimizer
-        would miss it.
+        """Context of an evaluation: eval mode without gradients. Afterwards parameters that forward left
+        gathered are sharded again, or an optimizer would miss them.
         """
         was_training = self.root.training
         self.root.eval()
@@ -184,7 +185,7 @@ class Sharded:
 
     @property
     def called(self) -> nn.Module:
-        """What a forward goes through. DDP's own wrapper would sync buffers in evaluation."""
+        """The module to call. DDP's wrapper would synchronise buffers in evaluation."""
         return self.runs if self.root.training else self.root
 
     def _average_replicated(self) -> None:
@@ -196,8 +197,8 @@ class Sharded:
 
 @contextlib.contextmanager
 def explained(root: nn.Module) -> Iterator[None]:
-    """Errors for people in place of those of a forward that does not fit its data, or that cannot be
-    recomputed.
+    """Context in which a forward that does not fit its data, or cannot be recomputed, raises a
+    ConfigError.
     """
     try:
         yield
@@ -221,7 +222,7 @@ def shard_model(
     comm: CommSection | None = None,
     hooks: Hooks | None = None,
 ) -> Sharded:
-    """Cut the model up; its weights may still be on meta. For DDP call `replicate` once they are real."""
+    """Shards the model; its weights may still be on meta. For DDP call `replicate` once they are real."""
     comm = comm or CommSection()
     dtypes = resolve_dtypes(precision, device)
     if any(p.is_floating_point() and p.dtype != dtypes.master for p in model.parameters()):
@@ -262,10 +263,10 @@ def _apply_fully_shard(sharded: Sharded, policy: bool | int | str, memory: Memor
         reduce_dtype=None if plain and dtypes.reduce == dtypes.master else dtypes.reduce,
         output_dtype=dtypes.output,
     )
-    # HSDP is told by a 2-D mesh; with one replica its all-reduce over one rank would be paid for nothing.
+    # A 2-D mesh selects HSDP; with one replica its all-reduce over one rank would cost time for nothing.
     mesh = sharded.mesh if sharded.sizes.replicate > 1 else sharded.mesh["dp_shard"]
     offload: OffloadPolicy = (
-        # What rests in files cannot be pinned: that would hold it in memory.
+        # Tensors in files cannot be pinned: that would hold them in memory.
         CPUOffloadPolicy(pin_memory=sharded.device.type == "cuda" and memory.nvme != "all")
         if memory.cpu_offload
         else OffloadPolicy()
@@ -288,7 +289,7 @@ def _apply_fully_shard(sharded: Sharded, policy: bool | int | str, memory: Memor
 
 
 def _apply_prefetch(units: Sequence[list[nn.Module]], speed: SpeedSection) -> None:
-    """FSDP gathers one unit ahead by itself; a deeper look ahead is told to each unit."""
+    """FSDP gathers one unit ahead by itself; a deeper prefetch is set on each unit."""
     heads: list[FSDPModule] = [unit[0] for unit in units if isinstance(unit[0], FSDPModule)]
     for at, unit in enumerate(heads):
         if speed.prefetch_forward > 1:
@@ -300,8 +301,8 @@ def _apply_prefetch(units: Sequence[list[nn.Module]], speed: SpeedSection) -> No
 def apply_compile(
     units: Sequence[list[nn.Module]], root: nn.Module, speed: SpeedSection, device: torch.device
 ) -> None:
-    """In place, so names stay; per unit, since equal blocks are compiled once and the graph has no gather in
-    it.
+    """Compiles in place, so names stay; per unit, since equal blocks are compiled once and the graph has
+    no gather in it.
     """
     if compiles(speed, device):
         for module in blocks_of(units) or [root]:
@@ -313,7 +314,7 @@ def compiles(speed: SpeedSection, device: torch.device) -> bool:
 
 
 def replicate(sharded: Sharded) -> None:
-    """DDP's turn, after the weights are real and equal: its own broadcast at start is left out."""
+    """Applies DDP after the weights are real and equal, without its own broadcast at the start."""
     if sharded.sizes.strategy != "ddp":
         return
     for parameter in sharded.root.parameters():

@@ -1,8 +1,7 @@
-"""How many bytes a rank sends in a step, from shapes alone: what each way to accumulate and to reshard costs
-on the wire.
+"""Bytes that a rank sends in a step, from shapes alone: the cost of each way to accumulate and to reshard.
 
 Counted as ring algorithms send: (n-1)/n of what is gathered or scattered, twice that of what is all-reduced.
-Not here: time, or what the norm, the loss and the agreement of ranks send, a few bytes each.
+Not here: time, or the few bytes of the norm, the loss and the stop vote.
 """
 
 from __future__ import annotations
@@ -45,12 +44,14 @@ def mib(sent: float) -> str:
 
 @dataclass(frozen=True)
 class _CommUnit:
-    """One communication unit, with FSDP's padding: the bytes of all its elements, and how many are trained."""
+    """One communication unit with FSDP's padding: bytes of all its elements, number of trained ones."""
 
     whole: int
     trained: int
     stays: bool
-    """Gathered from forward to backward whatever the policy: the last unit, and the root's own."""
+    """Whether it stays gathered from forward to backward whatever the policy: the last unit, and the
+    root's own.
+    """
 
 
 def traffic(
@@ -64,9 +65,7 @@ def traffic(
     accumulate: str = "",
     float8: Iterable[Tensor] = (),
 ) -> Traffic:
-    """`accumulate` asks for another way than the section's; `float8` are weights that are gathered in a byte
-    an element.
-    """
+    """`accumulate` replaces the section's; `float8` are weights gathered in one byte an element."""
     how = accumulate or section.accumulate
     if sizes.strategy == "ddp":
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -88,7 +87,7 @@ def _part(ranks: int) -> float:
 
 
 def _gathers(group: _CommUnit, section: MeshSection, sizes: MeshSizes, accumulation: int) -> float:
-    """How often a step gathers a unit, each time weighed by the part that comes from elsewhere."""
+    """How often a step gathers a unit, each weighted by the share that other ranks send."""
     policy = reshard_policy(section.reshard_after_forward)
     forward = _part(sizes.shard)
     if policy == "step":
@@ -120,13 +119,13 @@ def _groups(
 
 
 def _padded(parameters: Iterable[nn.Parameter], shards: int) -> int:
-    """Rows are filled up to a multiple of the shards; 0-dim parameters are not sharded."""
+    """Rows are padded to a multiple of the shards; 0-dim parameters are not sharded."""
     return sum(
         -(-p.shape[0] // shards) * shards * p.shape[1:].numel() for p in dict.fromkeys(parameters) if p.dim()
     )
 
 
-def said(
+def traffic_line(
     model: nn.Module,
     *,
     sizes: MeshSizes,
@@ -136,8 +135,8 @@ def said(
     reduced: torch.dtype,
     float8: Iterable[Tensor] = (),
 ) -> str:
-    """The start-up line: this run's bytes by kind and, where micro-batches accumulate, what the other ways
-    would send.
+    """The start-up line: this run's bytes by kind and, if micro-batches accumulate, those of the other
+    ways.
     """
     chosen, *others = (
         (

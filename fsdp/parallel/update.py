@@ -1,7 +1,7 @@
-"""How an optimizer's step is made: as a whole, or part by part where its states rest in files.
+"""The optimizer's update: as a whole, or part by part if its states are in files.
 
 The numbers are the same to the bit. Not here: which optimizer (fsdp/optim/optimizer.py), and whether a step
-may be made (fsdp/run/loop.py).
+updates (fsdp/run/step.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Whole:
 
 
 class ByParts:
-    """States from their files, a part at a time."""
+    """Reads states from their files, a part at a time."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, shelf: Shelf) -> None:
         self._optimizer, self._shelf = optimizer, shelf

@@ -1,8 +1,9 @@
-"""Will it fit, and how fast: without a GPU, before the job is queued.
+"""Memory and step time of a configuration, without a GPU, before the job is queued.
 
-    python -m fsdp.plan --model.name transformer --model.preset llama-8b --plan.gpus 64 --plan.gpu h100 --data.seq_len 8192
+    python -m fsdp.plan --model.name transformer --model.preset llama-8b --data.seq_len 8192 \\
+        --plan.gpus 64 --plan.gpu h100
 
-train.py's flags and recipes (--config FILE), and --plan's own. What is given stays; mesh, micro-batch,
+train.py's flags and recipes (--config FILE), and --plan's own. Flags that are set stay; mesh, micro-batch,
 resharding, checkpointing and, where nothing else fits, offload are searched. --plan.fix true plans the flags
 as they are; without --plan.gpus the fewest ranks that fit are found. --plan.write FILE writes the best as a
 recipe for train.py.
@@ -33,7 +34,7 @@ def main(argv: list[str]) -> int:
 
 
 def given_in(argv: list[str]) -> frozenset[str]:
-    """Fields that a person set, in flags or in a recipe that is not a run's full one."""
+    """Fields set in flags or in a recipe that is not a run's full one."""
     names: set[str] = set()
     for name, value in configuration.pair_flags(argv):
         names |= _set_in(value) if name == "config" else {name}
@@ -66,13 +67,14 @@ def answer(config: Config, given: frozenset[str]) -> list[str]:
         plans, ranks = list(found.plans), found.ranks
     best = plans[0]
     lines += [
-        f"{ranks or best.sizes.ranks} × {rates.name}, {rates.memory / 2**30:.1f} GiB each, margin {config.plan.margin:.0%}",
+        f"{ranks or best.sizes.ranks} × {rates.name}, {rates.memory / 2**30:.1f} GiB each, margin "
+        f"{config.plan.margin:.0%}",
         "",
     ]
     lines += [*report.table(plans, config.plan.rows), ""]
     lines += [f"  not modelled: {note}" for note in report.notes(best.config)]
     if not best.fits:
-        return [*lines, f"  nothing fits. {_what_then(config)}"]
+        return [*lines, f"  nothing fits. {_hint(config)}"]
     lines += [f"  {line}" for line in report.details(best, config)]
     lines += ["", f"  best: {report.flags_of(best)}"]
     if config.plan.write:
@@ -83,8 +85,9 @@ def answer(config: Config, given: frozenset[str]) -> list[str]:
     return lines
 
 
-def _what_then(config: Config) -> str:
-    return f"HINT: --plan.gpus {max(2, config.plan.gpus * 2)}, a --plan.gpu with more memory, or --data.seq_len lower"
+def _hint(config: Config) -> str:
+    gpus = max(2, config.plan.gpus * 2)
+    return f"HINT: --plan.gpus {gpus}, a --plan.gpu with more memory, or --data.seq_len lower"
 
 
 if __name__ == "__main__":

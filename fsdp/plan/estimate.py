@@ -1,5 +1,5 @@
-"""One configuration on one number of ranks: its memory, its step, and what is not in them. Search and bench
-both ask here.
+"""One configuration on one number of ranks: its memory, its step, and what they leave out. Used by the
+search and the bench.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fsdp.plan.step_trace import Ask
 
 @dataclass(frozen=True)
 class Plan:
-    """A configuration with its mesh and micro-batch filled in, and what it comes to."""
+    """A configuration with its mesh and micro-batch filled in, and its predicted memory and time."""
 
     config: Config
     sizes: MeshSizes
@@ -36,11 +36,11 @@ class Plan:
     step: Step
     rates: Rates
     needed: float
-    """Bytes of a device: what the allocator reserves and what stands beside it. Of a process on CPU."""
+    """Bytes of a device: the allocator's reservation and what stands beside it. On CPU, of the process."""
     samples: int
     tokens_per_sample: int
     staged: float = 0.0
-    """Bytes of the host that a save's copy takes on this rank."""
+    """Bytes of host memory that a save's copy takes on this rank."""
 
     @property
     def fits(self) -> bool:
@@ -52,7 +52,7 @@ class Plan:
 
     @property
     def tokens_s(self) -> float:
-        """A second and GPU; samples where there are no tokens."""
+        """Tokens a second and GPU; samples if the data has no tokens."""
         return self.samples_s * (self.tokens_per_sample or 1) / self.sizes.ranks
 
     @property
@@ -61,12 +61,12 @@ class Plan:
 
 
 def for_target(config: Config) -> Config:
-    """What `auto` would be on the device that is planned for: this machine's own is another."""
+    """The value of `auto` on the planned device, which may differ from this machine's."""
     if config.plan.gpu == "cpu":
         return config
     dtypes = resolve_dtypes(config.precision, torch.device("cuda"))
     names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
-    # Replaced without the checks: what a person wrote was checked as they wrote it.
+    # Replaced without the checks: the user's own values were checked before.
     precision = dataclasses.replace(config.precision, param=names[dtypes.param])  # type: ignore[arg-type]
     return dataclasses.replace(config, precision=precision)
 
@@ -80,7 +80,7 @@ def ranks_of(config: Config) -> int:
 
 
 def check_device(config: Config) -> None:
-    """What the device cannot do, as a run on it would say."""
+    """Refuses flags that the device does not support, with a run's own messages."""
     float8, gpu = config.speed.float8, config.plan.gpu
     if float8 != "off" and gpu in ("a100", "a100-40gb"):
         raise ConfigError(
@@ -89,7 +89,8 @@ def check_device(config: Config) -> None:
         )
     if config.memory.nvme != "off" and gpu != "cpu" and not config.memory.cpu_offload:
         raise ConfigError(
-            f"--memory.nvme {config.memory.nvme} keeps the optimizer on the host, and --plan.gpu {gpu} is none.",
+            f"--memory.nvme {config.memory.nvme} keeps the optimizer on the host, and --plan.gpu {gpu} is "
+            "none.",
             "--memory.cpu_offload true",
         )
 
@@ -110,7 +111,7 @@ def ask_for(config: Config, ranks: int) -> Ask:
 
 
 def plan_one(config: Config) -> Plan:
-    """The configuration as it is, nothing searched."""
+    """Plans the configuration as it is, without a search."""
     ranks = ranks_of(config)
     ask = ask_for(config, ranks)
     subject = subject_of(config.model, config.data)
@@ -151,7 +152,7 @@ def plan_of(ask: Ask, counted: TracedStep, subject: Subject, accumulation: int, 
 
 
 def _read_ahead(config: Config, subject: Subject, samples: int) -> float:
-    """Bytes of the steps that the loader has copied to the device ahead of the one that computes."""
+    """Bytes of the batches that the loader copies to the device ahead of the current step."""
     if not config.data.to_device or not config.data.workers:
         return 0.0
     a_sample = sum(math.prod(shape) * dtype.itemsize for shape, dtype in subject.sample.values())
@@ -180,7 +181,7 @@ _SAYS_WHY = {
 
 
 def not_modelled(config: Config) -> Iterator[str]:
-    """Knobs that are turned and that no number here follows: named, never left out in silence."""
+    """Flags that are set and that no number here follows: each is named."""
     flat = configuration.flatten(config)
     for name, spec in configuration.FIELDS.items():
         section = name.partition(".")[0]
@@ -191,7 +192,10 @@ def not_modelled(config: Config) -> Iterator[str]:
         why = (
             f", and --memory.activation_budget {budget:g} is kept as without a compiler" if budget < 1 else ""
         )
-        yield f"torch.compile: time counts fused kernels; memory is eager's, which is more than compiled blocks keep{why}"
+        yield (
+            "torch.compile: time counts fused kernels; memory is eager's, which is more than compiled blocks "
+            f"keep{why}"
+        )
     if config.train.eval_batch > config.train.micro_batch > 0:
         yield f"--train.eval_batch {config.train.eval_batch}: an evaluation's own peak"
 

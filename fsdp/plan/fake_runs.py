@@ -1,9 +1,9 @@
-"""Which fake runs a question needs, and what is composed of them.
+"""The fake runs that a plan needs, and their composition.
 
-A model of many equal blocks is watched with few (five and six, say) and composed; a model without them runs
-whole. A search asks for many micro-batches and shard sizes: bytes of activations are affine in the first,
-what rests goes with the reciprocal of the second, so four small runs answer for all of them, and what is
-chosen is then counted for itself. Not here: what the numbers mean.
+A model of many equal blocks is traced with few (five and six, say) and composed; a model without them is
+traced whole. A search needs many micro-batches and shard sizes: bytes of activations are affine in the first,
+resting bytes go with the reciprocal of the second, so four small runs cover all of them, and the chosen ones
+are then traced for themselves. Not here: what the numbers mean.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from fsdp.plan.step_trace import Ask, blocks_in, watch
 from fsdp.plan.trace import CODE, COLUMNS, Segment, Trace, blend, edges
 
 TOLERANCE = 0.005
-"""By how much a model of one's own may differ from its composition before it is run whole."""
+"""The relative difference of a user's model from its composition from which on it is traced whole."""
 
 MANY, WORTH_A_PROCESS_S = 16, 10.0
-"""From so many runs, or seconds of them, on: a process beside this one imports torch first."""
+"""Number of runs, or their seconds, from which on a second process is started: it imports torch first."""
 
 Runs = dict[Ask, Trace]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How a step of many blocks is made of few: `keep` are watched at each end, `period` of them repeat."""
+    """The composition of a step of many blocks: `keep` are traced at each end, `period` of them repeat."""
 
     blocks: int
     keep: int
@@ -41,7 +41,7 @@ class Shape:
 
     @property
     def short(self) -> tuple[int, int]:
-        """Numbers of blocks to watch; (0, 0) where the whole model is as quick."""
+        """Numbers of blocks to trace; (0, 0) if the whole model is as quick."""
         first = 2 * self.keep + (self.blocks - 2 * self.keep) % self.period
         second = first + self.period
         return (first, second) if self.blocks > second else (0, 0)
@@ -49,7 +49,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A step's trace, and whether all of its blocks were run."""
+    """A step's trace, and the short runs that it was composed of."""
 
     trace: Trace
     shape: Shape
@@ -65,26 +65,26 @@ def shape_of(config: Config) -> Shape:
 
 
 def run_all(asks: Iterable[Ask], known: Runs | None = None) -> Runs:
-    """Each distinct ask once; with a process beside this one where that saves time, and never in a process
+    """Traces each distinct run once; in a second process too if that saves time, and never in a process
     that is a rank.
     """
     done: Runs = dict(known or {})
     missing = [ask for ask in dict.fromkeys(asks) if ask not in done]
     alone = (os.cpu_count() or 1) == 1
     if dist.is_initialized() or (len(missing) >= MANY and not alone):
-        return done | _beside(missing, rank=dist.is_initialized())
+        return done | _in_second_process(missing, rank=dist.is_initialized())
     for at, ask in enumerate(missing):
         began = time.monotonic()
         done[ask] = watch(ask)
         left = missing[at + 1 :]
         # The first one imports what all need.
         if at and left and not alone and (time.monotonic() - began) * len(left) > WORTH_A_PROCESS_S:
-            return done | _beside(left)
+            return done | _in_second_process(left)
     return done
 
 
-def _beside(asks: Sequence[Ask], *, rank: bool = False) -> Runs:
-    """Another process takes them from the back, this one from the front, if it is no rank."""
+def _in_second_process(asks: Sequence[Ask], *, rank: bool = False) -> Runs:
+    """A second process takes them from the back, this one from the front unless it is a rank."""
     done: Runs = {}
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         futures = {ask: pool.submit(watch, ask) for ask in reversed(asks)}
@@ -100,7 +100,7 @@ def _beside(asks: Sequence[Ask], *, rank: bool = False) -> Runs:
 
 
 def count(ask: Ask, *, check: bool | None = None) -> TracedStep:
-    """The step of all blocks. A model of one's own is checked with a third run: blocks may be alike and act
+    """The step of all blocks. A user's model is checked with a third run: blocks may be alike and act
     differently.
     """
     shape = shape_of(ask.config)
@@ -128,14 +128,14 @@ def _composable(runs: Sequence[Trace], shape: Shape) -> bool:
 
 
 def compose(shape: Shape, runs: Sequence[Trace]) -> TracedStep:
-    """From two runs that are a period apart to all blocks."""
+    """Composes all blocks from two runs that are one period apart."""
     first, second = (edges(run, shape.keep) for run in runs)
     steps = (shape.blocks - first.blocks) / (second.blocks - first.blocks)
     return TracedStep(blend([first, second], [1 - steps, steps], shape.blocks), shape, tuple(runs))
 
 
 def peak_of(trace: Trace) -> float:
-    """Bytes of tensors."""
+    """Peak bytes of tensors."""
     return max(float(segment.peak.sum()) for segment in trace.segments)
 
 
@@ -151,9 +151,9 @@ class Family:
     """Runs that differ only in samples and shards: two batches, blocks short and shorter, one mesh for all
     that are sharded.
 
-    Activations are affine in the batch: exact. What rests in shards goes with the reciprocal of their number:
-    exact where rows divide; buffers of one unit's shard are taken as large as in the mesh that was watched,
-    the one with the largest shards.
+    Activations are affine in the batch: exact. Resting shards go with the reciprocal of their number: exact
+    where rows divide; buffers of one unit's shard are taken as large as in the traced mesh, the one with the
+    largest shards.
     """
 
     base: Ask
@@ -183,7 +183,7 @@ _SHARDED = np.array([name in ("parameters", "gradients", "optimizer") for name i
 
 
 def resharded(trace: Trace, factor: float) -> Trace:
-    """As with shards `factor` times as large."""
+    """The trace with shards `factor` times as large."""
     if factor == 1:
         return trace
     scale = np.where(_SHARDED, factor, 1.0)

@@ -1,8 +1,7 @@
-"""A process group that is not there: any number of ranks, any of them asked, and no bytes behind a tensor.
+"""A fake process group: any number of ranks, any one of them traced, and no memory behind a tensor.
 
-The mesh is made outside FakeTensorMode (its ranks are read as numbers), the model is cut up on the meta
-device by fsdp/parallel/shard.py, and only then its shards become fake tensors. Not here: what is done in that
-world.
+The mesh is made outside FakeTensorMode (its ranks are read as numbers), fsdp/parallel/shard.py shards the
+model on the meta device, and only then its shards become fake tensors. Not here: the step in that world.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from fsdp.dist.mesh import MeshSizes, build_mesh
 
 @contextlib.contextmanager
 def fake_world(sizes: MeshSizes, rank: int) -> Iterator[DeviceMesh]:
-    """The mesh as `rank` would see it. Only where no process group is: one rank can stand in one world."""
+    """The mesh as seen from `rank`. Requires that no process group exists: a process is in one world."""
     assert not dist.is_initialized(), "a plan is made outside a run"
     init_fake_group(rank, sizes.ranks)
     try:
@@ -34,13 +33,13 @@ def fake_world(sizes: MeshSizes, rank: int) -> Iterator[DeviceMesh]:
 
 
 def fake_mode() -> FakeTensorMode:
-    """Meta tensors may meet fake ones: the model comes from meta."""
+    """A mode in which meta tensors and fake ones may be mixed: the model comes from meta."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 class _Chunks:
-    """torch.chunk's pieces, made when asked for: FSDP cuts a parameter into as many as there are ranks and
-    keeps one. At 16,384 ranks the list of pieces of each parameter is most of the time that cutting up takes.
+    """torch.chunk's pieces, made on access: FSDP cuts a parameter into as many as there are ranks and
+    keeps one.
     """
 
     def __init__(self, tensor: Tensor, count: int, dim: int) -> None:

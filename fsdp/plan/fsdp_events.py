@@ -1,7 +1,6 @@
-"""FSDP's private steps, and the offload of activations, tell a Tracker what is gathered, waited for, reduced
-and kept.
+"""Marks FSDP's own gathers, waits, reductions and the offload of activations in a Tracker.
 
-FSDP's methods are replaced while a step is watched (fsdp/base/torch_private/fsdp.py). Not here: what is counted of it (track.py).
+FSDP's methods are replaced while a step is watched (fsdp/base/torch_private/fsdp.py). Not here: what is counted of it (tracker.py).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from fsdp.plan.tracker import Tracker, counted_as
 
 @contextlib.contextmanager
 def watching(tracker: Tracker) -> Iterator[None]:
-    """FSDP's private steps say what is gathered, when it is waited for, and which gradients are whose."""
+    """Context in which FSDP's private methods mark gathers, waits, and the owners of gradients."""
     methods = [
         ("unshard", _gathering(tracker)),
         ("wait_for_unshard", _waiting(tracker)),

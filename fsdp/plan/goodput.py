@@ -1,10 +1,10 @@
-"""The share of time that a run makes progress in, with failures, saves and restarts: a replay, and the
-interval that is best.
+"""Goodput: the share of time in which a run makes progress, with failures, saves and restarts, and the best
+interval between saves.
 
 Failures come at random, as often as ranks × rate. Each costs the steps since the last sealed checkpoint, the
 time to notice, and a start. A save stops the steps for its stall and is sealed when it is written: a failure
-before that goes back one more. What stall and start cost was measured on this project itself. Not here: how
-large a checkpoint is on a rank.
+before that goes back one more. The costs of stall and start were measured on this project itself. Not here:
+the size of a checkpoint on a rank.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 YEAR_S = 365.25 * 86400.0
 NOTICE_S = 30.0
-"""From a node's end to its ranks' restart, as tests and docs/slurm.md have it: seconds of a scheduler's own
-time-out.
+"""Seconds from a node's end to its ranks' restart, as in tests and docs/slurm.md: mostly a scheduler's
+own time-out.
 """
 
 STALL_S_A_GB = 0.0094
-"""What a save holds a step up for, a GB of a rank's state: bench/results/save.json. A test holds both to
-their results.
+"""Seconds that a save stops a step, for each GB of a rank's state: bench/results/save.json. A test
+compares both with their results.
 """
 START_S = 2.8
-"""From the command to the first step, with a warm disk: bench/results/start.json."""
+"""Seconds from the command to the first step, with a warm disk: bench/results/start.json."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class Costs:
     write_s: float
     stall_s: float
     start_s: float
-    """From a failure to the first new step: noticed, started, restored."""
+    """Seconds from a failure to the first new step: noticed, started, restored."""
     failures_per_rank_s: float
 
 
 def costs_of(plan: Plan, config: Config) -> Costs:
-    """A checkpoint is parameters and optimizer once, however many replicas; restoring reads it as fast as it
-    was written.
+    """Costs of a plan. A checkpoint is parameters and optimizer once, whatever the replicas; restoring
+    reads it as fast as it was written.
     """
     state = checkpoint_bytes(plan.config)
     write = state / (config.plan.store_gb_s * 1e9)
@@ -61,7 +61,7 @@ def costs_of(plan: Plan, config: Config) -> Costs:
 
 
 def goodput(costs: Costs, ranks: int, every_s: float, *, failures: int = 400, seed: int = 0) -> float:
-    """Replayed over so many failures. `every_s` is time in steps between saves."""
+    """Goodput replayed over many failures. `every_s` is the time in steps between saves."""
     rate = ranks * costs.failures_per_rank_s
     if rate <= 0:
         return every_s / (every_s + costs.stall_s)
@@ -76,8 +76,8 @@ def goodput(costs: Costs, ranks: int, every_s: float, *, failures: int = 400, se
 
 
 def _kept(costs: Costs, every_s: float, until: float) -> float:
-    """Progress that is sealed when a failure comes: steps and stalls alternate, a save seals write_s after
-    its stall.
+    """Progress that is sealed when a failure comes: steps and stalls alternate, a save seals write_s
+    after its stall.
     """
     cycle = every_s + costs.stall_s
     sealed = math.floor((until - costs.write_s) / cycle) if until > costs.write_s else 0
@@ -85,7 +85,9 @@ def _kept(costs: Costs, every_s: float, until: float) -> float:
 
 
 def best_interval(costs: Costs, ranks: int) -> tuple[float, float]:
-    """Time between saves, and the share of useful time with it: of a grid around Young's √(2·stall/rate)."""
+    """Time between saves with the best goodput, and that goodput: of a grid around Young's
+    √(2·stall/rate).
+    """
     rate = max(ranks * costs.failures_per_rank_s, 1e-12)
     around = math.sqrt(2 * max(costs.stall_s, 1e-3) / rate)
     tried = [max(around * 2**k, costs.write_s, 1.0) for k in (x / 2 for x in range(-6, 9))]

@@ -1,10 +1,8 @@
-"""What a step's bytes come to on a device: the peak, by kind and by phase, and what a caching allocator holds
-for it.
+"""Memory of a step on a device: the peak, by kind and by phase, and what a caching allocator reserves for it.
 
-The allocator's replay follows c10's CUDA caching allocator: 512-byte grains, 2 MiB segments for what is at
-most 1 MiB, 20 MiB segments up to 10 MiB, multiples of 2 MiB beyond, best fit, blocks split where enough is
-left. One stream: memory that FSDP's communication streams hold apart is not. Not here: how the bytes were
-counted.
+The allocator's replay follows c10's CUDA caching allocator: 512-byte grains, 2 MiB segments up to 1 MiB, 20
+MiB segments up to 10 MiB, multiples of 2 MiB beyond, best fit, blocks split if enough is left. It has one
+stream, without the memory that FSDP's communication streams hold apart. Not here: how the bytes were counted.
 """
 
 from __future__ import annotations
@@ -21,9 +19,9 @@ from fsdp.plan.trace import KINDS, Segment
 MIB = 1 << 20
 OFFLOADED = KINDS.index("offloaded")
 _NOTHING_BACK = (("before", 0), ("end", 1))
-"""The head, and the last unit, which stayed."""
+"""Places of the head and of the last unit, which stayed on the device."""
 HOST_KINDS = ("parameters", "gradients", "optimizer")
-"""What rests on the host with --memory.cpu_offload."""
+"""Kinds on the host with --memory.cpu_offload."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +29,11 @@ class Memory:
     peak: float
     """Bytes of tensors alive at once on the device, with the allocator's rounding."""
     reserved: float
-    """What the allocator has taken from the device for them, about."""
+    """Bytes that the allocator reserves for them, approximately."""
     kinds: Mapping[str, float]
     """The peak's parts."""
     phases: Mapping[str, float]
-    """The highest of each phase."""
+    """The peak of each phase."""
     where: str
     resting: float
     """Between steps."""
@@ -45,7 +43,7 @@ class Memory:
     """Parameters and optimizer: what a checkpoint takes from this rank."""
 
     def with_more(self, size: float) -> Memory:
-        """With so many bytes of inputs that are there all the time."""
+        """With `size` bytes of inputs that are always present."""
         return replace(
             self,
             peak=self.peak + size,
@@ -57,7 +55,7 @@ class Memory:
 
 
 def memory_of(counted: TracedStep, *, apart: bool = False, offload: bool = False) -> Memory:
-    """`apart` where the host's memory is not the device's; `offload` where states rest there too."""
+    """`apart`: host memory is not the device's; `offload`: states are on the host."""
     host = ("offloaded", *(HOST_KINDS if offload else ())) if apart else ()
     mask = np.array([name not in host for name in KINDS])
     unit = max(float(s.curve[:, OFFLOADED].max()) for s in counted.trace.segments) / max(
@@ -109,7 +107,9 @@ def describe(segment: Segment, blocks: int) -> str:
 
 
 def _cached(counted: TracedStep, peak: float) -> float:
-    """What the allocator holds beyond the peak: replayed for the short runs, carried on to all blocks."""
+    """Bytes that the allocator holds beyond the peak: replayed for the short runs, extrapolated to all
+    blocks.
+    """
     over = [
         (trace.blocks, reserved_for(trace.events) - peak_of(trace))
         for trace in counted.extras
@@ -194,9 +194,9 @@ class Pool:
 
 
 BESIDE_TENSORS = 16 * MIB
-"""What Python and torch take for a model's own objects, its graph and its threads."""
+"""Bytes that Python and torch take for a model's own objects, its graph and its threads."""
 
 
 def process_peak(counted: TracedStep) -> float:
-    """On CPU: what the kernel would count of the process above its idle size."""
+    """On CPU: the process's peak above its idle size, as the kernel counts it."""
     return max(float(segment.curve.sum(1).max()) for segment in counted.trace.segments) + BESIDE_TENSORS

@@ -1,7 +1,7 @@
-"""What is planned for: the model, and the shapes of one sample. No data need be where a plan is made.
+"""The model of a plan, and the shapes of one sample. The data need not be present.
 
-Where --data.name was left at its default, or its files are elsewhere, samples of the model's own kind stand
-in, and it is said. A data set that a run downloads is not downloaded: its samples have the stand-in's shape.
+If --data.name is at its default, or its files are elsewhere, samples of the model's own kind are used, with a
+note. A data set that a run downloads is not downloaded: its samples have the same stand-in's shape.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Subject:
     sample: Mapping[str, Shape]
     tokens_per_sample: int
     note: str
-    """Said where the data are not the ones that were named."""
+    """Names a stand-in for the data; empty for the data set itself."""
 
 
 def subject_of(model: ModelSection, data: DataSection) -> Subject:
@@ -46,7 +46,7 @@ class _Sections:
     data: DataSection
 
     def __hash__(self) -> int:
-        return 0  # told apart by the key beside it
+        return 0  # the key beside it distinguishes them
 
 
 @functools.lru_cache(maxsize=16)
@@ -67,7 +67,9 @@ def _dataset(model: ModelSection, data: DataSection) -> tuple[DataSet, str]:
     except ConfigError as error:
         if stand_in is None or not data.dir:
             raise
-        return build_dataset(stand_in), f"{data.name} is not here ({error}); samples of its kind stand in"
+        return build_dataset(
+            stand_in
+        ), f"{data.name} is not here ({error}); the plan uses samples of its kind"
 
 
 def _stand_in(model: ModelSection, data: DataSection) -> DataSection | None:

@@ -1,16 +1,18 @@
-"""What devices and links sustain, each figure from a measurement of kernels or links by others, none from
-training runs.
+"""Rates that devices and links sustain, from published measurements of kernels and links, none from training
+runs.
 
-matmul       the mean of the best shape that mamf-finder found (github.com/stas00/ml-engineering, compute/accelerator, "Maximum
-             Achievable Matmul FLOPS"), times SUSTAINED: a model's shapes are not the best one, and minutes of it draw full
-             power attention    FlashAttention-2 with causal masks, forward and backward together: on A100 its paper (arXiv
+matmul       the mean of the best shape that mamf-finder found (github.com/stas00/ml-engineering,
+             compute/accelerator, "Maximum Achievable Matmul FLOPS"), times SUSTAINED: a model's shapes are
+             not the best one, and minutes of it draw full power
+attention    FlashAttention-2 with causal masks, forward and backward together: on A100 its paper (arXiv
              2307.08691, 50-73% of peak), on Hopper 35% of peak (arXiv 2407.08608, abstract)
-memory       the data sheet's, times STREAMED, as large copies reach
-links        NVLink one way (the same repository, network/README.md: 300, 450, 900 GB/s), times BUS: its nccl-tests and
-             pairwise copies reach about 80%. Between nodes: the adapters of a node together, as its maker sells it
+memory       the data sheet's, times STREAMED, which large copies reach
+links        NVLink one way (the same repository, network/README.md: 300, 450, 900 GB/s), times BUS: its
+             nccl-tests and pairwise copies reach about 80%. Between nodes: all adapters of a node, at their
+             nominal rate
 
---plan.calibrate measures matmul and memory where it runs, and keeps them. Not here: how a step uses them
-(clock.py).
+--plan.calibrate measures matmul and memory on the machine it runs on, and keeps them. Not here: how a step
+uses them (step_time.py).
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ SHORT_NAMES = ("a100", "a100-40gb", "h100", "h100-pcie", "h200", "b200", "l4", "
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes and operations a second; memory in bytes that a process can have."""
+    """Bytes and operations a second; memory is the bytes that a process can have."""
 
     name: str
     memory: float
@@ -48,7 +50,7 @@ class Rates:
     matmul_fp32: float
     attention: float
     peak: float
-    """The data sheet's bf16, which MFU is of."""
+    """The data sheet's bf16 rate, the base of MFU."""
     bandwidth: float
     link: float
     """One GPU's, within a node, one way."""
@@ -92,12 +94,12 @@ _MORE = {
     "L4": _More(22.0, 97.0, 60, 25, 25, 25, 58),
     "L40S": _More(44.4, 290.0, 180, 25, 50, 25, 142),
 }
-"""Matmul of those that the table of measurements lacks (PCIe, NVL, L4, L40S): 80% of the data sheet, as of
-the others.
+"""Matmul rate of devices that the table of measurements lacks (PCIe, NVL, L4, L40S): 80% of the data
+sheet, as of the others.
 """
 
 _CHANNELS = 16
-"""Processors that a collective occupies: NCCL's channels on a node of eight."""
+"""Multiprocessors that a collective occupies: NCCL's channels on a node of eight."""
 
 
 def rates_for(config: Config) -> Rates:
@@ -105,8 +107,9 @@ def rates_for(config: Config) -> Rates:
     plan = config.plan
     base = calibrated(plan.gpu) or (_cpu() if plan.gpu == "cpu" else _from_table(plan.gpu))
     given: dict[str, Any] = {
-        "memory": plan.memory_gib * GIB, "link": plan.link_gb_s * 1e9 * BUS, "node_link": plan.node_link_gb_s * 1e9 * BUS,
-        "gpus_a_node": plan.gpus_per_node, "bandwidth": plan.memory_gb_s * 1e9 * STREAMED,
+        "memory": plan.memory_gib * GIB, "link": plan.link_gb_s * 1e9 * BUS,
+        "node_link": plan.node_link_gb_s * 1e9 * BUS, "gpus_a_node": plan.gpus_per_node,
+        "bandwidth": plan.memory_gb_s * 1e9 * STREAMED,
         "matmul": plan.tflops * 1e12 * SUSTAINED,
     }  # fmt: skip
     return dataclasses.replace(base, **{name: value for name, value in given.items() if value})
@@ -118,7 +121,8 @@ def _from_table(name: str) -> Rates:
         near = difflib.get_close_matches(name.lower(), SHORT_NAMES, n=2, cutoff=0.3)
         raise ConfigError(
             f"--plan.gpu {name} is not in the table: {', '.join(SHORT_NAMES)}.",
-            f"--plan.gpu {' or '.join(near) if near else 'h100'}; or --plan.calibrate true where that device is",
+            f"--plan.gpu {' or '.join(near) if near else 'h100'}; or --plan.calibrate true where that "
+            "device is",
         )
     more = _MORE[device.name]
     matmul = more.matmul_tflops * 1e12 * SUSTAINED
@@ -173,7 +177,9 @@ def _rates_of_cpu(matmul: float, fp32: float, bandwidth: float) -> Rates:
 
 
 def measure_rates(device: str) -> tuple[float, float, float]:
-    """bf16 and fp32 products a second, and bytes a second of copies, on this machine: a second or two."""
+    """Measures bf16 and fp32 products a second, and bytes a second of copies, on this machine in a second
+    or two.
+    """
     import torch
 
     def best(work: Any, amount: float) -> float:
@@ -200,7 +206,7 @@ def _kept() -> Path:
 
 
 def calibrated(name: str) -> Rates | None:
-    """What --plan.calibrate kept for this device on this machine."""
+    """The rates that --plan.calibrate stored for this device on this machine."""
     try:
         kept = json.loads(_kept().read_text(encoding="utf-8"))[_key(name)]
     except (OSError, KeyError, ValueError):
@@ -211,7 +217,7 @@ def calibrated(name: str) -> Rates | None:
 
 
 def calibrate(name: str) -> str:
-    """Measure the device at hand and keep it under --plan.gpu's name; what was kept, in words."""
+    """Measures the present device and stores the rates under --plan.gpu's name; returns a line about them."""
     import torch
 
     device = "cpu" if name == "cpu" else "cuda"

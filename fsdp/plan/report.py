@@ -1,4 +1,4 @@
-"""The table, the best line to paste, the recipe, and what else follows from a plan. Only words: numbers come
+"""The table, the best line to paste, the recipe, and the lines below them. Formats only: numbers come
 from elsewhere.
 """
 
@@ -13,7 +13,7 @@ from fsdp.config import Config
 from fsdp.plan.estimate import Plan, gib, not_modelled, plan_one
 from fsdp.plan.goodput import best_interval, costs_of, goodput
 from fsdp.plan.model_shapes import subject_of
-from fsdp.run.job import model_of, units_said
+from fsdp.run.job import model_of, units_line
 from fsdp.rundir.paths import write_atomically
 
 _CHECKPOINTING = {"none": "none", "ops": "per operation", "full": "full"}
@@ -55,7 +55,7 @@ def _row(plan: Plan) -> list[str]:
 
 
 def flags_of(plan: Plan) -> str:
-    """What train.py takes for this plan beside the person's own flags."""
+    """The flags of this plan, beside the user's own."""
     sizes, memory = plan.sizes, plan.config.memory
     words = [f"--mesh.strategy {sizes.strategy}", f"--mesh.replicate {sizes.replicate}"]
     if sizes.strategy != "ddp":
@@ -72,14 +72,15 @@ def flags_of(plan: Plan) -> str:
 
 
 def recipe(plan: Plan, config: Config) -> Config:
-    """The person's configuration with the plan in it, and what was predicted, for the run's end to compare."""
+    """The user's configuration with the plan in it, and the prediction, for the run's end to compare."""
     sizes = plan.sizes
     changes: dict[str, object] = {
         "mesh__strategy": sizes.strategy, "mesh__replicate": sizes.replicate,
         "mesh__shard": 0 if sizes.strategy == "ddp" else sizes.shard,
         "mesh__reshard_after_forward": plan.config.mesh.reshard_after_forward,
         "memory__activation_checkpointing": plan.config.memory.activation_checkpointing,
-        "memory__cpu_offload": plan.config.memory.cpu_offload, "train__global_batch": plan.config.train.global_batch,
+        "memory__cpu_offload": plan.config.memory.cpu_offload,
+        "train__global_batch": plan.config.train.global_batch,
         "train__micro_batch": plan.micro_batch, "plan__predicted_peak_gib": round(gib(_measurable(plan)), 6),
         "plan__predicted_step_s": round(plan.step.seconds, 6), "plan__write": "", "plan__gpus": sizes.ranks,
     }  # fmt: skip
@@ -87,7 +88,9 @@ def recipe(plan: Plan, config: Config) -> Config:
 
 
 def _measurable(plan: Plan) -> float:
-    """What the run itself will read: the allocator's peak of tensors on CUDA, the process's own on CPU."""
+    """The peak that the run itself will read: the allocator's peak of tensors on CUDA, the process's on
+    CPU.
+    """
     return plan.memory.peak if plan.rates.has_allocator else plan.needed
 
 
@@ -104,15 +107,17 @@ def details(plan: Plan, config: Config) -> list[str]:
     lines = [f"memory on rank {config.plan.rank}, highest in {plan.memory.where}: " + ", ".join(_kinds(plan))]
     if plan.rates.has_allocator:
         lines.append(
-            f"tensors {gib(plan.memory.peak):.2f} GiB, held by the allocator {gib(plan.memory.reserved):.2f}, with driver and "
+            f"tensors {gib(plan.memory.peak):.2f} GiB, held by the allocator "
+            f"{gib(plan.memory.reserved):.2f}, with driver and "
             f"NCCL {gib(plan.needed):.2f}; between steps {gib(plan.memory.resting):.2f}"
         )
     if plan.rates.has_allocator and (plan.memory.host or plan.staged):
         lines.append(
-            f"on the host, a rank: {gib(plan.memory.host + plan.staged):.2f} GiB, {gib(plan.staged):.2f} of it a save's copy"
+            f"on the host, a rank: {gib(plan.memory.host + plan.staged):.2f} GiB, {gib(plan.staged):.2f} "
+            "of it a save's copy"
         )
     spec = subject_of(plan.config.model, plan.config.data).spec
-    units = units_said(model_of(plan.config, spec), plan.config.mesh.wrap)
+    units = units_line(model_of(plan.config, spec), plan.config.mesh.wrap)
     lines.append(f"units: {units}; python train.py --dry-run lists each with its shards")
     lines += [_time(plan), *_links(plan), *_checkpoints(plan, config), *_goal(plan, config)]
     return lines
@@ -140,7 +145,8 @@ def _links(plan: Plan) -> list[str]:
     if plan.sizes.ranks == 1:
         return []
     return [
-        f"a step and GPU sends {plan.step.within / 1e9:.2f} GB within its node, {plan.step.between / 1e9:.2f} GB between nodes"
+        f"a step and GPU sends {plan.step.within / 1e9:.2f} GB within its node, "
+        f"{plan.step.between / 1e9:.2f} GB between nodes"
     ]
 
 
@@ -151,7 +157,8 @@ def _checkpoints(plan: Plan, config: Config) -> list[str]:
     lines = [
         f"a checkpoint is {costs.checkpoint_bytes / 1e9:.1f} GB, {costs.write_s:.0f} s to write at "
         f"{config.plan.store_gb_s:g} GB/s, behind the steps",
-        f"with {config.plan.failures_per_gpu_year:g} failures a GPU and year: useful time {share:.1%} when saved each "
+        f"with {config.plan.failures_per_gpu_year:g} failures a GPU and year: useful time {share:.1%} when "
+        "saved each "
         f"{_minutes(every)} ({max(1, round(every / plan.step.seconds)):,} steps)"
         + (
             f", {goodput(costs, plan.sizes.ranks, given):.1%} each {config.checkpoint.every_steps} as given"
@@ -171,7 +178,8 @@ def _goal(plan: Plan, config: Config) -> list[str]:
     hours = config.plan.tokens / speed / 3600
     what = "tokens" if plan.tokens_per_sample else "samples"
     return [
-        f"{config.plan.tokens:.3g} {what}: {hours:,.1f} hours, {hours * plan.sizes.ranks:,.0f} GPU-hours; with failures "
+        f"{config.plan.tokens:.3g} {what}: {hours:,.1f} hours, {hours * plan.sizes.ranks:,.0f} GPU-hours; "
+        "with failures "
         f"{hours / share:,.1f} and {hours / share * plan.sizes.ranks:,.0f}"
     ]
 

@@ -1,9 +1,8 @@
-"""Every mesh, micro-batch and memory knob that is worth a look for a number of ranks, and the ranks that are
-enough.
+"""Searches meshes, micro-batches and memory knobs for a number of ranks, and the number of ranks.
 
-What a person gave stays as given; the rest is tried. Ranked by predicted samples a second among those that
-fit with the margin; ties by less memory, then by name, so that the same question has the same answer. Not
-here: how a plan is counted or timed.
+Flags that the user set stay; the rest is tried. Ranked by predicted samples a second among those that fit
+with the margin; ties by less memory, then by name, so that the result is deterministic. Not here: how a plan
+is counted or timed.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ MOST_RANKS = 4096
 RECOUNTED = 3
 
 Given = frozenset[str]
-"""Names of the fields that a person set, in flags or a recipe."""
+"""Names of the fields set in flags or a recipe."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class SearchResult:
 
 
 def search(config: Config, given: Given) -> SearchResult:
-    """For --plan.gpus, or for the fewest that are enough."""
+    """Searches for --plan.gpus, or for the fewest ranks that fit."""
     rates = rates_for(config)
     check_device(config)
     asked = config.plan.gpus or config.mesh.replicate * config.mesh.shard
@@ -87,8 +86,8 @@ def search(config: Config, given: Given) -> SearchResult:
 
 
 def _numbers_of_ranks(config: Config, given: Given, rates: Rates) -> Iterator[int]:
-    """Doubling, from the first whose shards alone could be held; more replicas of what does not fit hold no
-    more.
+    """Numbers of ranks by doubling, from the first whose shards fit; replicas of what does not fit need
+    no less.
     """
     mesh, batch = config.mesh, config.train.global_batch
     least = max(1, mesh.replicate) * max(1, mesh.shard)
@@ -109,7 +108,7 @@ def _search(config: Config, given: Given, ranks: int, rates: Rates, *, frugal: b
         plans += _best_of_each(config, given, [c for c in offloaded if _refusal(config, c) is None], rates)
     plans.sort(key=_order)
     if not frugal:
-        # The first few for themselves: what a family rounds may turn their order.
+        # The first few are planned for themselves: a family's rounding may change their order.
         plans[:RECOUNTED] = [plan_one(plan.config) if plan.fits else plan for plan in plans[:RECOUNTED]]
     return SearchResult(tuple(sorted(plans, key=_order)), ranks)
 
@@ -127,7 +126,7 @@ def _order(plan: Plan) -> tuple[Any, ...]:
 
 
 def _least_memory(choices: Sequence[Choice]) -> list[Choice]:
-    """Those that free and recompute most, of what may be chosen."""
+    """The choices that free and recompute most."""
     orders = ("full", "ops", "none"), ("true", "false", "step")
     kind = min((c.checkpointing for c in choices), key=orders[0].index)
     frees = min((c.reshard for c in choices), key=lambda how: orders[1].index(how) if how in orders[1] else 0)
@@ -143,12 +142,14 @@ def check_batch(config: Config, given: Given, ranks: int) -> None:
     if batch % ranks:
         near = max(1, round(batch / ranks)) * ranks
         raise ConfigError(
-            f"--train.global_batch {batch} over {ranks} ranks is {batch / ranks:.4g} samples a rank: no mesh divides it.",
+            f"--train.global_batch {batch} over {ranks} ranks is {batch / ranks:.4g} samples a rank: no "
+            "mesh divides it.",
             f"--train.global_batch {near}",
         )
     if micro and (batch // ranks) % micro:
         raise ConfigError(
-            f"--train.micro_batch {micro} does not divide a rank's share: --train.global_batch {batch} over {ranks} ranks is "
+            f"--train.micro_batch {micro} does not divide a rank's share: --train.global_batch {batch} "
+            f"over {ranks} ranks is "
             f"{batch // ranks}.",
             f"--train.micro_batch {max(n for n in range(1, micro + 1) if (batch // ranks) % n == 0)}",
         )
@@ -173,7 +174,7 @@ def _choices(config: Config, given: Given, ranks: int, rates: Rates) -> list[Cho
 
 
 def _allowed(config: Config, choices: Sequence[Choice]) -> list[Choice]:
-    """Those that train.py would take beside what a person gave; where there are none, why not."""
+    """The choices that train.py accepts with the user's flags; if there are none, raises why."""
     refusals = [_refusal(config, choice) for choice in choices]
     allowed = [choice for choice, refusal in zip(choices, refusals, strict=True) if refusal is None]
     if not allowed:
@@ -208,7 +209,8 @@ def _meshes(config: Config, given: Given, ranks: int, rates: Rates) -> list[Mesh
         found = [sizes for sizes in found if sizes.strategy != "ddp"]
     if not found:
         raise ConfigError(
-            f"--mesh.strategy {mesh.strategy}, replicate {mesh.replicate or 'any'} × shard {mesh.shard or 'any'}: no such mesh "
+            f"--mesh.strategy {mesh.strategy}, replicate {mesh.replicate or 'any'} × shard "
+            f"{mesh.shard or 'any'}: no such mesh "
             f"has {ranks} ranks.",
             "--mesh.strategy auto --mesh.replicate 0 --mesh.shard 0",
         )
@@ -222,15 +224,15 @@ def _strategy(replicate: int, shard: int) -> Strategy:
 
 
 def _wants_shards(config: Config, given: Given) -> bool:
-    """Something was asked for that DDP cannot do."""
+    """Whether a flag requires something that DDP cannot do."""
     return config.memory.cpu_offload or (
         "mesh.reshard_after_forward" in given and config.mesh.reshard_after_forward != "true"
     )
 
 
 def _shards(ranks: int, a_node: int) -> list[int]:
-    """On one node its divisors; on several whole nodes, by doubling; one rank a shard where that is DDP; all
-    ranks.
+    """Shard sizes: on one node its divisors; on several whole nodes, by doubling; one rank a shard for
+    DDP; all ranks.
     """
     within = [n for n in range(1, ranks + 1) if ranks % n == 0] if ranks <= a_node else [1, a_node]
     within = [n for n in within if ranks % n == 0]
@@ -259,7 +261,7 @@ def _accumulation(config: Config, given: Given, ranks: int, micro: int) -> int:
 
 
 def _best_of_each(config: Config, given: Given, choices: Sequence[Choice], rates: Rates) -> list[Plan]:
-    """One plan for each choice: the fastest micro-batch that fits, or the smallest where none does."""
+    """One plan for each choice: the fastest micro-batch that fits, or the smallest if none does."""
     if not choices:
         return []
     ranks = choices[0].sizes.ranks
@@ -271,7 +273,7 @@ def _best_of_each(config: Config, given: Given, choices: Sequence[Choice], rates
     runs = run_all([ask for family in families.values() for ask in family.asks()])
     plans = []
     for choice in choices:
-        tried = list(_tried(config, given, choice, batches, families, runs, rates))
+        tried = list(_best_of(config, given, choice, batches, families, runs, rates))
         fitting = [plan for plan in tried if plan.fits]
         plans.append(
             max(fitting, key=lambda plan: (plan.samples_s, -plan.micro_batch)) if fitting else tried[0]
@@ -287,8 +289,8 @@ def _family(
     many: bool,
     rates: Rates,
 ) -> Family:
-    """Runs that this choice shares with all that differ in the mesh alone; the one with the largest shards is
-    watched.
+    """Runs that this choice shares with all that differ in the mesh alone; the one with the largest
+    shards is traced.
     """
     is_ddp = choice.sizes.strategy == "ddp"
     alike = [
@@ -304,7 +306,7 @@ def _family(
     return Family(base, (batches[0], batches[1] if len(batches) > 1 else batches[0] + 1))
 
 
-def _tried(
+def _best_of(
     config: Config,
     given: Given,
     choice: Choice,

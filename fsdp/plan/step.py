@@ -1,55 +1,59 @@
-"""One step as fsdp/run/loop.py makes it, on real or fake tensors, marked where its phases and blocks begin.
+"""The step of a run (fsdp/run/step.py) on real or fake tensors, with marks where its phases and blocks begin.
 
-The order is the loop's: micro-batches forward and backward, the norm, the clip, the optimizer. Loader, saves
-and what is printed are not a step's. Not here: what is done with what was seen.
+Loader, saves and console are no part of it. Not here: what is computed from a trace.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsdp.data.types import Batch
 from fsdp.dist.collectives import Sum
 from fsdp.models.blocks import blocks_of
-from fsdp.models.loss import LossFunction
-from fsdp.optim.gradients import Gradients
 from fsdp.optim.small_states import SmallStateAdam, new_state
 from fsdp.parallel.shard import Sharded
+from fsdp.parallel.update import Update
 from fsdp.plan.fsdp_events import watching
 from fsdp.plan.tracker import Tracker, kind
-
-Micro = tuple[Mapping[str, Tensor], Tensor]
-"""The tensors of a micro-batch, and which of its rows count."""
+from fsdp.run.step import StepHooks, StepParts, run_step
 
 OTHER_UNITS = 1_000_000
 """Groups of units that are not blocks are numbered from here; 0 is the root's."""
 
 
-@dataclass
-class TracedSetup:
-    """What the loop has before its first step, and the tracker that looks on."""
+class _TracedUpdate:
+    """An optimizer's step, whose temporaries count as the optimizer's."""
 
-    sharded: Sharded
-    loss_function: LossFunction
-    optimizer: torch.optim.Optimizer
-    clip: float
-    scaled: bool
+    def __init__(self, update: Update, tracker: Tracker) -> None:
+        self._update, self._tracker = update, tracker
+
+    def step(self) -> None:
+        with kind(self._tracker, "optimizer"):
+            self._update.step()
+
+
+@dataclass
+class TracedSetup(StepHooks):
+    """The state of a run before its first step, and the tracker that records its steps."""
+
+    parts: StepParts
     tracker: Tracker
     buckets: Buckets | None = None
-    """In DDP's place, where tensors are fake."""
+    """In place of DDP's reducer, for fake tensors."""
     blocks: list[nn.Module] = field(init=False)
     micro: int = 0
 
     def __post_init__(self) -> None:
+        self.sharded = self.parts.sharded
         self.blocks = blocks_of(self.sharded.units)
-        group = self.sharded.mesh.get_group("dp_shard") if self.sharded.sizes.strategy != "ddp" else None
-        self.gradients = Gradients(self.sharded.root.parameters(), group)
+        self.parts = replace(self.parts, update=_TracedUpdate(self.parts.update, self.tracker))
         self._name_groups()
 
     def hold_state(self) -> None:
@@ -59,51 +63,40 @@ class TracedSetup:
             self.tracker.hold(parameter.detach(), "parameters")
         for buffer in root.buffers():
             self.tracker.hold(buffer, "buffers")
-        for state in self.optimizer.state.values():
+        for state in self.parts.optimizer.state.values():
             for value in state.values():
                 if isinstance(value, Tensor):
                     self.tracker.hold(value, "optimizer")
         for bucket in self.buckets.tensors if self.buckets else ():
             self.tracker.hold(bucket, "gradients")
 
-    def step(self, batches: Iterator[Micro], count: int) -> None:
+    def step(self, batches: Iterator[Batch], count: int) -> None:
+        """A traced step of `count` micro-batches, at the rate that the optimizer has."""
+        lr = self.parts.optimizer.param_groups[0]["lr"]
         with watching(self.tracker), self._marked():
-            for at in range(count):
-                self.micro = at
-                with kind(self.tracker, "buffers"):
-                    data, valid = next(batches)
-                self._micro_batch(data, valid, last=at == count - 1)
-                del data, valid
-            self._update()
+            run_step(self.parts, self._traced(batches, count), count, lr=lr, hooks=self)
 
-    def _micro_batch(self, data: Mapping[str, Tensor], valid: Tensor, *, last: bool) -> None:
-        sharded, tracker = self.sharded, self.tracker
-        with (
-            sharded.micro_batch(last),
-            self.buckets.micro_batch(last) if self.buckets else contextlib.nullcontext(),
-        ):
-            tracker.mark(self.micro, "forward")
-            parts = self.loss_function(sharded.called, data, valid, len(valid))
-            total = parts.loss_sum.detach().double()
-            if last:
-                Sum(total)
-            tracker.mark(self.micro, "backward")
-            (parts.loss_sum * (sharded.ranks / float(len(valid)))).backward()
-        for parameter in sharded.root.parameters():
+    def _traced(self, batches: Iterator[Batch], count: int) -> Iterator[Batch]:
+        for self.micro in range(count):
+            self._hold_gradients()
+            with kind(self.tracker, "buffers"):
+                made = [next(batches)]
+            yield made.pop()  # the step alone holds it
+
+    def _hold_gradients(self) -> None:
+        for parameter in self.sharded.root.parameters():
             if parameter.grad is not None:
-                tracker.hold(parameter.grad, "gradients")
+                self.tracker.hold(parameter.grad, "gradients")
 
-    def _update(self) -> None:
-        self.tracker.mark(0, "reduce")
-        norm = self.gradients.norm()
-        if self.scaled:
-            self.gradients.scale(0.5)
-        if self.clip:
-            self.gradients.clip(self.clip, norm)
-        self.tracker.mark(0, "optimizer")
-        with kind(self.tracker, "optimizer"):
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+    # ------------------------------------------------------------ hooks of the step
+
+    def enter(self, phase: str) -> None:
+        if phase == "reduce":
+            self._hold_gradients()
+        self.tracker.mark(self.micro if phase in ("forward", "backward") else 0, phase)
+
+    def reduce_loss(self, total: Tensor, scaled: Tensor) -> None:
+        Sum(total)
 
     # ------------------------------------------------------------ marks
 
@@ -121,7 +114,7 @@ class TracedSetup:
 
     @contextlib.contextmanager
     def _marked(self) -> Iterator[None]:
-        """Hooks of ours run before FSDP's own, so that what a block gathers is counted to the block."""
+        """Context with hooks that run before FSDP's own, so that a block's gather counts as the block's."""
         handles: list[Any] = []
         for at, block in enumerate(self.blocks, 1):
             handles.append(block.register_forward_pre_hook(self._forward_mark(at), prepend=True))
@@ -167,18 +160,18 @@ def _outputs(output: Any) -> Iterator[Tensor]:
 
 
 def fill_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """The state that an optimizer makes at its first step, made by one."""
+    """Creates the state that an optimizer makes at its first step, by one step."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     if isinstance(optimizer, SmallStateAdam):
-        _begin_counts(optimizer)
+        _set_step_counts(optimizer)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
 
-def _begin_counts(optimizer: SmallStateAdam) -> None:
-    """Its first step would read the number of steps from a tensor."""
+def _set_step_counts(optimizer: SmallStateAdam) -> None:
+    """Sets the step counts: the first step would read them from a tensor."""
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         state = optimizer.state[parameter]
         state.update(state or new_state(parameter, optimizer.kind))
@@ -189,14 +182,16 @@ def _begin_counts(optimizer: SmallStateAdam) -> None:
 
 
 class Buckets:
-    """DDP's reducer is C++ and takes no fake tensors: its buckets are held here, gradients copied into them
-    as they come.
+    """DDP's reducer is C++ and takes no fake tensors: its buckets are kept here, and gradients are copied
+    into them as they arrive.
 
-    Where a micro-batch is not synchronised DDP looks away, and gradients lie beside the buckets until one is.
+    Without synchronisation gradients stay beside the buckets until a synchronised micro-batch.
     """
 
     def __init__(self, sharded: Sharded) -> None:
         self.sharded, self.syncs = sharded, True
+        self._plain = sharded.micro_batch
+        sharded.micro_batch = self._micro_batch  # type: ignore[method-assign]
         self._group: Any = sharded.mesh.get_group("dp_replicate")
         trained = [p for p in sharded.root.parameters() if p.requires_grad]
         self.tensors: list[Tensor] = []
@@ -211,10 +206,10 @@ class Buckets:
             parameter.register_post_accumulate_grad_hook(self._arrived)
 
     @contextlib.contextmanager
-    def micro_batch(self, last: bool) -> Iterator[None]:
-        """What Sharded.micro_batch does for a model in DDP."""
+    def _micro_batch(self, last: bool) -> Iterator[None]:
+        """Sharded.micro_batch of a model in DDP."""
         self.syncs = last or self.sharded.accumulate != "last"
-        with self.sharded._autocast():
+        with self._plain(last), self.sharded._autocast():
             yield
 
     def _arrived(self, parameter: Tensor) -> None:

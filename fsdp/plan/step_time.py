@@ -1,10 +1,9 @@
-"""Seconds of a step: a roofline for each operation, links for each collective, and between them the order
-that FSDP issued.
+"""Seconds of a step: a roofline for each operation, links for each collective, in the order in which FSDP
+issued them.
 
 Three queues run side by side, as on a GPU: compute, the shard axis's collectives, the replicate axis's. A
 gather waits for the copy-out before it, a block for its gather, a reduction for its block, the block after
-next for that reduction: read from the watched step and not assumed. Not here: rates (rates.py), bytes alive
-(memory.py).
+next for that reduction: all read from the traced step. Not here: rates (rates.py), bytes alive (memory.py).
 """
 
 from __future__ import annotations
@@ -21,20 +20,22 @@ from fsdp.plan.trace import CODE, OPS, Segment, Work, unrolled
 
 _COMPUTE = frozenset({CODE["pointwise"], CODE["matmul"], CODE["attention"]})
 _START_S = 20e-6
-"""A collective's own start."""
+"""Seconds that a collective takes to start."""
 _HOP_S = 10e-6
-"""Of a ring, for each node that it goes through."""
+"""Seconds of a ring, for each node that it passes."""
 
 
 @dataclass(frozen=True)
 class Links:
-    """Who is in a group: shards lie side by side, first within a node; replicas are a shard apart."""
+    """The place of a group's ranks: shards are side by side, first within a node; replicas are a shard
+    apart.
+    """
 
     sizes: MeshSizes
     rates: Rates
 
     def seconds(self, operation: str, size: float, *, replicas: bool) -> float:
-        """`size` is the gathered whole, or what an all-reduce reduces."""
+        """`size` is the gathered whole, or the bytes that an all-reduce reduces."""
         ranks = self.sizes.replicate if replicas else self.sizes.shard
         if ranks == 1:
             return 0.0
@@ -42,7 +43,7 @@ class Links:
         return _START_S + _HOP_S * self._place(replicas)[1] + times * max(self._ways(size, replicas))
 
     def slower_between(self, *, replicas: bool) -> bool:
-        """Whether the way between nodes is what such a collective waits for."""
+        """Whether links between nodes limit such a collective."""
         inside, across = self._ways(1.0, replicas)
         return across > inside
 
@@ -53,7 +54,7 @@ class Links:
         return size * (within - 1) / within / self.rates.link, across
 
     def _place(self, replicas: bool) -> tuple[int, int, float]:
-        """Ranks of the group within a node, nodes that it spans, and its part of a node's adapters."""
+        """Ranks of the group within a node, nodes that it spans, and its share of a node's adapters."""
         a_node, shard = self.rates.gpus_a_node, self.sizes.shard
         if not replicas:
             within = min(shard, a_node)
@@ -81,7 +82,7 @@ class Links:
 
 @dataclass
 class Step:
-    """What a step comes to."""
+    """The predicted step."""
 
     seconds: float = 0.0
     parts: dict[str, float] = field(
@@ -93,19 +94,24 @@ class Step:
     between: float = 0.0
     """Bytes that a rank sends."""
     waits_between: float = 0.0
-    """Seconds of collectives for which the way between nodes is the slower one."""
+    """Seconds of collectives that links between nodes limit."""
     flops: float = 0.0
     model_flops: float = 0.0
-    """Forward's, three times: what recomputing adds is no progress."""
+    """Three times forward's: recomputation is no progress."""
 
     @property
     def bound_by(self) -> str:
         if self.parts["host"] >= 0.98 * self.seconds:
             return "host"
+        links = (
+            "links between nodes"
+            if self.waits_between > self.parts["communication"] / 2
+            else "links in a node"
+        )
         named = {
             "matrix products": self.parts["matmul"], "attention": self.parts["attention"],
             "memory traffic": self.parts["pointwise"] + self.parts["optimizer"],
-            "links between nodes" if self.waits_between > self.parts["communication"] / 2 else "links in a node": self.exposed,
+            links: self.exposed,
         }  # fmt: skip
         return max(named, key=lambda name: named[name])
 
@@ -130,15 +136,15 @@ def time_step(counted: TracedStep, setting: Setting) -> Step:
 
 
 def _all_micro_batches(counted: TracedStep, accumulation: int) -> Iterable[tuple[Segment, int]]:
-    """At most three were watched: first, one like all between, last."""
+    """At most three micro-batches are traced: the first, one for all between, the last."""
     rows = unrolled(counted.trace, counted.shape.period, counted.shape.keep)
-    watched = 1 + max(segment.name.micro for segment, _ in rows)
+    traced = 1 + max(segment.name.micro for segment, _ in rows)
     middle = [row for row in rows if row[0].name.micro == 1 and row[0].name.phase in ("forward", "backward")]
     for at, row in enumerate(rows):
-        if accumulation < watched and row[0].name.micro == 1 and row[0].name.phase in ("forward", "backward"):
+        if accumulation < traced and row[0].name.micro == 1 and row[0].name.phase in ("forward", "backward"):
             continue
-        if accumulation > watched >= 3 and row[0].name.micro == 2 and rows[at - 1][0].name.micro == 1:
-            for _ in range(accumulation - watched):
+        if accumulation > traced >= 3 and row[0].name.micro == 2 and rows[at - 1][0].name.micro == 1:
+            for _ in range(accumulation - traced):
                 yield from middle
         yield row
 
@@ -166,7 +172,7 @@ def _rows(work: Work, seconds: np.ndarray) -> list[tuple[int, int, float, float]
 
 
 class _Queues:
-    """Time at which each queue is free, as the host's order of work is laid into them."""
+    """The time at which each queue is free, as work is issued in the host's order."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting, self.links = setting, Links(setting.sizes, setting.rates)
@@ -240,7 +246,7 @@ class _Queues:
     # ------------------------------------------------------------ durations
 
     def _prepared(self, segment: Segment) -> _Prepared:
-        """Kept, since blocks repeat."""
+        """Cached, since blocks repeat."""
         if id(segment) not in self._known:
             self._known[id(segment)] = self._prepare(segment)
         return self._known[id(segment)]
@@ -259,8 +265,8 @@ class _Queues:
         return _Prepared(_rows(work, seconds), totals, issued)
 
     def _seconds(self, segment: Segment, fused: bool) -> np.ndarray:
-        """Of each operation that computes: its products, its memory traffic or its launch, whichever takes
-        longest.
+        """Seconds of each operation that computes: its products, its memory traffic or its launch,
+        whichever takes longest.
         """
         work, rates = segment.work, self.setting.rates
         moved = np.where(

@@ -1,7 +1,7 @@
-"""From a question (a configuration, a mesh, a rank, so many samples and blocks) to the trace of its step in a
-fake world.
+"""The trace of one step in a fake world, for a configuration, a mesh, a rank, a micro-batch and a number of
+blocks.
 
-Not here: which questions are asked (count.py), or what a trace means.
+Not here: which runs are traced (fake_runs.py), or what a trace means.
 """
 
 from __future__ import annotations
@@ -19,19 +19,25 @@ from torch.distributed.tensor import DTensor
 from fsdp.base.errors import ConfigError
 from fsdp.base.torch_private.fake import READS_VALUES
 from fsdp.config import CommSection, Config, LoraSection
+from fsdp.data.types import Batch
 from fsdp.dist.mesh import MeshSizes
+from fsdp.memory.resting import RestingBytes, resting_bytes
 from fsdp.models import ModelSpec, to_empty
 from fsdp.models.blocks import blocks_of, find_units
 from fsdp.models.loss import LossFunction
-from fsdp.optim.optimizer import build_optimizer, state_bytes
+from fsdp.optim.loss_scale import LossScaler
+from fsdp.optim.optimizer import build_optimizer
 from fsdp.optim.small_states import dynamic_map
+from fsdp.optim.train_state import TrainState
 from fsdp.parallel.shard import Sharded, resolve_dtypes, shard_model
+from fsdp.parallel.update import Whole
 from fsdp.plan.fake_world import fake_mode, fake_world
 from fsdp.plan.model_shapes import Subject, subject_of
-from fsdp.plan.step import Buckets, Micro, TracedSetup, fill_optimizer
+from fsdp.plan.step import Buckets, TracedSetup, fill_optimizer
 from fsdp.plan.trace import Trace
 from fsdp.plan.tracker import Tracker
 from fsdp.run.job import model_of
+from fsdp.run.step import StepParts, gradients_of
 
 CPU = torch.device("cpu")
 
@@ -47,7 +53,7 @@ class Ask:
     accumulation: int
     blocks: int
     device: str
-    """cpu or cuda: whose allocator and collectives are counted."""
+    """cpu or cuda: the allocator and collectives that are counted."""
 
     def __hash__(self) -> int:
         # A configuration holds dictionaries and has no hash of its own.
@@ -58,13 +64,27 @@ class Ask:
 
 @dataclass(frozen=True)
 class Stage:
-    """A model cut up in a fake world, its optimizer's state there already."""
+    """A model sharded in a fake world, its optimizer's state present."""
 
     sharded: Sharded
     loss_function: LossFunction
     optimizer: torch.optim.Optimizer
     buckets: Buckets | None
     subject: Subject
+
+    def parts(self, config: Config) -> StepParts:
+        scaler = None
+        if self.sharded.dtypes.needs_loss_scale:
+            scaler = LossScaler(TrainState(self.sharded.root, self.optimizer, loss_scale=2.0))
+        return StepParts(
+            sharded=self.sharded,
+            loss_function=self.loss_function,
+            gradients=gradients_of(self.sharded),
+            optimizer=self.optimizer,
+            update=Whole(self.optimizer),
+            scaler=scaler,
+            clip_norm=config.train.clip_grad_norm,
+        )
 
 
 @contextlib.contextmanager
@@ -75,9 +95,9 @@ def stage(ask: Ask) -> Iterator[Stage]:
     if ask.blocks:
         shorten(model, ask.blocks, config.mesh.wrap)
     loss_function = LossFunction(model)
-    # Compiled and float8 kernels cannot run on fake tensors; what that leaves out is said (predict.py).
+    # Compiled and float8 kernels cannot run on fake tensors; estimate.py names what that leaves out.
     speed = dataclasses.replace(config.speed, compile="false", float8="off", float8_emulate=False)
-    if config.optim.state == "8bit":  # kept for all that follow; on fake tensors there would be no values
+    if config.optim.state == "8bit":  # cached for all that follow; on fake tensors there would be no values
         dynamic_map(True), dynamic_map(False)
     with fake_world(ask.sizes, ask.rank) as mesh:
         sharded = shard_model(
@@ -102,20 +122,22 @@ def stage(ask: Ask) -> Iterator[Stage]:
 
 
 def _group_kernels(optimizer: torch.optim.Optimizer) -> None:
-    """What torch does by itself on CUDA, and never on CPU, with plain tensors that no fused kernel takes."""
+    """Sets foreach as torch does by itself on CUDA, and never on CPU, for plain tensors without a fused
+    kernel.
+    """
     for group in optimizer.param_groups:
         if not group.get("fused") and not any(isinstance(p, DTensor) for p in group["params"]):
             group["foreach"] = True
 
 
 def watch(ask: Ask) -> Trace:
-    """One step, watched. Takes a fraction of a second."""
+    """Traces one step, in a fraction of a second."""
     try:
         return _watch(ask)
     except READS_VALUES as error:
         raise ConfigError(
-            f"--model.name {ask.config.model.name} looks at numbers while it runs ({_first_line(error)}): a plan has shapes "
-            "alone.",
+            f"--model.name {ask.config.model.name} reads tensor values in its forward "
+            f"({_first_line(error)}): a plan has shapes alone.",
             "torch.where, or masks of a fixed size, in place of .item(), nonzero() and if on a tensor",
         ) from error
 
@@ -127,44 +149,34 @@ def _first_line(error: BaseException) -> str:
 def _watch(ask: Ask) -> Trace:
     with stage(ask) as made:
         tracker = Tracker(ask.device, fake=True)
-        watched = TracedSetup(
-            made.sharded,
-            made.loss_function,
-            made.optimizer,
-            clip=ask.config.train.clip_grad_norm,
-            scaled=resolve_dtypes(ask.config.precision, CPU).needs_loss_scale,
-            tracker=tracker,
-            buckets=made.buckets,
-        )
-        watched.hold_state()
+        setup = TracedSetup(made.parts(ask.config), tracker, made.buckets)
+        setup.hold_state()
         samples = batches(made.subject, ask.micro_batch)
         if ask.config.memory.activation_budget == 1:
-            watched.step(samples, ask.accumulation)
-            return tracker.trace(len(watched.blocks))
-        # In its first step each unit is run once more, to be measured: the second is like all that follow.
-        watched.step(samples, ask.accumulation)
-        watched.hold_state()
+            setup.step(samples, ask.accumulation)
+            return tracker.trace(len(setup.blocks))
+        # In the first step each unit is run once more, to be measured: the second is like all that follow.
+        setup.step(samples, ask.accumulation)
+        setup.hold_state()
         first = len(tracker.trace(0).segments)
-        watched.step(samples, ask.accumulation)
-        trace = tracker.trace(len(watched.blocks))
+        setup.step(samples, ask.accumulation)
+        trace = tracker.trace(len(setup.blocks))
         return dataclasses.replace(trace, segments=trace.segments[first:])
 
 
-def batches(subject: Subject, rows: int) -> Iterator[Micro]:
+def batches(subject: Subject, rows: int) -> Iterator[Batch]:
     while True:
         data = {
             name: torch.empty((rows, *shape), dtype=dtype) for name, (shape, dtype) in subject.sample.items()
         }
-        yield data, torch.ones(rows, dtype=torch.bool)
+        yield Batch(data, torch.ones(rows, dtype=torch.bool), rows)
 
 
 # ---------------------------------------------------------------- fewer blocks
 
 
 def repeated_blocks(model: nn.Module, wrap: str) -> tuple[nn.Module, list[nn.Module]] | None:
-    """The one list whose members are the units with parts, all alike in their parameters; None where there is
-    none such.
-    """
+    """The one list of equal blocks, alike in their parameters; None if there is none."""
     blocks = blocks_of(find_units(model, wrap))
     if len(blocks) < 2 or any(_shape_of(block) != _shape_of(blocks[0]) for block in blocks):
         return None
@@ -190,7 +202,7 @@ _BLOCKS: dict[tuple[int, str, str, LoraSection], tuple[ModelSpec, int]] = {}
 
 
 def blocks_in(config: Config) -> int:
-    """How many equal blocks the model has; 0 where it must be run whole."""
+    """The number of equal blocks of the model; 0 if it must be run whole."""
     spec = subject_of(config.model, config.data).spec
     key = (id(spec), config.mesh.wrap, config.model.frozen, config.lora)
     if key not in _BLOCKS:
@@ -201,15 +213,14 @@ def blocks_in(config: Config) -> int:
 
 def parameter_bytes(config: Config) -> float:
     """Parameters, gradients and optimizer of the whole model: what shards divide."""
-    model = model_of(config, subject_of(config.model, config.data).spec)
-    size = resolve_dtypes(config.precision, CPU).master.itemsize
-    kept = sum(p.numel() * size * (1 + p.requires_grad) for p in model.parameters())
-    return float(kept + state_bytes(config.optim, model.parameters(), size))
+    return float(_resting(config).total)
 
 
 def checkpoint_bytes(config: Config) -> float:
-    """Parameters and states once, whatever the mesh; beside adapters without what they lie over."""
+    """Parameters and states once, whatever the mesh; beside adapters without the frozen weights."""
+    return float(_resting(config).checkpoint(frozen=not config.lora.rank))
+
+
+def _resting(config: Config) -> RestingBytes:
     model = model_of(config, subject_of(config.model, config.data).spec)
-    size = resolve_dtypes(config.precision, CPU).master.itemsize
-    kept = sum(p.numel() * size for p in model.parameters() if p.requires_grad or not config.lora.rank)
-    return float(kept + state_bytes(config.optim, model.parameters(), size))
+    return resting_bytes(config.optim, model.parameters(), resolve_dtypes(config.precision, CPU).master)

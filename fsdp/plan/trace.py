@@ -1,10 +1,9 @@
-"""What a watched step was, as numbers: segments of memory curves and work. They add up and scale like
-vectors.
+"""A traced step as numbers: segments of memory curves and work. They add up and scale like vectors.
 
 A segment lies between two marks (before the blocks, one block, after them; forward and backward). The same
 segment of runs with more blocks, more samples or other shards has the same events with other sizes, each an
-affine function of those, so a run that nobody made is a weighted sum of runs that were made. Not here: which
-runs are needed (count.py).
+affine function of those, so any run is a weighted sum of traced ones. Not here: which runs are traced
+(fake_runs.py).
 """
 
 from __future__ import annotations
@@ -15,15 +14,17 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 KINDS = (
-    "parameters", "gathered", "gradients", "whole_gradients", "optimizer", "activations", "offloaded", "buffers",
-    "communication",
+    "parameters", "gathered", "gradients", "whole_gradients", "optimizer", "activations", "offloaded",
+    "buffers", "communication",
 )  # fmt: skip
 """gathered and whole_gradients are unsharded; offloaded: activations that --memory.activation_offload keeps
 on the host; communication: what collectives read and write; activations: all else.
 """
 
 COLUMNS = (*KINDS, "workspace")
-"""Of a curve. The last is no tensor of anybody's: what gloo's all-gather lays its result out in, on CPU."""
+"""Columns of a curve. The last is no tensor: the memory in which gloo's all-gather lays out its result,
+on CPU.
+"""
 
 Place = tuple[str, int]
 """("before", 0), ("start", j) the j-th block, ("end", j) the j-th from the end, ("after", 0); j from 1."""
@@ -81,7 +82,7 @@ class Segment:
 
     @property
     def peak(self) -> np.ndarray:
-        """By kind, where tensors hold most."""
+        """Bytes by kind at the segment's peak."""
         tensors = self.curve[:, : len(KINDS)]
         return tensors[tensors.sum(1).argmax()]
 
@@ -91,12 +92,12 @@ class Trace:
     segments: tuple[Segment, ...]
     blocks: int
     base: int = 0
-    """Blocks of the run whose rows of work are kept: its groups are numbered by them. 0 where all blocks are
+    """Blocks of the run whose rows of work are kept: its groups are numbered by them. 0 if all blocks are
     there.
     """
     events: tuple[tuple[int, int], ...] = field(default=(), repr=False)
-    """(storage, bytes) of each allocation, with bytes negative where it is given back: the allocator's replay
-    reads them.
+    """(storage, bytes) of each allocation, with negative bytes for a free: the allocator's replay reads
+    them.
     """
 
     def names(self) -> list[SegmentName]:
@@ -104,7 +105,7 @@ class Trace:
 
 
 def blend(traces: Sequence[Trace], weights: Sequence[float], blocks: int) -> Trace:
-    """The weighted sum, segment by segment; the traces have the same segments. Weights add up to one."""
+    """The weighted sum, segment by segment, of traces with the same segments. Weights add up to one."""
     assert abs(sum(weights) - 1) < 1e-9
     rows = zip(*(trace.segments for trace in traces), strict=True)
     return Trace(tuple(_blend_segments(list(row), weights) for row in rows), blocks, base=traces[0].base)
@@ -133,7 +134,7 @@ def _blend_segments(segments: list[Segment], weights: Sequence[float]) -> Segmen
 
 
 def _collapsed(work: Work) -> Work:
-    """A row for each kind of operation present: sums, where single operations cannot be paired."""
+    """A row for each kind of operation present: sums, if single operations cannot be paired."""
     keys = sorted({(int(c), int(s)) for c, s in zip(work.code, work.stream, strict=True)})
     picks = [(work.code == c) & (work.stream == s) for c, s in keys]
 
@@ -155,7 +156,7 @@ def _collapsed(work: Work) -> Work:
 
 
 def edges(trace: Trace, keep: int) -> Trace:
-    """Blocks named from both ends, `keep` from each; what lies between is like its neighbours and left out."""
+    """Blocks named from both ends, `keep` from each; the equal ones between are left out."""
     kept = []
     for segment in trace.segments:
         kind, at = segment.name.place
@@ -170,9 +171,7 @@ def edges(trace: Trace, keep: int) -> Trace:
 
 
 def unrolled(trace: Trace, period: int, keep: int) -> list[tuple[Segment, int]]:
-    """All segments of a composed step in order, middle blocks repeated; with each how far its groups are
-    shifted.
-    """
+    """All segments of a composed step in order, middle blocks repeated, each with the shift of its groups."""
     if not any(segment.name.place[0] == "end" for segment in trace.segments):
         return [(segment, 0) for segment in trace.segments]
     return [

@@ -1,10 +1,9 @@
-"""Every storage that a step makes and gives back, every operation and every collective, in the order of the
-host.
+"""Records every storage, operation and collective of a step, in the host's order.
 
 Tracker is a dispatch mode: it sees fake tensors and real ones alike, so a plan and a real run are counted by
-the same hand. What torch's own FSDPMemTracker does for modules is done here for segments of a step, in a
-tenth of the time, by rank and with the order of communication. Not here: where FSDP's own steps tell of
-themselves (tags.py), what the numbers mean (memory.py, clock.py), or the step (step.py).
+the same code. It does for segments of a step what torch's own FSDPMemTracker does for modules, in a tenth of
+the time, by rank and with the order of communication. Not here: FSDP's own events (fsdp_events.py), what the
+numbers mean (memory.py, step_time.py), or the step (step.py).
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ KIND = {name: at for at, name in enumerate(KINDS)}
 
 
 class Tracker(TorchDispatchMode):
-    """On "cuda" sizes are rounded to the caching allocator's 512 bytes. On "cpu" gloo's reduce-scatter works
-    on a copy of its input, and its all-gather lays the result out once more: the first a real run shows by
-    itself, a fake one is told of both.
+    """On "cuda" sizes are rounded to the caching allocator's 512 bytes. On "cpu" gloo's reduce-scatter
+    works on a copy of its input, and its all-gather lays the result out once more: a real run shows the
+    first by itself, for a fake one both are added.
     """
 
     def __init__(self, device: str = "", *, fake: bool = False) -> None:
         super().__init__()
         self.kind, self.stream, self.group = KIND["activations"], 0, 0
         self.groups: Callable[[Any], int] = lambda _: 0
-        """The number of an FSDP parameter group: set by who knows the units."""
+        """Maps an FSDP parameter group to its number; set by the step."""
         self.replicate_group: str | None = None
         self._round = 512 if device == "cuda" else 1
         self.fake = fake
@@ -56,7 +55,7 @@ class Tracker(TorchDispatchMode):
     # ------------------------------------------------------------ bytes
 
     def hold(self, tensor: Tensor, kind: str) -> None:
-        """A tensor that was there before, or that is now known to be something else."""
+        """Counts a tensor from before the step, or changes the kind of a known one."""
         storage = _storage(tensor)
         if storage is None:
             return
@@ -68,7 +67,7 @@ class Tracker(TorchDispatchMode):
             self._alive[entry[1]] += entry[0]
 
     def _see(self, storage: torch.UntypedStorage, kind: int) -> bool:
-        """True where it is new."""
+        """True if it is new."""
         key = id(storage)
         if key in self._live:
             return False
@@ -103,7 +102,7 @@ class Tracker(TorchDispatchMode):
         if size != entry[0]:
             if not entry[0]:
                 self._serial += 1
-                entry[1], entry[2] = self.kind, self._serial  # a gathered parameter is given memory anew
+                entry[1], entry[2] = self.kind, self._serial  # a gathered parameter is allocated again
             change, entry[0] = size - entry[0], size
             self._grow(entry[1], change, entry[2])
 
@@ -115,7 +114,7 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # its local operation comes by itself
+            return NotImplemented  # its local operation is dispatched by itself
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if func.namespace == "prim" or func.namespace == "profiler":
@@ -134,7 +133,7 @@ class Tracker(TorchDispatchMode):
             self._collective(func, args)
             return
         if schema(func).name.startswith("aten::empty") or (not new and not schema(func).is_mutable):
-            return  # a view, or memory that nobody has written
+            return  # a view, or uninitialised memory
         inputs = [*_tensors(args), *_tensors(kwargs)]
         widest = max((t.element_size() for t in inputs or outputs), default=4)
         moved = sum(_extent(t) for t in inputs) + (new or _written(func, args))
@@ -154,8 +153,8 @@ class Tracker(TorchDispatchMode):
             self._row("pointwise", 0, moved, self._fusible(inputs, outputs, new), widest)
 
     def _fusible(self, inputs: list[Tensor], outputs: list[Tensor], new: int) -> int:
-        """What a fused kernel still reads of this operation: inputs that the run of pointwise ones did not
-        itself make.
+        """Bytes that a fused kernel still reads of this operation: inputs that the run of pointwise
+        operations did not itself make.
         """
         moved = 0
         for tensor in inputs:
@@ -170,7 +169,7 @@ class Tracker(TorchDispatchMode):
         return moved
 
     def _identity(self, tensor: Tensor) -> tuple[int, int]:
-        """Where its storage is, and the storage's number: an address is given again to another."""
+        """The address and the number of its storage: an address may be reused."""
         storage = _storage(tensor)
         if storage is None:
             return 0, 0
@@ -178,7 +177,7 @@ class Tracker(TorchDispatchMode):
         return id(storage), self._live[id(storage)][2]
 
     def _end_fusion(self) -> int:
-        """Written to memory is what still lives when the run of pointwise operations ends."""
+        """Bytes written to memory: storages still alive when the run of pointwise operations ends."""
         written = 0
         for serial, (key, size) in self._fused.items():
             entry = self._live.get(key)
@@ -222,7 +221,7 @@ class Tracker(TorchDispatchMode):
         self._fused = {}
 
     def mark(self, micro: int, phase: str, place: Place = ("before", 0)) -> None:
-        """What comes from now on belongs to this segment."""
+        """Starts the segment of all that follows."""
         if self._fused and self._rows:
             self._rows[-1][5] += self._end_fusion()
         self._points.append(tuple(self._alive))
@@ -266,14 +265,16 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
 
 
 def _extent(tensor: Tensor) -> int:
-    """Bytes that are read or written: an expanded tensor is no larger than what lies beneath."""
+    """Bytes that are read or written: an expanded tensor is no larger than its storage."""
     storage = _storage(tensor)
     whole = tensor.numel() * tensor.element_size()
     return whole if storage is None else min(whole, max(storage.nbytes(), tensor.element_size()))
 
 
 def _written(func: Any, args: Any) -> int:
-    """Bytes that an operation writes where it has read; what is only written stands among its inputs once."""
+    """Bytes that an operation writes where it has read; a tensor that is only written counts once, as an
+    input.
+    """
     name, overload = schema(func).name.partition("::")[2], schema(func).overload_name
     if not schema(func).is_mutable or name in WRITE_ONLY_OPS or overload.endswith("out"):
         return 0
@@ -288,7 +289,7 @@ def _written(func: Any, args: Any) -> int:
 
 
 def _attention_flops(func: Any, args: Any, kwargs: Any) -> float:
-    """Two products forward, five backward (the scores are computed again); a causal mask leaves half of each."""
+    """Two products forward, five backward (scores are recomputed); a causal mask halves each."""
     backward = "backward" in schema(func).name
     tensors = [t for t in _tensors(args) if t.dim() == 4]
     query, key = (tensors[1], tensors[2]) if backward else (tensors[0], tensors[1])
@@ -299,7 +300,7 @@ def _attention_flops(func: Any, args: Any, kwargs: Any) -> float:
 
 @contextlib.contextmanager
 def counted_as(tracker: Tracker, kind: str, stream: int, group: int) -> Iterator[None]:
-    """What is made meanwhile is of this kind, on this stream, for this group."""
+    """Context in which new storages are of this kind, on this stream, for this group."""
     was = tracker.kind, tracker.stream, tracker.group
     tracker.kind, tracker.stream, tracker.group = KIND[kind], stream, group
     try:

@@ -1,1 +1,1 @@
-"""The run itself, in the order that data meets it: setup, job, loop, evaluation, summary. Read loop.py first."""
+"""The run, in the order that data meets it: setup, job, loop, step, evaluation, summary. Read loop.py."""

@@ -17,7 +17,7 @@ from fsdp.parallel.shard import Sharded
 
 @dataclass(frozen=True)
 class Evaluation:
-    """loss is the mean; accuracy is None where the model only gives a loss of its own."""
+    """loss is the mean; accuracy is None for a model that returns its own loss only."""
 
     loss: float
     accuracy: float | None
@@ -38,9 +38,7 @@ def evaluate(
     rank: DataRank,
     asked_to_stop: Callable[[], str | None],
 ) -> Evaluation:
-    """Collective. A request to stop ends it early, agreed by all ranks; what was seen by then is no
-    evaluation.
-    """
+    """Collective. A request to stop, agreed by all ranks, ends it early and leaves no evaluation."""
     assert data.heldout is not None
     size = section.eval_batch or batch.micro_batch
     loss_sum = torch.zeros((), dtype=torch.float64, device=sharded.device)

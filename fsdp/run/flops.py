@@ -1,8 +1,8 @@
-"""How many operations a sample of training costs by the model's own arithmetic: counted once, on the meta
+"""Floating point operations of one training sample by the model's own arithmetic: counted once, on the meta
 device, unsharded.
 
-What is recomputed is not counted: MFU says what share of the device went into the model. Here is the count;
-the devices' peaks are fsdp/base/devices.py's.
+Recomputation is not counted: MFU is the share of the device that the model uses. Not here: the devices' peaks
+(fsdp/base/devices.py).
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from fsdp.models.loss import LossFunction
 log = logging.getLogger(__name__)
 
 BACKWARD = 2.0
-"""A product's backward is two products of its size."""
+"""The backward of a matrix product is two products of its size."""
 
 
 def flops_per_sample(model: nn.Module, data: DataSet) -> float:
-    """Forward and backward of one sample. `model` stands on meta; one that cannot run there counts 6 a
+    """Forward and backward of one sample. `model` is on meta; a model that cannot run there counts 6 a
     parameter and token.
     """
     try:
         return (1 + BACKWARD) * _forward(model, data)
     except (RuntimeError, NotImplementedError, ValueError, TypeError, AssertionError) as error:
-        # A model that looks at its numbers cannot run without them.
+        # A model that reads values cannot run on meta.
         log.info(
             "MFU by 6 × parameters × tokens: the model cannot be counted on meta (%s)",
             str(error).splitlines()[0][:80],
@@ -51,7 +51,7 @@ def _forward(model: nn.Module, data: DataSet) -> float:
 
 
 def peak_flops(device: torch.device, ranks: int) -> float:
-    """All devices' peak together; 0 where it is not known."""
+    """The peak of all devices together; 0 if unknown."""
     if device.type != "cuda":
         return 0.0
     known = devices.find(torch.cuda.get_device_name(device))

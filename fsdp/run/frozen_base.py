@@ -1,5 +1,6 @@
-"""The frozen weights under adapters: where they come from, and their digest on a sharded model. What a
-checkpoint makes of them is fsdp/checkpoint/adapter_weights.py's.
+"""The frozen weights under adapters: their source, and their digest on a sharded model.
+
+Not here: how a checkpoint uses them (fsdp/checkpoint/adapter_weights.py).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from fsdp.parallel.materialize import build_on_host
 
 
 class _Renamed(Mapping[str, Tensor]):
-    """A state dict where a tied weight may stand under any of its names."""
+    """A state dict in which a tied weight may have any of its names."""
 
     def __init__(self, state: Mapping[str, Tensor], names: Mapping[str, list[str]]) -> None:
         self._state, self._names = state, names
@@ -35,7 +36,7 @@ class _Renamed(Mapping[str, Tensor]):
 
 
 def base_of(config: Config, spec: ModelSpec, dtype: torch.dtype, digest: str) -> Base:
-    """Whatever the digest: what the flags say the weights are."""
+    """The source of the weights by the flags, whatever their digest."""
 
     def build() -> nn.Module:
         with torch.device("meta"):
@@ -54,7 +55,7 @@ def base_of(config: Config, spec: ModelSpec, dtype: torch.dtype, digest: str) ->
 
 
 def maybe_base(config: Config, spec: ModelSpec, dtype: torch.dtype, root: nn.Module) -> Base | None:
-    """What this run's adapters lie over; None where it has none. Collective."""
+    """The frozen weights of this run; None for a run without adapters. Collective."""
     if next(adapted(root), None) is None:
         return None
     frozen = base_names(root)
@@ -63,7 +64,7 @@ def maybe_base(config: Config, spec: ModelSpec, dtype: torch.dtype, root: nn.Mod
 
 
 def _all_names(model: nn.Module) -> dict[str, list[str]]:
-    """Each name of a state dict → all names of its tensor."""
+    """Maps each name of a state dict to all names of its tensor."""
     by_tensor: dict[Tensor, list[str]] = {}
     state = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
     for name, tensor in state.items():

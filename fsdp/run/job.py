@@ -1,7 +1,7 @@
-"""What follows from a configuration and a number of ranks, before any process group exists: data, model,
-mesh, batch, steps.
+"""The values that follow from a configuration and a number of ranks, before any process group exists: data,
+model, mesh, batch, steps.
 
-Everything that a person can get wrong is found here, on every rank alike. `--dry-run` prints it and stops; a
+Errors in a configuration are found here, the same on every rank. `--dry-run` prints the result and stops; a
 run prints it as its last start-up line.
 """
 
@@ -20,6 +20,7 @@ from fsdp.config import Config
 from fsdp.data import Cursor, DataSet, build_dataset
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import BatchPlan, MeshSizes, plan_batch, resolve
+from fsdp.memory.resting import resting_bytes
 from fsdp.models import ModelSpec
 from fsdp.models import resolve as resolve_model
 from fsdp.models.blocks import find_units
@@ -28,7 +29,6 @@ from fsdp.models.kv_cache import turn_caches_off
 from fsdp.models.lora import adapted, apply_lora
 from fsdp.models.trainable import freeze
 from fsdp.models.unsharded import seeded
-from fsdp.optim.optimizer import state_bytes
 from fsdp.parallel import traffic
 from fsdp.parallel.comm_hooks import Hooks, check_divide, load_hooks
 from fsdp.parallel.device_check import check_device
@@ -43,7 +43,7 @@ DEFAULT_EPOCHS = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """All that is decided before the first collective."""
+    """Everything decided before the first collective."""
 
     data: DataSet
     spec: ModelSpec
@@ -56,15 +56,15 @@ class Job:
 
     @property
     def data_identity(self) -> dict[str, int | str]:
-        """What must stay for a step to mean the same samples: their number, and what they are where the data
-        say it.
+        """What must stay the same for a step to mean the same samples: their number, and the data set's own
+        identity if it has one.
         """
         own = self.data.info.facts.get("fingerprint")
         return {"samples": len(self.data.train)} | ({"fingerprint": own} if own else {})
 
     @property
     def unit(self) -> str:
-        """What a person counts: tokens where there are some, else images or samples."""
+        """The unit of throughput: tokens if the data has them, else images or samples."""
         return (
             "tok"
             if self.data.info.tokens_per_sample
@@ -112,8 +112,8 @@ def _total_steps(config: Config, data: DataSet, cursor: Cursor) -> int:
 
 
 def meta_model(spec: ModelSpec) -> nn.Module:
-    """The model without its numbers. One that cannot be built so, or keeps tensors beside its buffers, is
-    built whole first.
+    """The model on meta. A model that cannot be built there, or keeps tensors beside its buffers, is built
+    whole first.
     """
     try:
         with torch.device("meta"):
@@ -135,7 +135,7 @@ def trained_model(config: Config, job: Job) -> nn.Module:
 
 
 def model_of(config: Config, spec: ModelSpec) -> nn.Module:
-    """The meta model, with what is frozen frozen and its adapters in place: what a run shards."""
+    """The meta model with frozen parameters and adapters applied: the one that a run shards."""
     model = meta_model(spec)
     turn_caches_off(model)
     make_contiguous(model)
@@ -147,7 +147,7 @@ def model_of(config: Config, spec: ModelSpec) -> nn.Module:
 
 
 def stray_tensors(model: nn.Module) -> Iterator[str]:
-    """Tensors kept as plain attributes: neither moved, nor saved, nor filled by anyone."""
+    """Tensors kept as plain attributes: they are not moved, saved or initialised."""
     return (
         f"{name + '.' if name else ''}{key}"
         for name, module in model.named_modules()
@@ -158,26 +158,27 @@ def stray_tensors(model: nn.Module) -> Iterator[str]:
 
 def describe(config: Config, job: Job, model: nn.Module) -> Mapping[str, str]:
     """The derived facts by name, as --dry-run and the last start-up line show them."""
+    sizes, batch, dtypes = job.sizes, job.batch, job.dtypes
+    padded = batch.micro_batch * batch.accumulation * sizes.ranks != batch.global_batch
     numbers = [p.numel() for p in model.parameters()]
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     total = sum(numbers)
     tokens = job.data.info.tokens_per_sample * job.batch.global_batch
     facts = {
-        "mesh": f"{job.sizes.strategy}, replicate {job.sizes.replicate} × shard {job.sizes.shard} = {job.sizes.ranks} ranks",
+        "mesh": f"{sizes.strategy}, replicate {sizes.replicate} × shard {sizes.shard} = {sizes.ranks} ranks",
         "model": f"{job.spec.name} {config.model.preset}".strip() + f", {total:,} parameters"
         + ("" if trained == total else f", {trained:,} trained"),
         "data": f"{config.data.name}, {len(job.data.train):,} samples"
         + (f", {len(job.data.heldout):,} held out" if job.data.heldout is not None else ""),
-        "global batch": f"{job.batch.global_batch} samples = micro-batch {job.batch.micro_batch} × "
-        f"{job.batch.accumulation} × {job.sizes.ranks} ranks"
-        + ("" if job.batch.micro_batch * job.batch.accumulation * job.sizes.ranks == job.batch.global_batch else ", padded"),
+        "global batch": f"{batch.global_batch} samples = micro-batch {batch.micro_batch} × "
+        f"{batch.accumulation} × {sizes.ranks} ranks" + (", padded" if padded else ""),
         "steps": f"{job.total_steps:,}, {job.cursor.steps_per_epoch:,} an epoch",
-        "precision": f"{_name(job.dtypes.param)} on {_name(job.dtypes.master)}, reduced in {_name(job.dtypes.reduce)}",
+        "precision": f"{_name(dtypes.param)} on {_name(dtypes.master)}, reduced in {_name(dtypes.reduce)}",
         "bytes a rank": _bytes_a_rank(config, job, model),
     }  # fmt: skip
-    facts["units"] = units_said(model, config.mesh.wrap)
+    facts["units"] = units_line(model, config.mesh.wrap)
     if job.sizes.ranks > 1:
-        facts["a step sends"] = traffic.said(
+        facts["a step sends"] = traffic.traffic_line(
             model,
             sizes=job.sizes,
             section=config.mesh,
@@ -195,8 +196,8 @@ def describe(config: Config, job: Job, model: nn.Module) -> Mapping[str, str]:
 
 
 def _units(model: nn.Module, wrap: str) -> list[tuple[str, list[nn.Parameter]]]:
-    """Each communication unit by the names of its modules, with the parameters that it gathers; the root's
-    own come last.
+    """Each communication unit as its modules' names and the parameters that it gathers; the root's own come
+    last.
     """
     names = {module: name for name, module in model.named_modules()}
     taken: set[nn.Parameter] = set()
@@ -208,8 +209,8 @@ def _units(model: nn.Module, wrap: str) -> list[tuple[str, list[nn.Parameter]]]:
     return [*found, ("the root", [p for p in model.parameters() if p not in taken])]
 
 
-def units_said(model: nn.Module, wrap: str) -> str:
-    """The units in a line, and why there are none."""
+def units_line(model: nn.Module, wrap: str) -> str:
+    """The units in one line, or the reason why there are none."""
     *units, (_, rest) = _units(model, wrap)
     own = sum(p.numel() for p in rest)
     if units:
@@ -221,14 +222,14 @@ def units_said(model: nn.Module, wrap: str) -> str:
         near = next(
             (f"size:{n}" for n in sorted(parts, reverse=True) if find_units(model, f"size:{n}")), "auto"
         )
-        return f"none: --mesh.wrap {wrap} is met by no part of the model. HINT: --mesh.wrap {near}"
+        return f"none: --mesh.wrap {wrap} matches no part of the model. HINT: --mesh.wrap {near}"
     return (
         f"none: --mesh.wrap {wrap} finds no part of the model, and the root's group holds {own:,} parameters"
     )
 
 
 def unit_table(model: nn.Module, wrap: str, shards: int) -> list[str]:
-    """A line a unit: its parameters, and how many of them each rank of a replica keeps."""
+    """A line for each unit: its parameters, and how many of them each rank of a replica keeps."""
     rows = [("unit", "parameters", "a rank's shard")]
     for name, parameters in _units(model, wrap):
         kept = [sum(_kept(p, rank, shards) for p in parameters) for rank in range(shards)]
@@ -243,7 +244,7 @@ def _kept(parameter: nn.Parameter, rank: int, shards: int) -> int:
 
 
 def _by_rank(kept: list[int]) -> str:
-    """Ranks that keep as many are named together: the first ranks have the longer shards."""
+    """Ranks with equal shards are one entry: the first ranks have the longer shards."""
     runs = [(numel, len(list(ranks))) for numel, ranks in itertools.groupby(kept)]
     if len(runs) == 1:
         return f"{kept[0]:,}"
@@ -259,19 +260,16 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _bytes_a_rank(config: Config, job: Job, model: nn.Module) -> str:
-    """What rests between steps: parameters, gradients, optimizer states. What a step adds is the planner's to
-    say.
-    """
-    size = job.dtypes.master.itemsize
-    kept = sum(p.numel() * size * (2 if p.requires_grad else 1) for p in model.parameters())
-    resting = (kept + state_bytes(config.optim, model.parameters(), size)) / job.sizes.shard
+    """Parameters, gradients and optimizer states. A plan adds what a step takes."""
+    held = resting_bytes(config.optim, model.parameters(), job.dtypes.master)
+    resting = held.total / job.sizes.shard
     return f"{resting / 2**30:.3f} GiB of parameters, gradients and optimizer"
 
 
 def dry_run(config: Config, env: DistEnv) -> str:
-    """As many ranks as came; alone, as many as the mesh's flags ask for."""
-    asked = max(1, config.mesh.replicate) * max(1, config.mesh.shard)
-    ranks = asked if env.world_size == 1 else env.world_size
+    """For the ranks that were started; for one process, for as many as the mesh flags name."""
+    named = max(1, config.mesh.replicate) * max(1, config.mesh.shard)
+    ranks = named if env.world_size == 1 else env.world_size
     job = prepare(config, world_size=ranks, num_nodes=env.num_nodes, device=env.device)
     model = trained_model(config, job)
     facts = describe(config, job, model)

@@ -1,5 +1,4 @@
-"""train(): the run on one page, in the order that data meets it; and train_step(). The only file that sees
-everything.
+"""train(): the run on one page, in the order that data meets it. The only file that sees everything.
 
 Config → DistEnv → mesh → model → optimizer → loader → TrainState → restore → loop → sealed checkpoint →
 export
@@ -30,18 +29,17 @@ from fsdp.data.cursor import stream_key
 from fsdp.data.loader import read_batch
 from fsdp.data.types import Batch
 from fsdp.data.unreadable_samples import maybe_skipping
-from fsdp.dist import collectives, preflight
+from fsdp.dist import preflight
 from fsdp.dist.env import DistEnv, check_torch, end_time, process_group
 from fsdp.dist.mesh import build_mesh, data_rank
 from fsdp.dist.stop import Stopper
 from fsdp.memory.oom import OomContext, OutOfMemoryHandler
-from fsdp.models.checks import check_one_number
 from fsdp.models.loss import LossFunction
 from fsdp.models.unsharded import seed_streams
-from fsdp.optim.gradients import Gradients, InTurn
+from fsdp.optim.gradients import InTurn
 from fsdp.optim.loss_scale import LossScaler
 from fsdp.optim.nonfinite import Verdicts
-from fsdp.optim.optimizer import apply_hyperparameters, build_optimizer, lr_at, set_lr
+from fsdp.optim.optimizer import apply_hyperparameters, build_optimizer, lr_at
 from fsdp.optim.train_state import TrainState
 from fsdp.parallel.compile_cache import CompileCache, maybe_compile_cache
 from fsdp.parallel.float8 import maybe_scales
@@ -57,6 +55,8 @@ from fsdp.run.evaluate import Evaluation, evaluate
 from fsdp.run.frozen_base import maybe_base
 from fsdp.run.job import Job, describe, prepare, trained_model
 from fsdp.run.planned import Planned, maybe_planned
+from fsdp.run.step import StepParts, gradients_of, run_step
+from fsdp.run.step_hooks import RunHooks
 from fsdp.rundir import paths
 from fsdp.rundir.paths import RunDir
 from fsdp.watch.branch_check import Branches
@@ -71,7 +71,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a start ended. `stopped` says why it left before its last step; None where it reached it."""
+    """How a start ended. `stopped` is why it ended before its last step; None if it reached it."""
 
     run_dir: Path
     step: int
@@ -80,7 +80,7 @@ class Outcome:
 
 
 def train(config: Config, env: DistEnv, reporter: Reporter | None = None) -> Outcome:
-    """One rank's whole run. Raises a ShardrunError that names what is wrong; the launcher sees it."""
+    """One rank's whole run. Raises a ShardrunError, from which the launcher makes message and exit code."""
     check_torch()
     set_up_logging(env)
     check_wandb(config.run.wandb)
@@ -93,11 +93,11 @@ def train(config: Config, env: DistEnv, reporter: Reporter | None = None) -> Out
     preflight.check_names(env)
     with (
         process_group(env, config.run.process_group_timeout_s),
-        setup.claimed_run(config, env) as (run, claim),
+        setup.locked_run(config, env) as (run, claim),
         Watch(config.watch, env, run.path) as watch,
-        OutOfMemoryHandler(config, env, run.path) as witness,
+        OutOfMemoryHandler(config, env, run.path) as oom,
     ):
-        return _train(config, env, reporter or NoReporter(), job, run, claim, watch, witness)
+        return _train(config, env, reporter or NoReporter(), job, run, claim, watch, oom)
 
 
 def _train(
@@ -108,16 +108,16 @@ def _train(
     run: RunDir,
     claim: Locks | None,
     watch: Watch,
-    witness: OutOfMemoryHandler,
+    oom: OutOfMemoryHandler,
 ) -> Outcome:
     with garbage.held():
-        loop = _set_up(config, env, reporter, job, run, claim, witness)
-    # 1.5 MiB of source, read for the traces of the fake tensors with which FSDP2 learns shapes
+        loop = _set_up(config, env, reporter, job, run, claim, oom)
+    # 1.5 MiB of source, read for traces of the fake tensors from which FSDP2 infers shapes
     linecache.clearcache()
     loop.phases.listen(watch.phase)
     profile = _maybe_profile(loop)
     try:
-        with witness:
+        with oom:
             outcome = loop.run_to_end()
         if profile is not None:
             profile.finish()
@@ -144,9 +144,9 @@ def _set_up(
     job: Job,
     run: RunDir,
     claim: Locks | None,
-    witness: OutOfMemoryHandler,
+    oom: OutOfMemoryHandler,
 ) -> _Loop:
-    """All that stands before the first step, the newest checkpoint restored. Collective."""
+    """Builds everything before the first step and restores the newest checkpoint. Collective."""
     planned = maybe_planned(config.plan, env.device.type)
     job = replace(job, data=maybe_skipping(job.data, config.data.skip_unreadable, run.path, env.rank))
     mesh = build_mesh(job.sizes, env.device, config.run.process_group_timeout_s)
@@ -173,12 +173,12 @@ def _set_up(
     checkpointer = Checkpointer(
         config.checkpoint, run.path, env, job.sizes, config_hash=config_hash(config), claim=claim, room=shelf
     )
-    # A checkpoint of adapters alone does not hold what they lie over.
-    setup.give_weights(
+    # A checkpoint of adapters alone has no frozen weights.
+    setup.fill_weights(
         config, env, job, sharded, shelf, restored=not config.lora.rank and checkpointer.finds()
     )
     checkpointer.base = maybe_base(config, job.spec, job.dtypes.master, sharded.root)
-    scene = OomContext(
+    oom_context = OomContext(
         sizes=job.sizes,
         batch=job.batch,
         dtypes=(sharded.dtypes.master, sharded.dtypes.param, sharded.dtypes.reduce),
@@ -187,7 +187,7 @@ def _set_up(
         root=sharded.root,
         units=sharded.units,
     )
-    witness.sees(scene)
+    oom.sees(oom_context)
     optimizer = build_optimizer(config.optim, sharded.root)
     state = TrainState(model=sharded.root, optimizer=optimizer, loss_scale=config.precision.loss_scale)
     with shelf.offered(optimizer) if shelf is not None else nullcontext():
@@ -225,8 +225,8 @@ def _set_up(
         mfu_of=mfu_of,
     )
     if env.is_main:
-        setup.say_start(run, facts, restored)
-    scene.optimizer, scene.phases = optimizer, Phases()
+        setup.log_start(run, facts, restored)
+    oom_context.optimizer, oom_context.phases = optimizer, Phases()
     return _Loop(
         config=config,
         env=env,
@@ -239,7 +239,7 @@ def _set_up(
         checkpointer=checkpointer,
         stopper=stopper,
         recorder=recorder,
-        phases=scene.phases,
+        phases=oom_context.phases,
         update=build_update(optimizer, shelf),
         in_turn=None if shelf is None else shelf.in_turn,
         claim=claim,
@@ -250,7 +250,7 @@ def _set_up(
 
 
 def _maybe_profile(loop: _Loop) -> Profile | None:
-    """Imported where it is asked for: no start waits for it otherwise."""
+    """Imported only if a flag turns it on: other starts do not pay for the import."""
     section = loop.config.profile
     if not (section.memory or section.trace):
         return None
@@ -266,7 +266,7 @@ def _maybe_profile(loop: _Loop) -> Profile | None:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Tensors may still be on their way; `applied` is False where the update was left out on purpose."""
+    """Tensors may still be computing on the device; `applied` is False for a skipped update."""
 
     loss: Tensor
     grad_norm: Tensor
@@ -296,20 +296,37 @@ class _Loop:
     kernels: CompileCache | None
 
     def __post_init__(self) -> None:
-        group = self.sharded.mesh.get_group("dp_shard") if self.job.sizes.strategy != "ddp" else None
-        self.gradients = Gradients(self.sharded.root.parameters(), group, self.in_turn)
-        self.scaler = LossScaler(self.state) if self.job.dtypes.needs_loss_scale else None
+        scaler = LossScaler(self.state) if self.job.dtypes.needs_loss_scale else None
+        self.parts = StepParts(
+            sharded=self.sharded,
+            loss_function=self.loss_function,
+            gradients=gradients_of(self.sharded, self.in_turn),
+            optimizer=self.state.optimizer,
+            update=self.update,
+            scaler=scaler,
+            clip_norm=self.config.train.clip_grad_norm,
+        )
         self.verdicts = Verdicts(
             self.config.train,
-            self.gradients,
+            self.parts.gradients,
             self.state.optimizer,
             self.sharded.root,
-            scaler=self.scaler,
+            scaler=scaler,
             whole_update=isinstance(self.update, Whole),
         )
         self.branches = Branches(self.sharded)
-        self.scales = maybe_scales(
-            self.sharded.root, self.config.speed, sharded=self.job.sizes.strategy != "ddp"
+        self.hooks = RunHooks(
+            loss_function=self.loss_function,
+            info=self.job.data.info,
+            phases=self.phases,
+            stopper=self.stopper,
+            numbers=self.numbers,
+            branches=self.branches,
+            verdicts=self.verdicts,
+            checkpointer=self.checkpointer,
+            scales=maybe_scales(
+                self.sharded.root, self.config.speed, sharded=self.job.sizes.strategy != "ddp"
+            ),
         )
         self.stopped: str | None = None
         self.evaluation: Evaluation | None = None
@@ -317,10 +334,10 @@ class _Loop:
 
     def run_to_end(self) -> Outcome:
         last = min(self.config.train.stop_after or self.job.total_steps, self.job.total_steps)
-        self._learn_the_loss(resumed=0 < self.state.step < last)
+        self._inspect_loss(resumed=0 < self.state.step < last)
         while self.state.step < last and not self.stopped:
             self._one_step()
-        self._look()
+        self._settle()
         if self.stopped is None and self.state.step < self.job.total_steps:
             self.stopped = f"{StopReason.STOP_AFTER} {last}"
         if self.stopped is None and self.job.data.heldout is not None and not self._evaluated_now():
@@ -334,23 +351,22 @@ class _Loop:
             self._save(self.stopped or "the end", wait=True)
         self.phases.enter("end")
         self.checkpointer.close()
-        self._hear_sealed()
+        self._record_sealed()
         if self.kernels is not None:
             self.kernels.publish(wait=True)
-        return self._leave()
+        return self._finish()
 
     def _first_batch_is_short(self) -> bool:
         batch = self.job.batch
         whole = batch.micro_batch * batch.accumulation * self.env.world_size
         return len(self.job.cursor.indices(self.state.step)) < whole
 
-    def _learn_the_loss(self, *, resumed: bool) -> None:
-        """A forward of one or two samples, which all ranks make, before the first step that depends on what
-        it shows.
+    def _inspect_loss(self, *, resumed: bool) -> None:
+        """Runs a forward of one or two samples on all ranks before the first step that depends on its result.
 
-        A model that receives its labels: what its own loss is a mean over. A resumed run with a short first
-        batch: whether the model has a loss of its own (short batches are cut for one and masked otherwise,
-        which differs in the last bits).
+        For a model that receives its labels: what its own loss is a mean over. For a resumed run with a short
+        first batch: whether the model has a loss of its own (short batches are cut for one and masked
+        otherwise, which differs in the last bits).
         """
         short = resumed and self._first_batch_is_short()
         if not (self.loss_function.may_own or short):
@@ -374,7 +390,7 @@ class _Loop:
         waited = time.perf_counter() - began
         if self.claim is not None and self.claim.lost is not None:
             raise CheckpointError(
-                f"step {step}: {self.claim.lost}.", "squeue or ps shows which of the two should live"
+                f"step {step}: {self.claim.lost}.", "squeue or ps shows both runs: end one of them"
             )
         self.stopper.begin(step)
         lr = lr_at(self.config.optim, step, self.job.total_steps)
@@ -396,7 +412,7 @@ class _Loop:
             )
         )
         if self.recorder.wants(step):
-            self._look()
+            self._settle()
         agreed = self.stopper.agreed()
         if not self.stopper.on_host:
             self.branches.check(step - 1, self.stopper.signatures(), last=False)
@@ -407,65 +423,14 @@ class _Loop:
         every = self.config.checkpoint.every_steps
         if (every and step % every == 0) or agreed.save:
             self._save("the interval", wait=False)
-        self._hear_sealed()
+        self._record_sealed()
 
     def train_step(self, batch: StepBatch, lr: float) -> StepResult:
-        """Forward and backward over the micro-batches, one agreed verdict on the numbers, one update."""
-        loss_sum, weight, tokens = self._accumulate(batch)
-        self.phases.enter("reduce")
-        norm = self.gradients.norm()
-        self.numbers.gradients(self.state.step + 1)
-        if self.scaler is not None:
-            norm = self.scaler.unscale(self.gradients, norm)
-        loss = loss_sum.wait()[0] / weight
-        if self.stopper.on_host:
-            self.branches.check(self.state.step + 1, self.stopper.signatures())
-        applied = self.verdicts.may_update(self.state.step + 1, loss, norm)
-        if applied:
-            if self.config.train.clip_grad_norm:
-                self.gradients.clip(self.config.train.clip_grad_norm, norm)
-            set_lr(self.state.optimizer, lr)
-            self.phases.enter("optimizer")
-            self.checkpointer.before_update()
-            self.update.step()
-            if self.scales is not None:
-                self.scales.refresh()
-        self.state.optimizer.zero_grad(set_to_none=True)
-        return StepResult(loss, norm, tokens, applied)
-
-    def _accumulate(self, batch: StepBatch) -> tuple[collectives.Sum, float, int]:
-        """The gradient of the global batch's mean: a reduction averages over ranks, so each multiplies by
-        their number.
-        """
-        counted = self._tokens_of(batch)
-        scale = self.scaler.scale if self.scaler is not None else 1.0
-        total: Tensor | None = None
-        for at, host in enumerate(batch.micro):
-            last = at == len(batch.micro) - 1
-            one = host.to(self.env.device)
-            with self.sharded.micro_batch(last):
-                self.phases.enter("forward")
-                parts = self.loss_function(self.sharded.called, one.data, one.valid, one.valid_rows)
-                check_one_number(parts.loss_sum)
-                tokens = counted()
-                weight = float(max(1, tokens if self.loss_function.counts_tokens else batch.samples))
-                part = parts.loss_sum.detach().double()
-                total = part if total is None else total + part
-                scaled = parts.loss_sum * (self.sharded.divisor * scale / weight)
-                if last:
-                    self.verdicts.own_loss = total.clone()  # whose it was, should the sum not be finite
-                    reduced = self.stopper.sum_with(total, scaled, self.branches.signature)
-                self.phases.enter("backward")
-                scaled.backward()
-        return reduced, weight, tokens
-
-    def _tokens_of(self, batch: StepBatch) -> _Tokens:
-        info = self.job.data.info
-        if not self.loss_function.shifts and (info.class_names or not info.masks_targets):
-            return _Tokens(batch.samples * info.tokens_per_sample)
-        return _Tokens(
-            sum(self.loss_function.tokens(micro.counted) for micro in batch.micro), over_ranks=True
-        )
+        """Forward and backward over the micro-batches, one verdict of all ranks, one update."""
+        self.hooks.start(self.state.step + 1, batch)
+        micro = (host.to(self.env.device) for host in batch.micro)
+        norm, applied = run_step(self.parts, micro, len(batch.micro), lr=lr, hooks=self.hooks)
+        return StepResult(self.hooks.loss, norm, self.hooks.tokens, applied)
 
     def _count(self, batch: StepBatch, result: StepResult) -> None:
         self.state.step += 1
@@ -474,10 +439,8 @@ class _Loop:
 
     # ------------------------------------------------------------ between steps
 
-    def _look(self) -> None:
-        """The numbers of the steps since the last look. On CUDA the device is waited for here and nowhere
-        else.
-        """
+    def _settle(self) -> None:
+        """Records the steps since the last call. On CUDA the host waits for the device here alone."""
         self.recorder.flush()
         self.verdicts.settle()
 
@@ -495,22 +458,22 @@ class _Loop:
             reading=self.config.data,
             batch=self.job.batch,
             rank=data_rank(self.env),
-            asked_to_stop=self._between_batches,
+            asked_to_stop=self._stop_reason,
         )
         if found.stopped:
             self.stopped = found.stopped
             return
         self.evaluation = found
-        self._look()
+        self._settle()
         self.recorder.evaluation(self.state.step, found.values())
 
-    def _between_batches(self) -> str | None:
+    def _stop_reason(self) -> str | None:
         self.phases.enter("evaluate")
         return self.stopper.check_now().stop
 
     def _save(self, reason: str, *, wait: bool) -> None:
         self.phases.enter("save")
-        self._look()
+        self._settle()
         metrics = {} if self.recorder.last is None else {"loss": self.recorder.last.loss}
         metrics |= self.evaluation.values() if self.evaluation is not None else {}
         self.recorder.saving(self.state.step)
@@ -520,13 +483,13 @@ class _Loop:
         if self.kernels is not None:
             self.kernels.publish(wait=False)
 
-    def _hear_sealed(self) -> None:
+    def _record_sealed(self) -> None:
         for sealed in self.checkpointer.sealed():
             self.recorder.saved(
                 sealed.step, sealed.path, stall_s=sealed.stall_s, write_s=sealed.write_s, size=sealed.bytes
             )
 
-    def _leave(self) -> Outcome:
+    def _finish(self) -> Outcome:
         if self.stopped is None and self.config.checkpoint.export and self.last_saved == self.state.step:
             self.checkpointer.export(self.run.full_model)
         if self.env.is_main:
@@ -541,16 +504,3 @@ class _Loop:
                     self.run.history, {"event": "planned", "step": self.state.step, **compared.record()}
                 )
         return Outcome(self.run.path, self.state.step, self.stopped, self.evaluation)
-
-
-class _Tokens:
-    """A step's unmasked tokens over all ranks; the sum travels while the first forward computes."""
-
-    def __init__(self, count: int, over_ranks: bool = False) -> None:
-        self._sum = collectives.Sum(torch.tensor(count, dtype=torch.int64)) if over_ranks else None
-        self._count = count
-
-    def __call__(self) -> int:
-        if self._sum is not None:
-            self._count, self._sum = int(self._sum.wait()), None
-        return self._count

@@ -1,6 +1,6 @@
-"""What a plan said of a run beside what came: heard step by step on rank 0, said and kept at the end.
+"""A plan's figures beside the run's own, collected step by step on rank 0, logged and recorded at the end.
 
-Not here: the plan itself (fsdp/plan), which wrote its figures into the run's recipe.
+Not here: the plan (fsdp/plan), which wrote its figures into the run's recipe.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from fsdp.config import PlanSection
 from fsdp.memory.account import process_bytes
 
 WARM_UP = 2
-"""First steps, in which kernels are compiled and memory is got; left out where others came."""
+"""First steps, in which kernels are compiled and memory is allocated; left out if later ones ran."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """Of rank 0. A peak on CPU is the process's above its size when it began, saves counted in."""
+    """Figures of rank 0. A peak on CPU is the process's above its size at the start, saves included."""
 
     planned_peak_gib: float
     peak_gib: float
@@ -27,7 +27,8 @@ class Compared:
 
     def __str__(self) -> str:
         return (
-            f"planned {self.planned_peak_gib:.3f} GiB and {self.planned_step_s:.4g} s a step; came {self.peak_gib:.3f} GiB "
+            f"planned {self.planned_peak_gib:.3f} GiB and {self.planned_step_s:.4g} s a step; came "
+            f"{self.peak_gib:.3f} GiB "
             f"({self.peak_gib / self.planned_peak_gib - 1:+.1%}) and {self.step_s:.4g} s "
             f"({self.step_s / self.planned_step_s - 1:+.1%})"
         )
@@ -37,7 +38,7 @@ class Compared:
 
 
 class Planned:
-    """A sink of the recorder's. Made before the model, while the process is idle."""
+    """A sink of the recorder. Created before the model, while the process is idle."""
 
     def __init__(self, plan: PlanSection, device: str) -> None:
         self._plan = plan
@@ -64,7 +65,7 @@ class Planned:
 
 
 def maybe_planned(plan: PlanSection, device: str) -> Planned | None:
-    """None for a run that nobody planned, or that was planned for another kind of device."""
+    """None for a run without a plan, or with a plan for another kind of device."""
     if not plan.predicted_step_s or not plan.predicted_peak_gib or (plan.gpu == "cpu") != (device == "cpu"):
         return None
     return Planned(plan, device)

@@ -1,7 +1,6 @@
-"""What stands around a run's first step: whose the run directory is, what is written as it begins, how
-weights become real.
+"""The start of a run around its first step: the run directory's lock, the records of the start, real weights.
 
-The order of a start is fsdp/run/loop.py's.
+The order of a start is in fsdp/run/loop.py.
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def claimed_run(config: Config, env: DistEnv) -> Iterator[tuple[RunDir, Locks | None]]:
-    """Rank 0 makes and holds the run directory and the store of its checkpoints; the others receive where it
-    is, or who else holds one of them.
+def locked_run(config: Config, env: DistEnv) -> Iterator[tuple[RunDir, Locks | None]]:
+    """Rank 0 creates and locks the run directory and its checkpoint store; the other ranks receive the path,
+    or the holder of the lock.
     """
     held: list[Locks] = []
 
@@ -60,7 +59,7 @@ def claimed_run(config: Config, env: DistEnv) -> Iterator[tuple[RunDir, Locks | 
 
 
 def records(config: Config, env: DistEnv, run: RunDir, step: int, data: Mapping[str, object]) -> None:
-    """What a start cannot do without: where it cannot be written no rank trains. Collective."""
+    """Writes the files that a start needs: if that fails no rank trains. Collective."""
     nodes = list(dict.fromkeys(collectives.everyones(paths.host())))
 
     def write() -> None:
@@ -89,19 +88,19 @@ def console(config: Config, env: DistEnv, job: Job) -> Console:
     return Console(total_steps=job.total_steps, every=config.run.log_every_steps or chosen, unit=job.unit)
 
 
-def say_start(run: RunDir, facts: Mapping[str, str], restored: Restored | None) -> None:
+def log_start(run: RunDir, facts: Mapping[str, str], restored: Restored | None) -> None:
     log.info("run %s", run.path)
     for note in restored.notes if restored is not None else ():
         log.info("%s", note)
     if restored is not None:
-        log.info("goes on from step %d", restored.step)
+        log.info("resumes from step %d", restored.step)
     log.info("%s", "; ".join(f"{name} {text}" for name, text in facts.items()))
 
 
-def give_weights(
+def fill_weights(
     config: Config, env: DistEnv, job: Job, sharded: Sharded, shelf: Shelf | None, *, restored: bool
 ) -> None:
-    """From meta to real; where a checkpoint gives the values, memory for them alone."""
+    """Makes meta weights real; for a restored run only allocates them."""
     weights = config.model.weights
     materialize(
         sharded,
@@ -120,6 +119,6 @@ def give_weights(
 
 
 def mfu_of(model: nn.Module, job: Job, env: DistEnv) -> float:
-    """Of one sample a second; 0 where the device's peak is not known."""
+    """MFU of one sample a second; 0 if the device's peak is unknown."""
     peak = peak_flops(env.device, env.world_size)
     return flops_per_sample(model, job.data) / peak if peak else 0.0

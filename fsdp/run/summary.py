@@ -1,4 +1,4 @@
-"""The last words of a run: how good it is, where it lies, and what is worth typing next."""
+"""The closing lines of a run: its accuracy, its directory, and the commands that may follow."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def summary(outcome: Outcome, config: Config, command: str) -> str:
     lines += [f"{how} at step {outcome.step}: {shown}", "next:"]
     run = shlex.quote(shown)
     named = [name for name in (config.model.name, config.data.name) if ":" in name]
-    asked = " ".join([run, *(f"--trust-code {shlex.quote(name)}" for name in dict.fromkeys(named))])
+    target = " ".join([run, *(f"--trust-code {shlex.quote(name)}" for name in dict.fromkeys(named))])
     resume = f"{command} --config {shlex.quote(shown + '/config.toml')} --run.dir {run}"
     if outcome.stopped:
         lines.append(
-            f"  {resume}{' --train.stop_after 0' if config.train.stop_after else ''}   # goes on from here"
+            f"  {resume}{' --train.stop_after 0' if config.train.stop_after else ''}   # resumes here"
         )
     else:
         if config.checkpoint.export:
-            lines.append(f"  python -m fsdp.predict {asked}")
-        lines.append(f"  {resume} --train.steps {outcome.step * 2} --train.epochs 0   # trains on")
-    lines += [f"  python -m fsdp.report {asked}", f"  python -m fsdp.checkpoint {run}"]
+            lines.append(f"  python -m fsdp.predict {target}")
+        lines.append(f"  {resume} --train.steps {outcome.step * 2} --train.epochs 0   # trains further")
+    lines += [f"  python -m fsdp.report {target}", f"  python -m fsdp.checkpoint {run}"]
     return "\n".join(lines)

@@ -64,6 +64,6 @@ def test_a_job_on_another_node_is_refused_and_takes_over_when_the_holder_is_gone
         assert "took over from process" in third.stderr
         assert "on n1" in third.stderr
         assert "gave no sign for 20 s" in third.stderr
-        assert "goes on from step" in third.stderr
+        assert "resumes from step" in third.stderr
         assert reached(run_dir) == last + 30
         first.kill()

@@ -20,7 +20,10 @@ from fsdp.run.loop import train
 from tests.support.runs import flags
 from tests.support.world import run_world
 
-FP16 = "--precision.param fp16 --precision.loss_scale 1024 --checkpoint.every_steps 1000 --checkpoint.keep_last 9"
+FP16 = (
+    "--precision.param fp16 --precision.loss_scale 1024 "
+    "--checkpoint.every_steps 1000 --checkpoint.keep_last 9"
+)
 
 
 def state(scale: float, good_steps: int = 0) -> TrainState:
@@ -28,7 +31,7 @@ def state(scale: float, good_steps: int = 0) -> TrainState:
     return TrainState(model, torch.optim.SGD(model.parameters()), loss_scale=scale, good_steps=good_steps)
 
 
-def test_it_doubles_after_so_many_good_steps_and_counts_anew() -> None:
+def test_it_doubles_after_good_steps_and_resets_the_count() -> None:
     scaled = state(8.0)
     one = LossScaler(scaled)
     seen = []
@@ -40,7 +43,7 @@ def test_it_doubles_after_so_many_good_steps_and_counts_anew() -> None:
     assert scaled.good_steps == 0
 
 
-def test_an_overflow_halves_it_and_good_steps_are_counted_anew() -> None:
+def test_an_overflow_halves_it_and_resets_the_count() -> None:
     scaled = state(8.0, good_steps=GROWS_AFTER - 1)
     one = LossScaler(scaled)
     assert one.overflow()
@@ -74,7 +77,7 @@ def scales_of_steps(env: DistEnv, words: list[str]) -> list[float]:
     return seen
 
 
-def test_a_real_run_grows_it_and_a_resumed_one_counts_on(tmp_path: Path) -> None:
+def test_a_run_grows_it_and_a_resume_continues_the_count(tmp_path: Path) -> None:
     words = ["--run.dir", str(tmp_path), *flags(FP16, "--train.steps 10")]
     first = run_world(2, scales_of_steps, [*words, "--train.stop_after", "5"])
     assert first == [[1024.0] * 3 + [2048.0] * 2] * 2

@@ -22,7 +22,8 @@ from fsdp.dist.env import DistEnv
 from fsdp.dist.stop import Stopper
 from fsdp.optim import nonfinite
 from fsdp.record import recorder
-from fsdp.run.loop import _Loop, _Tokens, train
+from fsdp.run.loop import _Loop, train
+from fsdp.run.step_hooks import TokenSum
 from tests.optim.test_nonfinite_runs import DDP, HSDP, SPOILT, step_of
 from tests.support.marks import quick_are
 from tests.support.runs import failures, flags
@@ -32,13 +33,13 @@ from tests.support.world import run_world
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(nonfinite, "DEVICES_THAT_DECIDE", ("cuda", "cpu"))
+        patch.setattr(nonfinite, "DEVICES_THAT_SKIP", ("cuda", "cpu"))
         patch.setattr(recorder, "DEVICES_THAT_HOLD", ("cuda", "cpu"))
         yield
 
 
 def decided_by_device(env: DistEnv, words: list[str]) -> tuple[str | None, bool]:
-    """What was raised, and whether all that a rank holds is finite afterwards."""
+    """The error, and whether all of a rank's values are finite afterwards."""
     loops: list[_Loop] = []
     begin = _Loop.run_to_end
 
@@ -62,7 +63,7 @@ def decided_by_device(env: DistEnv, words: list[str]) -> tuple[str | None, bool]
 
 
 @pytest.mark.parametrize(("ranks", "mesh"), quick_are([(2, DDP)], [(2, ""), (4, HSDP), (2, DDP)]))
-def test_a_bad_sample_stops_the_run_with_the_same_words(ranks: int, mesh: str, tmp_path: Path) -> None:
+def test_a_bad_sample_stops_the_run_with_the_same_message(ranks: int, mesh: str, tmp_path: Path) -> None:
     words = flags(SPOILT, mesh, "--run.log_every_steps 10")
     here = failures(ranks, tmp_path / "host", SPOILT, mesh)
     there = run_world(ranks, decided_by_device, ["--run.dir", str(tmp_path / "device"), *words])
@@ -105,7 +106,7 @@ def test_skipping_has_its_bound(tmp_path: Path) -> None:
         assert finite
 
 
-def test_good_steps_between_bad_ones_start_the_count_anew(tmp_path: Path) -> None:
+def test_a_good_step_resets_the_count_of_skips(tmp_path: Path) -> None:
     words = f"{SPOILT} --train.nonfinite skip --train.max_skipped 1 --train.steps 12 --run.log_every_steps 5"
     assert run_world(2, decided_by_device, ["--run.dir", str(tmp_path), *flags(words)]) == [(None, True)] * 2
 
@@ -126,7 +127,7 @@ class _Fetches(TorchDispatchMode):
             return tolist(tensor)
 
         patch.setattr(torch.Tensor, "tolist", counted)
-        for owner, name in ((Stopper, "agreed"), (Stopper, "signatures"), (_Tokens, "__call__")):
+        for owner, name in ((Stopper, "agreed"), (Stopper, "signatures"), (TokenSum, "__call__")):
             patch.setattr(owner, name, self._aside(getattr(owner, name)))
 
     def _count(self) -> None:
@@ -167,7 +168,7 @@ def fetches(env: DistEnv, words: list[str]) -> dict[tuple[int, str], int]:
     "mesh",
     quick_are([""], ["", DDP, "--train.micro_batch 2", "--model.name tests.support.user_code:OwnLoss"]),
 )
-def test_no_number_is_fetched_in_a_step_but_where_a_line_is_printed(mesh: str, tmp_path: Path) -> None:
+def test_the_host_reads_numbers_only_for_a_printed_line(mesh: str, tmp_path: Path) -> None:
     words = flags(mesh, "--run.log_every_steps 4 --train.steps 8")
     for found in run_world(2, fetches, ["--run.dir", str(tmp_path), *words]):
         assert {key for key in found if key[1] not in ("start", "evaluate", "save", "end")} == {

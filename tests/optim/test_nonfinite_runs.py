@@ -75,7 +75,7 @@ def test_the_parameters_are_those_before_the_bad_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "mesh"), [(2, ""), (2, DDP)])
-def test_skipping_leaves_that_update_out_and_goes_on(ranks: int, mesh: str, tmp_path: Path) -> None:
+def test_skip_drops_the_update_and_continues(ranks: int, mesh: str, tmp_path: Path) -> None:
     finished = run(ranks, tmp_path, SPOILT, mesh, "--train.nonfinite skip --train.steps 8")
     losses = {record["step"]: record["loss"] for record in finished.records if "loss" in record}
     assert sorted(losses) == list(range(1, 9))
@@ -92,14 +92,14 @@ def test_skipping_has_a_bound(tmp_path: Path) -> None:
         assert "not finite 4 times in a row" in str(text)
 
 
-def test_good_steps_between_bad_ones_start_the_count_anew(tmp_path: Path) -> None:
+def test_a_good_step_resets_the_count_of_skips(tmp_path: Path) -> None:
     """A bad step in each of three epochs: never two in a row, so a bound of one is not reached."""
     finished = run(1, tmp_path, SPOILT, "--train.nonfinite skip --train.max_skipped 1 --train.steps 12")
     assert sum(record["loss"] != record["loss"] for record in finished.records if "loss" in record) == 3
 
 
 @pytest.mark.parametrize(("ranks", "mesh"), quick_are([(1, "")], [(1, ""), (2, ""), (2, DDP)]))
-def test_an_fp16_overflow_halves_the_scale_and_training_goes_on(
+def test_an_fp16_overflow_halves_the_scale_and_training_continues(
     ranks: int, mesh: str, tmp_path: Path
 ) -> None:
     finished = run(
@@ -113,7 +113,7 @@ def test_an_fp16_overflow_halves_the_scale_and_training_goes_on(
     assert all(value.isfinite().all() for value in finished.parameters.values())
 
 
-def test_numbers_that_no_scale_mends_stop_an_fp16_run(tmp_path: Path) -> None:
+def test_fp16_stops_if_no_scale_helps(tmp_path: Path) -> None:
     for text in failures(
         2,
         tmp_path,

@@ -21,7 +21,8 @@ from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
 from fsdp.config import OptimSection
 from fsdp.dist.env import DistEnv
-from fsdp.optim.optimizer import build_optimizer, state_bytes
+from fsdp.memory.resting import state_bytes
+from fsdp.optim.optimizer import build_optimizer
 from fsdp.optim.small_states import SmallStateAdam, adam, bits, dynamic_map
 from fsdp.optim.small_states.bits import decode, encode, noise_at, round_at_random
 from tests.support.marks import quick_are
@@ -44,14 +45,14 @@ def test_rounding_at_random_is_right_on_average() -> None:
     assert float(rounded.mean()) == pytest.approx(1.0 + 1 / 1024, abs=1e-4)
 
 
-def test_a_number_follows_from_the_place_alone() -> None:
+def test_random_bits_follow_from_the_place_alone() -> None:
     whole = noise_at(0, torch.empty(100), 3)
     assert torch.equal(noise_at(40, torch.empty(30), 3), whole[40:70])
     assert not torch.equal(noise_at(0, torch.empty(100), 4), whole)
     assert len(set(noise_at(2**31 - 5, torch.empty(10), 3).tolist())) == 10
 
 
-def test_what_bf16_has_goes_through_unchanged() -> None:
+def test_bf16_values_stay_unchanged() -> None:
     value = torch.randn(1000).bfloat16()
     assert torch.equal(round_at_random(value.float(), noise_at(0, value, 1)), value)
 
@@ -164,7 +165,7 @@ def test_a_second_moment_that_decays_slowly_does_not_stick() -> None:
 
 
 @pytest.mark.parametrize(("state", "share"), [("bf16", 0.5), ("8bit", 0.27)])
-def test_what_it_takes(state: Any, share: float) -> None:
+def test_memory_of_the_states(state: Any, share: float) -> None:
     model = nn.Linear(512, 512, bias=False)
     optimizer = stepped(model, OptimSection(state=state), 1)
     held = sum(v.nbytes for v in optimizer.state[model.weight].values() if v.dim())
@@ -195,9 +196,7 @@ def losses(one: Finished) -> list[float]:
         [],
     ),
 )
-def test_a_run_that_goes_on_is_the_run_that_never_stopped(
-    ranks: int, state: str, mesh: str, tmp_path: Path
-) -> None:
+def test_a_resumed_run_equals_the_unbroken_run(ranks: int, state: str, mesh: str, tmp_path: Path) -> None:
     # Batches of one row a rank are left out: a CPU's product of one row is not the same to the bit in every
     # process.
     words = f"{WIDE} {state} {mesh} --data.args.count 48"
@@ -219,7 +218,7 @@ def test_a_run_trains_nearly_as_with_fp32_moments(state: str, tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_checkpoint_goes_on_with_moments_of_another_kind_and_on_other_ranks(tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_with_other_moments_and_ranks(tmp_path: Path) -> None:
     """fp32, 8 bits, bf16, fp32: each start five steps, on two, three and one ranks."""
     for ranks, state, until in ((2, "", 5), (3, BITS, 10), (1, HALF, 15)):
         words = ["--run.dir", str(tmp_path / "run"), *flags(WIDE, state, f"--train.stop_after {until}")]
@@ -258,6 +257,6 @@ def test_bf16_moments_rest_in_files_too(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused(words: str, said: str) -> None:
+def test_impossible_flags_are_refused(words: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         configuration.load(words.split())

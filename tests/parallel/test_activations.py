@@ -1,4 +1,4 @@
-"""What is kept for backward is what the knob says, gradients are what they were, and a budget is a budget."""
+"""Each setting keeps what it names for backward, gradients stay equal, and a budget is kept."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_products_are_kept_first() -> None:
     assert any("mm" in name for name in kept)
 
 
-def test_what_is_worth_most_a_byte_is_kept_within_the_budget() -> None:
+def test_the_most_computation_a_byte_is_kept_within_the_budget() -> None:
     produced = [Produced(("a", 0), 40, 400.0), Produced(("b", 0), 50, 50.0), Produced(("a", 1), 10, 500.0)]
     measured = Measured(kept=100, inputs=20, produced=produced)
     assert choose(measured, 0.7) == choose(measured, 0.75)
@@ -93,8 +93,8 @@ class Counting(nn.Module):
 
 
 @pytest.mark.parametrize("budget", [0.0, 0.3, 0.6, 0.95])
-def test_measuring_leaves_no_trace(budget: float) -> None:
-    """Random streams go on as without it, statistics are counted once more by recomputing alone."""
+def test_measuring_changes_no_state(budget: float) -> None:
+    """Random streams are as without it; only recomputation counts statistics once more."""
 
     def train(wrap: bool) -> tuple[list[Tensor], Tensor]:
         torch.manual_seed(1)
@@ -124,7 +124,7 @@ def test_a_run_within_a_budget_is_the_same_run(ranks: int, words: str, tmp_path:
     assert all(torch.equal(within.parameters[name], value) for name, value in plain.parameters.items())
 
 
-def test_under_a_compiler_the_budget_is_its_own() -> None:
+def test_the_compiler_keeps_the_budget() -> None:
     functorch: Any = torch._functorch.config
     before = functorch.activation_memory_budget
     try:
@@ -154,6 +154,6 @@ def test_recomputing_without_units_is_refused() -> None:
         ("--memory.activation_budget 1.5", "out of range"),
     ],
 )
-def test_what_cannot_be_is_refused(words: str, said: str) -> None:
+def test_impossible_flags_are_refused(words: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load(words.split())

@@ -1,5 +1,5 @@
-"""--comm.*: a person's own communication is called and trained with, the divisor changes no result, and bytes
-are as told.
+"""--comm.*: the user's own communication is called and trains the same, the divisor changes no result,
+and the logged bytes are the bytes sent.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ OWN = (
 
 
 @pytest.mark.parametrize(("ranks", "mesh"), quick_are([(4, HSDP)], [(2, ""), (4, HSDP)], []))
-def test_a_person_s_own_is_called_and_trains_the_same(ranks: int, mesh: str, tmp_path: Path) -> None:
+def test_a_users_function_is_called_and_trains_the_same(ranks: int, mesh: str, tmp_path: Path) -> None:
     words = flags(mesh, OWN, "--train.steps 3")
     for found in run_world(ranks, called, ["--run.dir", str(tmp_path / "own"), *words]):
         # four units: three blocks and the root; the last block and the root stay gathered between forward and
@@ -56,7 +56,7 @@ def test_a_person_s_own_is_called_and_trains_the_same(ranks: int, mesh: str, tmp
     assert all(torch.equal(own[name], usual[name]) for name in usual)
 
 
-def test_an_all_reduce_hook_changes_what_it_is_given(tmp_path: Path) -> None:
+def test_an_all_reduce_hook_changes_the_gradient(tmp_path: Path) -> None:
     """Half the gradient, twice the rate."""
     sgd = f"{FP64} --optim.name sgd --optim.momentum 0 --train.clip_grad_norm 0 --train.steps 4"
     half = run(2, tmp_path / "a", sgd, f"--comm.all_reduce_hook {HERE}:halves --optim.lr 0.02").parameters
@@ -90,7 +90,7 @@ def largest_sent(env: DistEnv, words: list[str]) -> float:
     return max(found)
 
 
-def test_it_changes_how_large_the_numbers_on_the_wire_are(tmp_path: Path) -> None:
+def test_the_divisor_scales_the_numbers_that_are_sent(tmp_path: Path) -> None:
     """--comm.divide_by 1 sends what is summed; the default sends as many times more as there are ranks."""
     words = flags(f"--train.steps 1 --comm.reduce_scatter {HERE}:Scatter")
     usual = max(run_world(2, largest_sent, ["--run.dir", str(tmp_path / "a"), *words]))
@@ -110,7 +110,7 @@ def test_it_changes_how_large_the_numbers_on_the_wire_are(tmp_path: Path) -> Non
         ("reduce_scatter", f"{HERE}:hook", "it is called with (output, input, group, op, async_op=False)"),
     ],
 )
-def test_what_cannot_be_called_is_refused_before_any_process_group(flag: str, path: str, said: str) -> None:
+def test_an_uncallable_object_is_refused_before_any_process_group(flag: str, path: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_hooks(replace(CommSection(), **{flag: path}))  # type: ignore[arg-type]
     assert said in str(caught.value)
@@ -127,7 +127,7 @@ def test_what_cannot_be_called_is_refused_before_any_process_group(flag: str, pa
         ("--mesh.strategy ddp --mesh.accumulate shard", "HINT: --mesh.accumulate every"),
     ],
 )
-def test_ddp_has_none_of_it(words: str, said: str) -> None:
+def test_ddp_refuses_them(words: str, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         configuration.load(words.split())
     assert said in str(caught.value)
@@ -144,7 +144,7 @@ def test_a_divisor_without_shards_is_refused(tmp_path: Path) -> None:
 
 
 def counted(env: DistEnv, words: list[str]) -> Traffic:
-    """What the collectives of one step are really given on this rank, as a ring sends it."""
+    """Bytes that the collectives of one step send on this rank, as a ring sends them."""
     sent: dict[str, float] = defaultdict(float)
     names = {
         "all_gather_into_tensor": "all_gather", "all_gather_single": "all_gather", "all_reduce": "all_reduce",
@@ -213,7 +213,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("ranks", "words"), quick_are(CASES[::4], CASES, CASES[1::4]))
-def test_the_bytes_told_are_the_bytes_sent(ranks: int, words: str, tmp_path: Path) -> None:
+def test_the_logged_bytes_are_the_bytes_sent(ranks: int, words: str, tmp_path: Path) -> None:
     given = [
         "--run.dir",
         str(tmp_path),

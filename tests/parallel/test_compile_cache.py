@@ -22,7 +22,7 @@ from fsdp.parallel.compile_cache import (
     Places,
     maybe_compile_cache,
     places,
-    torchs_own,
+    torch_default,
 )
 from tests.support.runs import flags
 from tests.support.world import _env
@@ -95,7 +95,7 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv(VARIABLE, f"{torchs_own()}somebody")  # torch writes its own default there
+    monkeypatch.setenv(VARIABLE, f"{torch_default()}somebody")  # torch writes its own default there
     return folder
 
 
@@ -134,7 +134,7 @@ def names(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
 
 
-def test_kernels_come_from_the_home_and_new_ones_go_there(node: Path, tmp_path: Path) -> None:
+def test_kernels_are_read_from_the_home_and_new_ones_copied_there(node: Path, tmp_path: Path) -> None:
     shared = tmp_path / "home" / "shardrun" / "compile"
     shared.mkdir(mode=0o700, parents=True)
     write(shared, ab__in__old="old")
@@ -151,7 +151,7 @@ def test_kernels_come_from_the_home_and_new_ones_go_there(node: Path, tmp_path: 
     assert names(shared) == {"ab/old", "ab/new"}
 
 
-def test_what_a_linker_still_writes_is_not_copied(node: Path, tmp_path: Path) -> None:
+def test_a_file_that_a_linker_writes_is_not_copied(node: Path, tmp_path: Path) -> None:
     cache = maybe_compile_cache(COMPILED, _env(0, 1))
     assert cache is not None
     own, shared = Path(os.environ[VARIABLE]), tmp_path / "home" / "shardrun" / "compile"

@@ -1,4 +1,4 @@
-"""What a device cannot do is refused by name; what would do nothing there is said."""
+"""Flags that a device does not support are refused by name; those without effect there are logged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_files_on_cuda_need_the_update_on_the_host() -> None:
     check_device(MemorySection(nvme="all", nvme_dir="/tmp", cpu_offload=True), CUDA)
 
 
-def test_offload_to_where_it_is_already_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_offload_without_effect_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         check_device(MemorySection(cpu_offload=True), CUDA)
         assert not caplog.messages

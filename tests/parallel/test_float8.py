@@ -1,5 +1,5 @@
-"""--speed.float8: emulated, its rounding shows and is small; weights are gathered in a byte; what cannot be
-is refused.
+"""--speed.float8: emulated, its rounding is small; weights are gathered in a byte; impossible flags are
+refused.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def test_tensorwise_gathers_weights_in_a_byte_an_element(tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_checkpoint_goes_on_and_is_plain(tmp_path: Path) -> None:
+def test_a_checkpoint_is_plain_and_resumes(tmp_path: Path) -> None:
     whole = run(2, tmp_path / "whole", WIDE, f"{EMULATED} tensorwise").parameters
     half = ["--run.dir", str(tmp_path / "half"), *flags(WIDE, f"{EMULATED} tensorwise --train.stop_after 3")]
     run_world(2, _train, half)
@@ -112,7 +112,7 @@ def _train(env: DistEnv, words: list[str]) -> None:
         ("rowwise", CUDA, (9, 0), ""),
     ],
 )
-def test_hardware_that_cannot_is_refused(
+def test_unsupported_hardware_is_refused(
     recipe: str,
     device: torch.device,
     capability: tuple[int, int] | None,
@@ -150,12 +150,12 @@ def test_a_model_without_such_sizes_is_refused(tmp_path: Path) -> None:
     "more",
     ["--lora.rank 2", "--memory.cpu_offload true", "--precision.master fp64", "--precision.param fp16"],
 )
-def test_what_does_not_go_with_it_is_refused_by_name(more: str) -> None:
+def test_incompatible_flags_are_refused_by_name(more: str) -> None:
     with pytest.raises(ConfigError) as caught:
         configuration.load(["--speed.float8", "tensorwise", *more.split()])
     assert f"--speed.float8 tensorwise and {more} do not go together" in str(caught.value)
 
 
-def test_emulation_alone_says_nothing() -> None:
+def test_emulation_alone_logs_nothing() -> None:
     with pytest.raises(ConfigError, match=r"--speed.float8_emulate true has no effect alone"):
         configuration.load(["--speed.float8_emulate", "true"])

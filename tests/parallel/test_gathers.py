@@ -78,7 +78,7 @@ def ahead(env: DistEnv, words: list[str]) -> dict[str, list[int]]:
     return seen
 
 
-def test_a_deeper_look_ahead_gathers_earlier() -> None:
+def test_a_deeper_prefetch_gathers_earlier() -> None:
     """The root and three blocks. Backward looks one ahead by itself; the first block in backward has none
     before it.
     """

@@ -29,14 +29,15 @@ WORLDS = {
     3: ("fsdp", "ddp"),
     4: ("fsdp", "hsdp", "ddp"),
 }
+WORDS = "--data.name text --model.name transformer --model.args.width 24 --model.args.heads 2"
+OWN = "tests.support.user_code"
 MODELS = {
     "vit": "--data.name digits --model.name vit --model.args.layers 2 --model.args.width 34",
-    "transformer": "--data.name text --model.name transformer --model.args.width 24 --model.args.heads 2",
-    "transformer, tied": "--data.name text --model.name transformer --model.args.width 24 --model.args.heads 2 "
-    "--model.args.tied true",
+    "transformer": WORDS,
+    "transformer, tied": f"{WORDS} --model.args.tied true",
     "mlp": "--data.name digits --model.name mlp --model.args.hidden 37",
-    "a person's own": "--data.name tests.support.user_code:vectors --model.name tests.support.user_code:Uneven",
-    "a person's own, tied": "--data.name tests.support.user_code:sentences --model.name tests.support.user_code:TiedWords",
+    "a user's own": f"--data.name {OWN}:vectors --model.name {OWN}:Uneven",
+    "a user's own, tied": f"--data.name {OWN}:sentences --model.name {OWN}:TiedWords",
 }
 LLAMA = "--data.name tests.support.user_code:sentences --model.name tests.support.llama:llama"
 
@@ -72,7 +73,7 @@ def check(words: str) -> None:
                 assert found == expected, f"{way} on rank {rank} of {ranks}"
 
 
-@pytest.mark.parametrize("model", quick_are(["a person's own, tied"], MODELS, ["vit", "transformer"]))
+@pytest.mark.parametrize("model", quick_are(["a user's own, tied"], MODELS, ["vit", "transformer"]))
 def test_the_same_bits_however_many_ranks(model: str) -> None:
     check(MODELS[model])
 

@@ -1,5 +1,5 @@
-"""From meta to real: what nobody filled is named on every rank, pretrained weights fit whole or are refused,
-buffers arrive.
+"""From meta to real: uninitialised values are named on every rank, pretrained weights fit whole or are
+refused, buffers are restored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import Strategy, build_mesh, resolve
 from fsdp.models import ModelSpec
 from fsdp.models.init import Init, Normal
-from fsdp.parallel.init_check import local, prove
+from fsdp.parallel.init_check import check_initialised, local
 from fsdp.parallel.materialize import materialize
 from fsdp.parallel.shard import Sharded, shard_model
 from fsdp.run.job import meta_model
@@ -62,7 +62,7 @@ def said(act: Callable[[], object]) -> str:
     return ""
 
 
-# ---------------------------------------------------------------- what nobody filled
+# ---------------------------------------------------------------- uninitialised values
 
 
 def building(env: DistEnv, name: str, init: str, arguments: tuple[str, ...] = ()) -> str:
@@ -76,7 +76,7 @@ def test_a_parameter_that_its_constructor_left_empty(init: str) -> None:
         assert "HINT:" in text
 
 
-def test_it_is_said_once_to_a_person_through_the_whole_run(tmp_path: Path) -> None:
+def test_a_run_reports_it_once(tmp_path: Path) -> None:
     for text in failures(2, tmp_path, "--model.name tests.support.user_code:Unfilled"):
         assert text is not None
         assert text.startswith("TrainingError: rank 0: parameter scale was never initialised")
@@ -103,7 +103,7 @@ def spoilt(env: DistEnv, strategy: Strategy, spoil: str) -> str:
     with torch.no_grad():
         if spoil == "one replica" and env.rank == 3:
             local(parameters["head.weight"])[0, 0] += 1e-3
-    return said(lambda: prove(sharded.root, drawn={}))
+    return said(lambda: check_initialised(sharded.root, drawn={}))
 
 
 def test_replicas_that_differ_in_one_number() -> None:
@@ -114,13 +114,15 @@ def test_replicas_that_differ_in_one_number() -> None:
 
 
 def repeated(env: DistEnv, how_many: str) -> str:
-    """The mistake of dist.broadcast(param.data): every rank gets rank 0's rows, of one parameter or of all."""
+    """The mistake of dist.broadcast(param.data): every rank gets rank 0's rows, of one parameter or of
+    all.
+    """
     sharded = made(env, lambda: nn.Sequential(nn.Linear(12, 8), nn.Linear(8, 4)))
     for name, parameter in sharded.root.named_parameters():
         if how_many == "all" or name == "1.weight":
             dist.broadcast(local(parameter.data), src=0)
     drawn: dict[str, Init] = {} if how_many == "all" else {"0.weight": Normal(1.0), "1.weight": Normal(1.0)}
-    return said(lambda: prove(sharded.root, drawn=drawn))
+    return said(lambda: check_initialised(sharded.root, drawn=drawn))
 
 
 @pytest.mark.parametrize(("how_many", "name"), [("one", "1.weight"), ("all", "0.weight")])
@@ -129,7 +131,7 @@ def test_ranks_that_hold_the_same_rows(how_many: str, name: str) -> None:
         assert f"{name} is the same on ranks 0 and 1, which hold different shards" in text
 
 
-def test_what_is_right_is_left_alone() -> None:
+def test_complete_values_pass() -> None:
     assert run_world(4, spoilt, "hsdp", "nothing") == [""] * 4
 
 

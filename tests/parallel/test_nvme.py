@@ -1,6 +1,4 @@
-"""What rests in files: the same numbers to the bit, in files while it trains, nothing left in the folder
-after.
-"""
+"""--memory.nvme: the same numbers to the bit, tensors in files while it trains, an empty folder after."""
 
 from __future__ import annotations
 
@@ -33,7 +31,8 @@ CASES = {
     "all, fsdp": (3, "all", ""),
     "all, hsdp, micro-batches": (4, "all", f"{HSDP} --train.micro_batch 1 --mesh.accumulate shard"),
     "all, recomputed, gathered once a step": (
-        2, "all", "--memory.activation_checkpointing full --mesh.reshard_after_forward step --train.micro_batch 2"
+        2, "all",
+        "--memory.activation_checkpointing full --mesh.reshard_after_forward step --train.micro_batch 2",
     ),
     "all, tied": (2, "all", f"{OWN}TiedWords --data.name tests.support.user_code:sentences"),
     "all, smaller than the mesh": (4, "all", f"{OWN}Tiny"),
@@ -66,7 +65,7 @@ GOES_ON = [((2, "all"), (4, "optimizer")), ((3, "off"), (2, "all")), ((2, "optim
 
 
 @pytest.mark.parametrize(("first", "then"), sample_are(GOES_ON[:1], GOES_ON))
-def test_a_checkpoint_goes_on_elsewhere(
+def test_a_checkpoint_resumes_elsewhere(
     first: tuple[int, str], then: tuple[int, str], tmp_path: Path
 ) -> None:
     """Saved by one way and size, resumed by another: as the same two starts in memory."""
@@ -102,14 +101,14 @@ def lies_where(env: DistEnv, folder: str, everything: bool) -> dict[str, set[str
     return {"parameters": of(trained), "gradients": of([p.grad for p in trained]), "states": of(states)}
 
 
-def test_what_lies_in_files(tmp_path: Path) -> None:
+def test_tensors_in_files(tmp_path: Path) -> None:
     for found in run_world(3, lies_where, str(tmp_path), False):
         assert found == {"parameters": {"memory"}, "gradients": {"memory"}, "states": {"states"}}
     for found in run_world(3, lies_where, str(tmp_path), True):
         assert found == {"parameters": {"parameters"}, "gradients": {"gradients"}, "states": {"states"}}
 
 
-def test_a_part_leaves_before_the_next_one_comes(tmp_path: Path) -> None:
+def test_a_part_is_dropped_before_the_next(tmp_path: Path) -> None:
     """128 MiB of states in parts of 8: what is resident of the file never reaches two parts and a page of
     each tensor.
     """
@@ -119,7 +118,7 @@ def test_a_part_leaves_before_the_next_one_comes(tmp_path: Path) -> None:
     assert most["rests"] < 64 << 10, most
 
 
-def test_a_disk_that_is_too_small_is_said_before_training(tmp_path: Path) -> None:
+def test_a_full_disk_is_refused_before_training(tmp_path: Path) -> None:
     words = f"--memory.nvme optimizer --memory.nvme_dir {tmp_path / 'disk'} --model.args.width 2000000"
     said = failures(2, tmp_path / "run", words)
     assert len(set(said)) == 1
@@ -130,7 +129,7 @@ def test_a_disk_that_is_too_small_is_said_before_training(tmp_path: Path) -> Non
     assert not any((tmp_path / "disk").iterdir())
 
 
-def test_a_folder_that_cannot_be_is_said_with_the_rank(tmp_path: Path) -> None:
+def test_an_unusable_folder_is_named_with_the_rank(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     said = failures(
         2, tmp_path / "run", f"--memory.nvme optimizer --memory.nvme_dir {tmp_path / 'file' / 'in'}"
@@ -154,10 +153,10 @@ def test_a_folder_that_cannot_be_is_said_with_the_rank(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_refused(words: str, said: str) -> None:
+def test_impossible_flags_are_refused(words: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load(words.split())
 
 
-def test_memory_that_is_called_a_disk_is_named() -> None:
+def test_a_folder_in_memory_is_named() -> None:
     assert mapped_files.file_system(Path("/proc")) == "proc"

@@ -74,21 +74,23 @@ def made(memory: MemorySection, compiled: bool = False) -> tuple[Uneven, Offload
     return model, carrier
 
 
-def test_inputs_alone_go_where_units_are_recomputed() -> None:
+def test_recomputed_units_offload_their_inputs_alone() -> None:
     """Of three units the last one's stay; a row of 13 fp32 numbers is what a unit is given."""
     model, carrier = made(MemorySection(activation_offload=True, activation_checkpointing="full"))
     model(torch.randn(6, 12)).square().sum().backward()
     assert carrier.copied == 2 * 6 * 13 * 4
 
 
-def test_each_tensor_goes_once_and_no_parameter() -> None:
-    """A unit keeps its input (13 wide, and two numbers of its norm), the norm's output (13) and tanh's (15)."""
+def test_each_tensor_is_copied_once_and_no_parameter() -> None:
+    """A unit keeps its input (13 wide, and two numbers of its norm), the norm's output (13) and tanh's
+    (15).
+    """
     model, carrier = made(MemorySection(activation_offload=True))
     model(torch.randn(6, 12)).square().sum().backward()
     assert carrier.copied == 2 * 6 * 4 * (13 + 2 + 13 + 15)
 
 
-def test_a_forward_without_gradients_carries_nothing() -> None:
+def test_a_forward_without_gradients_copies_nothing() -> None:
     model, carrier = made(MemorySection(activation_offload=True))
     with torch.no_grad():
         model(torch.randn(6, 12))
@@ -96,7 +98,7 @@ def test_a_forward_without_gradients_carries_nothing() -> None:
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_what_went_is_freed_before_backward(offload: bool) -> None:
+def test_copied_tensors_are_freed_before_backward(offload: bool) -> None:
     model, _ = made(MemorySection(activation_offload=True)) if offload else (Uneven(), None)
     seen: list[weakref.ref[Tensor]] = []
     norm = model.blocks[0].get_submodule("norm")
@@ -107,7 +109,7 @@ def test_what_went_is_freed_before_backward(offload: bool) -> None:
 
 
 class Stream:
-    """Writes down what is asked of it."""
+    """Records its calls."""
 
     def __init__(self, name: str, said: list[str]) -> None:
         self.name, self._said, self._count = name, said, 0
@@ -125,7 +127,7 @@ class Stream:
         self._said.append(f"{self.name} waits for all of {other.name}")
 
 
-def test_what_waits_for_what_where_there_are_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stream_dependencies_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each copy is waited for by itself: not the copies of the next unit, which lie behind it."""
     model, carrier = made(MemorySection(activation_offload=True, activation_checkpointing="full"))
     said: list[str] = []
@@ -172,7 +174,7 @@ def test_a_model_without_units_is_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", ["--memory.activation_checkpointing ops", "--memory.activation_budget 0.5"])
-def test_what_no_hook_sees_is_refused(words: str) -> None:
+def test_units_outside_the_hooks_are_refused(words: str) -> None:
     flag, value = words.split()
     with pytest.raises(
         ConfigError, match=f"--memory.activation_offload true and {flag} {value} do not go together"

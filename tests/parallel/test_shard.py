@@ -1,6 +1,4 @@
-"""What becomes a unit is sharded as asked, and nothing else about the model changes: names, modes, what rests
-between steps.
-"""
+"""Units are sharded by the flags, and nothing else about the model changes: names, modes, resting bytes."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def _of_rank(row: str, rank: int) -> int:
     ("wrap", "hint"),
     [("size:3000000", "HINT: --mesh.wrap size:444"), ("root", "the root's group holds 1,571 parameters")],
 )
-def test_a_wrap_that_wraps_nothing_says_so(wrap: str, hint: str) -> None:
+def test_a_wrap_without_a_match_has_a_hint(wrap: str, hint: str) -> None:
     line = fact(said(f"--mesh.wrap {wrap}"), "units")
     assert line.startswith(f"none: --mesh.wrap {wrap}")
     assert line.endswith(hint)

@@ -59,14 +59,14 @@ def rank_left_out(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
 
 
 def divided_by_micro_batches(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
-    def make(accumulate: Any) -> Any:
-        def broken(self: _Loop, batch: Any) -> Any:
+    def make(train_step: Any) -> Any:
+        def broken(self: _Loop, batch: Any, lr: float) -> Any:
             self.sharded.divides_by = self.sharded.ranks / len(batch.micro)
-            return accumulate(self, batch)
+            return train_step(self, batch, lr)
 
         return broken
 
-    return instead(_Loop, "_accumulate", make)
+    return instead(_Loop, "train_step", make)
 
 
 def mean_over_tokens(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
@@ -119,10 +119,10 @@ def divisor_of_one_axis(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
 def first_micro_batch_dropped(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
     left: list[int] = []
 
-    def counted(accumulate: Any) -> Any:
-        def broken(self: _Loop, batch: Any) -> Any:
+    def counted(train_step: Any) -> Any:
+        def broken(self: _Loop, batch: Any, lr: float) -> Any:
             left[:] = [0 if at == 0 and len(batch.micro) > 1 else 1 for at in range(len(batch.micro))]
-            return accumulate(self, batch)
+            return train_step(self, batch, lr)
 
         return broken
 
@@ -130,7 +130,7 @@ def first_micro_batch_dropped(env: DistEnv) -> contextlib.AbstractContextManager
         return lambda self, *args: with_gradient(call(self, *args), float(left.pop(0)) if left else 1.0)
 
     stack = contextlib.ExitStack()
-    stack.enter_context(instead(_Loop, "_accumulate", counted))
+    stack.enter_context(instead(_Loop, "train_step", counted))
     stack.enter_context(instead(LossFunction, "__call__", dropped))
     return stack
 

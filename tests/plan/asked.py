@@ -1,4 +1,4 @@
-"""What these tests ask the planner, in this process."""
+"""Plans that these tests make in this process."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from fsdp.plan.estimate import Plan, plan_one
 from fsdp.plan.rates import GIB
 
 SMALL = (
-    "--model.name", "transformer", "--model.args.layers", "3", "--model.args.width", "64", "--data.seq_len", "64",
-    "--data.args.kind", "tokens", "--data.name", "synthetic",
+    "--model.name", "transformer", "--model.args.layers", "3", "--model.args.width", "64",
+    "--data.seq_len", "64", "--data.args.kind", "tokens", "--data.name", "synthetic",
 )  # fmt: skip
 """Of the transformer's own vocabulary, 256."""
 

@@ -1,4 +1,4 @@
-"""Models of a person's own that are planned for, and some that no plan can be made for."""
+"""Users' models that can be planned, and some that cannot."""
 
 from __future__ import annotations
 

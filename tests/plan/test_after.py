@@ -1,4 +1,4 @@
-"""A planned run says at its end what was planned and what came, and keeps both."""
+"""A planned run logs and records at its end the plan beside the measured figures."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_the_median_leaves_the_first_steps_out() -> None:
     )
 
 
-def test_nothing_is_compared_where_nothing_was_planned_or_came() -> None:
+def test_no_comparison_without_a_plan_or_steps() -> None:
     assert maybe_planned(PlanSection(), "cpu") is None
     assert maybe_planned(PLANNED, "cuda") is None
     assert Planned(PLANNED, "cuda").compared() is None

@@ -1,4 +1,4 @@
-"""python -m fsdp.plan as a person types it: the table, the line to paste, the recipe, and what is said of
+"""python -m fsdp.plan as it is typed: the table, the line to paste, the recipe, and the messages about
 mistakes.
 """
 
@@ -72,13 +72,13 @@ def test_the_command_of_the_page_as_typed() -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_the_same_question_has_the_same_answer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_deterministic(capsys: pytest.CaptureFixture[str]) -> None:
     assert said(capsys, *QUICK) == said(capsys, *QUICK)
 
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_the_best_line_is_what_its_own_plan_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_best_line_planned_alone_has_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     """Pasted behind the question with --plan.fix, the best line gives the row that it was taken from."""
     table = said(capsys, *QUICK)
     first = table.splitlines()[3]
@@ -106,7 +106,7 @@ def test_a_recipe_is_written_that_train_py_takes(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.slow
-def test_a_recipe_says_what_rank_0_will_see(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_recipe_predicts_rank_0(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     own = ("--model.name", "tests.plan.own:Words", "--data.name", "synthetic", "--data.args.kind", "tokens")
     fixed = (
         *own,
@@ -133,34 +133,62 @@ def test_help_lists_the_planners_own_flags(capsys: pytest.CaptureFixture[str]) -
     assert "--plan.failures_per_gpu_year" in capsys.readouterr().out
 
 
-WRONG = {
-    "--plan.gpu h900": "--plan.gpu h900 is not in the table: a100, .* HINT: --plan.gpu h200 or h100",
-    "--plan.gpus 4 --train.global_batch 6": "--train.global_batch 6 over 4 ranks is 1.5 samples a rank: no mesh divides it. "
-    "HINT: --train.global_batch 8",
-    "--plan.gpus 4 --train.global_batch 24 --train.micro_batch 4": "--train.micro_batch 4 does not divide a rank's share: .*"
-    "HINT: --train.micro_batch 3",
-    "--plan.gpus 6 --mesh.replicate 4": "--mesh.strategy auto, replicate 4 × shard any: no such mesh has 6 ranks. HINT: ",
-    "--plan.gpus 4 --mesh.reshard_after_forward 3": "--mesh.reshard_after_forward 3 does not divide shard .* HINT: ",
-    "--plan.gpus 4 --plan.fix true --plan.rank 4": "--plan.rank 4 is not among 4 ranks. HINT: --plan.rank 3",
-    "--plan.gpus 4 --plan.gpu a100 --speed.float8 tensorwise": "--speed.float8 tensorwise needs compute capability 8.9, .*"
-    "HINT: --speed.float8 off",
-    "--plan.gpus 4 --memory.nvme optimizer --memory.nvme_dir /tmp": "--memory.nvme optimizer keeps the .*"
-    "HINT: --memory.cpu_offload true",
-    "--plan.gpus 4 --plan.margin 2": "--plan.margin 2.0 is out of range: .* HINT: --plan.margin 0.03",
-    "--plan.gpus 4 --model.name tests.plan.own:Reading": "--model.name tests.plan.own:Reading failed: .*meta.* HINT: ",
-    "--plan.gpus 4 --model.name tests.plan.own:Looking": "--model.name tests.plan.own:Looking looks at numbers while it runs .*"
-    "HINT: torch.where",
-    "--plan.gpus 4 --model.name tests.plan.own:Nothing": "--model.name tests.plan.own:Nothing: .* HINT: ",
-    "--plan.calibrate true": "--plan.calibrate: no CUDA device is here to measure as h100. HINT: --plan.gpu cpu",
-}
+WRONG = [
+    ("--plan.gpu h900", "--plan.gpu h900 is not in the table: a100, .* HINT: --plan.gpu h200 or h100"),
+    (
+        "--plan.gpus 4 --train.global_batch 6",
+        "--train.global_batch 6 over 4 ranks is 1.5 samples a rank: no mesh divides it. "
+        "HINT: --train.global_batch 8",
+    ),
+    (
+        "--plan.gpus 4 --train.global_batch 24 --train.micro_batch 4",
+        "--train.micro_batch 4 does not divide a rank's share: .*HINT: --train.micro_batch 3",
+    ),
+    (
+        "--plan.gpus 6 --mesh.replicate 4",
+        "--mesh.strategy auto, replicate 4 × shard any: no such mesh has 6 ranks. HINT: ",
+    ),
+    (
+        "--plan.gpus 4 --mesh.reshard_after_forward 3",
+        "--mesh.reshard_after_forward 3 does not divide shard .* HINT: ",
+    ),
+    (
+        "--plan.gpus 4 --plan.fix true --plan.rank 4",
+        "--plan.rank 4 is not among 4 ranks. HINT: --plan.rank 3",
+    ),
+    (
+        "--plan.gpus 4 --plan.gpu a100 --speed.float8 tensorwise",
+        "--speed.float8 tensorwise needs compute capability 8.9, .*HINT: --speed.float8 off",
+    ),
+    (
+        "--plan.gpus 4 --memory.nvme optimizer --memory.nvme_dir /tmp",
+        "--memory.nvme optimizer keeps the .*HINT: --memory.cpu_offload true",
+    ),
+    ("--plan.gpus 4 --plan.margin 2", "--plan.margin 2.0 is out of range: .* HINT: --plan.margin 0.03"),
+    (
+        "--plan.gpus 4 --model.name tests.plan.own:Reading",
+        "--model.name tests.plan.own:Reading failed: .*meta.* HINT: ",
+    ),
+    (
+        "--plan.gpus 4 --model.name tests.plan.own:Looking",
+        "--model.name tests.plan.own:Looking reads tensor values in its forward .*HINT: torch.where",
+    ),
+    ("--plan.gpus 4 --model.name tests.plan.own:Nothing", "--model.name tests.plan.own:Nothing: .* HINT: "),
+    (
+        "--plan.calibrate true",
+        "--plan.calibrate: no CUDA device is here to measure as h100. HINT: --plan.gpu cpu",
+    ),
+]
 
 
-@pytest.mark.parametrize("flags", WRONG)
-def test_a_mistake_is_one_line_with_a_hint(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("flags", "message"), WRONG)
+def test_a_mistake_is_one_line_with_a_hint(
+    flags: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = [] if "--model.name" in flags else ["--model.name", "transformer"]
     own = ["--data.name", "synthetic", "--data.args.kind", "tokens", "--data.seq_len", "32"]
     error = said(capsys, *words, *own, *QUICK_KNOBS, *flags.split(), code=2)
-    assert re.fullmatch(f"fsdp.plan: {WRONG[flags]}.*\n", error), error
+    assert re.fullmatch(f"fsdp.plan: {message}.*\n", error), error
 
 
 QUICK_KNOBS = ("--memory.activation_checkpointing", "none")
@@ -177,7 +205,7 @@ def test_as_many_rows_as_asked(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_measured_here_is_kept(
+def test_calibrated_rates_are_stored(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -199,7 +227,7 @@ def test_what_is_measured_here_is_kept(
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_is_said_with_what_to_turn(capsys: pytest.CaptureFixture[str]) -> None:
+def test_if_nothing_fits_a_hint_names_flags(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, *QUICK, "--plan.memory_gib", "1.4")
     assert "nothing fits. HINT: --plan.gpus 8, a --plan.gpu with more memory, or --data.seq_len lower" in text
     assert "best:" not in text
@@ -207,7 +235,7 @@ def test_what_does_not_fit_is_said_with_what_to_turn(capsys: pytest.CaptureFixtu
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_model_of_ones_own_is_planned_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_users_model_is_planned_too(capsys: pytest.CaptureFixture[str]) -> None:
     own = ("--model.name", "tests.plan.own:Words", "--data.name", "synthetic", "--data.args.kind", "tokens")
     text = said(capsys, *own, *QUICK[len(SMALL) :], "--data.seq_len", "32")
     assert "  best: --mesh.strategy" in text

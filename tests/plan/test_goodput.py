@@ -20,7 +20,7 @@ COSTS = Costs(
 )
 
 
-def test_what_was_measured_is_what_stands_in_the_results() -> None:
+def test_measured_costs_match_the_results() -> None:
     results = Path(__file__).parents[2] / "bench" / "results"
     saved = json.loads((results / "save.json").read_text(encoding="utf-8"))
     # Adam's two states beside each parameter, four bytes each, over the ranks
@@ -42,7 +42,7 @@ def test_without_failures_only_stalls_cost() -> None:
     assert goodput(calm, 100_000, 98.0) == pytest.approx(0.98)
 
 
-def test_the_replay_comes_near_what_can_be_written_down() -> None:
+def test_the_replay_matches_the_closed_form() -> None:
     """Few failures, no write behind: stalls, half an interval lost and a start for each failure."""
     costs = dataclasses.replace(COSTS, write_s=0.0)
     mean = 24 * HOUR / 1.0  # a thousand ranks
@@ -76,7 +76,7 @@ def test_a_checkpoint_has_each_parameter_once_on_any_mesh() -> None:
     )
 
 
-def test_the_details_say_hours_and_the_stores_seconds() -> None:
+def test_details_have_hours_and_write_seconds() -> None:
     words = ("--plan.tokens", "1e9", "--plan.store_gb_s", "4")
     lines = "\n".join(details(plan(*words), plan(*words).config))
     assert "at 4 GB/s" in lines

@@ -17,14 +17,14 @@ from fsdp.plan.memory import memory_of
 from tests.support.marks import sample_are
 from tests.support.world import run_world
 
-SMALL = ("--model.name", "transformer", "--data.name", "synthetic", "--data.args.kind", "tokens", "--data.seq_len", "32",
-         "--model.args.layers", "3", "--model.args.width", "64")  # fmt: skip
+SMALL = ("--model.name", "transformer", "--data.name", "synthetic", "--data.args.kind", "tokens",
+         "--data.seq_len", "32", "--model.args.layers", "3", "--model.args.width", "64")  # fmt: skip
 BATCH = ("--train.global_batch", "12", "--train.micro_batch", "2")
 CASES = (
     Case(2, (*SMALL, *BATCH, "--precision.param", "bf16", "--memory.activation_checkpointing", "ops")),
     Case(2, (*SMALL, *BATCH, "--mesh.strategy", "ddp", "--precision.param", "bf16", "--optim.name", "sgd")),
-    Case(2, (*SMALL, *BATCH, "--lora.rank", "4", "--mesh.reshard_after_forward", "false", "--memory.activation_offload", "true",
-             "--comm.divide_by", "4")),
+    Case(2, (*SMALL, *BATCH, "--lora.rank", "4", "--mesh.reshard_after_forward", "false",
+             "--memory.activation_offload", "true", "--comm.divide_by", "4")),
     Case(2, ("--model.name", "tests.plan.own:Words", *SMALL[2:], *BATCH, "--data.args.vocab_size", "257",
              "--optim.state", "8bit", "--memory.activation_budget", "0.5")),
 )  # fmt: skip
@@ -62,7 +62,7 @@ def test_the_draw_is_the_same_each_time_and_has_every_kind() -> None:
 
 
 @pytest.mark.slow
-def test_what_a_cuda_bench_draws_is_a_run_and_can_be_planned() -> None:
+def test_cases_of_the_cuda_bench_can_be_planned() -> None:
     drawn = plan_cuda.draw(random.Random(7), 24)
     for case in drawn:
         assert load(case.flags).speed.compile == "false"

@@ -1,4 +1,6 @@
-"""Bytes: which knob changes them and by how much, on which rank, and that few blocks stand for all of them."""
+"""Bytes: which knob changes them and by how much, on which rank, and that few blocks stand for all of
+them.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +129,7 @@ LESS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 @pytest.mark.parametrize(
     "knob", quick_are(["--memory.activation_budget 0.5", "--memory.cpu_offload true"], LESS)
 )
-def test_a_knob_that_saves_memory_is_seen_to(knob: str) -> None:
+def test_a_knob_that_saves_memory_lowers_the_plan(knob: str) -> None:
     common, without = LESS[knob]
     assert plan(*common, *knob.split()).memory.peak < plan(*common, *without).memory.peak
 
@@ -163,7 +165,7 @@ def test_gathering_ahead_takes_memory() -> None:
     assert peak(*many, "--speed.prefetch_forward", "4", "--speed.prefetch_backward", "4") > peak(*many)
 
 
-def test_offload_moves_what_rests_to_the_host() -> None:
+def test_offload_moves_resting_bytes_to_the_host() -> None:
     there, here = plan("--memory.cpu_offload", "true").memory, plan().memory
     assert there.kinds["optimizer"] == there.kinds["parameters"] == 0
     assert there.host >= here.state
@@ -171,14 +173,14 @@ def test_offload_moves_what_rests_to_the_host() -> None:
 
 
 @pytest.mark.slow
-def test_what_forward_keeps_on_the_host_is_counted_there() -> None:
+def test_offloaded_activations_count_on_the_host() -> None:
     many = (*LONG, "--model.args.layers", "9")
     there, here = plan(*many, "--memory.activation_offload", "true").memory, plan(*many).memory
     assert there.kinds["offloaded"] == 0
     assert there.host > 0.5 * here.kinds["activations"]
 
 
-def test_what_is_read_ahead_lies_on_the_device() -> None:
+def test_prefetched_batches_count_on_the_device() -> None:
     here, there = plan("--data.to_device", "true"), plan("--data.to_device", "false")
     a_sample = 2 * 64 * 8  # inputs and targets, 64 numbers of 8 bytes
     assert here.memory.peak - there.memory.peak == 2 * 2 * a_sample
@@ -205,11 +207,11 @@ NAMED = {
 
 
 @pytest.mark.parametrize("flags", NAMED)
-def test_what_is_not_modelled_is_named(flags: str) -> None:
+def test_flags_outside_the_model_are_named(flags: str) -> None:
     assert any(NAMED[flags] in note for note in not_modelled(load([*SMALL, *flags.split()])))
 
 
-def test_nothing_is_named_where_all_is_counted() -> None:
+def test_no_note_if_all_is_counted() -> None:
     assert not list(
         not_modelled(load([*SMALL, "--speed.compile", "false", "--memory.activation_checkpointing", "ops"]))
     )
@@ -227,7 +229,7 @@ COMPOSED = {
 
 
 @pytest.mark.parametrize("flags", sample_are(list(COMPOSED)[1:2], COMPOSED))
-def test_few_blocks_stand_for_all_of_them(flags: str) -> None:
+def test_few_blocks_compose_to_all(flags: str) -> None:
     gpu, layers = COMPOSED[flags]
     words = [
         *SMALL,
@@ -273,7 +275,7 @@ def test_small_and_large_blocks_come_from_segments_of_their_own() -> None:
     assert reserved_for([(1, 512), (2, 11 * MIB), (3, 512)]) == 14 * MIB
 
 
-def test_what_is_given_back_is_given_out_again() -> None:
+def test_freed_blocks_are_reused() -> None:
     assert reserved_for([(1, 30 * MIB), (1, -30 * MIB), (2, 14 * MIB), (3, 14 * MIB)]) == 30 * MIB
     assert (
         reserved_for([(1, 14 * MIB), (2, 14 * MIB), (1, -14 * MIB), (2, -14 * MIB), (3, 28 * MIB)])
@@ -291,6 +293,6 @@ def test_free_neighbours_become_one_block() -> None:
     assert pool.reserved == 20 * MIB
 
 
-def test_reserved_is_at_least_what_tensors_hold() -> None:
+def test_reserved_is_at_least_the_tensors_bytes() -> None:
     memory = memory_of(count(ask_for(load([*SMALL, "--train.global_batch", "8"]), 4)))
     assert memory.peak <= memory.reserved <= 1.1 * memory.peak

@@ -1,5 +1,5 @@
-"""What is chosen: the fastest that fits with its margin, on as few GPUs as are enough, and never what
-train.py would refuse.
+"""The search chooses the fastest plan that fits with its margin, on the fewest GPUs, and none that
+train.py refuses.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fsdp.base.errors import ConfigError
 from fsdp.config import load
 from fsdp.plan.__main__ import given_in
 from fsdp.plan.estimate import ask_for
-from fsdp.plan.fake_runs import _beside, peak_of
+from fsdp.plan.fake_runs import _in_second_process, peak_of
 from fsdp.plan.search import SearchResult, search
 from fsdp.plan.step_trace import watch
 from tests.plan.asked import SMALL
@@ -37,7 +37,7 @@ def test_the_first_is_the_fastest_that_fits() -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_what_was_given_stays() -> None:
+def test_flags_that_are_set_stay() -> None:
     for plan in found("--plan.gpus", "8", "--mesh.shard", "4", "--train.global_batch", "32").plans:
         assert plan.sizes.shard == 4
         assert plan.micro_batch * plan.accumulation * 8 == 32
@@ -45,7 +45,7 @@ def test_what_was_given_stays() -> None:
 
 
 @pytest.mark.slow
-def test_a_strategy_that_was_given_is_kept() -> None:
+def test_a_strategy_that_is_set_stays() -> None:
     assert {plan.sizes.strategy for plan in found("--plan.gpus", "4", "--mesh.strategy", "fsdp").plans} == {
         "fsdp"
     }
@@ -56,7 +56,7 @@ def test_a_strategy_that_was_given_is_kept() -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_nothing_is_proposed_that_train_py_refuses() -> None:
+def test_train_py_accepts_every_proposal() -> None:
     """DDP takes no factor of its own, so it is not among the choices."""
     assert "ddp" in {plan.sizes.strategy for plan in found("--plan.gpus", "4").plans}
     assert {plan.sizes.strategy for plan in found("--plan.gpus", "4", "--comm.divide_by", "4").plans} == {
@@ -88,7 +88,7 @@ def test_the_margin_decides_what_fits() -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_the_fewest_ranks_that_are_enough() -> None:
+def test_the_fewest_ranks_that_fit() -> None:
     wide = (
         "--model.args.width",
         "768",
@@ -130,12 +130,12 @@ def test_no_number_of_ranks_is_tried_that_the_batch_does_not_divide() -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_process_beside_this_one_finds_the_same() -> None:
+def test_a_second_process_finds_the_same() -> None:
     asks = [
         dataclasses.replace(ask_for(load([*SMALL, "--train.global_batch", "8"]), 4), rank=rank)
         for rank in range(3)
     ]
-    beside = _beside(asks)
+    beside = _in_second_process(asks)
     assert {ask: peak_of(trace) for ask, trace in beside.items()} == {
         ask: peak_of(watch(ask)) for ask in asks
     }

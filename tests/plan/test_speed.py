@@ -58,7 +58,7 @@ FASTER = {
 
 
 @pytest.mark.parametrize("knob", quick_are(list(FASTER)[:1], FASTER))
-def test_what_is_faster_takes_less(knob: str) -> None:
+def test_a_faster_device_takes_less_time(knob: str) -> None:
     slow = FASTER[knob]
     fast = [*slow[2:]] if "reshard" in knob or "gpus_per_node" in knob else []
     assert seconds(*knob.split(), *fast) < seconds(*slow)
@@ -91,7 +91,7 @@ def test_between_nodes_the_adapters_are_shared() -> None:
     )
 
 
-def test_communication_is_hidden_behind_what_computes() -> None:
+def test_communication_is_hidden_behind_computation() -> None:
     fast = plan(*BIG, "--plan.node_link_gb_s", "400", "--train.global_batch", "128", gpus=16).step
     slow = plan(*BIG, "--plan.node_link_gb_s", "4", "--train.global_batch", "128", gpus=16).step
     assert fast.exposed < fast.parts["communication"]
@@ -131,8 +131,9 @@ def test_tokens_and_operations_are_the_models() -> None:
 @pytest.mark.slow
 def test_one_configuration_at_16384_ranks_takes_less_than_ten_seconds() -> None:
     config = load(
-        ["--model.name", "transformer", "--model.preset", "llama-8b", "--data.seq_len", "8192", "--plan.fix", "true",
-         "--plan.gpus", "16384", "--train.global_batch", "16384", "--mesh.strategy", "hsdp", "--mesh.replicate", "32"]
+        ["--model.name", "transformer", "--model.preset", "llama-8b", "--data.seq_len", "8192",
+         "--plan.fix", "true", "--plan.gpus", "16384", "--train.global_batch", "16384",
+         "--mesh.strategy", "hsdp", "--mesh.replicate", "32"]
     )  # fmt: skip
     began = time.monotonic()
     found = plan_one(config)

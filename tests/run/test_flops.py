@@ -1,4 +1,4 @@
-"""What a sample costs, counted; and the table of devices that it is divided by."""
+"""Operations of one sample, and the table of device peaks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class LooksAtItsNumbers(nn.Module):
         return self.linear(inputs.flatten(1)) * (1.0 if float(inputs.sum()) > 0 else 2.0)
 
 
-def test_a_model_that_cannot_run_without_numbers_counts_its_parameters() -> None:
+def test_a_model_that_reads_values_counts_its_parameters() -> None:
     flops, model, tokens = counted("--model.name", f"{__name__}:LooksAtItsNumbers")
     assert flops == 6.0 * sum(p.numel() for p in model.parameters()) * max(1, tokens)
 
@@ -75,7 +75,7 @@ def test_a_driver_s_name_finds_its_device(name: str, known: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["Tesla V100-SXM2-16GB", "AMD Instinct MI300X", "NVIDIA L400", ""])
-def test_what_the_table_does_not_know_is_none(name: str) -> None:
+def test_an_unknown_device_has_no_peak(name: str) -> None:
     assert devices.find(name) is None
 
 

@@ -33,8 +33,9 @@ SHARES = 12
 has it.
 """
 BASE = (
-    f"--train.steps {STEPS} --train.global_batch 8 --optim.lr 1e-2 --optim.warmup_steps 0 --checkpoint.every_steps 1000 "
-    "--data.name tests.support.user_code:vectors --data.args.count 48 --model.name tests.support.user_code:Sixteens --watch.enabled false"
+    f"--train.steps {STEPS} --train.global_batch 8 --optim.lr 1e-2 --optim.warmup_steps 0 "
+    "--checkpoint.every_steps 1000 --watch.enabled false --data.args.count 48 "
+    "--data.name tests.support.user_code:vectors --model.name tests.support.user_code:Sixteens"
 )
 EXACT, ROUNDED, FLOAT8 = 1e-10, 2e-2, 8e-2
 FP64 = "--precision.master fp64"
@@ -45,7 +46,7 @@ class Knob:
     flags: str
     ranks: int = 2
     computes: str = "fp64"
-    """What the plain loop computes in beside it; anything but fp64 rounds."""
+    """The plain loop's dtype of computation; anything but fp64 rounds."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -54,7 +55,9 @@ class Knob:
 
 KNOBS = {
     "recompute": Knob("--memory.activation_checkpointing full"),
-    "recompute every second": Knob("--memory.activation_checkpointing full --memory.activation_checkpointing_every 2"),
+    "recompute every second": Knob(
+        "--memory.activation_checkpointing full --memory.activation_checkpointing_every 2"
+    ),
     "recompute ops": Knob("--memory.activation_checkpointing ops"),
     "budget": Knob("--memory.activation_budget 0.5"),
     "activations to the host": Knob("--memory.activation_offload true"),
@@ -85,15 +88,21 @@ FILES = ("states in files", "all in files")
 REFUSED = {
     *itertools.product(("recompute", "recompute every second", "recompute ops"), ("budget",)),
     *itertools.product(("recompute ops", "budget"), ("activations to the host",)),
-    *itertools.product(("recompute", "recompute every second", "recompute ops", "budget", "activations to the host"),
-                       ("root only",)),
+    *itertools.product(
+        ("recompute", "recompute every second", "recompute ops", "budget", "activations to the host"),
+        ("root only",),
+    ),
     *itertools.product(("zero-2", "gathered once a step", "reshard to 2"), ("ddp",)),
-    *itertools.product(("ddp",), ("scattered each time", "prefetch", "cpu offload", "all in files", "own gather",
-                                  "sum, not mean")),
+    *itertools.product(
+        ("ddp",),
+        ("scattered each time", "prefetch", "cpu offload", "all in files", "own gather", "sum, not mean"),
+    ),
     *itertools.product(FILES, ("states in 8 bits",)),
     *itertools.product(("reshard to 2", "cpu offload", "all in files", "fp16"), ("float8",)),
-    ("float8", "adapters"), ("float8", "root only"), ("frozen", "adapters"),
-}  # fmt: skip
+    ("float8", "adapters"),
+    ("float8", "root only"),
+    ("frozen", "adapters"),
+}
 """In the order of KNOBS."""
 
 PAIRS = [
@@ -251,7 +260,7 @@ def test_compiled(other: str, tmp_path: Path) -> None:
 
 
 def refusal(names: Sequence[str]) -> str:
-    """What is said before anything starts; empty where nothing is."""
+    """The messages of a refusal before the start; empty without one."""
     try:
         configuration.load(words_of(names))
     except ConfigError as error:

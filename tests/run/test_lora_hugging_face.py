@@ -73,7 +73,7 @@ def test_only_adapters_move(finished: tuple[Finished, list[str]]) -> None:
     assert loss_of(one.parameters, words) < loss_of(plain, words)
 
 
-def test_the_merged_export_answers_as_base_and_adapters_do(finished: tuple[Finished, list[str]]) -> None:
+def test_the_merged_export_predicts_as_base_and_adapters_do(finished: tuple[Finished, list[str]]) -> None:
     one, words = finished
     adapters = open_full_state(one.run / "full_model/adapter/adapter_model.safetensors")
     beside = logits(with_adapters(words, adapters))

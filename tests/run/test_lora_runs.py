@@ -22,7 +22,10 @@ from fsdp.models.lora import apply_lora, draw_adapters, merge
 from tests.support.plain_loop import relative_difference
 from tests.support.runs import failures, flags, run, settings
 
-LORA = "--lora.rank 3 --lora.alpha 6 --train.steps 6 --train.clip_grad_norm 0 --optim.name sgd --optim.momentum 0"
+LORA = (
+    "--lora.rank 3 --lora.alpha 6 --train.steps 6 --train.clip_grad_norm 0 "
+    "--optim.name sgd --optim.momentum 0"
+)
 FP64 = "--precision.master fp64 --precision.param fp64"
 
 
@@ -92,7 +95,7 @@ def test_checkpoints_hold_adapters_and_their_optimizer_alone(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_resume_goes_on_where_it_was_at_another_size(tmp_path: Path) -> None:
+def test_a_resume_continues_at_another_size(tmp_path: Path) -> None:
     whole = run(2, tmp_path / "whole", "--lora.rank 2 --train.steps 8 --optim.warmup_steps 0").parameters
     half = "--lora.rank 2 --train.steps 8 --optim.warmup_steps 0"
     run_dir = tmp_path / "half"
@@ -121,12 +124,12 @@ def test_base_weights_come_from_a_file_and_others_are_refused(base: Path, tmp_pa
     assert failures(2, tmp_path, words) == [None, None]
 
 
-def test_adapters_are_not_laid_over_a_whole_checkpoint(base: Path, tmp_path: Path) -> None:
+def test_adapters_refuse_a_whole_checkpoint(base: Path, tmp_path: Path) -> None:
     for text in failures(2, tmp_path, f"--lora.rank 2 --checkpoint.resume {base}/checkpoints"):
         assert "holds a whole model, and this run trains adapters" in str(text)
 
 
-def test_the_command_exports_what_the_run_did_and_sees_a_changed_base(base: Path, tmp_path: Path) -> None:
+def test_the_command_exports_as_the_run_and_refuses_a_changed_base(base: Path, tmp_path: Path) -> None:
     weights = tmp_path / "weights.pt"
     torch.save(torch.load(base / "full_model/full-model.pt", weights_only=True), weights)
     run_dir = tmp_path / "run"
@@ -166,7 +169,7 @@ def test_the_adapters_alone_are_written_as_peft_reads_them(base: Path, tmp_path:
 
 
 def test_their_first_bits_are_the_same_at_any_number_of_ranks(tmp_path: Path) -> None:
-    """A step with a rate of nearly nothing shows them: what is saved is what was drawn."""
+    """A step with a tiny rate saves the initial values."""
     found = []
     for ranks in (1, 3):
         folder = tmp_path / str(ranks)

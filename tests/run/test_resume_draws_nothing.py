@@ -1,6 +1,4 @@
-"""A start that goes on does not draw weights which its checkpoint overwrites: a large model's would take
-minutes.
-"""
+"""A resume does not draw weights that its checkpoint overwrites: a large model's would take minutes."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ SAVES = "--checkpoint.every_steps 1 --train.stop_after 2"
 
 
 def drawn_on_a_rank(env: DistEnv, words: list[str]) -> tuple[str | None, int]:
-    """What the run said in failing, and how many tensors it drew or was sent."""
+    """The error, and how many tensors the rank drew or was sent."""
     count, before = [0], (materialize.draw_into, materialize._send_all)
 
     def counted(original: Any) -> Any:
@@ -44,7 +42,7 @@ def test_weights_come_from_the_checkpoint_alone(how: str, tmp_path: Path) -> Non
     assert again == [(None, 0), (None, 0)]
 
 
-def test_adapters_lie_over_weights_that_their_checkpoint_does_not_hold(tmp_path: Path) -> None:
+def test_base_weights_are_drawn_beside_an_adapters_checkpoint(tmp_path: Path) -> None:
     words = ["--run.dir", str(tmp_path / "run"), *flags("--lora.rank 2", SAVES)]
     run_world(2, drawn_on_a_rank, words)
     again = run_world(2, drawn_on_a_rank, [*words, "--train.stop_after", "3"])

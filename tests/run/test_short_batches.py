@@ -1,4 +1,4 @@
-"""Where ranks take batches of unlike sizes a run that goes on is still the run that never stopped."""
+"""With unequal batches on the ranks a resumed run equals the unbroken run."""
 
 from __future__ import annotations
 

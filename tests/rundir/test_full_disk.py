@@ -135,7 +135,7 @@ def test_a_run_trains_to_its_end_and_resumes_when_there_is_room(disk: SmallDisk)
     (disk.outside / "ballast").unlink()
     again = disk.start(*one_rank(disk, *saves))
     assert again.returncode == 0, again.stderr
-    assert "goes on from step 24" in again.stderr
+    assert "resumes from step 24" in again.stderr
     assert [record["step"] for record in disk.lines("run/metrics.jsonl")] == list(range(1, STEPS + 1))
     assert [event["event"] for event in disk.lines("run/history.jsonl")][-2:] == ["start", "end"]
     assert (disk.outside / "run/DONE").exists()

@@ -1,15 +1,14 @@
-"""Adam whose moments are kept in bf16 or in 8 bits: half, or a quarter, of what they take in fp32. The
-arithmetic is fp32.
+"""Adam with moments in bf16 or in 8 bits: half, or a quarter, of fp32's memory. The arithmetic is fp32.
 
-bf16 is rounded at random, by a number that follows from the step and the element's place in the whole
-parameter: a moment that changes by less than bf16 can show still moves as far on average, and the bits are
-the same at any number of ranks and after any restart. 8 bits are a place in a table of 256 values (Dettmers'
-dynamic map, arXiv 2110.02861, as bitsandbytes and torchao have it), times the largest of its block of 256; a
-block never crosses a row, so codes and scales are sharded as parameters are.
+bf16 is rounded stochastically, by a number that follows from the step and the element's place in the whole
+parameter: a moment that changes by less than bf16 can represent still moves as far on average, and the bits
+are the same at any number of ranks and after any restart. 8 bits are an index into a table of 256 values
+(Dettmers' dynamic map, arXiv 2110.02861, as in bitsandbytes and torchao), times the largest of its block of
+256; a block never crosses a row, so codes and scales are sharded as parameters are.
 
-Vectors, and matrices whose rows are short, keep fp32 moments under 8 bits. A moment that a checkpoint brings
-in another form is brought into this optimizer's form. The optimizer is adam.py's, the arithmetic of few bits
-is bits.py's. Not here: which optimizer a run has (fsdp/optim/optimizer.py).
+Vectors, and matrices with short rows, keep fp32 moments under 8 bits. A checkpoint's moments in another form
+are converted. adam.py has the optimizer, bits.py the arithmetic of few bits. Not here: which optimizer a run
+has (fsdp/optim/optimizer.py).
 """
 
 from fsdp.optim.small_states.adam import SmallStateAdam, adapt_states, moment_bytes, new_state, places_of

@@ -1,5 +1,5 @@
-"""The optimizer: an update, what it keeps of a parameter, its shards, and a checkpoint's moments brought into
-its form.
+"""The optimizer: its update, the states of a parameter, their shards, and the conversion of a checkpoint's
+moments.
 
 Not here: how a number becomes bf16 or 8 bits (bits.py).
 """
@@ -21,13 +21,13 @@ Kind = Literal["bf16", "8bit"]
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SHORTEST_ROW = 64
-"""Elements of a row from which 8 bits are worth a scale."""
+"""Elements of a row from which on 8 bits save more than their scales take."""
 SLICE = 1 << 20
-"""Elements that are widened to fp32 at once."""
+"""Elements that are widened to fp32 at a time."""
 
 
 class SmallStateAdam(torch.optim.Optimizer):
-    """AdamW as torch's; a group's weight_decay of 0 makes it Adam."""
+    """AdamW as in torch; a group's weight_decay of 0 makes it Adam."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class SmallStateAdam(torch.optim.Optimizer):
         self._places = places
         self._counts: dict[nn.Parameter, tuple[Tensor, int]] = {}
         if kind == "8bit":
-            # A restore fills what is there: only so are scales read sharded, and codes never coded again.
+            # A restore fills existing tensors: scales are then read sharded, and codes are not coded again.
             self.state.update({p: new_state(p, kind) for group in self.param_groups for p in group["params"]})
 
     @torch.no_grad()
@@ -65,9 +65,7 @@ class SmallStateAdam(torch.optim.Optimizer):
             _update_rows(views, first, rows, group, count, self._places[parameter])
 
     def _count(self, parameter: nn.Parameter, state: Mapping[str, Tensor]) -> int:
-        """The step being made. The number is read from its tensor only where a checkpoint has brought
-        another.
-        """
+        """The current step. Its number is read from the tensor only after a checkpoint has filled it."""
         known = self._counts.get(parameter)
         if known is not None and known[0] is state["step"]:
             before = known[1]
@@ -87,7 +85,7 @@ def codes(parameter: Tensor, kind: Kind) -> bool:
 
 
 def moment_bytes(parameter: Tensor, kind: Kind) -> int:
-    """Of both moments of the whole parameter."""
+    """Bytes of both moments of the whole parameter."""
     if not codes(parameter, kind):
         return 2 * parameter.numel() * (2 if kind == "bf16" else 4)
     return 2 * (parameter.numel() + 4 * parameter.shape[0] * blocks_of(parameter))
@@ -114,7 +112,7 @@ def new_state(parameter: nn.Parameter, kind: Kind) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def adapt_states(optimizer: torch.optim.Optimizer) -> None:
-    """After a restore: moments that were saved in another form get the form that this optimizer keeps."""
+    """After a restore: moments saved in another form are converted to this optimizer's."""
     kind = optimizer.kind if isinstance(optimizer, SmallStateAdam) else None
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -158,7 +156,7 @@ def _zero(name: str) -> int:
 
 @dataclass(frozen=True)
 class _Views:
-    """Local tensors, at least one-dimensional; `first` is the local shard's first row in the whole parameter."""
+    """Local tensors, at least one-dimensional; `first` is the shard's first row in the whole parameter."""
 
     parameter: Tensor
     grad: Tensor
@@ -199,9 +197,7 @@ def _update_rows(
 
 
 def _read(name: str, state: Mapping[str, Tensor], first: int, rows: int, whole_first: int) -> Tensor:
-    """A moment's rows in fp32. A scale that a checkpoint has brought whole is read where this shard's rows
-    lie in it.
-    """
+    """A moment's rows in fp32. A scale that a checkpoint restored whole is read at this shard's rows."""
     kept = _rowed(_local(state[name])).narrow(0, first, rows)
     if kept.dtype != torch.uint8:
         return kept.to(torch.float32, copy=True)
@@ -222,7 +218,7 @@ def _write(
     moment: Tensor,
     noise: Callable[[], Tensor] | None,
 ) -> None:
-    """Into its form. Without `noise`, as when a form is changed, bf16 is rounded to the nearest."""
+    """Converts to the moment's form. Without `noise`, as in a conversion, bf16 is rounded to the nearest."""
     kept = _rowed(state[name]).narrow(0, first, rows)
     if kept.dtype == torch.uint8:
         found, scale = encode(moment, table_of(name == "exp_avg", kept.device))
@@ -246,7 +242,7 @@ def _rowed(tensor: Tensor) -> Tensor:
 
 
 def _first_row(parameter: Tensor) -> int:
-    """Of this rank's shard in the whole: dim 0 is cut as torch.chunk cuts it."""
+    """The place of this rank's shard in the whole: dim 0 is cut as by torch.chunk."""
     if not isinstance(parameter, DTensor):
         return 0
     mesh = parameter.device_mesh
@@ -255,7 +251,7 @@ def _first_row(parameter: Tensor) -> int:
     if not axes:
         return 0
     chunk = -(-parameter.shape[0] // mesh.size(axes[0]))
-    # Not get_local_rank: a spec that DTensor remembers from an earlier run of this process has groups that
+    # Not get_local_rank: a spec that DTensor caches from an earlier run of this process has groups that
     # are gone.
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
@@ -263,7 +259,7 @@ def _first_row(parameter: Tensor) -> int:
 
 
 def _like(parameter: nn.Parameter, local: Tensor) -> Tensor:
-    """Sharded as the parameter is; only the rows' own shape may be another."""
+    """A DTensor sharded as the parameter is; only the shape of the rows may differ."""
     if not isinstance(parameter, DTensor):
         return local
     shape = torch.Size((parameter.shape[0], *local.shape[1:])) if local.dim() else torch.Size()

@@ -1,7 +1,7 @@
-"""Numbers in fewer bits: fp32 as bf16, rounded at random, and as 8 bits, a place in a table times the largest
+"""Numbers in fewer bits: fp32 as bf16, rounded stochastically, and as 8 bits, a table index times the largest
 of a block.
 
-Here is the arithmetic on plain tensors. Not here: whose numbers they are, and how they are sharded (adam.py).
+The arithmetic on plain tensors. Not here: which numbers, and how they are sharded (adam.py).
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ BLOCK = 256
 
 
 def round_at_random(value: Tensor, noise: Tensor) -> Tensor:
-    """fp32 to the bf16 above or below, the nearer one more often: `noise` has sixteen random bits an element."""
+    """Rounds fp32 to the bf16 above or below, more often to the nearer: `noise` has sixteen random bits an
+    element.
+    """
     bits = value.contiguous().view(torch.int32)
     return ((bits + (noise & 0xFFFF)) & -0x10000).view(torch.float32).to(torch.bfloat16)
 
 
 def noise_at(start: int, like: Tensor, seed: int) -> Tensor:
-    """32 bits for each element, from its place alone: Wellons' lowbias32 of place and seed."""
+    """32 random bits for each element, from its place alone: Wellons' lowbias32 of place and seed."""
     x = torch.arange(like.numel(), dtype=torch.int32, device=like.device)
     x += _signed(start)
     x ^= _signed(seed)
@@ -48,7 +50,7 @@ def _signed(word: int) -> int:
 
 @functools.cache
 def dynamic_map(signed: bool) -> tuple[float, ...]:
-    """256 values within [-1, 1]: seven decades, the finer the larger; 0 and 1 are among them."""
+    """256 values within [-1, 1]: seven decades, finer for larger values; 0 and 1 are among them."""
     found = [0.0, 1.0]
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2 ** (decade + (0 if signed else 1)) + 1)

@@ -1,0 +1,130 @@
+"""One training step: forward and backward of the micro-batches, gradient norm, clipping, update.
+
+fsdp/run/loop.py runs it; fsdp/plan traces the same functions on fake tensors. Not here: where batches come
+from, the learning rate, and what a run checks at the hooks (step_hooks.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fsdp.data.types import Batch
+from fsdp.models.checks import check_one_number
+from fsdp.models.loss import LossFunction
+from fsdp.optim.gradients import Gradients, InTurn
+from fsdp.optim.loss_scale import LossScaler
+from fsdp.optim.optimizer import set_lr
+from fsdp.parallel.shard import Sharded
+from fsdp.parallel.update import Update
+
+
+class StepHooks:
+    """Calls that a step makes to its caller. A hook that is not overridden does nothing."""
+
+    def enter(self, phase: str) -> None:
+        """A phase begins: forward and backward once a micro-batch, then reduce, then optimizer."""
+
+    def weight(self) -> float:
+        """The divisor of the global batch's loss. Called after each forward: a sum of token counts over the
+        ranks overlaps with the first one.
+        """
+        return 1.0
+
+    def reduce_loss(self, total: Tensor, scaled: Tensor) -> None:
+        """Before the last backward, which starts at `scaled`: `total` is this rank's sum of losses."""
+
+    def measured(self) -> None:
+        """The gradient norm is computed; gradients still have the loss scale."""
+
+    def may_update(self, norm: Tensor) -> bool:
+        """Whether the optimizer is called: the same value on every rank."""
+        return True
+
+    def before_update(self) -> None:
+        """Parameters and optimizer states are about to change."""
+
+    def after_update(self) -> None:
+        """Parameters and optimizer states have changed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepParts:
+    """What a step needs of a run. `clip_norm` 0 turns clipping off."""
+
+    sharded: Sharded
+    loss_function: LossFunction
+    gradients: Gradients
+    optimizer: torch.optim.Optimizer
+    update: Update
+    scaler: LossScaler | None
+    clip_norm: float
+
+
+def gradients_of(sharded: Sharded, in_turn: InTurn | None = None) -> Gradients:
+    """The gradients of a sharded model, whose norm is summed over dp_shard."""
+    group = sharded.mesh.get_group("dp_shard") if sharded.sizes.strategy != "ddp" else None
+    return Gradients(sharded.root.parameters(), group, in_turn)
+
+
+def run_step(
+    parts: StepParts, batches: Iterator[Batch], count: int, *, lr: float, hooks: StepHooks
+) -> tuple[Tensor, bool]:
+    """A step of `count` micro-batches: the gradient norm, and whether the parameters were updated."""
+    accumulate(parts, batches, count, hooks)
+    norm = reduced_norm(parts, hooks)
+    applied = hooks.may_update(norm)
+    if applied:
+        apply_update(parts, norm, lr, hooks)
+    parts.optimizer.zero_grad(set_to_none=True)
+    return norm, applied
+
+
+def accumulate(parts: StepParts, batches: Iterator[Batch], count: int, hooks: StepHooks) -> None:
+    """Gradients of the global batch's mean loss, from `count` micro-batches."""
+    total: Tensor | None = None
+    for at in range(count):
+        total = micro_batch(parts, next(batches), total, last=at == count - 1, hooks=hooks)
+
+
+def micro_batch(
+    parts: StepParts, batch: Batch, total: Tensor | None, *, last: bool, hooks: StepHooks
+) -> Tensor:
+    """Forward and backward of one micro-batch; `total` with its loss added."""
+    scale = parts.scaler.scale if parts.scaler is not None else 1.0
+    with parts.sharded.micro_batch(last):
+        hooks.enter("forward")
+        found = parts.loss_function(parts.sharded.called, batch.data, batch.valid, batch.valid_rows)
+        check_one_number(found.loss_sum)
+        weight = hooks.weight()
+        loss = found.loss_sum.detach().double()
+        total = loss if total is None else total + loss
+        # A reduction averages over the ranks: each multiplies by their number.
+        scaled = found.loss_sum * (parts.sharded.divisor * scale / weight)
+        if last:
+            hooks.reduce_loss(total, scaled)
+        hooks.enter("backward")
+        scaled.backward()
+    return total
+
+
+def reduced_norm(parts: StepParts, hooks: StepHooks) -> Tensor:
+    """The global gradient norm, the gradients freed of the loss scale. Collective."""
+    hooks.enter("reduce")
+    norm = parts.gradients.norm()
+    hooks.measured()
+    return norm if parts.scaler is None else parts.scaler.unscale(parts.gradients, norm)
+
+
+def apply_update(parts: StepParts, norm: Tensor, lr: float, hooks: StepHooks) -> None:
+    """Clips the gradients and runs the optimizer at rate `lr`."""
+    if parts.clip_norm:
+        parts.gradients.clip(parts.clip_norm, norm)
+    set_lr(parts.optimizer, lr)
+    hooks.enter("optimizer")
+    hooks.before_update()
+    parts.update.step()
+    hooks.after_update()

@@ -1,0 +1,101 @@
+"""The hooks of a run in its steps: token count, loss sum, checks of replicas and of branches, verdict on the
+numbers, protection of a save that still reads.
+
+Not here: the step (step.py), and what happens between steps (loop.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fsdp.base.phases import Phases
+from fsdp.checkpoint import Checkpointer
+from fsdp.data import StepBatch
+from fsdp.data.types import DataInfo
+from fsdp.dist import collectives
+from fsdp.dist.stop import Stopper
+from fsdp.models.loss import LossFunction
+from fsdp.optim.nonfinite import Verdicts
+from fsdp.parallel.float8 import Scales
+from fsdp.run.step import StepHooks
+from fsdp.watch.branch_check import Branches
+from fsdp.watch.replica_checks import Numbers
+
+
+class TokenSum:
+    """A step's unmasked tokens over all ranks; the sum travels while the first forward computes."""
+
+    def __init__(self, count: int, over_ranks: bool = False) -> None:
+        self._sum = collectives.Sum(torch.tensor(count, dtype=torch.int64)) if over_ranks else None
+        self._count = count
+
+    def __call__(self) -> int:
+        if self._sum is not None:
+            self._count, self._sum = int(self._sum.wait()), None
+        return self._count
+
+
+def token_sum(loss_function: LossFunction, info: DataInfo, batch: StepBatch) -> TokenSum:
+    if not loss_function.shifts and (info.class_names or not info.masks_targets):
+        return TokenSum(batch.samples * info.tokens_per_sample)
+    return TokenSum(sum(loss_function.tokens(micro.counted) for micro in batch.micro), over_ranks=True)
+
+
+@dataclass(kw_only=True)
+class RunHooks(StepHooks):
+    """The hooks of a run. `start` comes before each step."""
+
+    loss_function: LossFunction
+    info: DataInfo
+    phases: Phases
+    stopper: Stopper
+    numbers: Numbers
+    branches: Branches
+    verdicts: Verdicts
+    checkpointer: Checkpointer
+    scales: Scales | None
+
+    def start(self, step: int, batch: StepBatch) -> None:
+        """Starts the sum of the step's tokens."""
+        self._step, self._samples = step, batch.samples
+        self._count = token_sum(self.loss_function, self.info, batch)
+
+    @property
+    def loss(self) -> Tensor:
+        """The global batch's mean loss, after the step. May still be on its way."""
+        return self._loss
+
+    @property
+    def tokens(self) -> int:
+        return self._count()
+
+    def enter(self, phase: str) -> None:
+        self.phases.enter(phase)
+
+    def weight(self) -> float:
+        tokens = self._count()
+        self._weight = float(max(1, tokens if self.loss_function.counts_tokens else self._samples))
+        return self._weight
+
+    def reduce_loss(self, total: Tensor, scaled: Tensor) -> None:
+        self.verdicts.own_loss = total.clone()  # names the rank, should the sum not be finite
+        self._loss_sum = self.stopper.sum_with(total, scaled, self.branches.signature)
+
+    def measured(self) -> None:
+        self.numbers.gradients(self._step)
+
+    def may_update(self, norm: Tensor) -> bool:
+        self._loss = self._loss_sum.wait()[0] / self._weight
+        if self.stopper.on_host:
+            self.branches.check(self._step, self.stopper.signatures())
+        return self.verdicts.may_update(self._step, self._loss, norm)
+
+    def before_update(self) -> None:
+        self.checkpointer.before_update()
+
+    def after_update(self) -> None:
+        if self.scales is not None:
+            self.scales.refresh()

@@ -1,0 +1,62 @@
+"""One step: the order of its phases, which a plan traces too, and a skipped update that changes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import groupby
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.plan_real import build
+from fsdp.config import load
+from fsdp.dist.env import DistEnv
+from fsdp.dist.mesh import MeshSizes
+from fsdp.plan.step_trace import Ask, watch
+from fsdp.run.step import StepHooks, run_step
+from tests.support.world import run_world
+
+WORDS = (
+    "--data.name tests.support.user_code:vectors --model.name tests.support.user_code:Uneven "
+    "--train.global_batch 6 --train.micro_batch 3 --optim.lr 0.1"
+)
+PHASES = ["forward", "backward", "forward", "backward", "reduce", "optimizer"]
+
+
+@dataclass
+class Recorded(StepHooks):
+    update: bool
+    phases: list[str] = field(default_factory=list)
+
+    def enter(self, phase: str) -> None:
+        self.phases.append(phase)
+
+    def weight(self) -> float:
+        return 6.0
+
+    def may_update(self, norm: Tensor) -> bool:
+        return self.update
+
+
+def stepped(env: DistEnv, update: bool) -> tuple[list[str], bool, bool]:
+    """Phases of a step of two micro-batches, whether parameters changed, and whether gradients are left."""
+    built = build(tuple(WORDS.split()), 1, 0, env.device)
+    parts, hooks = built.watched.parts, Recorded(update)
+    parameters = list(parts.sharded.root.parameters())
+    before = [p.detach().clone() for p in parameters]
+    _, applied = run_step(parts, built.batches("cpu"), 2, lr=0.1, hooks=hooks)
+    assert applied == update
+    changed = any(not torch.equal(a, b.detach()) for a, b in zip(before, parameters, strict=True))
+    return hooks.phases, changed, any(p.grad is not None for p in parameters)
+
+
+@pytest.mark.parametrize(("update", "phases"), [(True, PHASES), (False, PHASES[:-1])])
+def test_a_skipped_update_changes_nothing(update: bool, phases: list[str]) -> None:
+    assert run_world(1, stepped, update) == [(phases, update, False)]
+
+
+def test_a_plan_traces_the_same_phases() -> None:
+    trace = watch(Ask(load(WORDS.split()), MeshSizes("fsdp", 1, 1), 0, 3, 2, 0, "cpu"))
+    names = [(segment.name.micro, segment.name.phase) for segment in trace.segments]
+    assert [phase for (_, phase), _ in groupby(names)] == PHASES
