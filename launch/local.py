@@ -30,7 +30,7 @@ from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.config import Config
 from fsdp.dist.env import DistEnv, pick_device, process_group, slurm_start
 from fsdp.record.console import flush_output
-from fsdp.rundir import paths
+from fsdp.rundir import history, paths
 from launch import slurm_job
 from launch.marker import Marker
 from launch.policy import Act, Allocation, End, Kind, Past, decide
@@ -111,12 +111,12 @@ class _RankProcesses:
         with self._passing_on():
             while True:
                 marker = Marker(self._run, f"launch.local {os.getpid()} try {len(crashes)}")
-                starts = slurm_job.starts(self._run)
+                starts = history.count_starts(self._run)
                 code = self._one_try(marker)
                 if code == 0 or self._asked is not None:
                     return code if code >= 0 else 128 - code
                 end = slurm_job.end_of(
-                    self._run, marker, code, starting=slurm_job.starts(self._run) == starts
+                    self._run, marker, code, starting=history.count_starts(self._run) == starts
                 )
                 left = restarts - len(crashes)
                 decision = decide(end, Past(crashes=crashes), Allocation(tries_left=left))

@@ -3,7 +3,7 @@
 An exit code alone does not tell: torchrun ends with 1 whatever its ranks ended with, and code 5 is final for
 numbers that are not finite but not for a file that could not be read. The file names the start that wrote it,
 so a launcher ignores one that an earlier start left. The next start that holds the run directory removes it
-(fsdp/rundir/paths.py). No torch here: the batch shell of a Slurm job reads it.
+(fsdp/rundir/history.py). No torch here: the batch shell of a Slurm job reads it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from pathlib import Path
 
 from fsdp.base.errors import ConfigError
 from fsdp.config import Config
-from fsdp.rundir import paths
+from fsdp.rundir import history
+from fsdp.rundir.atomic_write import write_atomically
 from fsdp.rundir.paths import RunDir
 from launch.policy import Kind
 
@@ -57,9 +58,9 @@ class Marker:
             "kind": failure.kind.name,
             "rank": rank,
             "start": self.start,
-            "time": paths.now(),
+            "time": history.now(),
         }
-        paths.write_atomically(self.run.failed, json.dumps(said) + "\n")
+        write_atomically(self.run.failed, json.dumps(said) + "\n")
 
     def read(self) -> Failure | None:
         """The failure of this start; None if no rank wrote one."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp.base.errors import LaunchError
+from fsdp.rundir import history
 from fsdp.rundir.paths import RunDir
 from launch.ray_settings import quiet
 
@@ -19,7 +20,6 @@ quiet()
 
 from ray.train import UserCallback  # noqa: E402  (after the words that Ray reads when it is imported)
 
-from launch import slurm_job  # noqa: E402
 from launch.policy import Act, Allocation, End, Kind, Past, decide  # noqa: E402
 
 
@@ -100,13 +100,13 @@ class Referee(UserCallback):
     def __init__(self, run: Path, logs: Path, max_failures: int) -> None:
         self._run, self._logs, self._max = RunDir(run), logs, max_failures
         self._crashes: list[End] = []
-        self._starts = slurm_job.starts(self._run)
+        self._starts = history.count_starts(self._run)
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         story = tell(worker_exceptions)
-        before, self._starts = self._starts, slurm_job.starts(self._run)
+        before, self._starts = self._starts, history.count_starts(self._run)
         end = End(
-            story.kind, slurm_job.last_step(self._run), self._starts == before, story.exit_code, story.message
+            story.kind, history.last_step(self._run), self._starts == before, story.exit_code, story.message
         )
         # Ray itself counts max_failures
         decision = decide(end, Past(crashes=self._crashes), Allocation())

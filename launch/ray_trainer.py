@@ -35,6 +35,7 @@ from fsdp.run.job import prepare
 from fsdp.run.loop import Outcome
 from fsdp.run.summary import summary
 from fsdp.rundir import paths
+from fsdp.rundir.atomic_write import write_atomically
 from fsdp.rundir.paths import RunDir
 from launch import ray_cluster, slurm_job
 from launch.command import ray_command
@@ -92,7 +93,7 @@ def _run(config: Config, own: OwnRay | None, run: RunDir) -> int:
             follower.close()
     if stopping.signal is not None and outcome.stopped:
         outcome = dataclasses.replace(outcome, stopped=stopping.signal.name)
-        paths.write_atomically(run.stopped, f"{outcome.stopped} at step {outcome.step}\n")
+        write_atomically(run.stopped, f"{outcome.stopped} at step {outcome.step}\n")
     print(summary(outcome, config, ray_command(config)))
     return 0
 

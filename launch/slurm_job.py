@@ -22,7 +22,7 @@ from typing import Any
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError, RefusedError, ShardrunError
 from fsdp.dist.env import slurm_start
-from fsdp.rundir import paths
+from fsdp.rundir import history
 from fsdp.rundir.lock import Claim
 from fsdp.rundir.paths import RunDir
 from launch.marker import TOKEN, Marker
@@ -60,26 +60,26 @@ def judge(
 
 
 def _judge(run: RunDir, job: str, restart: int, code: int, allocation: Allocation, unmet: bool) -> Decision:
-    history = list(paths.read_records(run.history))
-    past = past_of(history, job, restart)
+    events = history.events(run)
+    past = past_of(events, job, restart)
     if unmet:
-        paths.append(run.history, {"event": "unmet", "time": paths.now(), "job": job, "step": last_step(run)})
+        history.record_unmet(run, job=job)
         return decide(End(Kind.UNMET), past, allocation)
     if run.done.exists():
         return decide(End(Kind.DONE), past, allocation)
     if run.stopped.exists():
         reason = run.stopped.read_text(encoding="utf-8").partition(" at step ")[0].strip()
         return decide(End(kind_of_stop(reason), why=reason), past, allocation)
-    end = end_of(run, Marker(run, os.environ.get(TOKEN, "")), code, starting=_failed_while_starting(history))
-    crash = {
-        "event": "crash",
-        "time": paths.now(),
-        "job": job,
-        "restart": restart,
-        "step": end.step,
-        "code": end.code,
-    }
-    paths.append(run.history, {**crash, "kind": end.kind.name, "starting": end.starting})
+    end = end_of(run, Marker(run, os.environ.get(TOKEN, "")), code, starting=_failed_while_starting(events))
+    history.record_crash(
+        run,
+        job=job,
+        restart=restart,
+        step=end.step,
+        code=end.code,
+        kind=end.kind.name,
+        starting=end.starting,
+    )
     return decide(end, past, allocation)
 
 
@@ -87,15 +87,17 @@ def end_of(run: RunDir, marker: Marker, code: int, *, starting: bool) -> End:
     """A start that failed, by what its ranks wrote into RUN/FAILED and otherwise by its exit code."""
     said = marker.read()
     if said is not None:
-        return End(said.kind, last_step(run), starting, said.code, said.message)
+        return End(said.kind, history.last_step(run), starting, said.code, said.message)
     # a refusal leaves no marker, nor does a mistake that is found before there is a run directory
     kind = {EXIT_REFUSED: Kind.REFUSED, ConfigError.exit_code: Kind.FINAL}.get(code, Kind.DIED)
-    return End(kind, last_step(run), starting, code, "" if kind is Kind.DIED else "see the error above")
+    return End(
+        kind, history.last_step(run), starting, code, "" if kind is Kind.DIED else "see the error above"
+    )
 
 
-def past_of(history: Sequence[Event], job: str, restart: int) -> Past:
+def past_of(events: Sequence[Event], job: str, restart: int) -> Past:
     """Of this job alone: the same command submitted again gets new tries."""
-    crashes = [event for event in history if event["event"] == "crash" and event["job"] == job]
+    crashes = [event for event in events if event["event"] == "crash" and event["job"] == job]
     ends = [
         # a history written before these two fields existed has neither
         End(
@@ -107,24 +109,24 @@ def past_of(history: Sequence[Event], job: str, restart: int) -> Past:
         for event in crashes
     ]
     unmet = 1
-    while unmet <= len(history) and history[-unmet]["event"] == "unmet":
+    while unmet <= len(events) and events[-unmet]["event"] == "unmet":
         unmet += 1
     here = sum(event["restart"] == restart for event in crashes)
-    return Past(ends, here, _stops_without_a_step(history), unmet)
+    return Past(ends, here, _stops_without_a_step(events), unmet)
 
 
-def _failed_while_starting(history: Sequence[Event]) -> bool:
+def _failed_while_starting(events: Sequence[Event]) -> bool:
     """Whether the newest try left no start of its own behind."""
-    for event in reversed(history):
+    for event in reversed(events):
         if event["event"] in ("start", "crash", "lost", "unmet"):
             return bool(event["event"] != "start")
     return True
 
 
-def _stops_without_a_step(history: Sequence[Event]) -> int:
+def _stops_without_a_step(events: Sequence[Event]) -> int:
     """Starts at the history's end that were asked to stop at the step that they began from."""
     count, end_step = 0, None
-    for event in reversed(history):
+    for event in reversed(events):
         if event["event"] == "end":
             end_step = event["step"]
         elif event["event"] == "start" and end_step is not None and end_step <= event["from_step"]:
@@ -132,16 +134,6 @@ def _stops_without_a_step(history: Sequence[Event]) -> int:
         elif event["event"] in ("start", "crash"):
             break
     return count
-
-
-def starts(run: RunDir) -> int:
-    """How many starts the history has."""
-    return sum(event["event"] == "start" for event in paths.read_records(run.history))
-
-
-def last_step(run: RunDir) -> int:
-    """The last step that anybody heard of; 0 before the first."""
-    return max((int(record["step"]) for record in paths.read_records(run.metrics)), default=0)
 
 
 def begin(flags: Sequence[str], default_run_dir: str, *, log: str = "", dry_run: bool = False) -> RunDir:
@@ -153,14 +145,10 @@ def begin(flags: Sequence[str], default_run_dir: str, *, log: str = "", dry_run:
     with holding(run, slurm_start()):
         if log:
             _link_log(run, log)
-        for marker in (run.stopped, run.done, run.failed):
-            marker.unlink(missing_ok=True)
-        events = list(paths.read_records(run.history))
+        history.remove_markers(run)
+        events = history.events(run)
         if events and events[-1]["event"] == "start":
-            why = "without a word: its node lost, or killed before it could save"
-            paths.append(
-                run.history, {"event": "lost", "time": paths.now(), "step": last_step(run), "why": why}
-            )
+            history.record_lost(run, why="without a message: its node failed, or it was killed before a save")
     return run
 
 

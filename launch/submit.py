@@ -32,7 +32,7 @@ from submitit.core.utils import FailedJobError
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError, LaunchError, ShardrunError
 from fsdp.config import Config
-from fsdp.rundir import paths as rundir
+from fsdp.rundir import paths
 from fsdp.rundir.paths import RunDir
 from launch import rendezvous
 from launch.slurm_request import Request, check
@@ -59,14 +59,14 @@ def plan(flags: Sequence[str], recipes: Sequence[str] = ()) -> JobArray:
     """Everything that a person could have typed wrongly is found here, before anything is submitted."""
     if not recipes:
         config = configuration.load(flags)
-        folder = rundir.choose(config)
+        folder = paths.choose(config)
         return JobArray(folder, (configuration.replace(config, run__dir=str(folder)),))
     configs = [configuration.load(["--config", recipe, *flags]) for recipe in recipes]
     if configs[0].run.dir and len(configs) > 1 and len({config.run.dir for config in configs}) == 1:
         raise ConfigError(
             f"--run.dir {configs[0].run.dir} cannot be {len(configs)} runs at once.", "leave --run.dir out"
         )
-    folder = rundir.choose(configuration.replace(configs[0], run__dir=""))
+    folder = paths.choose(configuration.replace(configs[0], run__dir=""))
     names = [f"{index}-{Path(recipe).stem}" for index, recipe in enumerate(recipes)]
     placed = [
         configuration.replace(
@@ -123,12 +123,12 @@ def _before(code: Path, runs: Sequence[RunDir]) -> list[str]:
     """In the batch shell: the cluster's facts, the run directory of this element of the array, and the nodes'
     meeting.
     """
-    paths = " ".join(shlex.quote(str(run.path)) for run in runs)
+    folders = " ".join(shlex.quote(str(run.path)) for run in runs)
     return [
         "set -euo pipefail",
         f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH",
         f"source {shlex.quote(str(code))}/slurm/lib.sh",
-        f"runs=({paths})",
+        f"runs=({folders})",
         'job_begin --run.dir "${runs[${SLURM_ARRAY_TASK_ID:-0}]}"',
         "meet_or_leave 0",
         "set +e",

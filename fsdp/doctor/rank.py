@@ -16,7 +16,7 @@ from fsdp.base.errors import LaunchError
 from fsdp.dist.env import from_environment, meeting_store
 from fsdp.doctor import stages, table
 from fsdp.doctor.findings import NodeReports, judge
-from fsdp.rundir.paths import write_atomically
+from fsdp.rundir.atomic_write import write_atomically
 
 NOT_FIT = LaunchError.exit_code
 

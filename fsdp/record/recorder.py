@@ -21,7 +21,8 @@ from fsdp.dist.env import DistEnv
 from fsdp.record.console import Console
 from fsdp.record.metrics import Reporter, StepMetrics
 from fsdp.record.tensorboard import EventWriter
-from fsdp.rundir.paths import Appender, RunDir
+from fsdp.rundir.line_files import Appender
+from fsdp.rundir.paths import RunDir
 
 log = logging.getLogger(__name__)
 

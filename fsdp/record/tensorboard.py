@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fsdp.rundir.paths import Appender
+from fsdp.rundir.line_files import Appender
 
 BUFFER_BYTES = 8192
 

@@ -25,7 +25,8 @@ from fsdp.report.file_notes import LARGEST, Notes, number, whole
 from fsdp.report.profile_section import read_accounts
 from fsdp.report.series import Series, read_numbers
 from fsdp.report.watch_records import VerdictRecord, WatchData, read_watched
-from fsdp.rundir.paths import RunDir, read_lines
+from fsdp.rundir.line_files import read_lines
+from fsdp.rundir.paths import RunDir
 
 Outcome = Literal["finished", "stopped", "failed", "killed", "running"]
 LIVE_S = 30.0

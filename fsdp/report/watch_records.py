@@ -20,7 +20,7 @@ import numpy as np
 from fsdp.base.phases import PHASES
 from fsdp.report.file_notes import Notes, number, whole
 from fsdp.report.series import Series, in_order
-from fsdp.rundir.paths import read_lines
+from fsdp.rundir.line_files import read_lines
 
 WAITING = "waiting"
 """In collectives, for others: what no computing hides."""

@@ -57,7 +57,8 @@ from fsdp.run.evaluate import Evaluation, evaluate
 from fsdp.run.frozen_base import maybe_base
 from fsdp.run.job import Job, describe, prepare, trained_model
 from fsdp.run.planned import Planned, maybe_planned
-from fsdp.rundir import paths
+from fsdp.rundir import history
+from fsdp.rundir.line_files import append_if_possible
 from fsdp.rundir.paths import RunDir
 from fsdp.watch.branch_check import Branches
 from fsdp.watch.rank import Watch
@@ -124,7 +125,7 @@ def _train(
     except BaseException as error:
         if env.is_main and (claim is None or claim.ousted() is None):
             said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            paths.record_end(run, step=loop.state.step, why=said, how=Ending.FAILED)
+            history.record_end(run, step=loop.state.step, why=said, how=Ending.FAILED)
         raise
     finally:
         if profile is not None:
@@ -532,12 +533,12 @@ class _Loop:
         if self.env.is_main:
             why = self.stopped or "the last step"
             marker = self.run.stopped if self.stopped else self.run.done
-            paths.mark(marker, f"{why} at step {self.state.step}\n")
+            history.write_marker(marker, f"{why} at step {self.state.step}\n")
             how = Ending.STOPPED if self.stopped else Ending.FINISHED
-            paths.record_end(self.run, step=self.state.step, why=why, how=how)
+            history.record_end(self.run, step=self.state.step, why=why, how=how)
             if self.planned is not None and (compared := self.planned.compared()) is not None:
                 log.info("%s", compared)
-                paths.append_if_possible(
+                append_if_possible(
                     self.run.history, {"event": "planned", "step": self.state.step, **compared.record()}
                 )
         return Outcome(self.run.path, self.state.step, self.stopped, self.evaluation)

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fsdp.base.errors import RefusedError
-from fsdp.rundir.paths import writing
+from fsdp.rundir.atomic_write import writing
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.rundir import paths
+from fsdp.rundir import line_files
 from fsdp.rundir.paths import RunDir
 from tests.support.processes import children, eventually
 from tests.support.resumable import resumable_at
@@ -40,7 +40,7 @@ def start(run: Path, *flags: str, ranks: int = 2) -> subprocess.Popen[str]:
 
 
 def steps(run: Path) -> list[int]:
-    return [int(record["step"]) for record in paths.read_records(RunDir(run).metrics)]
+    return [int(record["step"]) for record in line_files.read_records(RunDir(run).metrics)]
 
 
 @pytest.mark.slow
@@ -54,7 +54,7 @@ def test_a_killed_rank_brings_all_back_and_loses_no_more_than_an_interval(tmp_pa
     assert process.returncode == 0, said
     assert "a rank ended with SIGKILL after step" in said
     assert steps(run) == list(range(1, 121))
-    starts = [event for event in paths.read_records(RunDir(run).history) if event["event"] == "start"]
+    starts = [event for event in line_files.read_records(RunDir(run).history) if event["event"] == "start"]
     assert [event["from_step"] >= reached - EVERY for event in starts] == [False, True]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from fsdp.base.errors import ConfigError, RefusedError, TrainingError
 from fsdp.dist.collectives import Elsewhere
-from fsdp.rundir import paths
+from fsdp.rundir import line_files
 from fsdp.rundir.paths import RunDir
 from launch.policy import Kind
 
@@ -54,8 +54,8 @@ def test_two_tries_that_end_alike_end_the_run_and_deaths_at_new_steps_do_not(tmp
     from launch.ray_worker import _last_words
 
     def reach(step: int) -> None:
-        paths.append(RunDir(tmp_path).history, {"event": "start", "from_step": 0})
-        paths.append(RunDir(tmp_path).metrics, {"step": step})
+        line_files.append(RunDir(tmp_path).history, {"event": "start", "from_step": 0})
+        line_files.append(RunDir(tmp_path).metrics, {"step": step})
 
     failed = {0: _last_words(0, ValueError("bad sample"))}
     referee = Referee(tmp_path, tmp_path, max_failures=5)
