@@ -17,7 +17,7 @@ from fsdp import config as configuration
 from fsdp.base import garbage
 from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.config import Config
-from fsdp.dist.env import let_rank_0_print, maker_of_ranks, speaks_for_all
+from fsdp.dist.env import started_by
 from fsdp.record.console import flush_output
 from fsdp.watch.last_process import Farewell
 
@@ -35,12 +35,12 @@ def main(argv: list[str]) -> int:
             return under_ray(config)
         return run_here(config)
     except ShardrunError as error:
-        return _refuse(error)
+        return refused(error)
 
 
 def under_ray(config: Config) -> int:
     """This process is the driver. Its own Ray comes up while it imports torch."""
-    if maker := maker_of_ranks():  # each of them would start a Ray
+    if maker := started_by():  # each of them would start a Ray
         hint = "--backend torchrun, or python train.py --backend ray with nothing in front"
         raise ConfigError(f"--backend ray starts the ranks, but {maker} has started them already.", hint)
     from launch.ray_own import own_ray
@@ -51,7 +51,7 @@ def under_ray(config: Config) -> int:
 
             return run_on_ray(config, own)
         except ShardrunError as error:
-            return _refuse(error)  # said before Ray is taken down again, which takes a while
+            return refused(error)  # before Ray is shut down, which takes seconds
 
 
 def run_here(config: Config) -> int:
@@ -59,6 +59,7 @@ def run_here(config: Config) -> int:
     with garbage.importing():
         from fsdp.dist.env import from_environment
         from fsdp.dist.stop import Stopper
+        from fsdp.run import loop  # noqa: F401
         from launch.guard import run_rank
 
     Stopper.process_ends = True
@@ -76,13 +77,10 @@ def dry_run(config: Config) -> int:
     return 0
 
 
-def _refuse(error: ShardrunError) -> int:
-    """Flags are the same on all ranks: said once. Without torch, which a wrong flag need not wait for."""
-    if speaks_for_all() or error.scope != "all":
-        print(f"train.py: {error}", file=sys.stderr)
-    else:
-        let_rank_0_print()
-    return error.exit_code
+def refused(error: ShardrunError) -> int:
+    from launch.guard import refuse
+
+    return refuse(error, "train.py")
 
 
 if __name__ == "__main__":

@@ -28,10 +28,10 @@ from fsdp import config as configuration
 from fsdp.base import garbage
 from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.config import Config
-from fsdp.dist.env import DistEnv, pick_device, process_group, slurm_start
+from fsdp.dist.env import DistEnv, pick_device, slurm_start
 from fsdp.record.console import flush_output
 from fsdp.rundir import history, paths
-from launch import slurm_job
+from launch import guard, slurm_job
 from launch.marker import Marker
 from launch.policy import Act, Allocation, End, Kind, Past, decide
 
@@ -57,8 +57,7 @@ def main(argv: Sequence[str]) -> int:
         with slurm_job.holding(paths.RunDir(Path(config.run.dir)), slurm_start()):
             pass  # refused here, nothing is written; rank 0 takes the lock itself
     except ShardrunError as error:
-        print(f"launch.local: {error}", file=sys.stderr)
-        return error.exit_code
+        return guard.refuse(error, "launch.local")
     return _RankProcesses(config, ranks).run(restarts)
 
 
@@ -86,7 +85,7 @@ def warm_up(config: Config, ranks: int) -> None:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     import torch
 
-    import launch.guard  # noqa: F401
+    from fsdp.run import loop  # noqa: F401
     from fsdp.run.job import meta_model, prepare
 
     threads = torch.get_num_threads()
@@ -209,7 +208,7 @@ def _be_rank(config: Config, rank: int, ranks: int, store: str, marker: Marker) 
 def _train(config: Config, env: DistEnv, store: str, marker: Marker) -> int:
     import torch.distributed as dist
 
-    from launch import guard
+    from fsdp.dist.process_group import process_group
 
     code = 0
     try:

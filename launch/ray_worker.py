@@ -21,6 +21,7 @@ from fsdp.base.errors import LaunchError, ShardrunError
 from fsdp.config import Config
 from fsdp.dist import collectives
 from fsdp.dist.env import DistEnv
+from fsdp.dist.lost_peer import is_peer_failure
 from fsdp.run.loop import Outcome, train
 from launch.guard import failure_of
 from launch.policy import Kind
@@ -65,16 +66,11 @@ def work(given: Mapping[str, Any]) -> Outcome:
 
 
 def _last_words(rank: int, error: Exception) -> RankFailed:
-    if _lost_a_peer(error):
+    if is_peer_failure(error):
         return RankFailed(rank, "another rank is gone", LaunchError.exit_code, Kind.DIED, True, "")
     failure = failure_of(error)
     trace = "" if isinstance(error, ShardrunError) else traceback.format_exc()
     return RankFailed(rank, failure.message, failure.code, failure.kind, failure.echo, trace)
-
-
-def _lost_a_peer(error: Exception) -> bool:
-    """A collective in which somebody was missing; gloo and NCCL say so in a plain RuntimeError."""
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in ("by peer", "gloo", "NCCL"))
 
 
 def dist_env() -> DistEnv:

@@ -31,7 +31,9 @@ from fsdp.rundir.paths import RunDir
 Outcome = Literal["finished", "stopped", "failed", "killed", "running"]
 LIVE_S = 30.0
 """A claim whose count was raised this lately belongs to a live run."""
-FAILURE = re.compile(r"^[A-Za-z_.]*(Error|Exception|Interrupt|Exit|Elsewhere|Refused|Timeout)\b")
+FAILURE = re.compile(
+    r"^[A-Za-z_.]*(Error|Exception|Interrupt|Exit|Elsewhere|OtherRankFailed|Refused|Timeout)\b"
+)
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,9 @@ from fsdp.data.loader import read_batch
 from fsdp.data.types import Batch
 from fsdp.data.unreadable_samples import maybe_skipping
 from fsdp.dist import collectives, preflight
-from fsdp.dist.env import DistEnv, check_torch, end_time, process_group
+from fsdp.dist.env import DistEnv, check_torch, end_time
 from fsdp.dist.mesh import build_mesh, data_rank
+from fsdp.dist.process_group import process_group
 from fsdp.dist.stop import Stopper
 from fsdp.memory.oom import OomContext, OutOfMemoryHandler
 from fsdp.models.checks import check_one_number

@@ -14,13 +14,14 @@ from typing import Any
 from fsdp.base.errors import (
     CheckpointError,
     ConfigError,
+    Elsewhere,
     LaunchError,
     NotFiniteError,
     ShardrunError,
     TrainingError,
 )
-from fsdp.dist.collectives import Elsewhere, lost_a_neighbour
 from fsdp.dist.env import DistEnv
+from fsdp.dist.lost_peer import is_peer_failure
 from fsdp.memory.oom import OutOfMemory
 
 TRACE_LINES = 30
@@ -47,7 +48,7 @@ KNOWN = (
 def last_words(error: BaseException, env: DistEnv) -> dict[str, Any]:
     """Plain values: they go through the cells, and to another node."""
     ours = isinstance(error, ShardrunError)
-    secondary = isinstance(error, Elsewhere) or _echo(error)
+    secondary = isinstance(error, Elsewhere) or is_peer_failure(error)
     message = str(error) if ours else f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     kind, hint = kind_and_hint(error)
     return {
@@ -62,14 +63,6 @@ def last_words(error: BaseException, env: DistEnv) -> dict[str, Any]:
         "print": printed(error, env),
         "code": error.exit_code if isinstance(error, ShardrunError) else 1,
     }
-
-
-def _echo(error: BaseException) -> bool:
-    """Of another rank's end: whatever gloo's or NCCL's transport says is about the other side."""
-    transport = ("gloo/transport", "NCCL communicator was aborted", "Broken pipe")
-    return lost_a_neighbour(error) or (
-        isinstance(error, RuntimeError) and any(words in str(error) for words in transport)
-    )
 
 
 def _named(message: str) -> list[int]:
@@ -101,7 +94,7 @@ def printed(error: BaseException, env: DistEnv) -> str:
     if isinstance(error, ShardrunError):
         alone = env.is_main or error.scope == "all"
         return f"train.py{'' if alone else f' (rank {env.rank})'}: {error}"
-    if _echo(error):
+    if is_peer_failure(error):
         return f"[rank {env.rank}] ended because another rank did: {str(error).splitlines()[0][:160]}"
     hint = kind_and_hint(error)[1]
     return f"[rank {env.rank}] failed on {env.device}:\n{_trace(error)}" + (f"\nHINT: {hint}" if hint else "")

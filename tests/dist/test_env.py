@@ -10,7 +10,7 @@ import pytest
 
 import train
 from fsdp.base.errors import LaunchError
-from fsdp.dist.env import check_torch, from_environment, speaks_for_all
+from fsdp.dist.env import check_torch, from_environment, prints_shared_errors
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2",
@@ -40,8 +40,8 @@ def test_a_variable_that_is_no_number() -> None:
     [({}, True), ({"RANK": "0"}, True), ({"RANK": "1"}, False), ({"SLURM_PROCID": "2"}, False), ({"SLURM_PROCID": "0"}, True),
      ({"RANK": "1", "SLURM_PROCID": "0"}, False)],
 )  # fmt: skip
-def test_one_process_speaks_for_all(environ: dict[str, str], speaks: bool) -> None:
-    assert speaks_for_all(environ) is speaks
+def test_one_process_prints_shared_errors(environ: dict[str, str], speaks: bool) -> None:
+    assert prints_shared_errors(environ) is speaks
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

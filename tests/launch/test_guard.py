@@ -13,13 +13,13 @@ import pytest
 from fsdp.base.errors import (
     CheckpointError,
     ConfigError,
+    Elsewhere,
     LaunchError,
     OneRankError,
     RefusedError,
     TrainingError,
 )
 from fsdp.config import load
-from fsdp.dist.collectives import Elsewhere
 from fsdp.memory.oom import OutOfMemory
 from fsdp.rundir import line_files
 from fsdp.rundir.paths import RunDir

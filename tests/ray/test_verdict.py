@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.base.errors import ConfigError, RefusedError, TrainingError
-from fsdp.dist.collectives import Elsewhere
+from fsdp.base.errors import ConfigError, Elsewhere, RefusedError, TrainingError
 from fsdp.rundir import line_files
 from fsdp.rundir.paths import RunDir
 from launch.policy import Kind
