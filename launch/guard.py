@@ -95,6 +95,7 @@ def failure_of(error: BaseException) -> Failure:
 def _kind(error: ShardrunError) -> Kind:
     if isinstance(error, RefusedError):
         return Kind.REFUSED
-    # an error with another as its cause, such as a file that could not be read, may not repeat at the next start
+    # an error with another as its cause, such as a file that could not be read, may not repeat at the next
+    # start
     final = isinstance(error, ConfigError | TrainingError) and error.__cause__ is None
     return Kind.FINAL if final else Kind.ERROR

@@ -1,3 +1,3 @@
-"""Errors, digests, devices, phases of a step: what every room uses. Standard library only, but for devices
-and digests.
+"""Errors, digests, devices, phases of a step: modules that every room uses. Standard library alone, except
+devices, digest and torchvision_import.
 """

@@ -22,7 +22,7 @@ from fsdp.base.phases import Activity, announces
 T = TypeVar("T")
 
 
-def call_behind(tensor: Tensor, act: Callable[[], None]) -> None:
+def call_after_backward(tensor: Tensor, act: Callable[[], None]) -> None:
     """Call `act` when the backward of this tensor has computed all gradients.
 
     FSDP2 and DDP wait for their reductions after that.
@@ -41,10 +41,11 @@ class Sum:
         *,
         behind: Tensor | None = None,
     ) -> None:
-        """A function builds the tensor when the sum starts. `behind` is a tensor whose backward starts the sum.
+        """If `tensor` is a function, it builds the tensor when the sum starts.
 
-        It starts when that backward has computed all gradients and before it waits for its reductions. During
-        the backward gloo's threads took 0.7 ms of a step of 14 for two numbers, on one processor per rank.
+        The backward of `behind` starts the sum, when it has computed all gradients and before it waits for
+        its reductions. A sum of two numbers during the backward took 0.7 ms of a step of 14, with one processor
+        per rank, for gloo's threads.
         """
         self._source: Tensor | Callable[[], Tensor] | None = tensor
         self._group = group
@@ -53,7 +54,7 @@ class Sum:
         if behind is None or dist.get_world_size() == 1:
             self._start()
         else:
-            call_behind(behind, self._start)
+            call_after_backward(behind, self._start)
 
     def _start(self) -> None:
         if not self._started:

@@ -231,7 +231,9 @@ def slurm_start(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def end_time(environ: Mapping[str, str] = os.environ) -> float | None:
-    """The job's time limit in seconds since 1970. slurm/lib.sh sets the variable where an older Slurm does not."""
+    """The job's time limit in seconds since 1970. slurm/lib.sh sets the variable where an older Slurm does
+    not.
+    """
     text = environ.get("SLURM_JOB_END_TIME", "")
     return float(text) if text.isdigit() and int(text) > 0 else None
 
@@ -240,10 +242,10 @@ def end_time(environ: Mapping[str, str] = os.environ) -> float | None:
 
 
 def slurm_rendezvous(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Address and port of rank 0 for `srun python train.py`, new at each requeue and step, equal on all ranks.
+    """Address and port of rank 0 for `srun python train.py`, which cannot probe ports.
 
-    For a bare srun, which cannot probe ports; slurm/fsdp.sbatch probes and exports MASTER_ADDR and
-    MASTER_PORT.
+    Equal on all ranks, new at each requeue and step. slurm/fsdp.sbatch probes ports and exports MASTER_ADDR
+    and MASTER_PORT instead.
     """
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "localhost")
     job, step = _integer(environ, "SLURM_JOB_ID"), _integer(environ, "SLURM_STEP_ID", 0)

@@ -70,7 +70,8 @@ def _abort(env: DistEnv) -> None:
     try:
         if env.device.type == "cuda":
             torch.cuda.set_device(env.device)  # the current device is a thread's own, and starts at 0
-        # Private, and in every torch since 2.6: the only way to abort all groups in the order that NCCL needs.
+        # Private, and in every torch since 2.6: the only way to abort all groups in the order that NCCL
+        # needs.
         distributed_c10d._abort_process_group()
     except Exception as error:  # the first error has the cause: this one is only logged
         log.warning("rank %d: its process groups are not aborted: %s", env.rank, error)

@@ -15,7 +15,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn a failure to write into one line that names the file. For what a start needs."""
+    """Turn an OSError into a one-line error that names the file. For the files that a start needs."""
     try:
         yield
     except OSError as error:
@@ -32,12 +32,12 @@ def _unwritable(path: Path, error: OSError) -> ShardrunError:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """A reader sees the old file or the new one, whole, after a power cut too."""
+    """Replace the file. A reader sees the old file or the new one, whole, even after a power failure."""
     replace_with(path, [text.encode()])
 
 
 def replace_with(path: Path, pieces: Iterable[bytes]) -> None:
-    """Synced before the rename: the name may otherwise reach the disk before the bytes, which leaves NULs."""
+    """Replace the file by these bytes, synced before the rename: a file of NULs could otherwise remain."""
     aside = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
     try:
         with aside.open("wb") as file:

@@ -1,6 +1,7 @@
-"""The history of a run directory: starts, ends, crashes and lost starts, and the markers STOPPED, DONE, FAILED.
+"""The history of a run directory: history.jsonl, and the markers STOPPED, DONE and FAILED.
 
-history.jsonl has one record for each of them. launch/slurm_job.py and launch/policy.py decide by these records.
+history.jsonl has one record for each start, end, crash and lost start. launch/slurm_job.py derives from them
+what launch/policy.py decides on.
 """
 
 from __future__ import annotations
@@ -49,9 +50,7 @@ def data_changes(run: RunDir, data: Mapping[str, Any]) -> list[str]:
     before = starts[-1].get("data", data) if starts else data
     if before == data or not isinstance(before, Mapping):
         return []
-    return [
-        f"the data: {_listed(before)} → {_listed(data)}; the samples of each step differ from the last start's"
-    ]
+    return [f"the data: {_listed(before)} → {_listed(data)}; the samples of each step differ"]
 
 
 def _listed(data: Mapping[str, Any]) -> str:

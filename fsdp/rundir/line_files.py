@@ -38,19 +38,19 @@ NEEDED_OF_EVENT: Mapping[str, Mapping[str, type]] = {
 
 
 def read_lines(path: Path, together: int = BLOCK_LINES) -> Iterator[dict[str, Any] | None]:
-    """Each line's object; None for a line that holds none. A file that is not there has no lines."""
+    """Each line's object, or None if the line has no JSON object. A missing file has no lines."""
     return (record for _, record in _numbered(path, together))
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a line file that have the fields NEEDED. One warning a file names the lines left out."""
+    """The records that have the fields in NEEDED. One warning per file names the lines that are left out."""
     torn: list[int] = []
     for number, record in _numbered(path, BLOCK_LINES):
         if record is not None and _is_whole(record, path.name):
             yield record
         else:
             torn.append(number)
-    _tell_torn(path, torn)
+    _warn_torn(path, torn)
 
 
 def _is_whole(record: Mapping[str, Any], file: str) -> bool:
@@ -58,14 +58,14 @@ def _is_whole(record: Mapping[str, Any], file: str) -> bool:
     return all(type(record.get(name)) is kind for name, kind in needed.items())
 
 
-_told_torn: set[tuple[Path, tuple[int, ...]]] = set()
+_warned_torn: set[tuple[Path, tuple[int, ...]]] = set()
 
 
-def _tell_torn(path: Path, lines: list[int]) -> None:
-    """Once a process, however often the file is read."""
-    if not lines or (path, tuple(lines)) in _told_torn:
+def _warn_torn(path: Path, lines: list[int]) -> None:
+    """Once per process and file, however often it is read."""
+    if not lines or (path, tuple(lines)) in _warned_torn:
         return
-    _told_torn.add((path, tuple(lines)))
+    _warned_torn.add((path, tuple(lines)))
     numbers = ", ".join(map(str, lines[:SHOWN]))
     if len(lines) > SHOWN:
         numbers += f" and {len(lines) - SHOWN} more"
@@ -97,7 +97,7 @@ def _parsed(block: list[str], first: int) -> Iterator[tuple[int, dict[str, Any] 
 
 
 def _object(line: str) -> dict[str, Any] | None:
-    """A disk that was full or lost power leaves NULs, which the next record may follow in the same line."""
+    """The object in a line. A full disk or a power failure leaves NULs, and a record may follow them."""
     try:
         found = json.loads(line.lstrip("\0"))
     except (ValueError, RecursionError):
@@ -109,7 +109,7 @@ def _object(line: str) -> dict[str, Any] | None:
 
 
 def append(path: Path, record: Mapping[str, Any]) -> None:
-    """One record, whole; OSError where it cannot be written. A torn last line gets its newline first."""
+    """Append one whole record, or raise OSError. A torn last line gets its newline first."""
     descriptor = _open_for_append(path)
     try:
         _write_whole(descriptor, _ends_torn_line(descriptor) + _line(record))
@@ -118,7 +118,7 @@ def append(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def append_if_possible(path: Path, record: Mapping[str, Any]) -> None:
-    """For an optional record: if it cannot be written, it goes to the log."""
+    """Append an optional record; log it if it cannot be written."""
     try:
         append(path, record)
     except OSError as error:
@@ -126,11 +126,11 @@ def append_if_possible(path: Path, record: Mapping[str, Any]) -> None:
 
 
 class Appender:
-    """Appends whole records to an optional file, which it holds open. Its methods do not raise OSError.
+    """Appends whole records to an optional file, which stays open. Its methods do not raise OSError.
 
-    While the file cannot be written (a full disk, a server that is away) it keeps up to KEPT_BYTES of records
-    and retries every RETRY_S and at `close`. It logs when that begins, and how many records were kept and
-    lost at its end.
+    While the file cannot be written (a full disk, an unreachable server), up to KEPT_BYTES of records are
+    kept and retried every RETRY_S and at `close`. The log shows when that begins, and how many records were
+    kept and lost when it ends.
     """
 
     def __init__(self, path: Path, *, lines: bool = True, buffer_bytes: int = 0) -> None:
@@ -158,7 +158,7 @@ class Appender:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits, or keep it and say why."""
+        """Write the waiting records, or keep them and log why."""
         if not self._waiting:
             return
         try:
@@ -173,7 +173,7 @@ class Appender:
         self._waiting, self._bytes, self._retry_at = [], 0, None
 
     def close(self) -> None:
-        """Write what waits. What still cannot be written is lost, and counted in the log."""
+        """Write the waiting records. Those that cannot be written are lost, and the log has their number."""
         self.flush()
         lost, self._waiting, self._bytes = self._lost + len(self._waiting), [], 0
         if self._retry_at is not None:
@@ -193,22 +193,22 @@ class Appender:
 
     def _failed(self, error: OSError) -> None:
         if self._retry_at is None:
-            words = "%s cannot be written (%s): the run continues, and its records are kept"
-            log.warning(words, self.path, error.strerror)
+            message = "%s cannot be written (%s): the run continues, and its records are kept"
+            log.warning(message, self.path, error.strerror)
         self._retry_at = time.monotonic() + RETRY_S
-        self._release()  # a handle that a server has forgotten stays bad
+        self._release()  # a stale handle of a file server stays invalid
 
     def _recovered(self) -> None:
         lost, self._lost = self._lost, 0
-        words = (self.path, _records(len(self._waiting)), _records(lost))
-        log.warning("%s is written again: %s kept until now, %s lost", *words)
+        kept = _records(len(self._waiting))
+        log.warning("%s is written again: %s kept until now, %s lost", self.path, kept, _records(lost))
 
     def _release(self) -> None:
         if self._descriptor is not None:
             descriptor, self._descriptor = self._descriptor, None
             try:
                 os.close(descriptor)
-            except OSError as error:  # NFS tells here of writes that it has accepted before
+            except OSError as error:  # NFS reports failed writes at close
                 log.warning("%s: the last records may be lost (%s)", self.path, error.strerror)
 
 
@@ -225,13 +225,13 @@ def _open_for_append(path: Path) -> int:
 
 
 def _ends_torn_line(descriptor: int) -> bytes:
-    """What must stand before the next record: a newline, if the last line has none."""
+    """A newline if the last line has none, else nothing."""
     size = os.fstat(descriptor).st_size
     return b"\n" if size and os.pread(descriptor, 1, size - 1) != b"\n" else b""
 
 
 def _write_whole(descriptor: int, data: bytes) -> None:
-    """All or nothing: of a write that a full disk cut off, the part is taken back."""
+    """Write all or nothing: a part that a full disk has cut off is removed."""
     size = os.fstat(descriptor).st_size
     left = memoryview(data)
     try:

@@ -1,12 +1,15 @@
 """The run directory: its name and the paths of its files.
 
-    config.toml     the newest resolved configuration      metrics.jsonl   an object a step or evaluation
-    history.jsonl   when, who, from which step, why ended   checkpoints/ full_model/ tensorboard/ logs/
-    STOPPED         the last start left by request: why     DONE            the last step was reached
-    FAILED          the last start's error: what it means
+    config.toml     the newest resolved configuration
+    metrics.jsonl   one record per step and per evaluation
+    history.jsonl   one record per start, end and crash
+    STOPPED         the reason of a stop on request, if the last start ended so
+    DONE            written when the last step is reached
+    FAILED          the last start's error, for its launcher
+    checkpoints/ full_model/ tensorboard/ logs/
 
-Only rank 0 writes here, apart from checkpoints. fsdp/rundir/lock.py holds the lock, fsdp/rundir/history.py the
-records of starts and ends, fsdp/rundir/line_files.py the format of `*.jsonl`.
+Rank 0 alone writes here, except checkpoints. Not here: the lock (lock.py), the records of starts and ends
+(history.py), the format of `*.jsonl` (line_files.py).
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ PROBE_BYTES = 4096
 
 @dataclass(frozen=True)
 class RunDir:
-    """Paths by name."""
+    """The paths in a run directory."""
 
     path: Path
 
@@ -65,18 +68,19 @@ class RunDir:
 
 
 def new_name(config: Config) -> str:
-    """Sorts by time, says what it is, and two started in one second differ."""
+    """Time, model and data set; a random suffix distinguishes two runs started in one second."""
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     model = config.model.name.replace(":", "-").replace(".", "-")
     return f"{now}-{model}-{Path(config.data.name.replace(':', '-')).name}-{os.urandom(2).hex()}"
 
 
 def choose(config: Config) -> Path:
+    """--run.dir, or a new folder under runs/."""
     return Path(config.run.dir).absolute() if config.run.dir else (RUNS / new_name(config)).absolute()
 
 
 def create(path: Path) -> RunDir:
-    """Rank 0 makes the folders, or says why the place cannot be written."""
+    """Create the folders on rank 0, or raise an error that names the place that cannot be written."""
     with writing(path):
         for folder in (path, path / "logs", path / "tensorboard"):
             folder.mkdir(parents=True, exist_ok=True)
@@ -88,15 +92,15 @@ def create(path: Path) -> RunDir:
 
 
 def write_config(run: RunDir, config: Config) -> list[str]:
-    """Keep the configuration, and return what has changed since the last start as `field: old → new`."""
-    # here, since the monitor process of each node imports this file and needs no configuration
+    """Write config.toml, and return what has changed since the last start as `field: old → new`."""
+    # here: the monitor process of each node imports this file and needs no configuration
     from fsdp import config as configuration
 
     changed: list[str] = []
     if run.config.exists():
         try:
             old = configuration.read_recipe(str(run.config))
-        except ConfigError as error:  # only compared with: a start does not depend on it
+        except ConfigError as error:  # used for the comparison alone: the start continues
             why = str(error).partition(" HINT:")[0]
             changed.append(f"config.toml of the last start cannot be compared: {why}")
             old = {}

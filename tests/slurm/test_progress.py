@@ -156,7 +156,7 @@ def test_an_error_is_tried_again_and_at_the_same_step_not_twice(
     reach(run, 20, from_step=15)
     decision = judge(run)
     assert (decision.act, decision.code) == (Act.END, 1)
-    assert "failed again after step 20: not again. HINT: the first error above" in slurm_job.message(
+    assert "failed again after step 20: no restart. HINT: the first error above" in slurm_job.message(
         run, decision
     )
 
