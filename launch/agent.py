@@ -1,4 +1,5 @@
-"""torchrun for slurm/node.sh: its exit code is that of the rank that failed first, which it names in one line.
+"""torchrun for slurm/node.sh: its exit code is that of the rank that failed first, which it names in one
+line.
 
     python -m launch.agent FLAGS OF TORCHRUN train.py FLAGS
 

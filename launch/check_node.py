@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m launch.check_node", description=__doc__.splitlines()[0])
     parser.add_argument("--node", required=True)
     parser.add_argument("--run", type=Path, required=True, help="the run directory, which need not exist yet")
-    parser.add_argument("--ranks", type=int, required=True, help="that will run on this node")
+    parser.add_argument("--ranks", type=int, required=True, help="number of ranks on this node")
     options = parser.parse_args(argv)
     problems = report(options.node, options.run.absolute(), options.ranks)
     for problem in problems:

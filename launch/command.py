@@ -43,7 +43,10 @@ def _submit_flags(env: DistEnv) -> str:
 
 
 def ray_command(config: Config, environ: Mapping[str, str] = os.environ) -> str:
-    """The command under Ray, whose driver prints the summary. RUN/config.toml has no --ray flags: they are listed."""
+    """The command under Ray, whose driver prints the summary.
+
+    RUN/config.toml has no --ray flags: they are listed.
+    """
     if "SHARDRUN_RAY_NODES" in environ:
         return f"sbatch --nodes={environ['SHARDRUN_RAY_NODES']} slurm/ray.sbatch"
     given = {name: value for name, value in vars(config.ray).items() if value != getattr(RaySection(), name)}

@@ -60,7 +60,7 @@ def refuse(error: ShardrunError, program: str) -> int:
 
 
 def report(error: Exception, env: DistEnv, program: str, marker: Marker | None) -> int:
-    """Write RUN/FAILED, print the error unless the watch's monitor has printed it, and return the exit code."""
+    """Write RUN/FAILED, print the error unless the monitor has printed it, and return the exit code."""
     from fsdp.watch.rank import told
 
     failure = failure_of(error)

@@ -22,8 +22,8 @@ MEETINGS_MISSED = 3
 _LINES, _FIRST = "the lines above name the nodes", "the first error above says why"
 
 EXIT_DIED, EXIT_REFUSED, EXIT_HUNG = 3, 4, 7
-"""The exit codes of a rank that ended without an error message (LaunchError's), of a run directory that another
-job holds, and of a rank that the watch ended.
+"""The exit codes of a rank that ended without an error message (LaunchError's), of a run directory that
+another job holds, and of a rank that the watch ended.
 """
 
 NODES_LEAVE = StopReason.LAUNCHER
@@ -34,8 +34,8 @@ SCHEDULERS_REASONS = (
     StopReason.DEADLINE,
     NODES_LEAVE,
 )
-"""Reasons of fsdp/dist/stop.py after which the run continues later. Ctrl-C, the stop file and --train.stop_after
-are requests of a person.
+"""Reasons of fsdp/dist/stop.py after which the run continues later. Ctrl-C, the stop file and
+--train.stop_after are requests of a person.
 """
 
 

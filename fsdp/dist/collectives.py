@@ -44,8 +44,8 @@ class Sum:
         """If `tensor` is a function, it builds the tensor when the sum starts.
 
         The backward of `behind` starts the sum, when it has computed all gradients and before it waits for
-        its reductions. A sum of two numbers during the backward took 0.7 ms of a step of 14, with one processor
-        per rank, for gloo's threads.
+        its reductions. A sum of two numbers during the backward took 0.7 ms of a step of 14, with one
+        processor per rank, for gloo's threads.
         """
         self._source: Tensor | Callable[[], Tensor] | None = tensor
         self._group = group
@@ -94,7 +94,7 @@ def everyones(value: Any) -> list[Any]:
 
 
 def on_main(rank: int, act: Callable[[], T]) -> T:
-    """The result of `act` on rank 0, on every rank. If it fails there, every rank raises, and rank 0 prints."""
+    """The result of `act` on rank 0, on every rank; if it fails there, every rank raises."""
     value: T | None = None
     failure: Exception | None = None
     if rank == 0:

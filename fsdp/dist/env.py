@@ -83,7 +83,7 @@ RANK_0_PRINTS_S = 5.0
 
 
 def wait_for_rank_0_to_print(environ: Mapping[str, str] = os.environ) -> None:
-    """Called by a rank that leaves an error to rank 0 and would otherwise end before rank 0 has printed it."""
+    """Wait on a rank that does not print an error itself, and whose end would end rank 0 too early."""
     if started_by(environ) == "torchrun":
         time.sleep(RANK_0_PRINTS_S)
 

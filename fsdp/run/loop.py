@@ -397,7 +397,7 @@ class _Loop:
                 data_wait_s=waited,
             )
         )
-        if self.recorder.wants(step):
+        if self.recorder.fetches(step):
             self._look()
         agreed = self.stopper.agreed()
         if not self.stopper.on_host:

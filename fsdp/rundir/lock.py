@@ -248,7 +248,7 @@ def _read_patiently(file: Path) -> tuple[Holder | None, bytes]:
 
 
 def _start(job: str) -> tuple[str, int, int]:
-    """`Slurm job 12, start 3, try 2` (fsdp/dist/env.py) as comparable values; any other text has one start."""
+    """`Slurm job 12, start 3, try 2` (fsdp/dist/env.py) as comparable values; other texts have one start."""
     found = re.fullmatch(r"(Slurm job \d+), start (\d+)(?:, try (\d+))?", job)
     return (found[1], int(found[2]), int(found[3] or 1)) if found else (job, 0, 0)
 

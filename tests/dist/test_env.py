@@ -1,4 +1,4 @@
-"""The DistEnv from torchrun's variables or none, the process that prints shared errors, and the oldest torch."""
+"""The DistEnv from torchrun's variables or none, who prints shared errors, and the oldest torch."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def test_a_start_that_fails_once_is_made_again() -> None:
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"Ray \d\S+, started here\n", done.stdout)
     assert re.search(
-        r"^Ray did not come up here: .*shardrun-driver.*\. It is started once more\.$",
+        r"^Ray did not start here: .*shardrun-driver.*\. Starting it again\.$",
         done.stderr,
         re.MULTILINE,
     )

@@ -119,7 +119,7 @@ def test_a_log_line_never_lands_in_the_live_one(monkeypatch: pytest.MonkeyPatch)
     with terminal.stream() as stream:
         console = Console(total_steps=5000, every=1, unit="tok", stream=stream)  # type: ignore[arg-type]
         console.step(metrics(), "")
-        console.say("eval_loss 1.2  at step 1200")
+        console.print_line("eval_loss 1.2  at step 1200")
     lines = terminal.read().splitlines()
     assert lines[-1] == "eval_loss 1.2  at step 1200"
 
