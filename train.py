@@ -4,9 +4,9 @@
     sbatch slurm/fsdp.sbatch
     python train.py --backend ray
 
-`python train.py` alone is one process on the same code path. --config FILE.toml gives a recipe, flags go over
-it; --dry-run prints what follows from them and stops. A run that is stopped goes on from the same command
-with --run.dir RUN.
+`python train.py` alone is one process on the same code path. --config FILE.toml reads a recipe, which flags
+override; --dry-run prints the resulting setup and exits. A stopped run resumes with the same command and
+--run.dir RUN.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def main(argv: list[str]) -> int:
 
 
 def under_ray(config: Config) -> int:
-    """This process is the driver. Its own Ray comes up while it imports torch."""
-    if maker := started_by():  # each of them would start a Ray
+    """This process is the driver. A local Ray starts while it imports torch."""
+    if maker := started_by():  # each rank would start a Ray
         hint = "--backend torchrun, or python train.py --backend ray with nothing in front"
         raise ConfigError(f"--backend ray starts the ranks, but {maker} has started them already.", hint)
     from launch.ray_own import own_ray

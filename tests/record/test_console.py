@@ -1,4 +1,4 @@
-"""What a person sees while it runs: on terminals (a pty) of several widths, in pipes and logs, with NO_COLOR."""
+"""The printed progress of a run: on terminals (a pty) of several widths, in pipes and logs, with NO_COLOR."""
 
 from __future__ import annotations
 

@@ -347,7 +347,7 @@ class Cluster:
             eventually("no job left", lambda: not self.run("squeue", "-h", timeout_s=5).stdout.strip(), 5)
 
     def _end_leftovers(self) -> None:
-        """Whatever still carries this folder's SLURM_CONF was started by this cluster: its own, by their ids."""
+        """End all processes with this folder's SLURM_CONF, by id: this cluster has started them."""
         for pid in pids_with(f"SLURM_CONF={self.conf}"):
             if pid != os.getpid():
                 with contextlib.suppress(ProcessLookupError):
