@@ -4,9 +4,9 @@
     sbatch slurm/fsdp.sbatch
     python train.py --backend ray
 
-`python train.py` alone is one process on the same code path. --config FILE.toml gives a recipe, flags go over
-it; --dry-run prints what follows from them and stops. A run that is stopped goes on from the same command
-with --run.dir RUN.
+`python train.py` alone is one process on the same code path. --config FILE.toml reads a recipe, which flags
+override; --dry-run prints the resulting setup and exits. A stopped run resumes with the same command and
+--run.dir RUN.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fsdp import config as configuration
 from fsdp.base import garbage
 from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.config import Config
-from fsdp.dist.env import let_rank_0_print, maker_of_ranks, speaks_for_all
+from fsdp.dist.env import started_by
 from fsdp.record.console import flush_output
 from fsdp.watch.last_process import Farewell
 
@@ -34,12 +34,12 @@ def main(argv: list[str]) -> int:
             return under_ray(config)
         return run_here(config)
     except ShardrunError as error:
-        return _refuse(error)
+        return refused(error)
 
 
 def under_ray(config: Config) -> int:
-    """This process is the driver. Its own Ray comes up while it imports torch."""
-    if maker := maker_of_ranks():  # each of them would start a Ray
+    """This process is the driver. A local Ray starts while it imports torch."""
+    if maker := started_by():  # each rank would start a Ray
         hint = "--backend torchrun, or python train.py --backend ray with nothing in front"
         raise ConfigError(f"--backend ray starts the ranks, but {maker} has started them already.", hint)
     from launch.ray_own import own_ray
@@ -50,7 +50,7 @@ def under_ray(config: Config) -> int:
 
             return run_on_ray(config, own)
         except ShardrunError as error:
-            return _refuse(error)  # said before Ray is taken down again, which takes a while
+            return refused(error)  # before Ray is shut down, which takes seconds
 
 
 def run_here(config: Config) -> int:
@@ -58,6 +58,7 @@ def run_here(config: Config) -> int:
     with garbage.importing():
         from fsdp.dist.env import from_environment
         from fsdp.dist.stop import Stopper
+        from fsdp.run import loop  # noqa: F401
         from launch.guard import run_rank
 
     Stopper.process_ends = True
@@ -75,13 +76,10 @@ def dry_run(config: Config) -> int:
     return 0
 
 
-def _refuse(error: ShardrunError) -> int:
-    """Flags are the same on all ranks: said once. Without torch, which a wrong flag need not wait for."""
-    if speaks_for_all() or error.scope != "all":
-        print(f"train.py: {error}", file=sys.stderr)
-    else:
-        let_rank_0_print()
-    return error.exit_code
+def refused(error: ShardrunError) -> int:
+    from launch.guard import refuse
+
+    return refuse(error, "train.py")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from pathlib import Path
 from bench.plan_cases import Case, draw, draw_more, large
 from bench.plan_published import published_table
 from bench.plan_real import Measured, Ranks
-from fsdp.rundir.paths import write_atomically
+from fsdp.rundir.atomic_write import write_atomically
 
 RESULTS = Path(__file__).parent / "results"
 MARGIN = 0.03

@@ -1,10 +1,10 @@
-"""torchrun as slurm/node.sh starts it: it ends with the exit code of the rank that failed first, and says so
-in one line.
+"""torchrun for slurm/node.sh: its exit code is that of the rank that failed first, which it names in one
+line.
 
     python -m launch.agent FLAGS OF TORCHRUN train.py FLAGS
 
-The rank itself has printed its error. torchrun would bury that under a traceback of its own for each node,
-and end with 1.
+The rank has printed its own error. torchrun itself would print a traceback of its own on each node after it,
+and end with exit code 1.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""What one node of a Slurm job has: printed by `sbatch slurm/fsdp.sbatch --dry-run`, one line a node, nothing
-trained.
+"""One line about a node of a Slurm job, for `sbatch slurm/fsdp.sbatch --dry-run`: devices, Python, torch.
 
 python -m launch.check_node --node n2 --run runs/NAME --ranks 8
 """
@@ -17,18 +16,18 @@ from fsdp.dist import env
 
 
 def devices(ranks: int) -> str:
-    """Raises where a rank of this node would have no device."""
+    """The devices of this node's ranks; raises if a rank would have none."""
     kinds = [env.pick_device(rank) for rank in range(ranks)]
     return f"{ranks} ranks on {', '.join(sorted({str(kind) for kind in kinds}))}"
 
 
 def nearest(folder: Path) -> Path:
-    """The folder, or the closest above it that exists."""
+    """The folder, or its closest parent that exists."""
     return folder if folder.is_dir() or folder == folder.parent else nearest(folder.parent)
 
 
 def report(node: str, run: Path, ranks: int) -> list[str]:
-    """What is wrong with this node; prints what it has."""
+    """Print what the node has, and return its problems."""
     import torch
 
     place = nearest(run)
@@ -40,9 +39,8 @@ def report(node: str, run: Path, ranks: int) -> list[str]:
     except ShardrunError as error:
         found = "no device for a rank"
         problems.append(str(error))
-    print(
-        f"{node}: {found}; Python {sys.version.split()[0]} at {sys.executable}; torch {torch.__version__}; {place} is here"
-    )
+    python = f"Python {sys.version.split()[0]} at {sys.executable}"
+    print(f"{node}: {found}; {python}; torch {torch.__version__}; {place} is here")
     return problems
 
 
@@ -50,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m launch.check_node", description=__doc__.splitlines()[0])
     parser.add_argument("--node", required=True)
     parser.add_argument("--run", type=Path, required=True, help="the run directory, which need not exist yet")
-    parser.add_argument("--ranks", type=int, required=True, help="that will run on this node")
+    parser.add_argument("--ranks", type=int, required=True, help="number of ranks on this node")
     options = parser.parse_args(argv)
     problems = report(options.node, options.run.absolute(), options.ranks)
     for problem in problems:

@@ -1,6 +1,4 @@
-"""The command that continues a run under the launcher that it ran under: what the summary tells the user to
-type next.
-"""
+"""The command that continues a run under the same launcher, which the summary prints."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ RENDEZVOUS_PORT = 29400
 
 
 def rank_command(env: DistEnv, environ: Mapping[str, str] = os.environ) -> str:
-    """Up to train.py's own flags, for a launcher that gives every rank a DistEnv."""
+    """The command without train.py's flags, for a launcher whose ranks have a DistEnv."""
     nodes, each = env.num_nodes, env.local_world_size
     if env.launcher == "launch.local":
         return f"python -m launch.local --ranks {env.world_size}"
@@ -27,7 +25,8 @@ def rank_command(env: DistEnv, environ: Mapping[str, str] = os.environ) -> str:
         what = "gpus" if env.device.type == "cuda" else "ntasks"
         return f"{before}sbatch --nodes={nodes} --{what}-per-node={each} slurm/fsdp.sbatch"
     if env.launcher.startswith("torchrun"):
-        where = f" --nnodes={nodes} --rdzv-backend=c10d --rdzv-endpoint={meeting_address(environ)}:{RENDEZVOUS_PORT}"
+        endpoint = f"{meeting_address(environ)}:{RENDEZVOUS_PORT}"
+        where = f" --nnodes={nodes} --rdzv-backend=c10d --rdzv-endpoint={endpoint}"
         return f"torchrun{where if nodes > 1 else ''} --nproc_per_node={each} train.py"
     if env.launcher == "srun":
         return f"srun --nodes={nodes} --ntasks={env.world_size} python train.py"
@@ -44,7 +43,10 @@ def _submit_flags(env: DistEnv) -> str:
 
 
 def ray_command(config: Config, environ: Mapping[str, str] = os.environ) -> str:
-    """Under Ray the driver prints the summary. Its own settings are no part of RUN/config.toml."""
+    """The command under Ray, whose driver prints the summary.
+
+    RUN/config.toml has no --ray flags: they are listed.
+    """
     if "SHARDRUN_RAY_NODES" in environ:
         return f"sbatch --nodes={environ['SHARDRUN_RAY_NODES']} slurm/ray.sbatch"
     given = {name: value for name, value in vars(config.ray).items() if value != getattr(RaySection(), name)}

@@ -1,41 +1,45 @@
 """The wrapper around train() on every launcher: an exception becomes a message, an exit code and RUN/FAILED.
 
-Ray's workers hand the exception to their driver instead of printing it, and use `failure_of` alone.
+A Ray worker sends its exception to the driver instead of printing it, and uses `failure_of` alone. torch is
+imported by `run_rank` alone: `refuse` reports a wrong flag without waiting for that.
 """
 
 from __future__ import annotations
 
 import sys
 import traceback
+from typing import TYPE_CHECKING
 
-from fsdp.base.errors import ConfigError, RefusedError, ShardrunError, TrainingError
+from fsdp.base.errors import ConfigError, Elsewhere, RefusedError, ShardrunError, TrainingError
 from fsdp.config import Config
-from fsdp.dist.collectives import Elsewhere, lost_a_neighbour
-from fsdp.dist.env import DistEnv, let_rank_0_print
+from fsdp.dist.env import DistEnv, prints_shared_errors, wait_for_rank_0_to_print
+from fsdp.dist.lost_peer import is_lost_peer
 from fsdp.record.console import print_last
-from fsdp.run.loop import Outcome, train
-from fsdp.run.summary import summary
-from fsdp.watch.rank import told
 from launch.command import rank_command
 from launch.marker import Failure, Marker, failed_before_this_restart, marker_of
 from launch.policy import Kind
+
+if TYPE_CHECKING:
+    from fsdp.run.loop import Outcome
 
 
 def run_rank(
     config: Config, env: DistEnv, *, program: str = "train.py", marker: Marker | None = None
 ) -> tuple[int, Outcome | None]:
-    """Train as one rank; print the summary or what went wrong. The exit code, and the outcome if there is
-    one.
+    """Train as one rank and print the summary or the error. Returns the exit code, and the outcome of a
+    training that did not fail.
     """
+    from fsdp.run.loop import train
+    from fsdp.run.summary import summary
+
     marker = marker or marker_of(config)
     before = failed_before_this_restart(marker) if marker is not None else None
     if before is not None:
         if env.local_rank == 0:
-            print(
-                f"{program}: not tried again, it would fail the same way: {before.message}", file=sys.stderr
-            )
+            message = f"{program}: not tried again, it would fail the same way: {before.message}"
+            print(message, file=sys.stderr)
         else:
-            let_rank_0_print()
+            wait_for_rank_0_to_print()
         return before.code, None
     try:
         outcome = train(config, env)
@@ -46,8 +50,19 @@ def run_rank(
     return 0, outcome
 
 
+def refuse(error: ShardrunError, program: str) -> int:
+    """Print an error found before training, once for all ranks that meet it, and return its exit code."""
+    if prints_shared_errors() or error.scope != "all":
+        print(f"{program}: {error}", file=sys.stderr)
+    else:
+        wait_for_rank_0_to_print()
+    return error.exit_code
+
+
 def report(error: Exception, env: DistEnv, program: str, marker: Marker | None) -> int:
-    """Write RUN/FAILED, print the error unless the watch's monitor has printed it, and return the exit code."""
+    """Write RUN/FAILED, print the error unless the monitor has printed it, and return the exit code."""
+    from fsdp.watch.rank import told
+
     failure = failure_of(error)
     if marker is not None:
         marker.write(failure, env.rank)
@@ -57,7 +72,7 @@ def report(error: Exception, env: DistEnv, program: str, marker: Marker | None) 
         if env.is_main or error.scope == "rank" or (error.scope == "node" and env.local_rank == 0):
             print(f"{program}{'' if env.is_main else f' (rank {env.rank})'}: {error}", file=sys.stderr)
         else:
-            let_rank_0_print()
+            wait_for_rank_0_to_print()
     elif failure.echo:
         print(f"[rank {env.rank}] ended because another rank did: {failure.message[:160]}", file=sys.stderr)
     else:
@@ -67,11 +82,12 @@ def report(error: Exception, env: DistEnv, program: str, marker: Marker | None) 
 
 
 def failure_of(error: BaseException) -> Failure:
+    """The kind, exit code and message of an exception, as launch/policy.py and RUN/FAILED need them."""
     if isinstance(error, ShardrunError):
         echo = isinstance(error, Elsewhere)
         return Failure(Kind.ERROR if echo else _kind(error), error.exit_code, str(error), echo)
     first = str(error).partition("\n")[0]
-    if lost_a_neighbour(error):
+    if is_lost_peer(error):
         return Failure(Kind.ERROR, 1, first, echo=True)
     return Failure(Kind.ERROR, 1, f"{type(error).__name__}: {first}")
 
@@ -79,6 +95,7 @@ def failure_of(error: BaseException) -> Failure:
 def _kind(error: ShardrunError) -> Kind:
     if isinstance(error, RefusedError):
         return Kind.REFUSED
-    # an error raised from another one, such as a file that could not be read, may be over by the next start
+    # an error with another as its cause, such as a file that could not be read, may not repeat at the next
+    # start
     final = isinstance(error, ConfigError | TrainingError) and error.__cause__ is None
     return Kind.FINAL if final else Kind.ERROR

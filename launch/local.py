@@ -1,12 +1,12 @@
-"""All ranks of one machine without torchrun, and back within a second or two when one of them dies.
+"""All ranks of one machine without torchrun, restarted within a second or two when one of them dies.
 
     python -m launch.local --ranks 4 --config recipes/text.toml
-    python -m launch.local --ranks 4 --restarts 10 --run.dir runs/mine        flags of train.py stand beside its own two
+    python -m launch.local --ranks 4 --restarts 10 --run.dir runs/mine
 
-torch is imported once, the flags checked and the data opened, and each rank is a fork of that: a start costs
-one import and not one a rank, a restart costs none. When a rank dies the others are ended and all are forked
-again; they go on from the newest checkpoint. launch/policy.py says which failures are tried again. Not here:
-several nodes (slurm/, torchrun), and what a rank does.
+All flags but these two are train.py's. This process imports torch, checks the flags and opens the data once,
+then forks each rank: a start costs one import for all ranks, a restart costs none. When a rank dies, the
+others are ended and all are forked again; they resume from the newest checkpoint. launch/policy.py decides
+which failures are restarted. Not here: several nodes (slurm/, torchrun).
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from fsdp.base import garbage
 from fsdp.base.errors import ShardrunError
 from fsdp.config import Config
 from fsdp.config.command_line import RUN_FLAGS, CommandParser, whole_number
-from fsdp.dist.env import DistEnv, pick_device, process_group, slurm_start
+from fsdp.dist.env import DistEnv, pick_device, slurm_start
 from fsdp.record.console import flush_output
-from fsdp.rundir import paths
-from launch import slurm_job
+from fsdp.rundir import history, paths
+from launch import guard, slurm_job
 from launch.marker import Marker
 from launch.policy import Act, Allocation, End, Kind, Past, decide
 
 GRACE_S = 0.5
-"""After a rank's death the others mostly end by themselves, on a broken connection; one that waits on a
-device does not.
+"""After a rank's death most others end by themselves, on a broken connection; one that waits for a device is
+killed after this time.
 """
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 _PR_SET_PDEATHSIG = 1
 
 
@@ -50,14 +50,13 @@ def main(argv: Sequence[str]) -> int:
         options, flags = _parse(argv or ["--help"])
         config = configuration.load(flags)
         config = configuration.replace(config, run__dir=str(paths.choose(config)))
-        # Frozen before the forks: a collection in one of them would copy every page that they share.
+        # Frozen before the forks: a garbage collection in a fork would copy every shared page.
         with garbage.importing():
             warm_up(config, options.ranks)
         with slurm_job.holding(paths.RunDir(Path(config.run.dir)), slurm_start()):
-            pass  # refused here, nothing is written; rank 0 takes the lock itself
+            pass  # a refusal here leaves nothing behind; rank 0 takes the lock itself
     except ShardrunError as error:
-        print(f"launch.local: {error}", file=sys.stderr)
-        return error.exit_code
+        return guard.refuse(error, "launch.local")
     return _RankProcesses(config, options.ranks).run(options.restarts)
 
 
@@ -71,13 +70,14 @@ def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def warm_up(config: Config, ranks: int) -> None:
-    """What every rank would do alike: imports, the flags against the data and the number of ranks. No thread
-    may be left, and CUDA must not be touched: neither survives a fork.
+    """Do once what every rank would do: imports, and checks of the flags, the data and the number of ranks.
+
+    It must leave no thread behind and not initialise CUDA: neither survives a fork.
     """
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     import torch
 
-    import launch.guard  # noqa: F401
+    from fsdp.run import loop  # noqa: F401
     from fsdp.run.job import meta_model, prepare
 
     threads = torch.get_num_threads()
@@ -88,46 +88,46 @@ def warm_up(config: Config, ranks: int) -> None:
 
 
 class _RankProcesses:
-    """The forks of one try after another."""
+    """Forks the ranks, and forks them again after a failure."""
 
     def __init__(self, config: Config, ranks: int) -> None:
         self._config, self._ranks = config, ranks
         self._run = paths.RunDir(Path(config.run.dir))
         self._pids: dict[int, int] = {}
-        self._asked: signal.Signals | None = None
+        self._received: signal.Signals | None = None
 
     def run(self, restarts: int) -> int:
-        """The exit code of the try that was the last."""
+        """The exit code of the last try."""
         crashes: list[End] = []
-        with self._passing_on():
+        with self._forwarding():
             while True:
                 marker = Marker(self._run, f"launch.local {os.getpid()} try {len(crashes)}")
-                starts = slurm_job.starts(self._run)
+                starts = history.count_starts(self._run)
                 code = self._one_try(marker)
-                if code == 0 or self._asked is not None:
+                if code == 0 or self._received is not None:
                     return code if code >= 0 else 128 - code
                 end = slurm_job.end_of(
-                    self._run, marker, code, starting=slurm_job.starts(self._run) == starts
+                    self._run, marker, code, starting=history.count_starts(self._run) == starts
                 )
                 left = restarts - len(crashes)
                 decision = decide(end, Past(crashes=crashes), Allocation(tries_left=left))
                 how = f"a rank ended with {_named(code)} {end.where}"
                 if decision.act is Act.END:
-                    if end.kind in (Kind.ERROR, Kind.DIED):  # the ranks have printed the others
-                        print(f"launch.local: {how}: {decision.why}: not again", file=sys.stderr)
+                    if end.kind in (Kind.ERROR, Kind.DIED):  # the ranks print the other kinds
+                        print(f"launch.local: {how}: {decision.why}: no restart", file=sys.stderr)
                     return decision.code
                 crashes.append(end)
-                print(f"launch.local: {how}: all ranks again", file=sys.stderr)
+                print(f"launch.local: {how}: restarting all ranks", file=sys.stderr)
 
     def _one_try(self, marker: Marker) -> int:
-        """0 when all ranks ended well; else how the first of those that did not."""
+        """0 if all ranks succeeded, else the exit code of the first that failed."""
         sys.stdout.flush()
         sys.stderr.flush()
         with tempfile.TemporaryDirectory(prefix="shardrun-local-") as folder:
             for rank in range(self._ranks):
                 pid = os.fork()
                 if pid == 0:
-                    _be_rank(self._config, rank, self._ranks, str(Path(folder, "store")), marker)
+                    _run_as_rank(self._config, rank, self._ranks, str(Path(folder, "store")), marker)
                 self._pids[pid] = rank
             return self._wait()
 
@@ -152,14 +152,14 @@ class _RankProcesses:
             os.kill(pid, number)
 
     @contextmanager
-    def _passing_on(self) -> Iterator[None]:
-        """A signal to this process is meant for the ranks, who agree on a step and save."""
+    def _forwarding(self) -> Iterator[None]:
+        """Forward signals to the ranks, which agree on a step and save."""
 
-        def pass_on(number: int, frame: FrameType | None) -> None:
-            self._asked = signal.Signals(number)
+        def forward(number: int, frame: FrameType | None) -> None:
+            self._received = signal.Signals(number)
             self._send(number)
 
-        before = {one: signal.signal(one, pass_on) for one in PASSED_ON}
+        before = {one: signal.signal(one, forward) for one in FORWARDED}
         try:
             yield
         finally:
@@ -171,13 +171,13 @@ def _named(code: int) -> str:
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
-def _be_rank(config: Config, rank: int, ranks: int, store: str, marker: Marker) -> NoReturn:
-    """The child: never returns into the launcher's own stack."""
+def _run_as_rank(config: Config, rank: int, ranks: int, store: str, marker: Marker) -> NoReturn:
+    """The forked process: it exits here and never returns into the launcher's stack."""
     code = 1
     try:
-        for one in PASSED_ON:
+        for one in FORWARDED:
             signal.signal(one, signal.SIG_DFL)
-        # A rank whose launcher was killed saves and ends, as when it is asked to.
+        # A rank whose launcher is killed receives SIGTERM, and so saves and ends.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         env = DistEnv(
             rank=rank,
@@ -200,17 +200,17 @@ def _be_rank(config: Config, rank: int, ranks: int, store: str, marker: Marker) 
 def _train(config: Config, env: DistEnv, store: str, marker: Marker) -> int:
     import torch.distributed as dist
 
-    from launch import guard
+    from fsdp.dist.process_group import process_group
 
     code = 0
     try:
         with process_group(env, config.run.process_group_timeout_s, dist.FileStore(store, env.world_size)):
             code = guard.run_rank(config, env, program="launch.local", marker=marker)[0]
             if code:
-                sys.exit(code)  # as an exception: after a failure the group is aborted, not destroyed
+                sys.exit(code)  # an exception, which aborts the process group instead of destroying it
     except SystemExit:
         return code
-    except Exception as error:  # of the process group: train() has its own in run_rank
+    except Exception as error:  # of the process group: run_rank reports those of train()
         return guard.report(error, env, "launch.local", marker)
     return code
 

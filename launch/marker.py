@@ -1,9 +1,9 @@
-"""RUN/FAILED: what the error of one start means to its launcher.
+"""RUN/FAILED: the kind, exit code and message of a start's error, for its launcher.
 
-An exit code alone does not tell: torchrun ends with 1 whatever its ranks ended with, and code 5 is final for
+An exit code alone is ambiguous: torchrun ends with 1 for any code of its ranks, and code 5 is final for
 numbers that are not finite but not for a file that could not be read. The file names the start that wrote it,
-so a launcher ignores one that an earlier start left. The next start that holds the run directory removes it
-(fsdp/rundir/paths.py). No torch here: the batch shell of a Slurm job reads it.
+so a launcher ignores an earlier start's. The next start that holds the run directory removes it
+(fsdp/rundir/history.py). No torch here: the batch shell of a Slurm job reads it.
 """
 
 from __future__ import annotations
@@ -17,65 +17,64 @@ from pathlib import Path
 
 from fsdp.base.errors import ConfigError
 from fsdp.config import Config
-from fsdp.rundir import paths
+from fsdp.rundir import history
+from fsdp.rundir.atomic_write import write_atomically
 from fsdp.rundir.paths import RunDir
 from launch.policy import Kind
 
 TOKEN = "SHARDRUN_TOKEN"
-"""The environment variable with the name of this start; slurm/lib.sh sets it."""
+"""The environment variable that names this start; slurm/lib.sh sets it."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank's exception as its launcher needs it."""
+    """A rank's exception, as launch/policy.py needs it."""
 
     kind: Kind
     code: int
     message: str
     echo: bool = False
-    """Whether it follows from another rank's failure."""
+    """Whether another rank's failure caused it."""
 
 
 @dataclass(frozen=True)
 class Marker:
-    """Where the failure of one start is written, and the name of that start."""
+    """The run directory and the name of one start, whose failure is written there."""
 
     run: RunDir
     start: str
-    asked: bool = True
-    """Whether the launcher has asked for the run directory's lock. Else a configuration error, which comes
-    before the ranks ask for it, is not written: the directory may be another job's.
+    lock_checked: bool = True
+    """Whether the launcher itself has taken the run directory's lock before. Otherwise a configuration error,
+    raised before the ranks take it, is not written: the directory may be another job's.
     """
 
     def write(self, failure: Failure, rank: int) -> None:
-        """Nothing is written where another job holds the run directory, or where there is none."""
-        before_the_lock = not self.asked and failure.code == ConfigError.exit_code
+        """Write the failure, unless another job holds the run directory or there is none."""
+        before_the_lock = not self.lock_checked and failure.code == ConfigError.exit_code
         if failure.echo or failure.kind is Kind.REFUSED or before_the_lock or not self.run.path.is_dir():
             return
-        said = {
+        record = {
             **asdict(failure),
             "kind": failure.kind.name,
             "rank": rank,
             "start": self.start,
-            "time": paths.now(),
+            "time": history.now(),
         }
-        paths.write_atomically(self.run.failed, json.dumps(said) + "\n")
+        write_atomically(self.run.failed, json.dumps(record) + "\n")
 
     def read(self) -> Failure | None:
-        """The failure of this start; None if no rank wrote one."""
+        """The failure of this start; None if no rank has written one."""
         try:
-            said = json.loads(self.run.failed.read_text(encoding="utf-8"))
+            record = json.loads(self.run.failed.read_text(encoding="utf-8"))
         except (FileNotFoundError, json.JSONDecodeError):
             return None
-        return (
-            Failure(Kind[said["kind"]], said["code"], said["message"])
-            if said["start"] == self.start
-            else None
-        )
+        if record["start"] != self.start:
+            return None
+        return Failure(Kind[record["kind"]], record["code"], record["message"])
 
 
 def marker_of(config: Config, environ: Mapping[str, str] = os.environ) -> Marker | None:
-    """The marker of this start, by the variables of its launcher; None where no launcher reads one."""
+    """The marker of this start, named by its launcher's variables; None if no launcher reads one."""
     if not config.run.dir:
         return None
     run = RunDir(Path(config.run.dir).absolute())
@@ -84,7 +83,9 @@ def marker_of(config: Config, environ: Mapping[str, str] = os.environ) -> Marker
     if int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
         # all tries of one torchrun have the same agent as their parent
         return Marker(
-            run, f"{environ.get('TORCHELASTIC_RUN_ID')} {socket.gethostname()} {os.getppid()}", asked=False
+            run,
+            f"{environ.get('TORCHELASTIC_RUN_ID')} {socket.gethostname()} {os.getppid()}",
+            lock_checked=False,
         )
     return None
 

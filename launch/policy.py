@@ -1,4 +1,4 @@
-"""The restart policy: what follows the end of a start, the same on every launcher.
+"""The restart policy: what follows the end of a start, equal on every launcher.
 
 `decide` is a pure function of how the start ended, which failures came before it and what the launcher can
 do. It reads no file and starts nothing. launch/slurm_job.py applies it to Slurm and submitit jobs,
@@ -15,15 +15,15 @@ from dataclasses import dataclass, field
 from fsdp.base.phases import StopReason
 
 CRASHES_IN_ONE_ALLOCATION = 3
-"""The last of these requeues the job: the fault may be the node's."""
+"""The last of these requeues the job: the node may be the cause."""
 STOPS_WITHOUT_A_STEP = 5
 MEETINGS_MISSED = 3
 
 _LINES, _FIRST = "the lines above name the nodes", "the first error above says why"
 
 EXIT_DIED, EXIT_REFUSED, EXIT_HUNG = 3, 4, 7
-"""A rank that ended without an error message (LaunchError's code); a run directory that another job writes; a
-rank that the watch ended.
+"""The exit codes of a rank that ended without an error message (LaunchError's), of a run directory that
+another job holds, and of a rank that the watch ended.
 """
 
 NODES_LEAVE = StopReason.LAUNCHER
@@ -34,8 +34,8 @@ SCHEDULERS_REASONS = (
     StopReason.DEADLINE,
     NODES_LEAVE,
 )
-"""Reasons of fsdp/dist/stop.py that mean: continue later. Ctrl-C, the stop file and --train.stop_after are a
-person's.
+"""Reasons of fsdp/dist/stop.py after which the run continues later. Ctrl-C, the stop file and
+--train.stop_after are requests of a person.
 """
 
 
@@ -54,8 +54,8 @@ class Kind(enum.Enum):
 
 
 CRASHES_AT_ONE_PLACE = {Kind.ERROR: 2, Kind.DIED: 3}
-"""That many end the run. A place is a step, or the time before a start's first step. A rank that died without
-a message may have died of its node, so it gets one more start.
+"""This many crashes at one place end the run. A place is a step, or the time before a start's first step. A
+rank that died without a message gets one more start: its node may be the cause.
 """
 
 

@@ -1,7 +1,6 @@
-"""The Ray to train on: this machine's own (ray_own.py), or a cluster that is joined and left as it was.
+"""The Ray to train on: a local one (ray_own.py), or a cluster that is joined and left as it was.
 
-Not here: whether the workers find room on it (ray_room.py), and what code they find there (ray_code.py).
-Nothing here knows what is trained.
+Not here: the workers' resources (ray_resources.py) and their code (ray_code_upload.py).
 """
 
 from __future__ import annotations
@@ -17,23 +16,23 @@ from typing import Any
 from fsdp.base.errors import LaunchError
 from fsdp.config import RaySection
 from launch.ray_own import OwnRay
-from launch.ray_settings import hush
+from launch.ray_settings import set_log_levels
 
-KNOCK_S = 5.0
-NODES, NODES_S, LOOK_S = "SHARDRUN_RAY_NODES", 120.0, 0.2
+CONNECT_S = 5.0
+NODES = "SHARDRUN_RAY_NODES"
+"""Set by a job script that starts the cluster: the number of nodes to wait for."""
+NODES_S, POLL_S = 120.0, 0.2
 
 
 @contextmanager
 def connected(own: OwnRay | None, section: RaySection, runtime_env: Mapping[str, Any]) -> Iterator[str]:
-    """Ray, until the end of the block: the one that was begun here, or the one at --ray.address. Yields what
-    to call it.
-    """
+    """Connect to the local Ray or the one at --ray.address for this block. Yields its version and address."""
     if own is not None:
         yield own.wait()
         return
     import ray
 
-    hush()
+    set_log_levels()
     _join(section.address, runtime_env)
     try:
         yield f"Ray {ray.__version__} at {section.address}"
@@ -45,7 +44,7 @@ def _join(address: str, runtime_env: Mapping[str, Any]) -> None:
     import ray
 
     try:
-        _knock(address, time.monotonic() + (NODES_S if NODES in os.environ else 0))
+        _wait_for_port(address, time.monotonic() + (NODES_S if NODES in os.environ else 0))
         ray.init(
             address=address, log_to_driver=False, logging_level=logging.ERROR, runtime_env=dict(runtime_env)
         )
@@ -56,27 +55,27 @@ def _join(address: str, runtime_env: Mapping[str, Any]) -> None:
         ) from None
 
 
-def _knock(address: str, until: float) -> None:
-    """Ray itself tries for a minute and more where nobody listens."""
+def _wait_for_port(address: str, until: float) -> None:
+    """Fail early if nothing listens there: Ray itself retries for more than a minute."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     while host and port.isdigit():
         try:
-            return socket.create_connection((host, int(port)), timeout=KNOCK_S).close()
+            return socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
         except OSError:
             if time.monotonic() > until:
                 raise
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
 
 
 def await_nodes() -> None:
-    """A job script that brings the cluster up beside us says how many nodes are on their way."""
+    """Wait for the nodes of a cluster that a job script starts."""
     import ray
 
-    wanted, until = int(os.environ.get(NODES, "1")), time.monotonic() + NODES_S
-    while (there := sum(node["Alive"] for node in ray.nodes())) < wanted:
-        if time.monotonic() > until:
+    expected, deadline = int(os.environ.get(NODES, "1")), time.monotonic() + NODES_S
+    while (there := sum(node["Alive"] for node in ray.nodes())) < expected:
+        if time.monotonic() > deadline:
             raise LaunchError(
-                f"{there} of {wanted} Ray nodes are up after {NODES_S:.0f} s.",
-                "see what `ray start` said on the others",
+                f"{there} of {expected} Ray nodes are up after {NODES_S:.0f} s.",
+                "read the output of `ray start` on the other nodes",
             )
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)

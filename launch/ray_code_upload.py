@@ -1,6 +1,6 @@
-"""The code for workers of a cluster that is joined: this repository's, and a person's own modules.
+"""The code for workers of a joined cluster: this repository's and the user's own modules.
 
-A Ray that is started here shares this process's sys.path and needs none of it.
+A local Ray shares this process's sys.path and needs no upload.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from typing import Any
 
 
 def runtime_env(repository: Path, own: list[str], folder: Path) -> dict[str, Any]:
-    """A folder with this code and a person's own modules, which Ray carries to every node of a joined
-    cluster.
+    """A runtime_env with a folder of this code and the user's modules, which Ray copies to every node.
 
-    `own` are names as in --model.name package.module:factory; what pip installed is expected on the nodes.
+    `own` are names as in --model.name package.module:factory. Packages installed with pip must be on the
+    nodes.
     """
     for package in ("fsdp", "launch"):
         shutil.copytree(repository / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
     for name in own:
-        _carry(name.partition(":")[0].partition(".")[0], folder)
+        _copy(name.partition(":")[0].partition(".")[0], folder)
     return {"working_dir": str(folder)}
 
 
-def _carry(module: str, folder: Path) -> None:
+def _copy(module: str, folder: Path) -> None:
     import importlib.util
 
     found = importlib.util.find_spec(module)

@@ -1,7 +1,7 @@
-"""What became of a worker group: the line that tells it, and what follows.
+"""The failure of a Ray worker group: the rank's error that caused it, and whether the group is restarted.
 
-Ray restarts the group after any error, `--ray.max_failures` times. The Referee, who sits in Ray's controller,
-asks launch/policy.py and ends the run where another start would only cost those tries.
+Ray restarts the group after any error, `--ray.max_failures` times. FailurePolicy runs in Ray's controller and
+ends the run earlier if launch/policy.py decides so.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from fsdp.base.errors import LaunchError
+from fsdp.rundir import history
 from fsdp.rundir.paths import RunDir
-from launch.ray_settings import quiet
+from launch.ray_settings import set_defaults
 
-quiet()
+set_defaults()
 
-from ray.train import UserCallback  # noqa: E402  (after the words that Ray reads when it is imported)
+from ray.train import UserCallback  # noqa: E402  (after the variables that Ray reads when it is imported)
 
-from launch import slurm_job  # noqa: E402
 from launch.policy import Act, Allocation, End, Kind, Past, decide  # noqa: E402
 
 
 class RankFailed(Exception):
-    """A rank's last words. All in args, so that it pickles whatever it was made from."""
+    """The failure of one rank. All values are in args, so that it pickles."""
 
     def __init__(
         self, rank: int, message: str, exit_code: int, kind: Kind, secondary: bool, trace: str
@@ -32,7 +32,7 @@ class RankFailed(Exception):
         super().__init__(rank, message, exit_code, kind, secondary, trace)
         self.rank, self.message, self.exit_code = rank, message, exit_code
         self.kind, self.secondary, self.trace = kind, secondary, trace
-        """secondary: another rank tells the story."""
+        """secondary: another rank's failure caused it."""
 
     def __str__(self) -> str:
         named = f"rank {self.rank}"
@@ -40,34 +40,39 @@ class RankFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Story:
+class GroupFailure:
+    """The failure of a worker group: that of the rank that failed first."""
+
     message: str
     exit_code: int
     kind: Kind
-    """DIED without a word of its own: killed, or with its node."""
+    """DIED without an error message: killed, or with its node."""
     trace: str = ""
 
 
-class GivenUp(Exception):
-    """Raised in Ray's controller, where it ends the run. The story in args, so that it pickles."""
+class RunEnded(Exception):
+    """Raised in Ray's controller, where it ends the run.
 
-
-def tell(failures: Mapping[int, BaseException]) -> Story:
-    """Of all ranks' failures the one that came first in meaning: an error of ours, then a death, then what
-    followed from it.
+    GroupFailure's fields are its args, so that it pickles.
     """
-    words = [(rank, _unwrapped(error)) for rank, error in sorted(failures.items())]
-    said = [word for _, word in words if isinstance(word, RankFailed)]
-    first = next((word for word in said if not word.secondary), None)
+
+
+def first_failure(failures: Mapping[int, BaseException]) -> GroupFailure:
+    """The failure that explains the others: a rank's own error, else a death, else a secondary error."""
+    errors = [(rank, _unwrapped(error)) for rank, error in sorted(failures.items())]
+    failed = [error for _, error in errors if isinstance(error, RankFailed)]
+    first = next((error for error in failed if not error.secondary), None)
     if first is not None:
-        return Story(str(first), first.exit_code, first.kind, first.trace)
-    dead = [rank for rank, word in words if not isinstance(word, RankFailed)]
+        return GroupFailure(str(first), first.exit_code, first.kind, first.trace)
+    dead = [rank for rank, error in errors if not isinstance(error, RankFailed)]
     if dead:
         ranks = f"rank{'s' * (len(dead) > 1)} {', '.join(map(str, dead))}"
-        return Story(f"{ranks} died ({_brief(dict(words)[dead[0]])})", LaunchError.exit_code, Kind.DIED)
-    if said:
-        return Story(str(said[0]), said[0].exit_code, said[0].kind, said[0].trace)
-    return Story("the workers failed", LaunchError.exit_code, Kind.DIED)
+        return GroupFailure(
+            f"{ranks} died ({_brief(dict(errors)[dead[0]])})", LaunchError.exit_code, Kind.DIED
+        )
+    if failed:
+        return GroupFailure(str(failed[0]), failed[0].exit_code, failed[0].kind, failed[0].trace)
+    return GroupFailure("the workers failed", LaunchError.exit_code, Kind.DIED)
 
 
 def _unwrapped(error: BaseException) -> BaseException:
@@ -75,7 +80,7 @@ def _unwrapped(error: BaseException) -> BaseException:
 
 
 def _brief(error: BaseException) -> str:
-    """Ray explains a death at length: the first line that is not a heading."""
+    """The first line of Ray's long text about a death."""
     lines = [
         line.strip()
         for line in str(getattr(error, "health_check_failure", error)).splitlines()
@@ -84,43 +89,45 @@ def _brief(error: BaseException) -> str:
     return lines[0][:160] if lines else type(error).__name__
 
 
-def story_of(error: Any) -> Story:
-    """What trainer.fit raised, as the driver tells it."""
+def failure_of_fit(error: Any) -> GroupFailure:
+    """The failure behind an exception of trainer.fit."""
     cause = getattr(error, "controller_failure", None)
-    if isinstance(cause, GivenUp):
-        return Story(*cause.args)
+    if isinstance(cause, RunEnded):
+        return GroupFailure(*cause.args)
     if cause is not None:
-        return Story(f"Ray could not go on: {_brief(cause)}", LaunchError.exit_code, Kind.ERROR)
-    return tell(getattr(error, "worker_failures", {}))
+        return GroupFailure(f"Ray's controller failed: {_brief(cause)}", LaunchError.exit_code, Kind.ERROR)
+    return first_failure(getattr(error, "worker_failures", {}))
 
 
-class Referee(UserCallback):
-    """Says once that a group failed and what follows."""
+class FailurePolicy(UserCallback):
+    """Logs a failure of the group once, and ends the run if the policy decides so."""
 
     def __init__(self, run: Path, logs: Path, max_failures: int) -> None:
         self._run, self._logs, self._max = RunDir(run), logs, max_failures
         self._crashes: list[End] = []
-        self._starts = slurm_job.starts(self._run)
+        self._starts = history.count_starts(self._run)
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        story = tell(worker_exceptions)
-        before, self._starts = self._starts, slurm_job.starts(self._run)
+        failure = first_failure(worker_exceptions)
+        before, self._starts = self._starts, history.count_starts(self._run)
         end = End(
-            story.kind, slurm_job.last_step(self._run), self._starts == before, story.exit_code, story.message
+            failure.kind,
+            history.last_step(self._run),
+            self._starts == before,
+            failure.exit_code,
+            failure.message,
         )
         # Ray itself counts max_failures
         decision = decide(end, Past(crashes=self._crashes), Allocation())
         if decision.act is Act.END:
-            # what the policy has ended here is not started again by a job script around the driver
+            # FINAL: a job script around the driver does not restart what the policy has ended
             kind = end.kind if end.kind is Kind.REFUSED else Kind.FINAL
-            raise GivenUp(story.message, decision.code, kind, story.trace)
+            raise RunEnded(failure.message, decision.code, kind, failure.trace)
         self._crashes.append(end)
         failed = len(self._crashes)
         if self._max < 0 or failed <= self._max:
-            self._say(
-                f"{story.message}, {end.where}; the workers are started again ({failed} of {self._max})"
-            )
+            self._log(f"{failure.message}, {end.where}; restarting the workers ({failed} of {self._max})")
 
-    def _say(self, line: str) -> None:
+    def _log(self, line: str) -> None:
         with (self._logs / "controller.err").open("a", encoding="utf-8") as file:
             file.write(line + "\n")

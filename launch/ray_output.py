@@ -1,8 +1,7 @@
-"""What the ranks say, on the driver's terminal, once: a file a rank in RUN/logs, and a thread of the driver
-follows them.
+"""The output of the ranks on the driver's terminal: a file per rank in RUN/logs, followed by a thread.
 
-Ray's own way (every worker's lines, prefixed, sometimes twice) is switched off. All nodes share the run
-directory anyway.
+Ray's own forwarding (every worker's lines, prefixed, sometimes twice) is switched off. All nodes share the
+run directory.
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ import threading
 from pathlib import Path
 from typing import TextIO
 
-LOOK_S = 0.1
+POLL_S = 0.1
 
 
-def speak_into(folder: Path, rank: int, attempt: str) -> None:
-    """From now on this process's Python prints and logs into files of its own, whole lines at a time."""
+def redirect_output(folder: Path, rank: int, attempt: str) -> None:
+    """Redirect Python's stdout, stderr and logging of this process to files, line by line."""
     folder.mkdir(parents=True, exist_ok=True)
     sys.stdout = _lines(folder / f"rank-{rank}.{attempt}.out")
     sys.stderr = _lines(folder / f"rank-{rank}.{attempt}.err")
-    # what it has to say reaches the driver as an exception
+    # Ray's errors reach the driver as an exception
     logging.getLogger("ray").setLevel(logging.CRITICAL)
     logging.lastResort = logging.StreamHandler(sys.stderr)
     logging.lastResort.setLevel(logging.WARNING)
@@ -32,7 +31,7 @@ def _lines(path: Path) -> TextIO:
 
 
 class Follower:
-    """Carries new whole lines of the folder's files to this process's stdout and stderr, until close."""
+    """Copies new whole lines of the folder's files to this process's stdout and stderr, until `close`."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -43,19 +42,19 @@ class Follower:
         self._thread.start()
 
     def close(self) -> None:
-        """What has been written by now is shown before this returns."""
+        """Print all that has been written by now, and stop."""
         self._over.set()
         self._thread.join()
-        self._look(to_the_end=True)
+        self._print_new(to_the_end=True)
         if self._live:
             print(flush=True)
 
     def _follow(self) -> None:
-        while not self._over.wait(LOOK_S):
-            self._look()
+        while not self._over.wait(POLL_S):
+            self._print_new()
 
-    def _look(self, to_the_end: bool = False) -> None:
-        # .err before .out: what a run says of its start comes before its first step
+    def _print_new(self, to_the_end: bool = False) -> None:
+        # .err before .out: the log of a start precedes its first step
         for ending, stream in ((".err", sys.stderr), (".out", sys.stdout)):
             for path in sorted(self._folder.glob(f"*{ending}")):
                 text = self._new_text(path, to_the_end)
@@ -63,9 +62,7 @@ class Follower:
                     self._show(text, stream)
 
     def _show(self, text: str, stream: TextIO) -> None:
-        """On a terminal the newest progress line stands in the place of the one before it, as under any
-        launcher.
-        """
+        """Print the text; on a terminal a progress line replaces the previous one."""
         if not sys.stdout.isatty():
             stream.write(text)
             stream.flush()

@@ -1,8 +1,7 @@
-"""A Ray of this machine's own, for one run: begun beside the driver's imports, ended with the driver, its
-folder removed.
+"""A local Ray for one run: started during the driver's imports, stopped with the driver, its folder removed.
 
-A start that fails is tried once more, and says so: what it failed of is often gone by then, as where another
-process took a port first. Of a second failure the logs are kept and named. Not here: a cluster that is joined
+A failed start is retried once, with a message: its cause is often temporary, such as a port that another
+process took. After a second failure the logs are kept and their path is printed. Not here: a joined cluster
 (ray_cluster.py).
 """
 
@@ -23,21 +22,21 @@ from pathlib import Path
 
 from fsdp.base.errors import LaunchError
 from fsdp.config import RaySection
-from launch.ray_settings import hush, quiet
+from launch.ray_settings import set_defaults, set_log_levels
 
-# idle Python processes, one a core, that no worker of ours comes from
-LEAN = {"prestart_worker_first_driver": False}
+# no idle Python processes, one per core, which no worker here uses
+SYSTEM_CONFIG = {"prestart_worker_first_driver": False}
 STORE_BYTES = 128 << 20
-"""Nothing of ours goes through Ray's object store: far below its default of a third of the memory."""
+"""Nothing here uses Ray's object store: far below its default of a third of the memory."""
 STARTS = 2
 HELD = "shardrun-driver"
 LONGEST_TMP = 40
-"""A Unix socket's path has at most 107 characters, and Ray puts 65 behind this folder."""
-_AN_ERROR = re.compile(r"^\[[^]]* [ECF] [^]]*\] (?:\(\w+\) )?(?:\S+:\d+: )?(.*)$", re.MULTILINE)
+"""A Unix socket's path has at most 107 characters, and Ray appends 65 to this folder."""
+_ERROR_LINE = re.compile(r"^\[[^]]* [ECF] [^]]*\] (?:\(\w+\) )?(?:\S+:\d+: )?(.*)$", re.MULTILINE)
 
 
 class OwnRay:
-    """Comes up on a thread while the driver imports torch and checks flags: both take seconds."""
+    """Starts on a thread while the driver imports torch and checks flags: both take seconds."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -46,7 +45,7 @@ class OwnRay:
         self._start(1)
 
     def wait(self) -> str:
-        """Until it is up; what to call it."""
+        """Wait until Ray has started; returns its version for the log."""
         self._up.wait()
         if self._error is not None:
             raise self._error
@@ -63,33 +62,31 @@ class OwnRay:
         self._thread.join()
 
     def _start(self, count: int) -> None:
-        self._thread = threading.Thread(target=self._come_up, args=(count,), name="ray-init", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(count,), name="ray-init", daemon=True)
         self._thread.start()
 
-    def _come_up(self, count: int) -> None:
+    def _run(self, count: int) -> None:
         try:
             self._init()
         except Exception as error:
-            why = _said_of(error, self._folder)
+            why = _reason(error, self._folder)
             if count < STARTS:
-                print(
-                    f"Ray did not come up here: {why}. It is started once more.", file=sys.stderr, flush=True
-                )
+                print(f"Ray did not start here: {why}. Starting it again.", file=sys.stderr, flush=True)
                 self._start(count + 1)
-                return  # and with this thread end the processes that it started
+                return  # the processes that this thread has started end with it
             self._error = LaunchError(
-                f"Ray did not come up here, {STARTS} times: {why}.",
-                f"give it more open files (`ulimit -n`), memory or time of the processors; {_keep(self._folder)}",
+                f"Ray did not start here, {STARTS} times: {why}.",
+                f"allow more open files (`ulimit -n`), memory or processor time; {_keep_logs(self._folder)}",
             )
         except BaseException as error:
             self._error = error
         self._up.set()
-        self._over.wait()  # Ray's processes are told to end with the thread that started them
+        self._over.wait()  # Ray's processes end with the thread that started them
 
     def _init(self) -> None:
         import ray
 
-        hush()
+        set_log_levels()
         try:
             ray.init(
                 address="local",
@@ -99,25 +96,25 @@ class OwnRay:
                 _temp_dir=str(self._folder),
                 _node_ip_address="127.0.0.1",
                 object_store_memory=STORE_BYTES,
-                _system_config=LEAN,
+                _system_config=SYSTEM_CONFIG,
             )
         except BaseException:
-            ray.shutdown()  # it may have come half of the way
+            ray.shutdown()  # it may have started in part
             raise
 
 
-def _said_of(error: Exception, folder: Path) -> str:
-    """Ray's own words, and the first error of the newest session that one of its processes wrote down."""
-    words = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-    with contextlib.suppress(OSError):  # its last processes may still be tidying up
+def _reason(error: Exception, folder: Path) -> str:
+    """Ray's error, and the first error line in the logs of the newest session."""
+    text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    with contextlib.suppress(OSError):  # its last processes may still delete files
         for log in sorted(folder.glob("session_latest/logs/*.out")):
-            if (found := _AN_ERROR.search(log.read_text(errors="replace"))) is not None:
-                return f"{words}; its {log.stem} wrote: {found[1].strip().rstrip('.')}"
-    return words
+            if (found := _ERROR_LINE.search(log.read_text(errors="replace"))) is not None:
+                return f"{text}; its {log.stem} wrote: {found[1].strip().rstrip('.')}"
+    return text
 
 
-def _keep(folder: Path) -> str:
-    """Its logs under a name that the end of this driver leaves alone; what to say of them."""
+def _keep_logs(folder: Path) -> str:
+    """Copy the logs to a folder that outlives this driver; returns a clause about them for the error."""
     kept = folder.with_name(folder.name.replace("ray-", "ray-failed-", 1))
     try:
         shutil.copytree(folder / "session_latest" / "logs", kept / "logs")
@@ -129,12 +126,12 @@ def _keep(folder: Path) -> str:
 
 @contextmanager
 def own_ray(section: RaySection) -> Iterator[OwnRay | None]:
-    """Begins a Ray here unless one is to be joined; gone at the end of the block."""
-    quiet()
+    """Start a Ray here unless --ray.address names one; stop it at the end of the block."""
+    set_defaults()
     if section.address:
         yield None
         return
-    # nobody takes this machine's nodes away
+    # a local Ray has no preemption
     os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
     with _own_folder(Path(_short_tmp())) as folder:
         own = OwnRay(folder)
@@ -146,21 +143,27 @@ def own_ray(section: RaySection) -> Iterator[OwnRay | None]:
 
 @contextmanager
 def _own_folder(tmp: Path) -> Iterator[Path]:
-    """For Ray's sockets and logs. A lock says that its driver lives: the folders of those that were killed
-    are removed.
+    """A folder for Ray's sockets and logs, locked while its driver is alive.
+
+    Folders of killed drivers are removed.
     """
     for other in tmp.glob(f"ray-*/{HELD}"):
-        with contextlib.suppress(OSError), other.open() as lock:  # gone meanwhile, held, or somebody else's
+        with (
+            contextlib.suppress(OSError),
+            other.open() as lock,
+        ):  # removed meanwhile, locked, or another user's
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(other.parent)
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir=tmp))
     try:
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            (folder / "lock").rename(folder / HELD)  # only now, held, has it the name that others look for
+            (folder / "lock").rename(
+                folder / HELD
+            )  # only a locked file has the name that other drivers search
             yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)  # Ray's last processes may still be writing
+        shutil.rmtree(folder, ignore_errors=True)  # Ray's last processes may still write
 
 
 def _short_tmp() -> str:

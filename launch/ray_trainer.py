@@ -1,9 +1,9 @@
-"""Config → TorchTrainer: the driver of a run under Ray. `python train.py --backend ray` ends up here.
+"""Config → TorchTrainer: the driver of a run under Ray, which `python train.py --backend ray` calls.
 
-It checks what can be checked, chooses the run directory, brings up or joins a Ray, lets it train, and says
-how that ended, as torchrun's run says it. Checkpoints are ours, sealed by the workers themselves; Ray is told
-where they are. What runs in a worker is in launch/ray_worker.py, Ray itself in ray_own.py and ray_cluster.py,
-room and code for the workers in ray_room.py and ray_code.py, the ranks' words in ray_output.py.
+It checks the flags, chooses the run directory, starts or joins a Ray, trains, and prints the same summary or
+error as a run under torchrun. The workers seal the checkpoints themselves; Ray receives their paths. Not
+here: the worker (ray_worker.py), Ray itself (ray_own.py, ray_cluster.py), the workers' resources and code
+(ray_resources.py, ray_code_upload.py), their output (ray_output.py).
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from fsdp.run.job import prepare
 from fsdp.run.loop import Outcome
 from fsdp.run.summary import summary
 from fsdp.rundir import paths
+from fsdp.rundir.atomic_write import write_atomically
 from fsdp.rundir.paths import RunDir
 from launch import ray_cluster, slurm_job
 from launch.command import ray_command
@@ -42,7 +43,7 @@ from launch.guard import failure_of
 from launch.marker import Failure, marker_of
 from launch.policy import NODES_LEAVE, Act, Allocation, End, Kind, Past, decide
 from launch.ray_code_upload import runtime_env
-from launch.ray_failure import Referee, story_of
+from launch.ray_failure import FailurePolicy, failure_of_fit
 from launch.ray_output import Follower
 from launch.ray_own import OwnRay
 from launch.ray_resources import Workers, workers_for
@@ -51,12 +52,11 @@ from launch.ray_worker import WorkerTask, work
 REPOSITORY = Path(__file__).resolve().parent.parent
 SNAPSHOT = "checkpoint_manager_snapshot.json"
 RESIZE_S = 10.0
-"""How often an elastic run looks whether it may grow; growing costs it the steps since the last checkpoint.
-"""
+"""How often an elastic run checks whether it can grow; growing costs the steps since the last checkpoint."""
 
 
 class WorkersFailed(ShardrunError):
-    """What a rank died of, with that rank's own exit code."""
+    """The failure of the worker group, with the exit code of the rank that failed first."""
 
     def __init__(self, message: str, exit_code: int, kind: Kind) -> None:
         super().__init__(message)
@@ -64,13 +64,13 @@ class WorkersFailed(ShardrunError):
 
 
 def run_on_ray(config: Config, own: OwnRay | None) -> int:
-    """The exit code of train.py. `own` is the Ray that is coming up meanwhile, where none is to be joined."""
+    """Train, and return the exit code of train.py. `own` is the local Ray that starts meanwhile, if any."""
     _check(config)
     run = paths.create(paths.choose(config))
     config = configuration.replace(config, run__dir=str(run.path))
     try:
         with slurm_job.holding(run, slurm_start()):
-            pass  # refused here, nothing is written; the workers take the lock themselves
+            pass  # a refusal here leaves nothing behind; the workers take the lock themselves
         return _run(config, own, run)
     except ShardrunError as error:
         if (marker := marker_of(config)) is not None:
@@ -92,23 +92,23 @@ def _run(config: Config, own: OwnRay | None, run: RunDir) -> int:
             follower.close()
     if stopping.signal is not None and outcome.stopped:
         outcome = dataclasses.replace(outcome, stopped=stopping.signal.name)
-        paths.write_atomically(run.stopped, f"{outcome.stopped} at step {outcome.step}\n")
+        write_atomically(run.stopped, f"{outcome.stopped} at step {outcome.step}\n")
     print(summary(outcome, config, ray_command(config)))
     return 0
 
 
 def _check(config: Config) -> None:
-    """Every mistake that needs no cluster to be seen."""
+    """Raise the errors in the flags that can be found without a cluster."""
     low, high = worker_range(config.ray.num_workers)
     prepare(config, world_size=low, num_nodes=1, device=torch.device("cpu"))
-    for ranks in range(low + 1, high + 1):  # an elastic run may meet any of them
+    for ranks in range(low + 1, high + 1):  # an elastic run may have any of these sizes
         resolve(config.mesh, ranks)
         plan_batch(config.train, ranks)
 
 
 @contextmanager
 def _code(config: Config) -> Iterator[Mapping[str, Any]]:
-    """A Ray started here shares our sys.path; one that is joined is given the code."""
+    """The runtime_env: empty for a local Ray, which shares sys.path; the code for a joined one."""
     if not config.ray.address:
         yield {}
         return
@@ -120,11 +120,11 @@ def _code(config: Config) -> Iterator[Mapping[str, Any]]:
 # ---------------------------------------------------------------- training
 
 
-def _train_to_the_end(order: WorkerTask, workers: Workers, stopping: Stopping) -> Outcome:
-    """After a preemption notice, whose checkpoint is sealed, again: on the nodes that stay."""
+def _train_to_the_end(task: WorkerTask, workers: Workers, stopping: Stopping) -> Outcome:
+    """Train; after a stop for a preemption notice, continue on the nodes that stay."""
     idle, step = 0, -1
     while True:
-        outcome = _fit(order, workers, stopping)
+        outcome = _fit(task, workers, stopping)
         if (
             outcome.stopped is None
             or StopReason.read(outcome.stopped) is not NODES_LEAVE
@@ -136,35 +136,35 @@ def _train_to_the_end(order: WorkerTask, workers: Workers, stopping: Stopping) -
         if decide(end, Past(idle_stops=idle), Allocation()).act is Act.END:
             return outcome
         print(
-            f"saved step {outcome.step} before nodes are taken away; going on with the others",
+            f"saved step {outcome.step} before nodes are preempted; continuing on the others",
             file=sys.stderr,
             flush=True,
         )
 
 
-def _fit(order: WorkerTask, workers: Workers, stopping: Stopping) -> Outcome:
+def _fit(task: WorkerTask, workers: Workers, stopping: Stopping) -> Outcome:
     from ray.train import TrainingFailedError
 
-    # It names checkpoints that our retention may have removed since, and Ray would refuse to start over them.
-    (order.run / SNAPSHOT).unlink(missing_ok=True)
-    trainer = _trainer(order, workers)
+    # It lists checkpoints that retention may have removed since: Ray would refuse to start.
+    (task.run / SNAPSHOT).unlink(missing_ok=True)
+    trainer = _trainer(task, workers)
     try:
         result = stopping.wait_for(trainer.fit)
     except TrainingFailedError as error:
-        story = story_of(error)
-        if story.trace:
-            print(story.trace, file=sys.stderr)
-        raise WorkersFailed(story.message, story.exit_code, story.kind) from None
+        failure = failure_of_fit(error)
+        if failure.trace:
+            print(failure.trace, file=sys.stderr)
+        raise WorkersFailed(failure.message, failure.exit_code, failure.kind) from None
     outcome = result.return_value
     if not isinstance(outcome, Outcome):
-        raise LaunchError(f"Ray ended the run without a word of rank 0 (its files are in {order.run}).")
+        raise LaunchError(f"Ray ended the run without a result of rank 0 (its files are in {task.run}).")
     return outcome
 
 
-def _trainer(order: WorkerTask, workers: Workers) -> Any:
+def _trainer(task: WorkerTask, workers: Workers) -> Any:
     import ray.train.torch
 
-    api: Any = ray.train  # what it exports depends on a variable, which a type checker does not read
+    api: Any = ray.train  # its exports depend on an environment variable, which a type checker ignores
     cuda = workers.gpus > 0
     backend = "cpu:gloo,cuda:nccl" if cuda else "cpu:gloo"
     scaling = api.ScalingConfig(
@@ -174,19 +174,18 @@ def _trainer(order: WorkerTask, workers: Workers) -> Any:
         elastic_resize_monitor_interval_s=RESIZE_S,
     )
     running = api.RunConfig(
-        name=order.run.name,
-        storage_path=str(order.run.parent),
-        failure_config=api.FailureConfig(max_failures=order.config.ray.max_failures),
-        callbacks=[Referee(order.run, order.logs, order.config.ray.max_failures)],
+        name=task.run.name,
+        storage_path=str(task.run.parent),
+        failure_config=api.FailureConfig(max_failures=task.config.ray.max_failures),
+        callbacks=[FailurePolicy(task.run, task.logs, task.config.ray.max_failures)],
         worker_runtime_env={"env_vars": {"OMP_NUM_THREADS": _threads(workers)}},
     )
     return api.torch.TorchTrainer(
         work,
-        # by name: Ray's controller reads this too, and would import all of training to read a class of
-        # ray_worker's
-        train_loop_config=dict(vars(order)),
+        # a dict: Ray's controller reads it too, and would import torch for a class of ray_worker
+        train_loop_config=dict(vars(task)),
         torch_config=api.torch.TorchConfig(
-            backend=backend, timeout_s=int(order.config.run.process_group_timeout_s)
+            backend=backend, timeout_s=int(task.config.run.process_group_timeout_s)
         ),
         scaling_config=scaling,
         run_config=running,
@@ -194,38 +193,36 @@ def _trainer(order: WorkerTask, workers: Workers) -> Any:
 
 
 def _threads(workers: Workers) -> str:
-    """As torchrun sets it: 1, unless the person says otherwise or gives a worker several CPUs."""
+    """1, as torchrun sets it, unless the variable is set or a worker has several CPUs."""
     return os.environ.get("OMP_NUM_THREADS") or str(max(1, int(workers.cpus)))
 
 
-# ---------------------------------------------------------------- being asked to stop
+# ---------------------------------------------------------------- stop requests
 
 
 @dataclass
 class _Fit:
-    """What a call in a thread came to."""
+    """The result of a call on a thread."""
 
     value: Any = None
     error: BaseException | None = None
 
 
 class Stopping:
-    """Ctrl-C and a scheduler's signals at the driver become the stop file of the ranks; Ctrl-C again leaves
-    at once.
-    """
+    """Turns Ctrl-C and a scheduler's signals into the ranks' stop file; a second Ctrl-C exits."""
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-    AGAIN_S = 1.0
-    LOOK_S = 0.2
+    SECOND_SIGINT_S = 1.0
+    POLL_S = 0.2
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self.signal: signal.Signals | None = None
-        self._asked_at = 0.0
-        self._leave = False
+        self._received_at = 0.0
+        self._exit_now = False
 
     def __enter__(self) -> Stopping:
-        self._old = {one: signal.signal(one, self._mark) for one in self.SIGNALS}
+        self._old = {one: signal.signal(one, self._record) for one in self.SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -234,26 +231,27 @@ class Stopping:
         if self.signal is not None:
             self._file.unlink(missing_ok=True)
 
-    def _mark(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.signal is None:
-            self.signal, self._asked_at = signal.Signals(number), now
-        elif number == signal.SIGINT and now - self._asked_at >= self.AGAIN_S:
-            self._leave = True
+            self.signal, self._received_at = signal.Signals(number), now
+        elif number == signal.SIGINT and now - self._received_at >= self.SECOND_SIGINT_S:
+            self._exit_now = True
 
     def wait_for(self, function: Callable[[], Any]) -> Any:
-        """Call it in a thread (Ray would take the main thread's Ctrl-C for itself); meanwhile pass on what is
-        asked.
+        """Call the function on a thread (on the main thread Ray would handle Ctrl-C) and forward stop
+        requests.
         """
         done = _Fit()
         thread = threading.Thread(target=self._call, args=(function, done), name="fit", daemon=True)
         thread.start()
         while thread.is_alive():
-            thread.join(self.LOOK_S)
-            if self._leave:
-                raise WorkersFailed("interrupted again: left at once, nothing saved.", 130, Kind.FINAL)
-            # A start removes what the stop before it left there, so it is put down anew until the ranks are
-            # out.
+            thread.join(self.POLL_S)
+            if self._exit_now:
+                raise WorkersFailed(
+                    "interrupted again: the driver ends now, nothing is saved.", 130, Kind.FINAL
+                )
+            # Each start removes the previous one's stop file: create it again until the ranks have ended.
             if self.signal is not None and thread.is_alive() and not self._file.exists():
                 self._file.touch()
         if done.error is not None:

@@ -1,7 +1,7 @@
-"""One Ray worker as one rank: its DistEnv, its Reporter, and its errors in a form that crosses to the driver.
+"""One Ray worker as one rank: its DistEnv, its Reporter, and its errors in a picklable form.
 
-Ray has made the process group, and runs the function beside the main thread: signals are the driver's to
-handle.
+Ray has created the process group and runs the function on another thread than the main one: the driver
+handles signals.
 """
 
 from __future__ import annotations
@@ -21,70 +21,65 @@ from fsdp.base.errors import LaunchError, ShardrunError
 from fsdp.config import Config
 from fsdp.dist import collectives
 from fsdp.dist.env import DistEnv
+from fsdp.dist.lost_peer import is_peer_failure
 from fsdp.run.loop import Outcome, train
 from launch.guard import failure_of
 from launch.policy import Kind
 from launch.ray_failure import RankFailed
-from launch.ray_output import speak_into
+from launch.ray_output import redirect_output
 
 BEAT_S = 1.0
-"""Ray hears of a run this often. Its controller takes one report at each look: a report for each step would
-wait for that.
-"""
+"""The interval of reports to Ray. Its controller reads one report per poll: a report per step would wait."""
 
 
 @dataclass(frozen=True)
 class WorkerTask:
-    """What the driver hands to every worker."""
+    """What the driver sends to every worker."""
 
     config: Config
     run: Path
     logs: Path
     folder: Path
-    """Where the command was typed: relative paths in flags mean this."""
+    """The driver's working directory: relative paths in flags refer to it."""
 
 
 def work(given: Mapping[str, Any]) -> Outcome:
     """train_loop_per_worker."""
     import ray.train
 
-    order = WorkerTask(**given)
+    task = WorkerTask(**given)
     rank = ray.train.get_context().get_world_rank()
-    speak_into(order.logs, rank, f"{time.time():.0f}-{os.getpid()}")
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # Ray has imported torch before this was set
-    if order.folder.is_dir():
-        os.chdir(order.folder)
+    redirect_output(task.logs, rank, f"{time.time():.0f}-{os.getpid()}")
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))  # Ray has imported torch before it sets this
+    if task.folder.is_dir():
+        os.chdir(task.folder)
     try:
         env = dist_env()
-        reporter = RayReporter(env.rank, order.run)
-        outcome = train(order.config, env, reporter)
+        reporter = RayReporter(env.rank, task.run)
+        outcome = train(task.config, env, reporter)
         reporter.close()
     except Exception as error:
-        raise _last_words(rank, error) from None
+        raise rank_failure(rank, error) from None
     return outcome
 
 
-def _last_words(rank: int, error: Exception) -> RankFailed:
-    if _lost_a_peer(error):
+def rank_failure(rank: int, error: Exception) -> RankFailed:
+    """The error of a rank, as the driver receives it."""
+    if is_peer_failure(error):
         return RankFailed(rank, "another rank is gone", LaunchError.exit_code, Kind.DIED, True, "")
     failure = failure_of(error)
     trace = "" if isinstance(error, ShardrunError) else traceback.format_exc()
     return RankFailed(rank, failure.message, failure.code, failure.kind, failure.echo, trace)
 
 
-def _lost_a_peer(error: Exception) -> bool:
-    """A collective in which somebody was missing; gloo and NCCL say so in a plain RuntimeError."""
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in ("by peer", "gloo", "NCCL"))
-
-
 def dist_env() -> DistEnv:
-    """The launcher gives the device and the ranks; the nodes are counted once."""
+    """The DistEnv of this worker. Collective: it counts the workers of each node."""
     import ray.train
     import ray.train.torch
 
     context = ray.train.get_context()
     shares = dict(collectives.everyones((context.get_node_rank(), context.get_local_world_size())))
-    # nodes with unequal shares of the workers are no axis of a mesh: they count as one
+    # nodes with unequal numbers of workers cannot be a mesh axis: they count as one node
     even = len(set(shares.values())) == 1
     return DistEnv(
         rank=context.get_world_rank(),
@@ -101,20 +96,20 @@ def dist_env() -> DistEnv:
 # ---------------------------------------------------------------- the reporter
 
 
-Word = tuple[dict[str, Any] | None, str | None, bool]
-"""What rank 0 tells the others to report next: metrics, a checkpoint, and whether that was the last. Plain
-types: the word goes through a process of Ray's own, which would import this module, and torch, to read a
-class of ours.
+NextReport = tuple[dict[str, Any] | None, str | None, bool]
+"""What all ranks report next, broadcast by rank 0: metrics, a checkpoint, and whether it is the last.
+
+Plain types: it passes through a process of Ray's, which would import this module, and torch, for a class.
 """
 
 
 class RayReporter:
-    """Tells Ray on a thread of its own, at most once a beat, with the newest numbers: the steps wait for
-    nothing.
+    """Reports the newest numbers to Ray on a thread, at most once per BEAT_S: the steps do not wait.
 
-    ray.train.report is a collective that waits for Ray's controller. So rank 0 alone decides when and what;
-    its word goes to the others' threads, and every rank reports the same, as often. A sealed checkpoint is
-    always told, and only told: it stays where it is, under our own retention.
+    ray.train.report is a collective that waits for Ray's controller. So rank 0 decides when and what to
+    report and broadcasts it to the other ranks' threads: every rank makes the same reports. Every sealed
+    checkpoint is reported by its path alone: Ray does not copy it, and fsdp/checkpoint/retention.py removes
+    it.
     """
 
     def __init__(self, rank: int, run: Path) -> None:
@@ -122,32 +117,32 @@ class RayReporter:
         self._lock = threading.Lock()
         self._news = threading.Event()
         self._latest: dict[str, Any] = {}
-        self._told = True
+        self._reported = True
         self._sealed: list[tuple[str, dict[str, Any]]] = []
         self._over = False
         self._reason: str | None = None
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._tell_all, name="reporter", daemon=True)
+        self._thread = threading.Thread(target=self._report_all, name="reporter", daemon=True)
         self._thread.start()
 
     def report(self, metrics: Mapping[str, float], checkpoint: str | None = None) -> None:
         if self._error is not None:
             raise self._error
         if self._rank:
-            return  # rank 0 says the same, and its thread hands it to this rank's
+            return  # rank 0 has the same numbers, and its thread broadcasts them
         with self._lock:
             if checkpoint is not None:
                 self._sealed.append((checkpoint, {**self._latest, **metrics}))
                 self._news.set()
             else:
                 self._latest |= metrics
-                self._told = False
+                self._reported = False
 
     def should_stop(self) -> str | None:
         return self._reason
 
     def close(self) -> None:
-        """After the last step on every rank: what is still to be told is told."""
+        """Make the last reports; call it on every rank after the last step."""
         with self._lock:
             self._over = True
         self._news.set()
@@ -155,7 +150,7 @@ class RayReporter:
         if self._error is not None:
             raise self._error
 
-    def _tell_all(self) -> None:
+    def _report_all(self) -> None:
         import ray.train
         from ray.train.collective import broadcast_from_rank_zero
 
@@ -165,7 +160,7 @@ class RayReporter:
                     self._next() if self._rank == 0 else None
                 )
                 if metrics is not None:
-                    self._tell(metrics, checkpoint)
+                    self._report_to_ray(metrics, checkpoint)
                 if over:
                     return
                 notice = ray.train.get_preemption_info()
@@ -174,26 +169,25 @@ class RayReporter:
         except BaseException as error:
             self._error = error
 
-    def _next(self) -> Word:
-        """Rank 0: wait for a beat, a sealed checkpoint or the end."""
+    def _next(self) -> NextReport:
+        """Rank 0: wait for BEAT_S, a sealed checkpoint or the end."""
         self._news.wait(BEAT_S)
         with self._lock:
             if self._sealed:
                 checkpoint, metrics = self._sealed.pop(0)
                 return metrics, checkpoint, False
-            metrics_or_none = None if self._told else dict(self._latest)
-            self._told = True
+            metrics_or_none = None if self._reported else dict(self._latest)
+            self._reported = True
             if not self._over:
                 self._news.clear()
             return metrics_or_none, None, self._over
 
-    def _tell(self, metrics: dict[str, Any], checkpoint: str | None) -> None:
+    def _report_to_ray(self, metrics: dict[str, Any], checkpoint: str | None) -> None:
         import ray.train
         from ray.train import Checkpoint, CheckpointUploadMode
 
         if checkpoint is None or not Path(checkpoint).is_relative_to(self._run):
-            # one in an object store, or elsewhere: Ray takes no checkpoint from outside its own folder, but a
-            # name of it
+            # Ray accepts no checkpoint outside its own folder (an object store): report its path as a metric
             extra = {"checkpoint": checkpoint} if checkpoint else {}
             ray.train.report({**metrics, **extra})
             return

@@ -1,12 +1,11 @@
-"""Where the ranks of a Slurm job meet: tried by every node before training starts, and blamed by name where
-it fails.
+"""The rendezvous of a Slurm job's nodes, tested before training: a node that fails is named.
 
-    python -m launch.rendezvous port --seed 4711            a free port of this host, outside the kernel's own range
-    python -m launch.rendezvous meet --node n2 --head n1 …   on every node; the head prints the address that all reached
-    python -m launch.rendezvous here --towards 10.0.0.1     this host's address and interface on the way there
+    python -m launch.rendezvous port --seed 4711           a free port below the kernel's ephemeral range
+    python -m launch.rendezvous meet --node n2 --nodes …   on each node; the head prints the common address
+    python -m launch.rendezvous here --towards 10.0.0.1    this host's address and interface on that route
 
-No torch and no Slurm in here: slurm/node.sh passes what it knows as flags, so the answer comes in a tenth of
-a second.
+It imports neither torch nor Slurm, and so takes a tenth of a second: slurm/node.sh passes Slurm's facts as
+flags.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from typing import Any
 
 FIRST_PORT, PORTS = 20000, 12000  # the kernel's own outgoing connections start at 32768
 RETRY_S = 0.2
-HEAD_WAITS_LONGER_S = 2.0  # so that the node that cannot get through speaks first
+HEAD_WAITS_LONGER_S = 2.0  # so that the node that cannot connect prints its error first
 SIOCGIFADDR = 0x8915
 
 
 def free_port(seed: int) -> int:
-    """The same seed tries the same ports in the same order; another job's neighbouring seed starts elsewhere."""
+    """A free port. Each seed tries its own sequence of ports, so neighbouring jobs rarely collide."""
     for attempt in range(PORTS):
         port = FIRST_PORT + (seed + attempt * 397) % PORTS
         with contextlib.closing(socket.socket()) as probe, contextlib.suppress(OSError):  # taken: the next
@@ -43,7 +42,7 @@ def free_port(seed: int) -> int:
 
 
 def here(towards: str) -> tuple[str, str]:
-    """This host's address on the way to another, and the interface that bears it. Nothing is sent."""
+    """This host's address on the route to another, and its network interface. Nothing is sent."""
     family, kind, protocol, _, where = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
     with contextlib.closing(socket.socket(family, kind, protocol)) as probe:
         probe.connect(where)
@@ -63,7 +62,7 @@ def _address4(name: str) -> str | None:
         contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe,
         contextlib.suppress(OSError),
     ):
-        # one without such an address is an error to the kernel
+        # the kernel returns an error for an interface without an IPv4 address
         reply = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
         return socket.inet_ntoa(reply[20:24])
     return None
@@ -80,7 +79,7 @@ def _addresses6(name: str) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """What all nodes of one start agree on: hosts are names or addresses of the head, the preferred first."""
+    """One start's rendezvous. `hosts` are names or addresses of the head, preferred first."""
 
     hosts: Sequence[str]
     port: int
@@ -88,13 +87,13 @@ class Meeting:
     nodes: Sequence[str]
     timeout_s: float
 
-    def places(self) -> str:
+    def addresses(self) -> str:
         return " or ".join(f"{host}:{self.port}" for host in self.hosts)
 
 
 @dataclass
-class Roll:
-    """The head's list: who came by which host, and at which of the head's addresses."""
+class Arrivals:
+    """The head's list of nodes: the host that each used, and the head's address that it reached."""
 
     meeting: Meeting
     came: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -108,9 +107,7 @@ class Roll:
             self.over.set()
 
     def address(self) -> str | None:
-        """The head's address, as a number, that every node reached; another node's view of it before the
-        head's own.
-        """
+        """The numeric address of the head that every node reached, preferably as another node sees it."""
         for host in self.meeting.hosts:
             seen = self.came.get(host, {})
             if set(self.meeting.nodes) <= set(seen):
@@ -118,45 +115,46 @@ class Roll:
                 return (others or [seen[self.meeting.nodes[0]]])[0]
         return None
 
-    def absent(self) -> str:
-        """Who did not come, or, where each came by another way only, who by which."""
+    def problem(self) -> str:
+        """An error that names the missing nodes, or the nodes of each host if they used different ones."""
         here = {node for seen in self.came.values() for node in seen}
         head, missing = self.meeting.nodes[0], [node for node in self.meeting.nodes if node not in here]
         if missing:
-            return f"{', '.join(missing)} did not reach {head} at {self.meeting.places()} within {self.meeting.timeout_s:.0f} s."
+            where = f"{head} at {self.meeting.addresses()}"
+            return f"{', '.join(missing)} did not reach {where} within {self.meeting.timeout_s:.0f} s."
         ways = "; ".join(f"{host} by {', '.join(sorted(seen))}" for host, seen in self.came.items())
         return f"no address of {head} is reached by all nodes: {ways}."
 
 
-async def lead(meeting: Meeting) -> Roll:
-    """On the head: listen until every node has come by one and the same host, then tell all of them."""
-    roll, callers = Roll(meeting), set[asyncio.Task[None]]()
+async def lead(meeting: Meeting) -> Arrivals:
+    """On the head: listen until every node has connected by one common host, then reply to all of them."""
+    arrivals, callers = Arrivals(meeting), set[asyncio.Task[None]]()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         callers.add(task)
-        # strangers knock too: whoever does not know the token is not listened to
-        theirs = (OSError, ValueError, RecursionError, EOFError, asyncio.LimitOverrunError)
-        with contextlib.suppress(*theirs, asyncio.CancelledError):
+        # a connection without the token is ignored: port scanners connect too
+        foreign = (OSError, ValueError, RecursionError, EOFError, asyncio.LimitOverrunError)
+        with contextlib.suppress(*foreign, asyncio.CancelledError):
             hello = json.loads(await reader.readuntil())
             if isinstance(hello, dict) and hello.get("token") == meeting.token:
-                roll.enter(hello, str(writer.get_extra_info("sockname")[0]).removeprefix("::ffff:"))
-                await roll.over.wait()
-                if roll.address() is not None:
+                arrivals.enter(hello, str(writer.get_extra_info("sockname")[0]).removeprefix("::ffff:"))
+                await arrivals.over.wait()
+                if arrivals.address() is not None:
                     writer.write(b"go\n")
-                    # the caller closes first: the port is left without a TIME_WAIT of ours
+                    # the caller closes first: the port has no TIME_WAIT then
                     await reader.read()
         writer.close()
 
     server = await asyncio.start_server(serve, sock=_listen(meeting.port))
     async with server:
-        with contextlib.suppress(TimeoutError):  # the roll says who has not come
-            await asyncio.wait_for(roll.over.wait(), meeting.timeout_s + HEAD_WAITS_LONGER_S)
-        roll.over.set()
+        with contextlib.suppress(TimeoutError):  # `arrivals` has the missing nodes
+            await asyncio.wait_for(arrivals.over.wait(), meeting.timeout_s + HEAD_WAITS_LONGER_S)
+        arrivals.over.set()
         if callers:
             await asyncio.wait(callers, timeout=HEAD_WAITS_LONGER_S)
-    return roll
+    return arrivals
 
 
 def _listen(port: int) -> socket.socket:
@@ -166,7 +164,7 @@ def _listen(port: int) -> socket.socket:
 
 
 async def come(meeting: Meeting, node: str, gpus: int) -> dict[str, str] | None:
-    """On every node: try each host until one of them says go. None, or what each host answered instead."""
+    """On every node: try each host until one replies. None on success, else the answer of each host."""
     answers = dict.fromkeys(meeting.hosts, "no answer")
     callers = [asyncio.create_task(_call(meeting, host, node, gpus, answers)) for host in meeting.hosts]
     done, rest = await asyncio.wait(callers, timeout=meeting.timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -179,7 +177,7 @@ async def come(meeting: Meeting, node: str, gpus: int) -> dict[str, str] | None:
 async def _call(meeting: Meeting, host: str, node: str, gpus: int, answers: dict[str, str]) -> None:
     hello = json.dumps({"token": meeting.token, "node": node, "host": host, "gpus": gpus}).encode()
     while True:
-        # it hung up: another job's, or its time is over
+        # the connection was closed: another job's head, or its time-out
         with contextlib.suppress(asyncio.IncompleteReadError):
             try:
                 reader, writer = await asyncio.open_connection(host, meeting.port)
@@ -200,34 +198,34 @@ def _reason(error: OSError) -> str:
 
 
 async def meet(meeting: Meeting, node: str, gpus: int, ranks: int) -> int:
-    """Both parts; a node's exit status. Only the head prints to stdout: the address that every node reached."""
+    """Run the rendezvous on this node; returns the exit status. The head prints the address to stdout."""
     if node != meeting.nodes[0]:
-        return _tell_other(meeting, node, await come(meeting, node, gpus))
-    roll, _ = await asyncio.gather(lead(meeting), come(meeting, node, gpus))
-    address = roll.address()
+        return _report(meeting, node, await come(meeting, node, gpus))
+    arrivals, _ = await asyncio.gather(lead(meeting), come(meeting, node, gpus))
+    address = arrivals.address()
     if address is None:
         return _fail(
-            f"{roll.absent()}",
+            f"{arrivals.problem()}",
             "set RDZV_HOST in slurm/cluster.env to an address of the first node that all reach",
         )
-    poor = [f"{name} has {count}" for name, count in sorted(roll.gpus.items()) if 0 <= count < ranks]
-    if poor:
-        most = min(count for count in roll.gpus.values() if count >= 0)
+    too_few = [f"{name} has {count}" for name, count in sorted(arrivals.gpus.items()) if 0 <= count < ranks]
+    if too_few:
+        most = min(count for count in arrivals.gpus.values() if count >= 0)
         return _fail(
-            f"{len(meeting.nodes)} nodes × {ranks} ranks need {ranks} GPUs a node, but {', '.join(poor)}.",
+            f"{len(meeting.nodes)} nodes × {ranks} ranks need {ranks} GPUs a node, but {', '.join(too_few)}.",
             f"NPROC_PER_NODE={most} sbatch …",
         )
     print(address, flush=True)
     return 0
 
 
-def _tell_other(meeting: Meeting, node: str, answers: dict[str, str] | None) -> int:
+def _report(meeting: Meeting, node: str, answers: dict[str, str] | None) -> int:
     if answers is None:
         return 0
     if "reached" not in answers.values():
-        said = ", ".join(f"{host}:{meeting.port} {answer}" for host, answer in answers.items())
+        reasons = ", ".join(f"{host}:{meeting.port} {answer}" for host, answer in answers.items())
         print(
-            f"{node} cannot reach {meeting.nodes[0]} within {meeting.timeout_s:.0f} s: {said}.",
+            f"{node} cannot reach {meeting.nodes[0]} within {meeting.timeout_s:.0f} s: {reasons}.",
             file=sys.stderr,
         )
     return 1
@@ -245,15 +243,15 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("here").add_argument("--towards", required=True)
     one = commands.add_parser("meet")
     one.add_argument("--node", required=True, help="this node's name")
-    one.add_argument("--nodes", required=True, help="all of them, a comma between, the head first")
+    one.add_argument("--nodes", required=True, help="all nodes, separated by commas, the head first")
     one.add_argument(
-        "--hosts", required=True, help="names or addresses of the head, a comma between, the preferred first"
+        "--hosts", required=True, help="names or addresses of the head, separated by commas, preferred first"
     )
     one.add_argument("--port", type=int, required=True)
-    one.add_argument("--token", required=True, help="what only this start of this job knows")
+    one.add_argument("--token", required=True, help="a secret of this start of this job")
     one.add_argument("--timeout-s", type=float, default=60.0)
-    one.add_argument("--gpus", type=int, default=-1, help="that this node has; -1 does not check")
-    one.add_argument("--ranks", type=int, default=1, help="that will run on each node")
+    one.add_argument("--gpus", type=int, default=-1, help="number of GPUs on this node; -1 skips the check")
+    one.add_argument("--ranks", type=int, default=1, help="number of ranks on each node")
     return parser
 
 

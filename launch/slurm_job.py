@@ -1,12 +1,12 @@
-"""What a Slurm job does before its ranks start and after they end. launch/policy.py decides; the run
-directory has the facts.
+"""The commands of a Slurm job before its ranks start and after they end, on the run directory's records.
 
-    python -m launch.slurm_job begin --default-run-dir runs/NAME [flags of train.py]    checks them; prints the run directory
-    python -m launch.slurm_job judge RUN --job 12 --code 1      after the ranks have ended; its exit status is the decision
+    python -m launch.slurm_job begin --default-run-dir runs/NAME [flags of train.py]
+    python -m launch.slurm_job judge RUN --job 12 --code 1
 
-The decision is an exit status because that crosses a container's edge: the shell outside acts on it. Both
-commands hold the run directory's lock while they write, and write nothing where another job holds it.
-Requeueing itself is slurm/lib.sh's.
+`begin` checks the flags and prints the run directory. `judge` runs after the ranks have ended:
+launch/policy.py decides, and the exit status is the decision, because a status leaves a container.
+slurm/lib.sh acts on it. Both hold the run directory's lock while they write, and write nothing if another job
+holds it.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from typing import Any
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError, RefusedError, ShardrunError
 from fsdp.dist.env import slurm_start
-from fsdp.rundir import paths
+from fsdp.rundir import history
 from fsdp.rundir.lock import Claim
 from fsdp.rundir.paths import RunDir
 from launch.marker import TOKEN, Marker
 from launch.policy import EXIT_REFUSED, Act, Allocation, Decision, End, Kind, Past, decide, kind_of_stop
 
 REQUEUE, AGAIN = 85, 86
-"""The exit status for these; any other is the job's own exit code."""
+"""The exit statuses of these decisions; any other is the job's own exit code."""
 Event = dict[str, Any]
 
 
 @contextmanager
 def holding(run: RunDir, start: str) -> Iterator[None]:
-    """The run directory's lock, or RefusedError with its holder. A later start of a Slurm job takes over from
-    an earlier.
+    """Hold the run directory's lock, or raise RefusedError with its holder. A later start of a Slurm job
+    takes it from an earlier one.
     """
-    claim = Claim.acquire(run.path, "launch.slurm_job", start)
+    lock = Claim.acquire(run.path, "launch.slurm_job", start)
     try:
         yield
     finally:
-        claim.release()
+        lock.release()
 
 
 def judge(
     run: RunDir, *, job: str, restart: int, code: int, allocation: Allocation, unmet: bool = False
 ) -> Decision:
-    """Decide what follows the last start; a crash or a missed meeting is written into the history."""
+    """Decide what follows the last start. A crash or a missed rendezvous is recorded in the history."""
     after_this_try = slurm_start(
         {**os.environ, "SHARDRUN_TRY": str(int(os.environ.get("SHARDRUN_TRY", "0")) + 1)}
     )
@@ -60,44 +60,46 @@ def judge(
 
 
 def _judge(run: RunDir, job: str, restart: int, code: int, allocation: Allocation, unmet: bool) -> Decision:
-    history = list(paths.read_records(run.history))
-    past = past_of(history, job, restart)
+    events = history.events(run)
+    past = past_of(events, job, restart)
     if unmet:
-        paths.append(run.history, {"event": "unmet", "time": paths.now(), "job": job, "step": last_step(run)})
+        history.record_unmet(run, job=job)
         return decide(End(Kind.UNMET), past, allocation)
     if run.done.exists():
         return decide(End(Kind.DONE), past, allocation)
     if run.stopped.exists():
         reason = run.stopped.read_text(encoding="utf-8").partition(" at step ")[0].strip()
         return decide(End(kind_of_stop(reason), why=reason), past, allocation)
-    end = end_of(run, Marker(run, os.environ.get(TOKEN, "")), code, starting=_failed_while_starting(history))
-    crash = {
-        "event": "crash",
-        "time": paths.now(),
-        "job": job,
-        "restart": restart,
-        "step": end.step,
-        "code": end.code,
-    }
-    paths.append(run.history, {**crash, "kind": end.kind.name, "starting": end.starting})
+    end = end_of(run, Marker(run, os.environ.get(TOKEN, "")), code, starting=_failed_while_starting(events))
+    history.record_crash(
+        run,
+        job=job,
+        restart=restart,
+        step=end.step,
+        code=end.code,
+        kind=end.kind.name,
+        starting=end.starting,
+    )
     return decide(end, past, allocation)
 
 
 def end_of(run: RunDir, marker: Marker, code: int, *, starting: bool) -> End:
-    """A start that failed, by what its ranks wrote into RUN/FAILED and otherwise by its exit code."""
-    said = marker.read()
-    if said is not None:
-        return End(said.kind, last_step(run), starting, said.code, said.message)
-    # a refusal leaves no marker, nor does a mistake that is found before there is a run directory
+    """The end of a start that failed, from RUN/FAILED or else from its exit code."""
+    failure = marker.read()
+    if failure is not None:
+        return End(failure.kind, history.last_step(run), starting, failure.code, failure.message)
+    # no marker: a refusal, or an error that is found before there is a run directory
     kind = {EXIT_REFUSED: Kind.REFUSED, ConfigError.exit_code: Kind.FINAL}.get(code, Kind.DIED)
-    return End(kind, last_step(run), starting, code, "" if kind is Kind.DIED else "see the error above")
+    return End(
+        kind, history.last_step(run), starting, code, "" if kind is Kind.DIED else "see the error above"
+    )
 
 
-def past_of(history: Sequence[Event], job: str, restart: int) -> Past:
-    """Of this job alone: the same command submitted again gets new tries."""
-    crashes = [event for event in history if event["event"] == "crash" and event["job"] == job]
+def past_of(events: Sequence[Event], job: str, restart: int) -> Past:
+    """The past of this job alone: the same command submitted again has new restarts."""
+    crashes = [event for event in events if event["event"] == "crash" and event["job"] == job]
     ends = [
-        # a history written before these two fields existed has neither
+        # histories of older versions lack these two fields
         End(
             Kind[event.get("kind", Kind.DIED.name)],
             event["step"],
@@ -107,24 +109,24 @@ def past_of(history: Sequence[Event], job: str, restart: int) -> Past:
         for event in crashes
     ]
     unmet = 1
-    while unmet <= len(history) and history[-unmet]["event"] == "unmet":
+    while unmet <= len(events) and events[-unmet]["event"] == "unmet":
         unmet += 1
     here = sum(event["restart"] == restart for event in crashes)
-    return Past(ends, here, _stops_without_a_step(history), unmet)
+    return Past(ends, here, _stops_without_a_step(events), unmet)
 
 
-def _failed_while_starting(history: Sequence[Event]) -> bool:
-    """Whether the newest try left no start of its own behind."""
-    for event in reversed(history):
+def _failed_while_starting(events: Sequence[Event]) -> bool:
+    """Whether the newest try has not recorded a start."""
+    for event in reversed(events):
         if event["event"] in ("start", "crash", "lost", "unmet"):
             return bool(event["event"] != "start")
     return True
 
 
-def _stops_without_a_step(history: Sequence[Event]) -> int:
-    """Starts at the history's end that were asked to stop at the step that they began from."""
+def _stops_without_a_step(events: Sequence[Event]) -> int:
+    """Consecutive starts at the history's end that stopped at the step that they started from."""
     count, end_step = 0, None
-    for event in reversed(history):
+    for event in reversed(events):
         if event["event"] == "end":
             end_step = event["step"]
         elif event["event"] == "start" and end_step is not None and end_step <= event["from_step"]:
@@ -134,18 +136,8 @@ def _stops_without_a_step(history: Sequence[Event]) -> int:
     return count
 
 
-def starts(run: RunDir) -> int:
-    """How many starts the history has."""
-    return sum(event["event"] == "start" for event in paths.read_records(run.history))
-
-
-def last_step(run: RunDir) -> int:
-    """The last step that anybody heard of; 0 before the first."""
-    return max((int(record["step"]) for record in paths.read_records(run.metrics)), default=0)
-
-
 def begin(flags: Sequence[str], default_run_dir: str, *, log: str = "", dry_run: bool = False) -> RunDir:
-    """Check the flags and remove what the last start left about its end; a start without an end gets one."""
+    """Check the flags, remove the markers of the last start, and record a start without an end as lost."""
     config = configuration.load(flags)
     run = RunDir(Path(config.run.dir or default_run_dir).absolute())
     if dry_run:
@@ -153,19 +145,15 @@ def begin(flags: Sequence[str], default_run_dir: str, *, log: str = "", dry_run:
     with holding(run, slurm_start()):
         if log:
             _link_log(run, log)
-        for marker in (run.stopped, run.done, run.failed):
-            marker.unlink(missing_ok=True)
-        events = list(paths.read_records(run.history))
+        history.remove_markers(run)
+        events = history.events(run)
         if events and events[-1]["event"] == "start":
-            why = "without a word: its node lost, or killed before it could save"
-            paths.append(
-                run.history, {"event": "lost", "time": paths.now(), "step": last_step(run), "why": why}
-            )
+            history.record_lost(run, why="without a message: its node failed, or it was killed before a save")
     return run
 
 
 def _link_log(run: RunDir, log: str) -> None:
-    """The job's log beside the run's other files, whichever folder sbatch was called in."""
+    """Link the job's log into the run directory, whichever folder sbatch was called in."""
     link = run.path / "logs" / Path(log).name
     link.parent.mkdir(parents=True, exist_ok=True)
     if not os.path.lexists(link):
@@ -177,17 +165,17 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     first = commands.add_parser("begin")
     first.add_argument("--default-run-dir", required=True)
-    first.add_argument("--log", default="", help="the job's log, to be found in the run directory too")
+    first.add_argument("--log", default="", help="the job's log, linked into the run directory")
     first.add_argument("--dry-run", action="store_true", help="change nothing")
     one = commands.add_parser("judge")
     one.add_argument("run", type=Path)
     one.add_argument("--job", required=True)
     one.add_argument("--restart", type=int, default=0)
-    one.add_argument("--code", type=int, required=True, help="what the step of the ranks ended with")
-    one.add_argument("--unmet", action="store_true", help="there were no ranks: the nodes did not meet")
+    one.add_argument("--code", type=int, required=True, help="the exit code of the ranks' job step")
+    one.add_argument("--unmet", action="store_true", help="the nodes did not meet, so no ranks were started")
     one.add_argument("--no-requeue", action="store_true", help="Slurm does not requeue this job")
     one.add_argument(
-        "--no-again", action="store_true", help="the ranks cannot be started again in this allocation"
+        "--no-again", action="store_true", help="the ranks cannot be restarted in this allocation"
     )
     return parser
 
@@ -223,7 +211,8 @@ def message(run: RunDir, decision: Decision) -> str:
         return f"{decision.why}. Again, in the same allocation."
     if not decision.hint:
         return f"{decision.why}. Not requeued; the same command with --run.dir {run.path} continues."
-    return f"{decision.why}: not again. HINT: {decision.hint}; the same command with --run.dir {run.path} continues"
+    next_start = f"the same command with --run.dir {run.path} continues"
+    return f"{decision.why}: no restart. HINT: {decision.hint}; {next_start}"
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""What is asked of the cluster: nodes, GPUs, time, memory; written as Slurm writes them, checked, named as
-submitit names them.
+"""The resources of a job: nodes, GPUs, time and memory, in Slurm's notation, as submitit's parameters.
 
 Not here: the run itself, whose flags are train.py's, and the submission (submit.py).
 """
@@ -15,40 +14,39 @@ from typing import Any
 from fsdp.base.errors import ConfigError, LaunchError
 
 
-def ask(default: int | str, help: str) -> Any:
-    """A field with its help: --help shows it."""
+def flag(default: int | str, help: str) -> Any:
+    """A field with its text for --help."""
     return dataclasses.field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is asked of the cluster; nothing about the run. Zero and empty leave a thing to the cluster's own
-    default.
-    """
+    """The resources of a job. Zero and empty mean the cluster's own default."""
 
-    nodes: int = ask(1, "nodes")
-    gpus_per_node: int = ask(0, "GPUs that each node gives")
-    tasks_per_node: int = ask(0, "ranks a node; 0 is one a GPU, or one")
-    cpus_per_task: int = ask(0, "CPUs a rank")
-    time: str = ask("1:00:00", "time limit as Slurm writes it; the job is requeued until the run is done")
-    mem: str = ask("", "memory a node, e.g. 64G")
-    partition: str = ask("", "where to run")
-    account: str = ask("", "who pays")
-    qos: str = ask("", "quality of service")
-    constraint: str = ask("", "features that the nodes must have")
-    exclude: str = ask("", "nodes to leave out")
-    name: str = ask("shardrun", "the job's name")
-    signal_s: int = ask(
-        120, "seconds before the limit at which the ranks are told; more than a step and a save take"
+    nodes: int = flag(1, "number of nodes")
+    gpus_per_node: int = flag(0, "GPUs per node")
+    tasks_per_node: int = flag(0, "ranks per node; 0 means one per GPU, or one")
+    cpus_per_task: int = flag(0, "CPUs per rank")
+    time: str = flag("1:00:00", "time limit in Slurm's notation; the job is requeued until the run is done")
+    mem: str = flag("", "memory per node, e.g. 64G")
+    partition: str = flag("", "Slurm partition")
+    account: str = flag("", "Slurm account")
+    qos: str = flag("", "quality of service")
+    constraint: str = flag("", "required node features")
+    exclude: str = flag("", "nodes to exclude")
+    name: str = flag("shardrun", "job name")
+    signal_s: int = flag(
+        120,
+        "seconds before the time limit at which the ranks receive a signal; more than a step and a save take",
     )
-    cluster: str = ask("slurm", "slurm, local (this machine, the same way), or debug (this process)")
+    cluster: str = flag("slurm", "slurm, local (this machine, the same way), or debug (this process)")
 
     @property
     def ranks_per_node(self) -> int:
         return self.tasks_per_node or self.gpus_per_node or 1
 
     def parameters(self) -> dict[str, Any]:
-        """As submitit's AutoExecutor names them."""
+        """The parameters of submitit's AutoExecutor."""
         common = {
             "name": self.name,
             "timeout_min": minutes(self.time),
@@ -66,8 +64,9 @@ class Request:
 
 
 def minutes(text: str) -> int:
-    """Slurm's ways to write a time: minutes, minutes:seconds, hours:minutes:seconds,
-    days-hours[:minutes[:seconds]].
+    """Minutes of a time in Slurm's notation.
+
+    minutes, minutes:seconds, hours:minutes:seconds, or days-hours[:minutes[:seconds]]
     """
     if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", text):
         raise ConfigError(
@@ -75,14 +74,14 @@ def minutes(text: str) -> int:
         )
     days, dash, rest = text.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
-    leading = 0 if dash or len(parts) == 3 else 1  # without days, one or two numbers begin with the minutes
+    leading = 0 if dash or len(parts) == 3 else 1  # without days, one or two numbers start with the minutes
     units = (3600, 60, 1)[leading : leading + len(parts)]
     seconds = int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=True))
     return max(1, -(-seconds // 60))
 
 
 def gibibytes(text: str) -> float:
-    """Slurm's ways to write an amount of memory: 64G, 512M, 1T; a bare number is megabytes."""
+    """GiB of an amount of memory in Slurm's notation: 64G, 512M, 1T; a bare number is megabytes."""
     found = re.fullmatch(r"(\d+)([KMGT]?)B?", text.upper())
     if found is None:
         raise ConfigError(f"--mem {text} is not an amount of memory.", "--mem 64G")
@@ -90,11 +89,11 @@ def gibibytes(text: str) -> float:
 
 
 def check(request: Request) -> None:
-    """What can be said before submitit or sbatch are asked."""
+    """Check what needs neither submitit nor sbatch."""
     if request.cluster not in ("slurm", "local", "debug"):
         raise ConfigError(f"--cluster {request.cluster} is not slurm, local or debug.", "--cluster slurm")
     for name in ("nodes", "gpus_per_node", "tasks_per_node", "cpus_per_task", "signal_s"):
-        if getattr(request, name) < (name == "nodes"):
+        if getattr(request, name) < (name == "number of nodes"):
             raise ConfigError(
                 f"--{name.replace('_', '-')} {getattr(request, name)} is too few.",
                 f"--{name.replace('_', '-')} 1",

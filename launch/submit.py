@@ -3,11 +3,11 @@
     python -m launch.submit --nodes 4 --gpus-per-node 8 --time 4:00:00 -- --config recipes/digits.toml
     python -m launch.submit --array recipes/a.toml recipes/b.toml --time 30 -- --train.steps 1000
     python -m launch.submit --cluster local --tasks-per-node 2 --follow -- --train.steps 50
-    python -m launch.submit --nodes 2 --dry-run -- --config recipes/digits.toml      prints the sbatch file, submits nothing
+    python -m launch.submit --nodes 2 --dry-run -- --config recipes/digits.toml
 
-Behind `--` stand train.py's own flags. The code is copied into the run directory, so that a job that waits in
-the queue runs what was submitted. What may be asked is launch/slurm_request.py's, what runs in the job
-launch/submit_task.py's; its requeue is slurm/lib.sh's.
+The flags of train.py follow `--`. --dry-run prints the sbatch file and submits nothing. The code is copied
+into the run directory, so that a job that waits in the queue runs the code that was submitted. The resources
+are in launch/slurm_request.py, the task of the job in launch/submit_task.py, its requeue in slurm/lib.sh.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fsdp import config as configuration
 from fsdp.base.errors import ConfigError, LaunchError, ShardrunError
 from fsdp.config import Config
 from fsdp.config.command_line import CommandParser, whole_number
-from fsdp.rundir import paths as rundir
+from fsdp.rundir import paths
 from fsdp.rundir.paths import RunDir
 from launch import rendezvous
 from launch.slurm_request import Request, check
@@ -45,7 +45,7 @@ LOOK_S = 0.5
 
 @dataclass(frozen=True)
 class JobArray:
-    """One job, or an array of them: a folder with the code and the logs, and a run directory each."""
+    """One job or an array: a folder with the code and the logs, and a run directory for each job."""
 
     folder: Path
     configs: tuple[Config, ...]
@@ -56,17 +56,17 @@ class JobArray:
 
 
 def plan(flags: Sequence[str], recipes: Sequence[str] = ()) -> JobArray:
-    """Everything that a person could have typed wrongly is found here, before anything is submitted."""
+    """The jobs of these flags and recipes. Errors in them are raised here, before anything is submitted."""
     if not recipes:
         config = configuration.load(flags)
-        folder = rundir.choose(config)
+        folder = paths.choose(config)
         return JobArray(folder, (configuration.replace(config, run__dir=str(folder)),))
     configs = [configuration.load(["--config", recipe, *flags]) for recipe in recipes]
     if configs[0].run.dir and len(configs) > 1 and len({config.run.dir for config in configs}) == 1:
         raise ConfigError(
             f"--run.dir {configs[0].run.dir} cannot be {len(configs)} runs at once.", "leave --run.dir out"
         )
-    folder = rundir.choose(configuration.replace(configs[0], run__dir=""))
+    folder = paths.choose(configuration.replace(configs[0], run__dir=""))
     names = [f"{index}-{Path(recipe).stem}" for index, recipe in enumerate(recipes)]
     placed = [
         configuration.replace(
@@ -78,7 +78,7 @@ def plan(flags: Sequence[str], recipes: Sequence[str] = ()) -> JobArray:
 
 
 def snapshot(folder: Path) -> Path:
-    """The code as it is now, where the job will find it however long it waits."""
+    """Copy the code into the folder: later edits do not change the job."""
     code = folder / "code"
     for name in CODE:
         source = HOME / name
@@ -93,7 +93,7 @@ def snapshot(folder: Path) -> Path:
 
 
 def executor(request: Request, batch: JobArray) -> submitit.AutoExecutor:
-    """submitit's executor with our lines before and after its srun."""
+    """submitit's executor, with lines of slurm/lib.sh before and after its srun."""
     code = batch.folder / "code"
     made = submitit.AutoExecutor(
         folder=batch.folder / "logs", cluster=request.cluster, **_for_cluster(request.cluster, code)
@@ -110,25 +110,25 @@ def executor(request: Request, batch: JobArray) -> submitit.AutoExecutor:
 
 
 def _for_cluster(cluster: str, code: Path) -> dict[str, Any]:
-    """launch/policy.py bounds the restarts by progress; submitit's own bound counts interruptions."""
-    bound = {f"{cluster}_max_num_timeout": 1_000_000} if cluster in ("slurm", "local") else {}
+    """Lift submitit's limit on interruptions: launch/policy.py limits restarts by progress."""
+    limits = {f"{cluster}_max_num_timeout": 1_000_000} if cluster in ("slurm", "local") else {}
     if cluster != "slurm":
-        return bound
-    # behind srun's options in the sbatch file, where bash knows what cluster.env says
+        return limits
+    # after srun's options in the sbatch file, where bash has the variables of cluster.env
     node = f'"${{SRUN_ARGS[@]}}" "${{CONTAINER[@]}}" bash {shlex.quote(str(code / "slurm" / "node.sh"))}'
-    return {**bound, "slurm_python": f"{node} rank {shlex.quote(sys.executable)}"}
+    return {**limits, "slurm_python": f"{node} rank {shlex.quote(sys.executable)}"}
 
 
 def _before(code: Path, runs: Sequence[RunDir]) -> list[str]:
-    """In the batch shell: the cluster's facts, the run directory of this element of the array, and the nodes'
-    meeting.
+    """Lines of the batch script before srun: cluster.env, the run directory of this array element, the
+    rendezvous.
     """
-    paths = " ".join(shlex.quote(str(run.path)) for run in runs)
+    folders = " ".join(shlex.quote(str(run.path)) for run in runs)
     return [
         "set -euo pipefail",
         f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH",
         f"source {shlex.quote(str(code))}/slurm/lib.sh",
-        f"runs=({paths})",
+        f"runs=({folders})",
         'job_begin --run.dir "${runs[${SLURM_ARRAY_TASK_ID:-0}]}"',
         "meet_or_leave 0",
         "set +e",
@@ -137,9 +137,7 @@ def _before(code: Path, runs: Sequence[RunDir]) -> list[str]:
 
 @contextlib.contextmanager
 def job_variables(code: Path, cluster: str) -> Iterator[None]:
-    """What the job inherits: the snapshot's code before any other; on this machine the ranks' meeting place
-    too.
-    """
+    """Set what the job inherits: the snapshot first on PYTHONPATH, and locally the rendezvous."""
     added = {
         "PYTHONPATH": os.pathsep.join([str(code), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "PYTHONSAFEPATH": "1",
@@ -162,14 +160,14 @@ def submit(request: Request, batch: JobArray) -> list[submitit.Job[Any]]:
             with made.batch():
                 return [made.submit(job) for job in jobs]
         except FailedJobError as error:
-            said = " ".join(str(error).split())
+            reason = " ".join(str(error).split())
             raise LaunchError(
-                f"nothing was submitted: {said}.", "docs/slurm.md lists the usual errors"
+                f"nothing was submitted: {reason}.", "docs/slurm.md lists the usual errors"
             ) from None
 
 
 def sbatch_file(request: Request, batch: JobArray) -> str:
-    """What would be submitted, or run here."""
+    """The sbatch file that would be submitted, or one line about a run on this machine."""
     if request.cluster != "slurm":
         runs = ", ".join(str(run.path) for run in batch.runs)
         return f"{request.cluster}: {request.ranks_per_node} ranks on this machine, run {runs}"
@@ -183,22 +181,19 @@ def sbatch_file(request: Request, batch: JobArray) -> str:
 
 
 def describe(request: Request, batch: JobArray, jobs: Sequence[submitit.Job[Any]]) -> str:
-    """The job, where it writes, and how to end it."""
+    """The job, its files, and the command that ends it."""
     ids = ", ".join(job.job_id for job in jobs)
-    lines = [
-        f"job     {ids} on {request.cluster}: {request.nodes} nodes × {request.ranks_per_node} ranks, {request.time}"
-    ]
+    size = f"{request.nodes} nodes × {request.ranks_per_node} ranks, {request.time}"
+    lines = [f"job     {ids} on {request.cluster}: {size}"]
     lines += [f"run     {run.path}" for run in batch.runs]
     lines += [f"log     {job.paths.stdout}" for job in jobs]
-    # TERM is a request to stop, so that both ways of ending leave a checkpoint
+    # SIGTERM is a stop request, so both commands leave a checkpoint
     ending = "scancel" if request.cluster == "slurm" else "kill"
     return "\n".join([*lines, f"cancel  {ending} {' '.join(job.job_id for job in jobs)}"])
 
 
 def follow(job: submitit.Job[Any], cluster: str) -> None:
-    """Print the job's log as it grows, through every requeue, until the job has left the queue. Ctrl-C ends
-    the watching.
-    """
+    """Print the job's log as it grows, through every requeue, until the job has left the queue."""
     place = 0
     while True:
         living = _is_alive(job, cluster)
@@ -219,7 +214,7 @@ def _print_from(path: Path, place: int) -> int:
 
 
 def _is_alive(job: submitit.Job[Any], cluster: str) -> bool:
-    """squeue, not submitit's own watcher: that asks sacct, which not every cluster has."""
+    """Whether squeue lists the job. submitit's own watcher calls sacct, which not every cluster has."""
     if cluster != "slurm":
         return not job.done()
     queue = subprocess.run(["squeue", "-h", "-j", job.job_id, "-o", "%T"], capture_output=True, text=True)
@@ -227,7 +222,7 @@ def _is_alive(job: submitit.Job[Any], cluster: str) -> bool:
 
 
 def _parser() -> CommandParser:
-    hint = "train.py's stand behind `--`: -- {} …"
+    hint = "train.py's flags follow `--`: -- {} …"
     parser = CommandParser("launch.submit", __doc__, unknown_hint=hint)
     for field in dataclasses.fields(Request):
         kind = whole_number() if isinstance(field.default, int) else str
@@ -244,7 +239,7 @@ def _parser() -> CommandParser:
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Ours before `--`, train.py's behind it."""
+    """Our flags before `--`, train.py's after it."""
     at = list(argv).index("--") if "--" in argv else len(argv)
     return list(argv[:at]), list(argv[at + 1 :])
 
@@ -268,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if request.cluster == "debug":
         jobs[0].results()
     elif watch:
-        with contextlib.suppress(KeyboardInterrupt):  # ends the looking, not the jobs
+        with contextlib.suppress(KeyboardInterrupt):  # ends the printing, not the jobs
             follow(jobs[0], request.cluster)
         return 0 if all(run.done.exists() or run.stopped.exists() for run in batch.runs) else 1
     return 0

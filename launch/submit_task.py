@@ -1,10 +1,9 @@
-"""What submitit runs in each task of a job: one rank. Imported from the snapshot in the run directory, not
-from the workplace.
+"""The task of a job submitted with submitit: one rank. Imported from the snapshot in the run directory.
 
-submitit's way of stopping is joined with ours: its handlers are replaced while the ranks train
-(fsdp/dist/stop.py only marks, all ranks save, once), and when they have stopped, its own requeue is called
-from here, in the open, where a handler is not. Under Slurm the batch script's last lines requeue
-(slurm/lib.sh), with the same bounds as every other job script's.
+Stopping replaces submitit's own: its signal handlers are replaced while the ranks train (fsdp/dist/stop.py
+records the signal, all ranks save once), and its requeue is called from here after they have stopped, outside
+any handler. Under Slurm the last lines of the batch script requeue (slurm/lib.sh), with the same limits as
+every other job script.
 """
 
 from __future__ import annotations
@@ -30,34 +29,32 @@ from launch.policy import Kind, kind_of_stop
 
 @dataclass(frozen=True)
 class SubmittedRun:
-    """Pickled by submitit with the resolved configuration: a recipe edited while the job waits changes
-    nothing.
+    """Pickled by submitit with the resolved configuration: editing a recipe while the job waits has no
+    effect.
     """
 
     config: Config
 
     def __call__(self) -> str | None:
-        """Why the run stopped, if it was asked to by a person; a run that the scheduler stopped never
-        returns.
-        """
+        """The reason of a stop that a person requested. It never returns from a stop by the scheduler."""
         job = submitit.JobEnvironment()
         if job.cluster == "slurm":
-            # until the ranks listen themselves: submitit's handler would requeue from within itself
+            # until the ranks install theirs: submitit's handler would requeue inside the handler
             signal.signal(submitit.JobEnvironment._usr_sig(), signal.SIG_IGN)
         code, outcome = run_rank(self.config, rank_environment(job, self.config.run.device))
         if outcome is None:
             sys.exit(code)  # an exception here would be printed a second time, with submitit's frames
         if outcome.stopped and kind_of_stop(outcome.stopped) is Kind.PREEMPTED:
-            leave_for_later(job)
+            exit_without_result(job)
         return outcome.stopped
 
     def checkpoint(self) -> DelayedSubmission:
-        """Asked for when submitit requeues: the same again. The state is in the run directory."""
+        """Called by submitit's requeue: the same task again. The state is in the run directory."""
         return DelayedSubmission(self)
 
 
 def rank_environment(job: submitit.JobEnvironment, device: environment.DeviceChoice) -> DistEnv:
-    """Slurm's own variables in a Slurm job; submitit's where it started the tasks itself."""
+    """The DistEnv from Slurm's variables, or from submitit's if it started the tasks itself."""
     if job.cluster == "slurm":
         env = environment.from_environment(device=device)
     elif job.num_tasks > 1:
@@ -78,14 +75,12 @@ def rank_environment(job: submitit.JobEnvironment, device: environment.DeviceCho
     return dataclasses.replace(env, launcher=f"submitit ({job.cluster})")
 
 
-def leave_for_later(job: submitit.JobEnvironment) -> None:
-    """End without a result, or submitit would call the job done. Every rank has saved and met the others by
-    now.
-    """
+def exit_without_result(job: submitit.JobEnvironment) -> None:
+    """End without a result, which submitit would take as the job's end. All ranks have saved by now."""
     logging.shutdown()
     flush_output()
     requeue = signal.getsignal(submitit.JobEnvironment._usr_sig())
     if job.cluster == "local" and job.global_rank == 0 and callable(requeue):
-        # pickles the job again and exits with submitit's code for it
+        # pickles the job again and exits with submitit's code for a requeue
         requeue(submitit.JobEnvironment._usr_sig(), None)
     os._exit(0)

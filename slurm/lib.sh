@@ -1,14 +1,14 @@
 # shellcheck shell=bash
-# What every job script here needs: the cluster's own facts, the meeting of the nodes, the ranks, and what to do when they end.
-# Functions only; nothing happens when this is sourced. Slurm's commands are called here and nowhere else, outside any container.
+# Functions of every job script here: the cluster's settings, the rendezvous of the nodes, the ranks, and what follows their end.
+# Sourcing this file runs nothing. Slurm's commands are called here alone, outside any container.
 #
 #   job_begin "$@"    read cluster.env, find Python, check the flags (kept in `flags`), choose the run directory
-#   job_run           meet, start the ranks, judge how they ended; until done, requeued or given up. Never returns
+#   job_run           rendezvous, start the ranks, decide what follows; until done, requeued or failed. Never returns
 # and their parts, for a job script of another shape: job_facts, meet, wait_through_signals, judge_and_act, requeue.
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 home=$(dirname "$here")
-REQUEUE_EXIT=85 # what launch/slurm_job.py says for "requeue"; a site can have the same number in slurm.conf's RequeueExit
+REQUEUE_EXIT=85 # the exit status of launch/slurm_job.py for "requeue"; slurm.conf's RequeueExit may have the same number
 
 say() {
     printf '%s slurm: %s\n' "$(date +%H:%M:%S)" "$*"
@@ -19,7 +19,7 @@ die() {
     exit 1
 }
 
-# ---------------------------------------------------------------- what this job is
+# ---------------------------------------------------------------- the job's settings
 
 # Sets: job restart nodes ranks_per_node, and exports what Python needs.
 job_facts() {
@@ -27,7 +27,7 @@ job_facts() {
     # shellcheck source=slurm/cluster.env
     [ ! -e "${CLUSTER_ENV:=$here/cluster.env}" ] || source "$CLUSTER_ENV"
     find_python
-    # SAFEPATH: a folder called launch or fsdp where sbatch was called must not stand before ours
+    # SAFEPATH: a folder called launch or fsdp in the submit directory must not precede ours
     export PYTHONPATH="$home${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
     # the last task of an array has the array's own id as SLURM_JOB_ID: only id_task names one job
     job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
@@ -35,7 +35,7 @@ job_facts() {
     restart=${SLURM_RESTART_COUNT:-0}
     mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
     [ ${#nodes[@]} = "$SLURM_JOB_NUM_NODES" ] || die "${#nodes[@]} host names for $SLURM_JOB_NUM_NODES nodes: $SLURM_JOB_NODELIST"
-    # the GPUs that Slurm gave, or a variable; without GPUs the tasks a node that sbatch was asked for
+    # NPROC_PER_NODE, else the GPUs that Slurm allocated; without GPUs, sbatch's --ntasks-per-node
     ranks_per_node=${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-${SLURM_NTASKS_PER_NODE:-1}}}
     local cpus=$((${SLURM_CPUS_ON_NODE:-1} / ranks_per_node))
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cpus > 0 ? cpus : 1))}
@@ -50,7 +50,7 @@ find_python() {
     [ ${#CONTAINER[@]} -gt 0 ] || command -v python >/dev/null || die "no python on $(hostname). HINT: set VENV in $CLUSTER_ENV"
 }
 
-# Seconds since 1970, for the ranks' deadline; newer Slurms set it themselves. Unset where the job has no limit.
+# Seconds since 1970, for the ranks' deadline; newer Slurm versions set it. Unset if the job has no time limit.
 export_end_time() {
     local text
     text=$(squeue -h -j "$job" -o %e 2>/dev/null) || text=
@@ -74,7 +74,7 @@ on_head() {
 
 # ---------------------------------------------------------------- before the ranks
 
-# Sets flags, dry_run, preflight and run; says which job this is, once a start.
+# Sets flags, dry_run, preflight and run; prints the job and its nodes, once per start.
 job_begin() {
     local word log
     trap : TERM USR1
@@ -95,7 +95,7 @@ job_begin() {
     say "job $job ($SLURM_JOB_NAME), start $((restart + 1)): ${#nodes[@]} nodes × $ranks_per_node ranks on ${nodes[*]}; run $run"
 }
 
-# Every node tries the others before training: sets and exports MASTER_ADDR, MASTER_PORT and a token that is new each start.
+# The nodes connect before training: sets and exports MASTER_ADDR, MASTER_PORT and a token that is new at each start.
 meet() {
     local try=$1 names
     names=$(printf ',%s' "${nodes[@]}")
@@ -109,7 +109,7 @@ meet() {
     say "all ${#nodes[@]} nodes reach $MASTER_ADDR:$MASTER_PORT"
 }
 
-# Nodes that never met are a mistake that a person mends; nodes that met before have lost one, and are requeued.
+# Nodes that never met are a configuration error and end the job; nodes that met before have lost one and are requeued.
 meet_or_leave() {
     meet "$1" && return
     rc=1
@@ -117,7 +117,7 @@ meet_or_leave() {
     judge_and_act --unmet
 }
 
-# The first node by name, and by the address that Slurm itself reaches it at, where names do not resolve.
+# The first node's name and, for networks without name resolution, the address that Slurm uses for it.
 head_addresses() {
     local address
     address=$(scontrol show node -o "${nodes[0]}" | grep -oP ' NodeAddr=\K\S+') || address=${nodes[0]}
@@ -129,7 +129,7 @@ each_node() {
         "${SRUN_ARGS[@]}" "${CONTAINER[@]}" "$@"
 }
 
-# Instead of training: what every node has, the command that would have been run, and train.py's own dry run by it.
+# Instead of training: print what every node has and the command of the ranks, and run train.py's --dry-run with it.
 show_what_would_run() {
     each_node bash "$here/node.sh" check || die "a node is not ready"
     (start_ranks echo "would run:")
@@ -139,22 +139,22 @@ show_what_would_run() {
     exit 0
 }
 
-# Instead of training: what each rank's device, links and storage can do, and which nodes to leave out. Its verdict is the job's:
-# it comes as a file, so that a torchrun that ends well has nothing to say after it.
+# Instead of training: measure each rank's device, links and storage, and list the nodes to exclude. The verdict is the job's
+# exit status; it comes in a file, so that torchrun ends without an error of its own.
 examine_nodes() {
-    local told=$run/doctor/verdict
+    local verdict_file=$run/doctor/verdict
     export SHARDRUN_PREFLIGHT=1
     srun_ranks
-    on_head rm -f "$told"
-    "${by_srun[@]}" bash "$here/node.sh" ranks -m fsdp.doctor --dir "$run" --verdict-to "$told" || say "its ranks ended with $?"
-    [ "$(on_head cat "$told")" = 0 ] || die "not fit to train: $run/doctor/doctor.html; whom to leave out: $run/doctor/exclude"
+    on_head rm -f "$verdict_file"
+    "${by_srun[@]}" bash "$here/node.sh" ranks -m fsdp.doctor --dir "$run" --verdict-to "$verdict_file" || say "its ranks ended with $?"
+    [ "$(on_head cat "$verdict_file")" = 0 ] || die "not fit to train: $run/doctor/doctor.html; nodes to exclude: $run/doctor/exclude"
     exit 0
 }
 
 # ---------------------------------------------------------------- the ranks, and after them
 
-# srun stands in the background: a shell in the foreground hears a signal only when its command has ended.
-# TERM comes to this shell too (scancel, preemption); it outlives it to judge. Sets rc.
+# srun runs in the background: a shell runs its traps only after a foreground command has ended.
+# TERM reaches this shell too (scancel, preemption); it survives, to decide what follows. Sets rc.
 wait_through_signals() {
     local pid=$1
     while :; do
@@ -164,7 +164,7 @@ wait_through_signals() {
     done
 }
 
-# One torchrun a node makes the ranks, or Slurm does, one task each. Sets by_srun.
+# One torchrun per node starts the ranks, or Slurm starts one task per rank. Sets by_srun.
 srun_ranks() {
     local tasks_per_node=1 more=()
     if [ "$SHARDRUN_LAUNCHER" = srun ]; then
@@ -175,17 +175,17 @@ srun_ranks() {
         --cpu-bind=none --kill-on-bad-exit=1 "${more[@]}" "${SRUN_ARGS[@]}" "${CONTAINER[@]}")
 }
 
-# Becomes srun: for a subshell only, so that its pid is srun's. A preceding `echo` shows the command instead.
+# Replaces the subshell by srun, so that its pid is srun's. With `echo` as an argument it prints the command instead.
 start_ranks() {
     srun_ranks
     exec "$@" "${by_srun[@]}" bash "$here/node.sh" ranks "$home/train.py" --run.dir "$run" "${flags[@]}"
 }
 
-# The decision comes as an exit status, so that it crosses a container's edge. Returns only for "again, here".
+# The decision is an exit status, which leaves a container. Returns only if the ranks restart in this allocation.
 judge_and_act() {
     local state verdict=0 bounds=()
     state=$(job_state)
-    # only a running job is requeued: scancel stays a cancel, and what Slurm requeues itself is not requeued twice
+    # only a running job is requeued: a cancelled job stays cancelled, and Slurm's own requeue is not repeated
     [ "$state" = RUNNING ] || { say "the job is $state: nothing more to do here"; exit "$rc"; }
     scontrol show job -o "$job" | grep -q ' Requeue=1' || bounds=(--no-requeue)
     on_head python -m launch.slurm_job judge "$run" --job "$job" --restart "$restart" --code "$rc" "${bounds[@]}" "$@" ||
@@ -197,7 +197,7 @@ judge_and_act() {
     esac
 }
 
-# Slurm ends this shell when it has requeued the job; where scontrol is not to be had, the exit code asks for it.
+# Slurm ends this shell when it has requeued the job; if scontrol fails, the exit code requests the requeue.
 requeue() {
     say "requeue $job"
     scontrol requeue "$job" || exit "$REQUEUE_EXIT"

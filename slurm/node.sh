@@ -3,9 +3,9 @@
 # `node.sh ranks train.py flags…`, or `node.sh rank COMMAND…`. slurm/lib.sh exports what it reads.
 set -euo pipefail
 
-# A rank hears both signals itself, once it trains; before, they would end it, and the job's end time is known to it anyway.
-# torchrun must not die of USR1, nor end its ranks 30 s after TERM while they save.
-leave_signals_to_the_ranks() {
+# A rank handles both signals once it trains; before that they would end it, and SLURM_JOB_END_TIME has the time limit.
+# USR1 must not end torchrun, and TERM must not make it kill its ranks after 30 s while they save.
+ignore_stop_signals() {
     trap '' TERM USR1 USR2
 }
 
@@ -20,12 +20,12 @@ check)
     ;;
 ranks)
     shift
-    leave_signals_to_the_ranks
+    ignore_stop_signals
     read -r address interface < <(python -m launch.rendezvous here --towards "$MASTER_ADDR")
-    # where the host's name does not resolve, gloo would take the loopback
+    # gloo would use the loopback if the host's name does not resolve
     export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
     [ "$SHARDRUN_LAUNCHER" = torchrun ] || exec python "$@"
-    # shellcheck disable=SC2016  # torchrun fills in the rank: labels as srun --label has them
+    # shellcheck disable=SC2016  # torchrun inserts the rank: the same prefix as srun --label
     export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='${rank}: '
     logs=(--tee=3 --log-dir="$SHARDRUN_RUN/logs/ranks")
     [ -z "${SHARDRUN_DRY_RUN:-}${SHARDRUN_PREFLIGHT:-}" ] || logs=()
@@ -37,7 +37,7 @@ ranks)
     ;;
 rank)
     shift
-    leave_signals_to_the_ranks
+    ignore_stop_signals
     exec "$@"
     ;;
 *)

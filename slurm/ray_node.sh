@@ -3,11 +3,11 @@
 set -euo pipefail
 
 read -r address interface < <(python -m launch.rendezvous here --towards "$MASTER_ADDR")
-# where the host's name does not resolve, gloo would take the loopback
+# gloo would use the loopback if the host's name does not resolve
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
 
 if [ "$SHARDRUN_IS_HEAD" = 1 ]; then
-    # sockets lie in it, and their paths have at most 107 characters
+    # it contains sockets, whose paths have at most 107 characters
     folder=$(mktemp -d "/tmp/ray-${SLURM_JOB_ID}-XXXX")
     place=(--head --port="$MASTER_PORT" --temp-dir="$folder" --include-dashboard=false)
 else
@@ -17,12 +17,12 @@ else
         sleep 0.2
     done
 fi
-# as many CPUs as ranks, so that each node gets its share of them whatever else it has
+# as many CPUs as ranks, so that each node gets an equal number of ranks
 ray start --block --node-ip-address="$address" --num-cpus="$SHARDRUN_RANKS_PER_NODE" --disable-usage-stats "${place[@]}" \
     >/dev/null &
 ray=$!
 
-# slurm/ray.sbatch has no more use for this node: what `ray start` started is ended, and what it wrote goes.
+# Called when the driver has ended: kill what `ray start` has started. Its files are removed below.
 end_of_job() {
     local children
     read -ra children <"/proc/$ray/task/$ray/children" || :

@@ -1,8 +1,7 @@
-"""What a device can do at best: its maker's figures for dense bf16 products, memory and memory rate, in one
-table. And which device a thread works on.
+"""The peak figures of devices (dense bf16, memory, memory bandwidth), and the current device of a thread.
 
 Sources: NVIDIA's data sheets of the A100, H100, H200, B200, L4 and L40S, figures with sparsity halved.
-Not here: what was measured.
+Not here: measured figures.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Device:
-    """Dense bf16 in 10¹² operations a second, memory in bytes, its rate in 10⁹ bytes a second."""
+    """Dense bf16 in 10¹² operations a second, memory in bytes, bandwidth in 10⁹ bytes a second."""
 
     name: str
     bf16_tflops: float
@@ -39,7 +38,7 @@ DEVICES = (
 )
 
 _BY_WORDS = (
-    # As torch.cuda.get_device_name() says it; the first whose words all appear.
+    # Words of torch.cuda.get_device_name(); the first entry whose words all appear.
     (("A100", "40GB"), "A100 40GB"),
     (("A100",), "A100 80GB"),
     (("H100", "PCIe"), "H100 PCIe"),
@@ -53,13 +52,11 @@ _BY_WORDS = (
 
 
 def find(name: str) -> Device | None:
-    """The device of a driver's name, or of a short one that a person types; None where the table does not
-    know it.
-    """
-    spoken = name.upper().replace("-", " ").replace("_", " ").split()
+    """The device with this driver name or short name; None if the table does not have it."""
+    parts = name.upper().replace("-", " ").replace("_", " ").split()
     for words, known in _BY_WORDS:
         if all(
-            any(word.upper() == part or (len(word) > 2 and word.upper() in part) for part in spoken)
+            any(word.upper() == part or (len(word) > 2 and word.upper() in part) for part in parts)
             for word in words
         ):
             return next(device for device in DEVICES if device.name == known)
@@ -70,8 +67,8 @@ def set_thread_device(device: torch.device | None) -> None:
     """Make a CUDA device the calling thread's current device; does nothing for a CPU or None.
 
     The current device is a thread's own and starts at 0: a thread that pins, copies or records an event
-    without this opens a context of about half a gigabyte on GPU 0. Every thread of ours that touches tensors
-    calls this first.
+    without this opens a context of about half a gigabyte on GPU 0. Every thread started here that touches
+    tensors calls this first.
     """
     if device is not None and device.type == "cuda":
         import torch
@@ -80,9 +77,7 @@ def set_thread_device(device: torch.device | None) -> None:
 
 
 def thread_device() -> torch.device | None:
-    """The calling thread's current CUDA device, to hand to a thread that it starts; None where CUDA is not in
-    use.
-    """
+    """The calling thread's current CUDA device, for a thread that it starts; None if CUDA is not in use."""
     import torch
 
     if not torch.cuda.is_initialized():

@@ -1,9 +1,9 @@
-"""A digest of numbers that does not depend on how they are cut into shards.
+"""A digest of a tensor that is independent of its sharding.
 
 Σ bitsᵢ·(2i+1) mod 2⁶⁴ over a tensor's elements in their global order. A shard keeps two sums, Σ bits and Σ
 bits·(2j+1) with its own j from 0; a shard that starts at element s adds 2s·Σ bits. So the sums of any
-sharding give the same whole, and two ranks that hold equal shards are seen at once. It finds accidents (a
-flip, a mix, a swap), not an adversary.
+sharding give the same digest, and equal shards on two ranks have equal sums. It detects accidents (a flipped
+bit, mixed or swapped values), not an adversary.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class ShardDigest:
-    """The two sums of one contiguous piece; `constant` says that all its elements are equal (zeros, ones)."""
+    """The two sums of one contiguous piece. `constant`: all its elements are equal (zeros, ones)."""
 
     numel: int
     plain: int
@@ -27,12 +27,12 @@ class ShardDigest:
     constant: bool
 
     def at(self, start: int) -> int:
-        """This piece's share of the whole tensor's digest, when its first element is global element `start`."""
+        """Its part of the whole tensor's digest; `start` is the global index of its first element."""
         return (self.weighted + 2 * start * self.plain) % _WORD
 
 
 def digest_shard(tensor: torch.Tensor) -> ShardDigest:
-    """The sums of a local tensor, in chunks: the extra memory is a few MB whatever its size."""
+    """The sums of a local tensor, in chunks: the extra memory is a few MB at any size."""
     flat = _as_bits(tensor)
     plain = weighted = 0
     constant = True

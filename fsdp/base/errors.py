@@ -1,8 +1,8 @@
-"""Blame by type: who can mend it decides the class, and a HINT line says how.
+"""The error classes: each names who can correct the cause, and carries a HINT line and an exit code.
 
-ConfigError is the person's, LaunchError the launcher's, CheckpointError the disk's, TrainingError the
-numbers'. Exit codes are theirs, and 6 where memory ran out (fsdp/memory/oom.py), 7 where the watch ended the
-rank (fsdp/watch/node_ranks.py).
+ConfigError: the user's flags. LaunchError: the launcher. CheckpointError: the storage. TrainingError: the
+numbers. Further exit codes: 6, memory ran out (fsdp/memory/oom.py); 7, the watch ended the rank
+(fsdp/watch/node_ranks.py).
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ class ShardrunError(Exception):
 
     exit_code = 1
     scope: Literal["all", "node", "rank"] = "all"
-    """Who meets it: all ranks alike (one speaks), the ranks of a node that lacks something, or one rank
-    alone.
-    """
+    """Which ranks raise it: all (rank 0 prints it), the ranks of one node, or one rank alone."""
 
     ranks: tuple[int, ...] = ()
     """The ranks at fault, where all ranks raise it and these are known."""
@@ -50,7 +48,7 @@ class CheckpointError(ShardrunError):
 
 
 class RefusedError(CheckpointError):
-    """Another live job writes the run directory. Another start would be refused too."""
+    """Another live job holds the run directory. Another start would be refused too."""
 
 
 class TrainingError(ShardrunError):
@@ -62,6 +60,14 @@ class NotFiniteError(TrainingError):
 
 
 class OneRankError(TrainingError):
-    """What only this rank met: it speaks for itself, with its rank in the message."""
+    """An error that only this rank has: this rank prints it, with its number in the message."""
 
     scope = "rank"
+
+
+class Elsewhere(TrainingError):
+    """Another rank failed and prints its error; this rank ends with the same exit code."""
+
+    def __init__(self, rank: int, message: str, exit_code: int) -> None:
+        super().__init__(f"rank {rank} failed: {message}")
+        self.exit_code = exit_code

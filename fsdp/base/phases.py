@@ -1,10 +1,8 @@
-"""What a rank says of itself: the phase of its step, the activity of its threads, why it stops, how its run
-ended.
+"""The phase of a step, the activity of a thread, the reason of a stop and the end of a run, as values.
 
-Values, not phrases: a monitor, a launcher or a report decides by them. The loop announces phases and
-functions announce activities; whoever asked receives them (heartbeats, memory by phase, timings, traces).
-Nothing is measured here. A listener runs on the announcing thread, between two kernels: it must not wait for
-anything. No torch: launchers read this first.
+Monitors, launchers and reports decide by these values. The loop announces phases and functions announce
+activities to listeners (heartbeats, memory by phase, timings, traces). Nothing is measured here. A listener
+runs on the announcing thread, between two kernels: it must not block. No torch: launchers import this first.
 """
 
 from __future__ import annotations
@@ -16,16 +14,18 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 PHASES = ("start", "data", "forward", "backward", "reduce", "optimizer", "record", "evaluate", "save", "end")
-"""In the order of a step; forward and backward come once a micro-batch. start ends with the first data."""
+"""In the order of a step; forward and backward once per micro-batch. start ends with the first data."""
 
 Listener = Callable[[str, int], None]
-"""Called with the phase that begins and the step (from 1) that is being made."""
+"""Called with the phase that begins and the current step (from 1)."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 
 class Phases:
+    """The current phase and step of the loop, and their listeners."""
+
     def __init__(self) -> None:
         self.name, self.step = "start", 0
         self._listeners: tuple[Listener, ...] = ()
@@ -45,11 +45,11 @@ class Phases:
 
 
 class Activity(enum.IntFlag):
-    """What a thread is inside of. Of STORAGE and RANKS the innermost counts; SAVE stays beside it."""
+    """What a thread is doing. Of STORAGE and RANKS the innermost applies; SAVE is kept beside it."""
 
     NONE = 0
     STORAGE = 1
-    """Reads or writes checkpoints' storage."""
+    """Reads or writes the storage of checkpoints."""
     RANKS = 2
     """Exchanges messages with other ranks."""
     SAVE = 4
@@ -57,14 +57,14 @@ class Activity(enum.IntFlag):
 
 
 class Activities:
-    """The activities of this process, each thread's its own. One listener: the watch of the run."""
+    """The activity of each thread of this process. One listener: the watch of the run."""
 
     def __init__(self) -> None:
         self.listener: Callable[[Activity], None] | None = None
         self._inside = threading.local()
 
     def enter(self, activity: Activity) -> Activity:
-        """Returns what to go back to."""
+        """Set the activity; returns the previous one for `back_to`."""
         before: Activity = getattr(self._inside, "now", Activity.NONE)
         self.back_to(before | activity if activity is Activity.SAVE else (before & Activity.SAVE) | activity)
         return before
@@ -79,7 +79,7 @@ ACTIVITIES = Activities()
 
 
 def announces(activity: Activity) -> Callable[[F], F]:
-    """Decorates a function: while it runs its thread is inside of `activity`. Costs 1 µs a call."""
+    """Decorate a function: while it runs, its thread has this activity. Costs 1 µs a call."""
 
     def decorate(function: F) -> F:
         @functools.wraps(function)
@@ -96,7 +96,7 @@ def announces(activity: Activity) -> Callable[[F], F]:
 
 
 def methods_announce(activity: Activity) -> Callable[[type[T]], type[T]]:
-    """Decorates a class: all its own public methods announce `activity`."""
+    """Decorate a class: all its own public methods announce the activity."""
 
     def decorate(owner: type[T]) -> type[T]:
         for name, value in list(vars(owner).items()):
@@ -111,7 +111,7 @@ def methods_announce(activity: Activity) -> Callable[[type[T]], type[T]]:
 
 
 class StopReason(enum.StrEnum):
-    """Why a run stops before its last step; as text it stands in RUN/STOPPED and in the history."""
+    """Why a run stops before its last step; RUN/STOPPED and the history have it as text."""
 
     SIGTERM = "SIGTERM"
     SIGINT = "SIGINT"
@@ -121,18 +121,18 @@ class StopReason(enum.StrEnum):
     DEADLINE = "the deadline"
     LAUNCHER = "the launcher"
     STOP_AFTER = "--train.stop_after"
-    """With the step behind it."""
+    """Followed by the step."""
 
     @classmethod
     def read(cls, text: str | None) -> StopReason | None:
-        """The reason that a run has written; None for text of an unknown one, and for no text."""
+        """The reason in a text that a run has written; None for an unknown or missing text."""
         return next(
             (one for one in cls if text is not None and (text == one or text.startswith(f"{one} "))), None
         )
 
 
 class Ending(enum.StrEnum):
-    """How a start ended, as the history says it."""
+    """How a start ended, as the history has it."""
 
     FINISHED = "finished"
     STOPPED = "stopped"

@@ -1,8 +1,8 @@
-"""torchvision where torch is a CPU build and torchvision is PyPI's, which is built for CUDA.
+"""Import of torchvision with a CPU build of torch and PyPI's torchvision, which is built for CUDA.
 
-There torchvision's extension cannot load and `import torchvision` fails on the two operators that it
-registers fakes for. Declaring their schemas first is enough: nothing here needs an operator of torchvision.
-Where the extension loads, nothing is declared. Not here: anything that uses torchvision.
+torchvision's extension then cannot load, and `import torchvision` fails at the two operators that it
+registers fakes for. Declaring their schemas first is enough: nothing here uses an operator of torchvision.
+If the extension loads, nothing is declared.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _library: torch.library.Library | None = None  # a schema lives as long as its L
 
 
 def import_torchvision() -> ModuleType:
-    """The torchvision package, imported when first asked for."""
+    """The torchvision package, imported at the first call."""
     prepare_torchvision()
     try:
         return importlib.import_module("torchvision")
@@ -32,9 +32,7 @@ def import_torchvision() -> ModuleType:
 
 
 def prepare_torchvision() -> bool:
-    """Make a later `import torchvision`, anyone's, work; whether schemas had to be declared. Imports nothing
-    itself.
-    """
+    """Make any later `import torchvision` work; true if schemas were declared. Imports nothing itself."""
     global _library
     if _library is not None:
         return True
@@ -43,7 +41,7 @@ def prepare_torchvision() -> bool:
     extension = _extension()
     if extension is None or _loads(extension):
         return False
-    # A fragment: someone else may have declared the namespace, or an operator, before us.
+    # A fragment: other code may have declared the namespace, or an operator, before.
     _library = torch.library.Library("torchvision", "FRAGMENT")
     for name in _OPERATORS:
         if not hasattr(torch.ops.torchvision, name):

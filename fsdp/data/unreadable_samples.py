@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fsdp.base.errors import OneRankError, ShardrunError
 from fsdp.data.types import DataSet, Samples
-from fsdp.rundir import paths
+from fsdp.rundir.line_files import append, read_records
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Unreadable:
             if (kind, index) not in known:
                 self._folder.mkdir(exist_ok=True)
                 line = {"kind": kind, "index": index, "rank": self._rank, "why": what}
-                paths.append(self._folder / f"rank-{self._rank:05d}.jsonl", line)
+                append(self._folder / f"rank-{self._rank:05d}.jsonl", line)
                 # Read again: another rank may have written since.
                 known = self._known()
         if len(known) > self._allowed:
@@ -70,9 +70,7 @@ class Unreadable:
         )
 
     def _known(self) -> set[tuple[str, int]]:
-        records = (
-            record for path in self._folder.glob("rank-*.jsonl") for record in paths.read_records(path)
-        )
+        records = (record for path in self._folder.glob("rank-*.jsonl") for record in read_records(path))
         return {(record["kind"], record["index"]) for record in records}
 
 

@@ -1,3 +1,3 @@
-"""Who a process is and how ranks talk: DistEnv, the mesh, collectives, a stop that all ranks agree on, the
-check before training.
+"""Ranks and what they exchange: DistEnv, the process group, the mesh, collectives, the stop decision, and the
+checks before training.
 """

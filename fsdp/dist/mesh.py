@@ -1,7 +1,7 @@
 """Axis names, their sizes for a number of ranks, and the DeviceMesh.
 
-The two axes are FSDP's own words: dp_replicate (whole copies, gradients all-reduced) and dp_shard (one copy
-cut up). Here the strategy becomes two numbers; what is done with them is fsdp/parallel/shard.py's.
+The two axes have FSDP's names: dp_replicate (whole copies, gradients all-reduced) and dp_shard (one copy in
+shards). The strategy becomes two sizes here; fsdp/parallel/shard.py applies them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Strategy = Literal["fsdp", "hsdp", "ddp"]
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """replicate × shard = ranks; ddp is told apart from hsdp with one shard."""
+    """replicate × shard = ranks. `strategy` distinguishes ddp from hsdp with one shard."""
 
     strategy: Strategy
     replicate: int
@@ -40,7 +40,7 @@ class MeshSizes:
 
 @dataclass(frozen=True)
 class DataRank:
-    """Which slice of the global batch a rank takes: both axes are data-parallel."""
+    """The slice of the global batch that a rank reads: both axes are data-parallel."""
 
     index: int
     count: int
@@ -48,7 +48,7 @@ class DataRank:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """global_batch = micro_batch × accumulation × ranks, the last micro-batch padded where it does not
+    """global_batch = micro_batch × accumulation × ranks; the last micro-batch is padded if they do not
     divide.
     """
 
@@ -58,12 +58,13 @@ class BatchPlan:
 
 
 def resolve(mesh: MeshSection, world_size: int, num_nodes: int = 1) -> MeshSizes:
-    """The sizes for this many ranks, or the whole equation of why not."""
+    """The sizes for this many ranks, or ConfigError with the whole equation."""
     strategy = _strategy(mesh, num_nodes)
     replicate, shard = _fill(mesh, strategy, world_size, num_nodes)
     if replicate * shard != world_size:
         raise ConfigError(
-            f"replicate {replicate} × shard {shard} = {replicate * shard} ranks, but {world_size} were started.",
+            f"replicate {replicate} × shard {shard} = {replicate * shard} ranks, "
+            f"but {world_size} were started.",
             f"{_fitting_flags(strategy, world_size, shard)}, or start {replicate * shard}",
         )
     _check_reshard(mesh, shard)
@@ -87,8 +88,8 @@ def _fill(mesh: MeshSection, strategy: Strategy, world_size: int, num_nodes: int
         return 1, mesh.shard or world_size
     replicate, shard = mesh.replicate, mesh.shard
     if not replicate and not shard:
-        # Shard inside a node, where links are fast; one node alone splits in two where it can.
-        # Nodes that have unequal shares cannot each hold a whole copy.
+        # Shard inside a node, where links are fast; a single node splits in two if its ranks are even.
+        # Nodes with different numbers of ranks cannot each hold a whole copy.
         even = num_nodes > 1 and world_size % num_nodes == 0
         replicate = num_nodes if even else 2 if num_nodes == 1 and world_size % 2 == 0 else 1
     return (replicate or max(1, world_size // shard)), (shard or max(1, world_size // replicate))
@@ -114,8 +115,8 @@ def _check_reshard(mesh: MeshSection, shard: int) -> None:
 
 
 def build_mesh(sizes: MeshSizes, device: torch.device, timeout_s: float | None = None) -> DeviceMesh:
-    """The mesh. Its groups take torch's own time-out (10 minutes on NCCL, 30 on gloo) unless `timeout_s` says
-    another: they do not take that of the default group.
+    """The mesh. `timeout_s` sets the time-out of its groups, which do not inherit that of the default group;
+    torch's own is 10 minutes on NCCL, 30 on gloo.
     """
     mesh = init_device_mesh(device.type, (sizes.replicate, sizes.shard), mesh_dim_names=AXES)
     if timeout_s is not None:
@@ -129,15 +130,13 @@ def data_rank(env: DistEnv) -> DataRank:
 
 
 def plan_batch(train: TrainSection, ranks: int) -> BatchPlan:
-    """Micro-batch and accumulation follow from the global batch; a rank's share that is uneven is padded and
-    masked.
-    """
+    """Micro-batch and accumulation from the global batch. An uneven share of a rank is padded and masked."""
     share = -(-train.global_batch // ranks)
     micro = train.micro_batch or share
     if micro > share:
         raise ConfigError(
-            f"--train.micro_batch {micro} is more than a rank's share: --train.global_batch {train.global_batch} "
-            f"over {ranks} ranks is {share}.",
+            f"--train.micro_batch {micro} is more than a rank's share: "
+            f"--train.global_batch {train.global_batch} over {ranks} ranks is {share}.",
             f"--train.micro_batch {share}",
         )
     return BatchPlan(train.global_batch, micro, -(-share // micro))

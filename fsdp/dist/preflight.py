@@ -1,8 +1,7 @@
-"""What every start looks at before it trains: can its nodes call one another, do the ranks run the same
-programs on devices that nobody else holds, and do their nodes see one run directory.
+"""Checks before training: host names, equal versions on all ranks, free devices, and one run directory.
 
-A few milliseconds and one exchange, always. What takes seconds (devices, links, rates of storage) is
-fsdp/doctor's, which begins with these facts too.
+They take a few milliseconds and one exchange of objects. Measurements that take seconds (devices, links,
+storage) are in fsdp/doctor, which starts with these facts too.
 """
 
 from __future__ import annotations
@@ -36,16 +35,14 @@ PACKAGES = ("numpy", "triton", "torchvision", "nvidia-nccl-cu12", "nvidia-nccl-c
 SIOCGIFADDR = 0x8915
 MUST_BE_EQUAL = ("torch", "cuda", "nccl")
 TAKEN = 0.1
-"""The share of a device's memory that somebody else may hold without a word."""
+"""The share of a device's memory that other processes may hold without a warning."""
 SAME_FILE_S = 5.0
-"""How long a shared folder may take to show another node's file: NFS keeps what it knows of a folder for some
-seconds.
-"""
+"""How long a shared folder may take to show another node's file: NFS caches a folder for some seconds."""
 
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank runs on. Everything here is a word or a number, so that it can be sent and compared."""
+    """What one rank runs on, in strings and numbers, which can be sent and compared."""
 
     rank: int
     node: int
@@ -58,7 +55,7 @@ class RankFacts:
     device: str
     packages: Mapping[str, str] = field(default_factory=dict)
     taken: float = 0.0
-    """The share of its device's memory that is not free, before the run takes any."""
+    """The share of its device's memory that is not free before the run allocates any."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -87,7 +84,7 @@ def _taken(device: torch.device) -> float:
 
 
 def _driver() -> str:
-    """The kernel module's own word: no program is started for it."""
+    """The driver's version as the kernel module gives it: no program is started."""
     try:
         return Path("/proc/driver/nvidia/version").read_text().splitlines()[0].split("  ")[1].strip()
     except (OSError, IndexError):
@@ -109,15 +106,15 @@ def _packages() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class NodeDifference:
-    """One thing that is not equal: what most have, and who has another."""
+    """One fact that differs: its most common value, and the ranks with another one."""
 
     what: str
     usual: str
     others: Mapping[int, str]
-    """Rank → what it has instead."""
+    """Rank → its value."""
     fatal: bool
 
-    def say(self, everyone: Sequence[RankFacts]) -> str:
+    def describe(self, everyone: Sequence[RankFacts]) -> str:
         hosts = {facts.rank: facts.host for facts in everyone}
         shown = [
             f"rank {rank} on {hosts[rank]} has {value or 'none'}"
@@ -128,7 +125,7 @@ class NodeDifference:
 
 
 def differences(everyone: Sequence[RankFacts]) -> list[NodeDifference]:
-    """The most common value of each fact counts as the right one; among equals rank 0's."""
+    """The facts that differ. The most common value is the expected one; at a tie, rank 0's."""
     names = [*MUST_BE_EQUAL, "python", "driver", "device"]
     found = [_difference(name, {f.rank: str(getattr(f, name)) for f in everyone}) for name in names]
     for package in PACKAGES:
@@ -137,7 +134,7 @@ def differences(everyone: Sequence[RankFacts]) -> list[NodeDifference]:
 
 
 def _difference(what: str, values: Mapping[int, str]) -> NodeDifference | None:
-    usual = Counter(values.values()).most_common(1)[0][0]  # among equals the first, which is rank 0's
+    usual = Counter(values.values()).most_common(1)[0][0]  # at a tie the first, which is rank 0's
     others = {rank: value for rank, value in values.items() if value != usual}
     return NodeDifference(what, usual, others, what in MUST_BE_EQUAL) if others else None
 
@@ -146,7 +143,7 @@ def _difference(what: str, values: Mapping[int, str]) -> NodeDifference | None:
 
 
 def resolves(name: str) -> str:
-    """The address of a name, or empty."""
+    """The address of a name; empty if it does not resolve."""
     try:
         return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
@@ -154,7 +151,7 @@ def resolves(name: str) -> str:
 
 
 def address_towards(host: str) -> str:
-    """This node's own address on the way to another. Nothing is sent."""
+    """This node's own address on the route to another. Nothing is sent."""
     with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
         try:
             probe.connect((host, 9))
@@ -164,8 +161,10 @@ def address_towards(host: str) -> str:
 
 
 def check_names(env: DistEnv) -> None:
-    """Before the process group: gloo tells the others the address of this host's own name, and where that is
-    none, or one that only this host reaches, they wait for half an hour.
+    """LaunchError if this host's name has no address that other nodes reach.
+
+    Call it before the process group: gloo sends the address of this host's name to the other ranks, which
+    would wait half an hour for it.
     """
     if (
         env.num_nodes < 2
@@ -176,26 +175,26 @@ def check_names(env: DistEnv) -> None:
         return
     host = socket.gethostname()
     own = resolves(host)
-    # All on one machine, as in a trial of two "nodes", meet on the loopback and may well name themselves by
-    # it.
+    # Several "nodes" on one machine meet on the loopback, and its address is valid for all of them.
     if towards.startswith("127.") or (own and not own.startswith("127.")):
         return
+    problem = f"resolves to {own}, which only {host} itself reaches" if own else "does not resolve"
     error = LaunchError(
-        f"the name {host} {f'resolves to {own}, which only {host} itself reaches' if own else 'does not resolve'}, "
-        f"and {env.num_nodes} nodes are to meet.",
-        f"export GLOO_SOCKET_IFNAME={_interface_of(towards) or 'INTERFACE'} on {host}, or mend its /etc/hosts",
+        f"the name {host} {problem}, and {env.num_nodes} nodes use it.",
+        f"export GLOO_SOCKET_IFNAME={_interface_of(towards) or 'INTERFACE'} on {host}, "
+        "or correct its /etc/hosts",
     )
     error.scope = "node"
     raise error
 
 
 def _interface_of(address: str) -> str:
-    """The name of the interface that has it: asked of Linux, one by one."""
+    """The name of the network interface with this address; empty if there is none."""
     with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # one without an address
-                said = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
-                if socket.inet_ntoa(said[20:24]) == address:
+                reply = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name[:15].encode()))
+                if socket.inet_ntoa(reply[20:24]) == address:
                     return name
     return ""
 
@@ -204,32 +203,33 @@ def _interface_of(address: str) -> str:
 
 
 def check(env: DistEnv, run: Path, patience_s: float = SAME_FILE_S) -> None:
-    """LaunchError on every rank alike where ranks cannot work together; what is only odd is said."""
+    """LaunchError on every rank if the ranks cannot train together; rank 0 logs other differences."""
     if env.world_size == 1:
         return
-    token = collectives.on_main(env.rank, lambda: _lay(run)) if env.num_nodes > 1 else ""
-    seen = not token or env.local_rank != 0 or _sees(run / token, patience_s)
-    told: list[tuple[RankFacts, bool]] = collectives.everyones((facts_of(env), seen))
+    token = collectives.on_main(env.rank, lambda: _create_probe(run)) if env.num_nodes > 1 else ""
+    seen = not token or env.local_rank != 0 or _appears(run / token, patience_s)
+    found: list[tuple[RankFacts, bool]] = collectives.everyones((facts_of(env), seen))
     if token and env.is_main:
         (run / token).unlink(missing_ok=True)
-    everyone = [facts for facts, _ in told]
+    everyone = [facts for facts, _ in found]
     for one in differences(everyone):
         if one.fatal:
             raise LaunchError(
-                f"{one.say(everyone)}.",
+                f"{one.describe(everyone)}.",
                 "one environment that all nodes see: VENV in slurm/cluster.env, or a container",
             )
         if env.is_main:
-            log.warning("%s", one.say(everyone))
+            log.warning("%s", one.describe(everyone))
     if env.is_main:
-        _say_what_is_odd(everyone, sorted({facts.host for facts, sees in told if not sees}), run)
+        _warn(everyone, sorted({facts.host for facts, sees in found if not sees}), run)
 
 
-def _say_what_is_odd(everyone: Sequence[RankFacts], blind: Sequence[str], run: Path) -> None:
+def _warn(everyone: Sequence[RankFacts], blind: Sequence[str], run: Path) -> None:
     for facts in everyone:
         if facts.taken > TAKEN:
             log.warning(
-                "rank %d on %s: %.0f%% of the memory of its %s are taken. HINT: nvidia-smi on %s says by whom",
+                "rank %d on %s: other processes hold %.0f%% of the memory of its %s. "
+                "HINT: nvidia-smi on %s lists them",
                 facts.rank,
                 facts.host,
                 100 * facts.taken,
@@ -237,23 +237,23 @@ def _say_what_is_odd(everyone: Sequence[RankFacts], blind: Sequence[str], run: P
                 facts.host,
             )
     if blind:
-        # Only checkpoints need the folder on every node; where they lie elsewhere this is no error.
+        # Only checkpoints need the folder on every node, and --checkpoint.dir may be elsewhere: no error.
         log.warning(
             "%s does not see rank 0's run directory %s: is it on shared storage?", ", ".join(blind), run
         )
 
 
-def _lay(run: Path) -> str:
+def _create_probe(run: Path) -> str:
     name = f".seen-by-all-{secrets.token_hex(4)}"
     (run / name).write_text(socket.gethostname())
     return name
 
 
-def _sees(file: Path, patience_s: float) -> bool:
+def _appears(file: Path, patience_s: float) -> bool:
     deadline = time.monotonic() + patience_s
     while not file.exists():
         if time.monotonic() > deadline:
             return False
-        os.listdir(file.parent) if file.parent.is_dir() else None  # noqa: PTH208  asks the server anew where exists() does not
+        os.listdir(file.parent) if file.parent.is_dir() else None  # noqa: PTH208  refreshes NFS's cache; exists() does not
         time.sleep(0.05)
     return True

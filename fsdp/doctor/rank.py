@@ -13,10 +13,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from fsdp.base.errors import LaunchError
-from fsdp.dist.env import from_environment, meeting_store
+from fsdp.dist.env import from_environment
+from fsdp.dist.process_group import meeting_store
 from fsdp.doctor import stages, table
 from fsdp.doctor.findings import NodeReports, judge
-from fsdp.rundir.paths import write_atomically
+from fsdp.rundir.atomic_write import write_atomically
 
 NOT_FIT = LaunchError.exit_code
 

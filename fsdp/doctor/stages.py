@@ -22,8 +22,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdp.dist.env import DistEnv, interface_is_given, meeting_address, meeting_store, process_group
+from fsdp.dist.env import DistEnv, interface_is_given, meeting_address
 from fsdp.dist.preflight import facts_of
+from fsdp.dist.process_group import meeting_store, process_group
 from fsdp.doctor import device, links, network, storage
 from fsdp.doctor.findings import NodeReports, can_form_group, slow_ranks
 

@@ -101,7 +101,8 @@ def _rank(
     import torch
     import torch.distributed as dist
 
-    from fsdp.dist.env import DistEnv, process_group
+    from fsdp.dist.env import DistEnv
+    from fsdp.dist.process_group import process_group
 
     if not on_cuda:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // (options.ranks + 1)))

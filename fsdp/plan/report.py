@@ -14,7 +14,7 @@ from fsdp.plan.estimate import Plan, gib, not_modelled, plan_one
 from fsdp.plan.goodput import best_interval, costs_of, goodput
 from fsdp.plan.model_shapes import subject_of
 from fsdp.run.job import model_of, units_line
-from fsdp.rundir.paths import write_atomically
+from fsdp.rundir.atomic_write import write_atomically
 
 _CHECKPOINTING = {"none": "none", "ops": "per operation", "full": "full"}
 

@@ -1,1 +1,1 @@
-"""Where numbers go: the recorder, metrics, the console, TensorBoard, Weights & Biases."""
+"""The outputs of a run's numbers: the recorder, metrics, the console, TensorBoard, Weights & Biases."""

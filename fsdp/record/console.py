@@ -1,7 +1,7 @@
-"""What a person sees: one live line on a terminal, one plain line a record in a log. Rank 0 speaks.
+"""Printed progress of rank 0: one live line on a terminal, one plain line per record in a log.
 
-A log's lines stay within 80 columns, and its columns stand still, so that it can be read down; a terminal's
-line is fitted to its width, what matters most first. What the numbers are is fsdp/record/metrics.py's. A
+A log's lines have at most 80 columns at fixed positions, so that they can be compared; a terminal's line
+shows as many fields as its width holds, the most important first. fsdp/record/metrics.py has the numbers. A
 stream that cannot be written (a log on a full disk, a closed pipe) loses lines; the run continues.
 """
 
@@ -24,17 +24,15 @@ LOG_COLUMNS = 80
 ORDER = ("step", "loss", "grad", "lr", "rate", "mfu", "memory", "left", "saved")
 ON_A_TERMINAL = ("step", "loss", "rate", "left", "saved", "memory", "mfu", "grad", "lr")
 IN_A_LOG = ("step", "loss", "rate", "left", "memory", "mfu", "grad", "lr")
-"""What is kept longest stands first. A log has a line of its own for each save."""
+"""The most important field first. A log has a separate line for each save."""
 WAIT_SHOWN = 0.1
-"""The part of a step spent waiting for data from which it stands in the line, in memory's place:
---data.workers mends it.
-"""
+"""From this part of a step on, the wait for data is shown instead of memory: --data.workers reduces it."""
 BOLD, GREEN, PLAIN = "\x1b[1m", "\x1b[32m", "\x1b[0m"
 COLOURS = {"loss": BOLD, "saved": GREEN}
 
 
 def set_up_logging(env: DistEnv, stream: TextIO | None = None) -> None:
-    """Rank 0 says what happens; others only what goes wrong, with their rank in front."""
+    """Rank 0 logs from INFO, other ranks from WARNING, with their rank as prefix."""
     root = logging.getLogger("fsdp")
     for handler in list(root.handlers):
         root.removeHandler(handler)
@@ -48,7 +46,7 @@ def set_up_logging(env: DistEnv, stream: TextIO | None = None) -> None:
 
 
 class _LiveHandler(logging.StreamHandler[TextIO]):
-    """A log line never lands in the middle of the live line."""
+    """A stream handler that ends the live line before it prints a log line."""
 
     _failed = 0
     """Consecutive records that could not be written."""
@@ -62,7 +60,7 @@ class _LiveHandler(logging.StreamHandler[TextIO]):
             log.warning("this log can be written again: %d lines came late or are lost", before)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Called by emit. A full disk is counted: this stream is the one that would name it."""
+        """Called by emit. A full disk is counted, since this stream itself cannot report it."""
         if isinstance(sys.exc_info()[1], OSError):
             self._failed += 1
         else:
@@ -70,7 +68,7 @@ class _LiveHandler(logging.StreamHandler[TextIO]):
 
 
 def print_last(text: str) -> None:
-    """Print a run's summary. A full log does not make the run a failed one."""
+    """Print a run's summary. A full log does not make the run fail."""
     try:
         print(text, flush=True)
     except OSError as error:
@@ -78,9 +76,10 @@ def print_last(text: str) -> None:
 
 
 def flush_output() -> None:
-    """Call before the interpreter exits: its own flush of a stream that cannot be written makes any exit code
-    120. Such a stream is redirected to /dev/null, as the documentation of Python's signal module does for
-    SIGPIPE.
+    """Flush stdout and stderr before the interpreter exits.
+
+    The interpreter's own flush of a stream that cannot be written makes any exit code 120. Such a stream is
+    redirected to /dev/null, as the documentation of Python's signal module does for SIGPIPE.
     """
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
@@ -92,9 +91,7 @@ def flush_output() -> None:
 
 
 class Console:
-    """The progress of one run. `every` plain lines come at fixed steps; a terminal is drawn at most ten times
-    a second.
-    """
+    """Progress of one run: a plain line every `every` steps, or a live line at most ten times a second."""
 
     _live: Console | None = None
 
@@ -108,8 +105,8 @@ class Console:
         """Consecutive lines that could not be written."""
         self._started: tuple[int, float] | None = None
 
-    def wants(self, step: int) -> bool:
-        """Whether this step's numbers will be looked at: they must then be fetched from the device."""
+    def prints(self, step: int) -> bool:
+        """Whether this step is printed, so that its numbers must be fetched from the device."""
         return step % self._every == 0 or step == self._total
 
     def step(self, m: StepMetrics, checkpoint: str) -> None:
@@ -118,11 +115,11 @@ class Console:
         if self.terminal:
             if time.monotonic() - self._drawn_at > 0.1 or m.step == self._total:
                 self._draw(self._fields(m, checkpoint))
-        elif self.wants(m.step):
+        elif self.prints(m.step):
             self._write(self.line(m) + "\n")
 
     def line(self, m: StepMetrics) -> str:
-        """A record in a log."""
+        """The line of a record in a log."""
         return fit(self._fields(m, ""), IN_A_LOG, LOG_COLUMNS).rstrip()
 
     def _fields(self, m: StepMetrics, checkpoint: str) -> dict[str, str]:
@@ -158,10 +155,9 @@ class Console:
     def _draw(self, fields: Mapping[str, str]) -> None:
         try:
             columns = os.get_terminal_size(self._out.fileno()).columns or LOG_COLUMNS
-        except OSError:  # the terminal is gone: writing says so
+        except OSError:  # the terminal is gone: the write reports it
             columns = LOG_COLUMNS
-        # The last column stays free: a terminal that has filled it wraps, and the line could not be taken
-        # back.
+        # The last column stays free: a terminal wraps a full line, which could then not be overwritten.
         self._write("\r\x1b[2K" + fit(fields, ON_A_TERMINAL, columns - 1, COLOURS if self._colours else {}))
         self._drawn_at = time.monotonic()
         Console._live = self
@@ -172,7 +168,7 @@ class Console:
             live, cls._live = cls._live, None
             live._write("\n")
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         self.clear_live()
         self._write(text + "\n")
 
@@ -196,14 +192,14 @@ def fit(
     columns: int,
     colours: Mapping[str, str] | None = None,
 ) -> str:
-    """As many fields as `columns` hold, in their fixed order; closer together before the less important ones
-    go.
+    """As many fields as `columns` hold, in their fixed order. Gaps shrink before a less important field is
+    left out.
     """
     kept = [name for name in importance if name in fields]
     while kept:
         chosen = [name for name in ORDER if name in kept]
         roomy, close = (len(gap.join(fields[name] for name in chosen)) <= columns for gap in ("  ", " "))
-        # What a log can be without is not worth a line without gaps.
+        # The gaps do not shrink for the two least important fields.
         if roomy or (close and kept[-1] not in ("grad", "lr")):
             gap = "  " if roomy else " "
             return gap.join(_painted(fields[name], (colours or {}).get(name)) for name in chosen)

@@ -1,7 +1,6 @@
-"""What a step says of itself, and who hears it.
+"""StepMetrics, the numbers of one step, and Reporter, which passes them to a launcher.
 
-StepMetrics is the record, Reporter the seam to a launcher (Ray's lives under launch/). The console, JSON
-lines and TensorBoard writers of rank 0 are here; how a number is measured is the loop's.
+Ray's Reporter is launch/ray_worker.py. The loop measures the numbers.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """One optimizer step, the same on every rank but for max_mem_gib and the times."""
+    """One optimizer step; equal on every rank except max_mem_gib and the times."""
 
     step: int
     loss: float
@@ -28,19 +27,17 @@ class StepMetrics:
 
 
 class Reporter(Protocol):
-    """Called on every rank, every time: after each logged step, each evaluation and each sealed checkpoint."""
+    """Called on every rank after each logged step, each evaluation and each sealed checkpoint."""
 
     def report(self, metrics: Mapping[str, float], checkpoint: str | None = None) -> None: ...
 
     def should_stop(self) -> str | None:
-        """A reason to stop that only the launcher knows (a preemption notice); looked at once a step, must
-        not block.
-        """
+        """The launcher's reason to stop (a preemption notice), if any. Called once a step; must not block."""
         ...
 
 
 class NoReporter:
-    """No launcher wants to hear."""
+    """For a launcher that takes no reports."""
 
     def report(self, metrics: Mapping[str, float], checkpoint: str | None = None) -> None:
         return None

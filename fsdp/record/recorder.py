@@ -1,5 +1,4 @@
-"""Where a run's numbers go: metrics.jsonl, TensorBoard events, whoever else asked, the console, and the
-launcher's Reporter.
+"""Writes a run's numbers to metrics.jsonl, TensorBoard, other sinks, the console and the launcher's Reporter.
 
 Rank 0 writes files; every rank reports, every time. On CUDA the numbers of a step stay on the device until a
 line is printed. A file or a sink that cannot be written (a full disk) loses records; the run continues.
@@ -21,17 +20,18 @@ from fsdp.dist.env import DistEnv
 from fsdp.record.console import Console
 from fsdp.record.metrics import Reporter, StepMetrics
 from fsdp.record.tensorboard import EventWriter
-from fsdp.rundir.paths import Appender, RunDir
+from fsdp.rundir.line_files import Appender
+from fsdp.rundir.paths import RunDir
 
 log = logging.getLogger(__name__)
 
-DEVICES_THAT_HOLD = ("cuda",)
-"""Where to fetch a number is to wait for all that was asked of the device before."""
+ASYNCHRONOUS_DEVICES = ("cuda",)
+"""Devices on which fetching a number waits for all work queued before it."""
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A step whose loss and gradient norm may still be on their way from the device."""
+    """A step whose loss and gradient norm may still be on the device."""
 
     step: int
     loss: Tensor
@@ -42,7 +42,7 @@ class Pending:
     step_time_s: float
     data_wait_s: float
     began: float = 0.0
-    """time.perf_counter() then."""
+    """time.perf_counter() at its start."""
 
     def fetched(self, loss: float, norm: float, step_time_s: float, max_mem_gib: float) -> StepMetrics:
         return StepMetrics(
@@ -65,7 +65,7 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 class Sink(Protocol):
-    """Somebody who hears every number of rank 0."""
+    """An output that receives every number of rank 0."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -95,18 +95,19 @@ class Recorder:
         self._missed: dict[int, int] = {}
         """Consecutive failures by sink."""
         self._pending: list[Pending] = []
-        self._holds = env.device.type in DEVICES_THAT_HOLD
+        self._asynchronous = env.device.type in ASYNCHRONOUS_DEVICES
         self.last: StepMetrics | None = None
         self.checkpoint_note = ""
 
     def step(self, pending: Pending) -> None:
         self._pending.append(pending)
 
-    def wants(self, step: int) -> bool:
-        return not self._holds or self._console.wants(step)
+    def fetches(self, step: int) -> bool:
+        """Whether this step's numbers are fetched from the device now."""
+        return not self._asynchronous or self._console.prints(step)
 
     def flush(self) -> list[StepMetrics]:
-        """Fetch what is pending, write it, show it."""
+        """Fetch the pending steps, write them, and print them."""
         if not self._pending:
             return []
         fetched, self._pending = self._fetch(self._pending), []
@@ -122,30 +123,32 @@ class Recorder:
         return fetched
 
     def _fetch(self, pending: list[Pending]) -> list[StepMetrics]:
-        """Beside a device the host runs ahead: its time a step is not the device's, but over all since the
-        last look it is.
+        """The pending steps with their numbers.
+
+        The host runs ahead of a CUDA device: its time per step differs from the device's, but the mean since
+        the last fetch does not.
         """
         losses, norms = (
             self._read([one.loss for one in pending]),
             self._read([one.grad_norm for one in pending]),
         )
         times = [one.step_time_s for one in pending]
-        if self._holds and pending[0].began:
+        if self._asynchronous and pending[0].began:
             times = [(time.perf_counter() - pending[0].began) / len(pending)] * len(pending)
         memory = peak_memory_gib(self._env.device)
         numbers = zip(pending, losses, norms, times, strict=True)
         return [one.fetched(loss, norm, seconds, memory) for one, loss, norm, seconds in numbers]
 
     def _read(self, numbers: list[Tensor]) -> list[float]:
-        """One copy from the device for all; on the host a number is read where it lies."""
-        if not self._holds:
+        """One copy from the device for all numbers; on the host each is read in place."""
+        if not self._asynchronous:
             return [float(number) for number in numbers]
         return torch.stack([number.double() for number in numbers]).tolist()
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
         if self._env.is_main:
             self._write(step, {"step": step, **values}, "eval")
-            self._console.say(
+            self._console.print_line(
                 "  ".join(f"{name} {value:.4f}" for name, value in values.items()) + f"  at step {step}"
             )
         self._reporter.report({"step": step, **values})
@@ -159,23 +162,23 @@ class Recorder:
     def saved(
         self, step: int, path: str, *, stall_s: float = 0.0, write_s: float = 0.0, size: int = 0
     ) -> None:
-        """A sealed checkpoint: what it held the steps up, what it took behind them."""
+        """Record a sealed checkpoint: the seconds that it stalled the steps, and those of its write."""
         self.checkpoint_note = f"saved {step}"
         if self._env.is_main:
             self._saves.append({"step": step, "stall_s": stall_s, "write_s": write_s, "bytes": size})
             if not self._console.terminal:
-                self._console.say(
+                self._console.print_line(
                     f"checkpoint of step {step} sealed: {size / 2**20:.1f} MiB in {write_s:.2f} s"
                 )
         self._reporter.report({"step": step}, checkpoint=path)
 
     def _write(self, step: int, record: Mapping[str, float], group: str) -> None:
-        self._metrics.append(record)  # unbuffered: a kill loses nothing that was shown
+        self._metrics.append(record)  # unbuffered: a kill loses nothing that was printed
         values = {f"{group}/{name}": float(v) for name, v in record.items() if name != "step"}
         for nth, sink in enumerate(self._sinks):
             try:
                 sink.scalars(step, values)
-            except OSError as error:  # a sink's own files may lie on the full disk
+            except OSError as error:  # a sink's own files may be on the full disk
                 self._failed(nth, step, error)
             else:
                 self._recovered(nth, step)
@@ -213,7 +216,7 @@ class Recorder:
 
 
 def step_record(metrics: StepMetrics) -> dict[str, float]:
-    """A line of metrics.jsonl: numbers in full precision."""
+    """One record of metrics.jsonl, in full precision."""
     rate = metrics.tokens or metrics.samples
     return {
         "step": metrics.step,

@@ -1,9 +1,7 @@
-"""TensorBoard event files, written by hand: four protobuf fields and a framing are less than the package that
-writes them.
+"""A writer of TensorBoard event files without the tensorboard package, whose import takes more than a second.
 
-Importing tensorboard costs more than a second at each start; a scalar event is 40 bytes. The format: records
-of length, masked CRC-32C of the length, payload, masked CRC-32C of the payload; the payload is an Event
-message.
+The format: records of length, masked CRC-32C of the length, payload, masked CRC-32C of the payload. The
+payload is a protobuf Event message, of which four fields are used; a scalar event has 40 bytes.
 """
 
 from __future__ import annotations
@@ -18,16 +16,14 @@ from pathlib import Path
 
 import numpy as np
 
-from fsdp.rundir.paths import Appender
+from fsdp.rundir.line_files import Appender
 
 BUFFER_BYTES = 8192
 
 
 @functools.cache
 def _table(bits: int) -> array[int]:
-    """On rank 0's first event and not before: others never write one. A list of so many Python numbers would
-    be 2.5 MiB.
-    """
+    """The CRC table, built at rank 0's first event. An array: a list of these numbers would take 2.5 MiB."""
     rows: np.ndarray = np.arange(1 << bits, dtype=np.uint32)
     for _ in range(bits):
         rows = (rows >> 1) ^ np.where(rows & 1, np.uint32(0x82F63B78), np.uint32(0))
@@ -35,7 +31,7 @@ def _table(bits: int) -> array[int]:
 
 
 def _masked_crc(data: bytes) -> int:
-    """Two bytes a turn: this loop is most of what an event costs the step."""
+    """Two bytes per iteration: this loop is most of an event's cost in the step."""
     crc, pairs = 0xFFFFFFFF, _table(16)
     for pair in struct.unpack(f"<{len(data) // 2}H", data[: len(data) & -2]):
         crc = pairs[(crc ^ pair) & 0xFFFF] ^ (crc >> 16)
@@ -64,7 +60,7 @@ def _event(wall_time: float, body: bytes) -> bytes:
 
 @functools.cache
 def _tag(tag: str) -> bytes:
-    """A scalar up to its value: the tag's field and the value's own first byte."""
+    """A scalar up to its value: the tag's field and the value's first byte."""
     name = _bytes_field(1, tag.encode()) + _varint(2 << 3 | 5)
     return _varint(1 << 3 | 2) + _varint(len(name) + 4) + name
 
@@ -74,12 +70,13 @@ def _scalar(tag: str, value: float) -> bytes:
 
 
 class EventWriter:
-    """Appends scalars to one new event file; a restart adds another file, as TensorBoard expects. Events are
-    written whole or not at all: TensorBoard stops reading at a broken one.
+    """Appends scalars to one new event file; a restart adds another file, as TensorBoard expects.
+
+    Events are written whole or not at all: TensorBoard stops reading at a broken one.
     """
 
     def __init__(self, folder: Path, purge_step: int | None = None) -> None:
-        """Steps from `purge_step` on that an earlier file has are drawn anew (a resume after a crash)."""
+        """TensorBoard discards the steps of earlier files from `purge_step` on (a resume after a crash)."""
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}"
         self._file = Appender(folder / name, lines=False, buffer_bytes=BUFFER_BYTES)
         self._write(_event(time.time(), _bytes_field(3, b"brain.Event:2")))

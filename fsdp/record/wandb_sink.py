@@ -1,7 +1,6 @@
-"""--run.wandb PROJECT: the same numbers to Weights & Biases, where it is installed and was asked for.
+"""--run.wandb PROJECT: the numbers of rank 0 to Weights & Biases, if it is installed.
 
-How it reports (online, offline, disabled) is its own variables' to say: WANDB_MODE, WANDB_BASE_URL,
-WANDB_ENTITY.
+Its own variables select the mode, server and entity: WANDB_MODE, WANDB_BASE_URL, WANDB_ENTITY.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from fsdp.config import Config, flatten
 
 
 def check_wandb(project: str) -> None:
-    """On every rank, before the first collective: they all miss it or none does."""
+    """ConfigError if wandb is not installed; on every rank, before the first collective."""
     if project and importlib.util.find_spec("wandb") is None:
         raise ConfigError(
             f"--run.wandb {project}: wandb is not installed.", "pip install wandb, or leave --run.wandb out"
@@ -26,7 +25,7 @@ def check_wandb(project: str) -> None:
 
 
 class WandbSink:
-    """One run there for a run directory here: a later start of the same directory goes on in it."""
+    """One Weights & Biases run for a run directory: a later start of the same directory continues it."""
 
     def __init__(self, config: Config, run_dir: Path) -> None:
         wandb: Any = importlib.import_module("wandb")
@@ -39,8 +38,8 @@ class WandbSink:
             dir=str(run_dir),
             config=flatten(config),
         )
-        # A step of its own: a start that goes on from an earlier checkpoint makes steps again, which W&B's
-        # counter refuses.
+        # An own step metric: a start that resumes from an earlier checkpoint repeats steps, which W&B's own
+        # counter rejects.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 

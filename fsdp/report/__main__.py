@@ -20,7 +20,7 @@ from fsdp.config.command_line import CommandParser
 from fsdp.report.page import page
 from fsdp.report.run_data import read_run
 from fsdp.report.sample_section import SampleSection, read_samples
-from fsdp.rundir.paths import write_atomically
+from fsdp.rundir.atomic_write import write_atomically
 
 USAGE = "python -m fsdp.report RUN, or RUN RUN"
 

@@ -24,12 +24,15 @@ from fsdp.report.file_notes import LARGEST, Notes, integer, number
 from fsdp.report.profile_section import read_accounts
 from fsdp.report.series import Series, read_numbers
 from fsdp.report.watch_records import VerdictRecord, WatchData, read_watched
-from fsdp.rundir.paths import RunDir, read_lines
+from fsdp.rundir.line_files import read_lines
+from fsdp.rundir.paths import RunDir
 
 Outcome = Literal["finished", "stopped", "failed", "killed", "running"]
 LIVE_S = 30.0
 """A claim whose count was raised this lately belongs to a live run."""
-FAILURE = re.compile(r"^[A-Za-z_.]*(Error|Exception|Interrupt|Exit|Elsewhere|Refused|Timeout)\b")
+FAILURE = re.compile(
+    r"^[A-Za-z_.]*(Error|Exception|Interrupt|Exit|Elsewhere|OtherRankFailed|Refused|Timeout)\b"
+)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import numpy as np
 
 from fsdp.report.file_notes import LARGEST as MOST
 from fsdp.report.file_notes import Notes
-from fsdp.rundir.paths import read_lines
+from fsdp.rundir.line_files import read_lines
 
 BUCKETS = 360
 LARGEST = 1e100

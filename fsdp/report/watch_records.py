@@ -19,7 +19,7 @@ import numpy as np
 from fsdp.base.phases import PHASES
 from fsdp.report.file_notes import Notes, integer, number
 from fsdp.report.series import Series, in_order
-from fsdp.rundir.paths import read_lines
+from fsdp.rundir.line_files import read_lines
 
 WAITING = "waiting"
 """In collectives, not overlapped by computation."""

@@ -30,8 +30,9 @@ from fsdp.data.loader import read_batch
 from fsdp.data.types import Batch
 from fsdp.data.unreadable_samples import maybe_skipping
 from fsdp.dist import preflight
-from fsdp.dist.env import DistEnv, check_torch, end_time, process_group
+from fsdp.dist.env import DistEnv, check_torch, end_time
 from fsdp.dist.mesh import build_mesh, data_rank
+from fsdp.dist.process_group import process_group
 from fsdp.dist.stop import Stopper
 from fsdp.memory.oom import OomContext, OutOfMemoryHandler
 from fsdp.models.loss import LossFunction
@@ -57,7 +58,8 @@ from fsdp.run.job import Job, describe, prepare, trained_model
 from fsdp.run.planned import Planned, maybe_planned
 from fsdp.run.step import StepParts, gradients_of, run_step
 from fsdp.run.step_hooks import RunHooks
-from fsdp.rundir import paths
+from fsdp.rundir import history
+from fsdp.rundir.line_files import append_if_possible
 from fsdp.rundir.paths import RunDir
 from fsdp.watch.branch_check import Branches
 from fsdp.watch.rank import Watch
@@ -124,7 +126,7 @@ def _train(
     except BaseException as error:
         if env.is_main and (claim is None or claim.ousted() is None):
             said = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            paths.record_end(run, step=loop.state.step, why=said, how=Ending.FAILED)
+            history.record_end(run, step=loop.state.step, why=said, how=Ending.FAILED)
         raise
     finally:
         if profile is not None:
@@ -411,7 +413,7 @@ class _Loop:
                 data_wait_s=waited,
             )
         )
-        if self.recorder.wants(step):
+        if self.recorder.fetches(step):
             self._settle()
         agreed = self.stopper.agreed()
         if not self.stopper.on_host:
@@ -495,12 +497,12 @@ class _Loop:
         if self.env.is_main:
             why = self.stopped or "the last step"
             marker = self.run.stopped if self.stopped else self.run.done
-            paths.mark(marker, f"{why} at step {self.state.step}\n")
+            history.write_marker(marker, f"{why} at step {self.state.step}\n")
             how = Ending.STOPPED if self.stopped else Ending.FINISHED
-            paths.record_end(self.run, step=self.state.step, why=why, how=how)
+            history.record_end(self.run, step=self.state.step, why=why, how=how)
             if self.planned is not None and (compared := self.planned.compared()) is not None:
                 log.info("%s", compared)
-                paths.append_if_possible(
+                append_if_possible(
                     self.run.history, {"event": "planned", "step": self.state.step, **compared.record()}
                 )
         return Outcome(self.run.path, self.state.step, self.stopped, self.evaluation)

@@ -6,6 +6,7 @@ The order of a start is in fsdp/run/loop.py.
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +30,8 @@ from fsdp.record.wandb_sink import WandbSink
 from fsdp.run.flops import flops_per_sample, peak_flops
 from fsdp.run.job import Job
 from fsdp.run.planned import Planned
-from fsdp.rundir import paths
+from fsdp.rundir import history, paths
+from fsdp.rundir.atomic_write import writing
 from fsdp.rundir.paths import RunDir
 from fsdp.watch.replica_checks import Spikes
 
@@ -59,16 +61,16 @@ def locked_run(config: Config, env: DistEnv) -> Iterator[tuple[RunDir, Locks | N
 
 
 def records(config: Config, env: DistEnv, run: RunDir, step: int, data: Mapping[str, object]) -> None:
-    """Writes the files that a start needs: if that fails no rank trains. Collective."""
-    nodes = list(dict.fromkeys(collectives.everyones(paths.host())))
+    """What a start cannot do without: where it cannot be written no rank trains. Collective."""
+    nodes = list(dict.fromkeys(collectives.everyones(socket.gethostname())))
 
     def write() -> None:
-        with paths.writing(run.metrics):
-            paths.truncate_metrics(run, step)
-        with paths.writing(run.config):
-            changed = paths.write_config(run, config) + paths.other_data(run, data)
-        with paths.writing(run.history):
-            paths.record_start(run, env, from_step=step, changed=changed, nodes=nodes, data=data)
+        with writing(run.metrics):
+            history.truncate_metrics(run, step)
+        with writing(run.config):
+            changed = paths.write_config(run, config) + history.data_changes(run, data)
+        with writing(run.history):
+            history.record_start(run, env, from_step=step, changed=changed, nodes=nodes, data=data)
         for line in changed:
             log.warning("changed since the last start: %s", line)
 

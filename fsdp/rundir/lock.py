@@ -1,12 +1,11 @@
-"""Who writes a run directory: one live job, and every other is refused by name.
+"""The lock of a run directory: one live job writes there, and another job's start is refused.
 
-The claim is a file that names its holder and carries a count that the holder raises every few seconds. A dead
-holder of this machine is seen by its process; one elsewhere by a count that stands still while we watch,
-which needs no two clocks to agree. "This machine" means the same machine id, boot id and PID namespace. Where
-/proc does not give these (macOS, a container that masks it) or hides the holder's process (hidepid), the
-process proves nothing and the count decides. Taking over replaces the file, so a holder that was cut off and
-comes back finds another's name in it and stops writing. Only O_EXCL, link and rename are used: no lock that a
-shared folder may not have.
+The lock is a file, CLAIM, with its holder and a count that the holder raises every few seconds. A dead holder
+on this machine is recognised by its process; one on another machine by a count that does not change while
+this process watches, so no clocks are compared. "This machine" means the same machine id, boot id and PID
+namespace. If /proc does not show these (macOS, a container that masks it) or hides the holder's process
+(hidepid), the count decides. A takeover replaces the file: a holder that was cut off and returns finds
+another holder in it and stops writing. Only O_EXCL, link and rename are used, which every shared folder has.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ from pathlib import Path
 
 from fsdp.base import proc
 from fsdp.base.errors import RefusedError
-from fsdp.rundir.paths import writing
+from fsdp.rundir.atomic_write import writing
 
 log = logging.getLogger(__name__)
 
 FILE = "CLAIM"
 BEAT_S = 2.0
 STALE_S = 20.0
-"""A count that stood still this long belongs to nobody: ten beats, and longer than a shared folder caches."""
+"""The holder of a count that is unchanged this long is dead: ten beats, more than a shared folder caches."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a claim. Process ids are comparable within one `place`; an empty `place` equals no other."""
+    """A lock's holder. Process ids are comparable within one `place`; an empty `place` equals no other."""
 
     token: str
     host: str
@@ -55,7 +54,7 @@ class Holder:
 
 
 def here(launcher: str, job: str = "") -> Holder:
-    """This process as a holder."""
+    """This process as the holder of a lock."""
     pid = os.getpid()
     place = this_place()
     seen = proc.stat(pid) if place else None
@@ -64,9 +63,9 @@ def here(launcher: str, job: str = "") -> Holder:
 
 
 def this_place() -> str:
-    """One value for all processes that share process ids; empty where this system does not tell.
+    """One value for all processes that share process ids; empty if this system does not show it.
 
-    Host names may be equal in a cluster, and machine ids where nodes boot from one image; each boot draws a
+    Host names may be equal in a cluster, and machine ids on nodes that boot from one image; each boot has a
     new boot id. The first PID namespace has the same number on every machine.
     """
     try:
@@ -79,7 +78,7 @@ def this_place() -> str:
 
 
 def _machine_id() -> str:
-    """Empty in many containers, where the boot id alone tells machines apart."""
+    """Empty in many containers, where the boot id alone distinguishes machines."""
     try:
         return Path("/etc/machine-id").read_text().strip()
     except OSError:
@@ -87,7 +86,7 @@ def _machine_id() -> str:
 
 
 def lives(holder: Holder) -> bool | None:
-    """Only to be asked of a holder of this place; None where this process cannot know. A zombie is dead."""
+    """Whether a holder of this place is alive; None if /proc hides it. A zombie is dead."""
     seen = proc.stat(holder.pid)
     if seen is not None:
         return seen.alive and seen.start_ticks == holder.born
@@ -97,26 +96,26 @@ def lives(holder: Holder) -> bool | None:
         return False
     except PermissionError:
         pass  # another user's process
-    return None  # there, and hidden: the holder, or a later process of its number
+    return None  # hidden: the holder, or a later process with its number
 
 
 class Claim:
-    """A held claim: a thread keeps it alive until `release`."""
+    """A held lock: a thread renews it until `release`."""
 
     def __init__(self, run_dir: Path, holder: Holder, descriptor: int, beat_at: int, took_over: str) -> None:
         self.holder = holder
         self.took_over = took_over
-        """One line about the dead holder that was replaced; empty if there was none."""
+        """One line about the dead holder that this one replaced; empty if there was none."""
         self.lost: str | None = None
-        """Who has it now, as the last beat found out: the loop looks each step, and asks no disk."""
+        """The new holder, set by the last renewal: the loop reads it each step without reading the disk."""
         self._path, self._descriptor, self._beat_at = run_dir / FILE, descriptor, beat_at
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="claim", daemon=True)
+        self._thread = threading.Thread(target=self._beat, name="lock", daemon=True)
         self._thread.start()
 
     @staticmethod
     def acquire(run_dir: Path, launcher: str, job: str = "", stale_s: float = STALE_S) -> Claim:
-        """Hold this run directory, or RefusedError with who does. May watch a silent holder for `stale_s`."""
+        """Take the lock, or raise RefusedError with its holder. May watch an unknown holder for `stale_s`."""
         run_dir.mkdir(parents=True, exist_ok=True)
         holder = here(launcher, job)
         took_over = ""
@@ -131,17 +130,19 @@ class Claim:
             took_over = _clear_dead(run_dir, stale_s, job) or took_over
 
     def ousted(self) -> str | None:
-        """None while the claim is ours; else who has it now. Asked before every seal."""
+        """None while this process holds the lock; else why not. Called before every seal."""
         try:
             now, _ = _read_patiently(self._path)
         except FileNotFoundError:
-            return f"the claim on {self._path.parent} is gone: somebody removed {FILE}, and another job may write there"
+            gone = f"{FILE} was removed, and another job may write there"
+            return f"the lock of {self._path.parent} is gone: {gone}"
         if now is not None and now.token == self.holder.token:
             return None
-        return f"{self._path.parent} was taken over by {now}: this process was silent too long and must not write there"
+        late = "this process did not renew its lock in time and must not write there"
+        return f"{self._path.parent} was taken over by {now}: {late}"
 
     def release(self) -> None:
-        """Give the directory back; nothing happens where another has it by now."""
+        """Release the lock, unless another holder has it by now."""
         self._over.set()
         self._thread.join()
         if self.ousted() is None:
@@ -149,7 +150,7 @@ class Claim:
         os.close(self._descriptor)
 
     def _beat(self) -> None:
-        """Through the open file, never by name: after a take-over this writes into a file that nobody sees."""
+        """Renew the lock through the open file: after a takeover this writes into a file without a name."""
         count = missed = 0
         while not self._over.wait(BEAT_S):
             count += 1
@@ -160,17 +161,15 @@ class Claim:
             except OSError as error:
                 missed += 1
                 if missed == 1:
-                    log.warning("the claim on %s cannot be renewed: %s", self._path.parent, error)
+                    log.warning("the lock of %s cannot be renewed: %s", self._path.parent, error)
             else:
                 if missed:
-                    log.warning(
-                        "the claim on %s is renewed again, %d beats failed", self._path.parent, missed
-                    )
+                    log.warning("the lock of %s is renewed again, %d beats failed", self._path.parent, missed)
                 missed = 0
 
 
 def _write(run_dir: Path, holder: Holder) -> tuple[Path, int, int]:
-    """The claim under a name of its own, whole before it gets the name that counts."""
+    """Write the lock file whole, under a temporary name."""
     staged = run_dir / f".{FILE}-{holder.token}"
     text = json.dumps(asdict(holder)).encode() + b"\n"
     descriptor = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
@@ -184,31 +183,31 @@ def _write(run_dir: Path, holder: Holder) -> tuple[Path, int, int]:
     return staged, descriptor, len(text)
 
 
-def _create(staged: Path, claim: Path) -> bool:
-    """Give it its name if nobody has that name; of many who try at once one succeeds."""
+def _create(staged: Path, file: Path) -> bool:
+    """Give the file its name if no other has it; of several concurrent calls one succeeds."""
     try:
-        claim.hardlink_to(staged)
+        file.hardlink_to(staged)
     except FileExistsError:
         return False
     except OSError:
-        return _create_without_links(staged, claim)
+        return _create_without_links(staged, file)
     staged.unlink()
     return True
 
 
-def _create_without_links(staged: Path, claim: Path) -> bool:
-    """For folders that know no hard links: an empty file made exclusively, then replaced by the whole one."""
+def _create_without_links(staged: Path, file: Path) -> bool:
+    """For folders without hard links: create an empty file exclusively, then replace it by the whole one."""
     try:
-        os.close(os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+        os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
     except FileExistsError:
         return False
-    staged.rename(claim)
+    staged.rename(file)
     return True
 
 
-def _read(claim: Path) -> tuple[Holder | None, bytes]:
-    """The holder (None where the file does not say) and the whole text, its count included."""
-    data = claim.read_bytes()
+def _read(file: Path) -> tuple[Holder | None, bytes]:
+    """The holder (None if the file does not name one) and the whole text with its count."""
+    data = file.read_bytes()
     try:
         holder = Holder(**json.loads(data.partition(b"\n")[0]))
     except (ValueError, TypeError, RecursionError):
@@ -217,35 +216,36 @@ def _read(claim: Path) -> tuple[Holder | None, bytes]:
 
 
 def is_sound(holder: Holder) -> bool:
-    """Anybody may have written the file, and its values go to kill() and localtime()."""
-    words = (holder.token, holder.host, holder.place, holder.born, holder.launcher, holder.job)
-    if not all(isinstance(word, str) for word in words):
+    """Whether the values have the right types and ranges: any user may write the file, and kill() gets its
+    pid.
+    """
+    texts = (holder.token, holder.host, holder.place, holder.born, holder.launcher, holder.job)
+    if not all(isinstance(text, str) for text in texts):
         return False
     pid, since = holder.pid, holder.since
     return type(pid) is int and 0 < pid < 2**31 and type(since) in (int, float) and 0 <= since < 2**32
 
 
-def _read_patiently(claim: Path) -> tuple[Holder | None, bytes]:
-    """Another job that mistook it for a dead one's may have it in its hand for a moment."""
+def _read_patiently(file: Path) -> tuple[Holder | None, bytes]:
+    """Read the lock. It may be missing for a moment, while another job checks whether it is a dead one."""
     for _ in range(5):
         try:
-            return _read(claim)
+            return _read(file)
         except FileNotFoundError:
             time.sleep(0.1)
-    return _read(claim)
+    return _read(file)
 
 
 def _start(job: str) -> tuple[str, int, int]:
-    """`Slurm job 12, start 3, try 2` (fsdp/dist/env.py) as what can be compared; another text is the only
-    start of its kind.
-    """
+    """`Slurm job 12, start 3, try 2` (fsdp/dist/env.py) as comparable values; other texts have one start."""
     found = re.fullmatch(r"(Slurm job \d+), start (\d+)(?:, try (\d+))?", job)
     return (found[1], int(found[2]), int(found[3] or 1)) if found else (job, 0, 0)
 
 
 def succeeds(job: str, other: str) -> bool:
-    """A later start of the same job: the scheduler has ended the other, even if its processes live on without
-    their slurmd.
+    """Whether `job` is a later start of the same job as `other`.
+
+    The scheduler has then ended the other, even if its processes outlive their slurmd.
     """
     ours, theirs = _start(job), _start(other)
     return ours[0] == theirs[0] and ours[1:] > theirs[1:]
@@ -254,10 +254,13 @@ def succeeds(job: str, other: str) -> bool:
 def _clear_dead(
     run_dir: Path, stale_s: float, job: str = "", watch: Callable[[Path, bytes, float], bool] | None = None
 ) -> str:
-    """Make way if the holder is dead, and say so; RefusedError if it lives. Empty if it went by itself."""
-    claim = run_dir / FILE
+    """Remove a dead holder's lock, and return a line about it; empty if the lock is gone.
+
+    RefusedError if the holder is alive.
+    """
+    file = run_dir / FILE
     try:
-        holder, data = _read(claim)
+        holder, data = _read(file)
     except FileNotFoundError:
         return ""
     if holder is not None and succeeds(job, holder.job):
@@ -268,14 +271,13 @@ def _clear_dead(
         alive, how = known is True, "it is dead"
         if known is None:
             why = "its process is hidden from this one: " if ours else ""
-            shown = holder or "somebody unnamed"
-            words = "%s is claimed by %s: %swatching for %.0f s whether it lives"
-            log.warning(words, run_dir, shown, why, stale_s)
-            alive, how = (watch or _changes)(claim, data, stale_s), f"it gave no sign for {stale_s:g} s"
+            message = "%s is locked by %s: %swatching for %.0f s whether it is alive"
+            log.warning(message, run_dir, holder or "a holder without a name", why, stale_s)
+            alive, how = (watch or _changes)(file, data, stale_s), f"it gave no sign for {stale_s:g} s"
     if alive:
         raise RefusedError(
             f"{run_dir} is being written by {holder or 'another job'}.",
-            f"another --run.dir, or end that job (remove {claim} only if you know it is gone)",
+            f"another --run.dir, or end that job (remove {file} only if you know it is gone)",
         )
     _remove(run_dir, data)
     line = f"{run_dir}: took over from {holder or 'a holder without a name'}: {how}"
@@ -283,13 +285,13 @@ def _clear_dead(
     return line
 
 
-def _changes(claim: Path, data: bytes, stale_s: float) -> bool:
-    """Does the claim's text change (a beat, or a new holder) while we watch?"""
+def _changes(file: Path, data: bytes, stale_s: float) -> bool:
+    """Whether the lock's text changes within `stale_s`: a beat, or a new holder."""
     deadline = time.monotonic() + stale_s
     while time.monotonic() < deadline:
         time.sleep(min(0.25, stale_s / 10))
         try:
-            if claim.read_bytes() != data:
+            if file.read_bytes() != data:
                 return True
         except FileNotFoundError:
             return False
@@ -297,8 +299,9 @@ def _changes(claim: Path, data: bytes, stale_s: float) -> bool:
 
 
 def _remove(run_dir: Path, data: bytes) -> None:
-    """Take a dead claim away, and only that one: of two who saw it dead, the slower finds another's file in
-    its hand and puts it back.
+    """Remove this dead lock and no other.
+
+    Of two processes that remove it at once, the slower may rename a new holder's file; it then restores it.
     """
     aside = run_dir / f".{FILE}-dead-{secrets.token_hex(8)}"
     try:

@@ -15,14 +15,15 @@ from typing import Any
 from fsdp.base.errors import (
     CheckpointError,
     ConfigError,
+    Elsewhere,
     LaunchError,
     NotFiniteError,
     ShardrunError,
     TrainingError,
     error_number,
 )
-from fsdp.dist.collectives import Elsewhere, lost_a_neighbour
 from fsdp.dist.env import DistEnv
+from fsdp.dist.lost_peer import is_peer_failure
 from fsdp.memory.oom import OutOfMemory
 
 TRACE_LINES = 30
@@ -50,7 +51,7 @@ KNOWN = (
 def failure_report(error: BaseException, env: DistEnv) -> dict[str, Any]:
     """JSON values: they go through the status page, and to another node."""
     ours = isinstance(error, ShardrunError)
-    secondary = isinstance(error, Elsewhere) or _echo(error)
+    secondary = isinstance(error, Elsewhere) or is_peer_failure(error)
     message = str(error) if ours else f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     kind, hint = kind_and_hint(error)
     return {
@@ -65,14 +66,6 @@ def failure_report(error: BaseException, env: DistEnv) -> dict[str, Any]:
         "print": printed(error, env),
         "code": error.exit_code if isinstance(error, ShardrunError) else 1,
     }
-
-
-def _echo(error: BaseException) -> bool:
-    """A consequence of another rank's end: gloo's and NCCL's transport errors are about the other side."""
-    transport = ("gloo/transport", "NCCL communicator was aborted", "Broken pipe")
-    return lost_a_neighbour(error) or (
-        isinstance(error, RuntimeError) and any(text in str(error) for text in transport)
-    )
 
 
 KINDS = {
@@ -104,7 +97,7 @@ def printed(error: BaseException, env: DistEnv) -> str:
     if isinstance(error, ShardrunError):
         alone = env.is_main or error.scope == "all"
         return f"train.py{'' if alone else f' (rank {env.rank})'}: {error}"
-    if _echo(error):
+    if is_peer_failure(error):
         return f"[rank {env.rank}] ended because another rank did: {str(error).splitlines()[0][:160]}"
     hint = kind_and_hint(error)[1]
     return f"[rank {env.rank}] failed on {env.device}:\n{_trace(error)}" + (f"\nHINT: {hint}" if hint else "")

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fsdp.rundir.paths import Appender
+from fsdp.rundir.line_files import Appender
 
 log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from fsdp.config import WatchSection
 from fsdp.dist import collectives
 from fsdp.dist.env import DistEnv, set_variable
 from fsdp.parallel.shard import Sharded
-from fsdp.rundir.paths import Appender
+from fsdp.rundir.line_files import Appender
 
 USUAL = 64
 """Steps whose median is the usual norm; the first FEWEST are never a spike."""

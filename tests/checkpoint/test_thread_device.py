@@ -137,7 +137,7 @@ WITH_TENSORS = {
     "fsdp/checkpoint/tensor_reader.py": 1,
     "fsdp/data/reader_threads.py": 1,
 }
-ABORTS = {"fsdp/dist/env.py": 1}
+ABORTS = {"fsdp/dist/process_group.py": 1}
 """Aborts process groups after an exception, with torch.cuda.set_device first."""
 
 

@@ -19,8 +19,9 @@ import torch.distributed as dist
 
 from fsdp.base.errors import LaunchError
 from fsdp.config import StopSection
-from fsdp.dist.env import DistEnv, check_devices_differ, pick_device, process_group
+from fsdp.dist.env import DistEnv, pick_device
 from fsdp.dist.mesh import MeshSizes, build_mesh
+from fsdp.dist.process_group import check_devices_differ, process_group
 from fsdp.dist.stop import Stopper
 from tests.support.world import run_world
 
@@ -90,19 +91,19 @@ def refusal(env: DistEnv, launcher: str, devices: list[str]) -> str:
 @pytest.mark.parametrize(
     ("launcher", "devices", "ranks", "there", "hint"),
     [
-        ("torchrun", ["n1 GPU-a", "n1 GPU-a"], "0, 1", "2 ranks and 1 GPU are there", "--nproc_per_node=1"),
+        ("torchrun", ["n1 GPU-a", "n1 GPU-a"], "0, 1", "has 2 ranks and 1 GPU.", "--nproc_per_node=1"),
         (
             "srun",
             ["n1 GPU-a", "n1 GPU-b", "n1 GPU-a"],
             "0, 2",
-            "3 ranks and 2 GPUs are there",
+            "has 3 ranks and 2 GPUs.",
             "--ntasks-per-node=2",
         ),
         (
             "launch.local",
             ["n1 GPU-a", "n2 GPU-b", "n2 GPU-b"],
             "1, 2",
-            "2 ranks and 1 GPU are there",
+            "has 2 ranks and 1 GPU.",
             "--ranks 1",
         ),
     ],

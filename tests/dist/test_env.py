@@ -1,6 +1,4 @@
-"""Who a process is, from torchrun's variables or none; who speaks before that is known; which torch is too
-old.
-"""
+"""The DistEnv from torchrun's variables or none, who prints shared errors, and the oldest torch."""
 
 from __future__ import annotations
 
@@ -10,10 +8,11 @@ import pytest
 
 import train
 from fsdp.base.errors import LaunchError
-from fsdp.dist.env import check_torch, from_environment, speaks_for_all
+from fsdp.dist.env import check_torch, from_environment, prints_shared_errors
 
 TORCHRUN = {
-    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2",
+    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2",
 }  # fmt: skip
 
 
@@ -36,12 +35,18 @@ def test_a_variable_that_is_no_number() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environ", "speaks"),
-    [({}, True), ({"RANK": "0"}, True), ({"RANK": "1"}, False), ({"SLURM_PROCID": "2"}, False), ({"SLURM_PROCID": "0"}, True),
-     ({"RANK": "1", "SLURM_PROCID": "0"}, False)],
-)  # fmt: skip
-def test_one_process_speaks_for_all(environ: dict[str, str], speaks: bool) -> None:
-    assert speaks_for_all(environ) is speaks
+    ("environ", "prints"),
+    [
+        ({}, True),
+        ({"RANK": "0"}, True),
+        ({"RANK": "1"}, False),
+        ({"SLURM_PROCID": "2"}, False),
+        ({"SLURM_PROCID": "0"}, True),
+        ({"RANK": "1", "SLURM_PROCID": "0"}, False),
+    ],
+)
+def test_one_process_prints_an_error_of_all_ranks(environ: dict[str, str], prints: bool) -> None:
+    assert prints_shared_errors(environ) is prints
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

@@ -149,8 +149,8 @@ def test_the_interface_of_an_address_is_found() -> None:
 
 def fact(rank: int, **changes: object) -> RankFacts:
     known: dict[str, object] = {
-        "rank": rank, "node": rank, "host": f"n{rank}", "python": "3.11", "torch": "2.13", "cuda": "13.0", "nccl": "2.28",
-        "driver": "580", "device": "H100",
+        "rank": rank, "node": rank, "host": f"n{rank}", "python": "3.11", "torch": "2.13", "cuda": "13.0",
+        "nccl": "2.28", "driver": "580", "device": "H100",
     }  # fmt: skip
     return RankFacts(**(known | changes))  # type: ignore[arg-type]
 
@@ -163,4 +163,4 @@ def test_the_odd_one_is_found_and_weighed(name: str, fatal: bool) -> None:
     (one,) = differences(everyone)
     assert one.fatal is fatal
     assert one.others == {2: "other"}
-    assert "rank 2 on n2 has other" in one.say(everyone)
+    assert "rank 2 on n2 has other" in one.describe(everyone)

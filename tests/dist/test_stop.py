@@ -17,7 +17,7 @@ from fsdp.base.phases import StopReason
 from fsdp.config import StopSection
 from fsdp.dist import stop
 from fsdp.dist.env import DistEnv
-from fsdp.dist.stop import Agreed, Stopper
+from fsdp.dist.stop import StopDecision, Stopper
 from tests.support.world import run_world
 
 ROOT = Path(__file__).parents[2]
@@ -82,7 +82,7 @@ def test_a_reason_is_known_by_the_text_that_runs_have_written() -> None:
 
 
 def stopped_by_file(env: DistEnv, run_dir: str) -> tuple[int, str | None]:
-    stop.LOOK_S = 0.0
+    stop.FILE_CHECK_S = 0.0
     file = Path(run_dir, "STOP")
     stopper = Stopper(StopSection(), env, Path(run_dir), lambda: None)
     try:
@@ -139,7 +139,7 @@ def test_the_launcher_of_one_rank_stops_all(tmp_path: Path) -> None:
     assert run_world(2, stopped_by_launcher, str(tmp_path)) == [(1, "the launcher")] * 2
 
 
-def saves_by_the_clock(env: DistEnv, run_dir: str) -> list[Agreed]:
+def saves_by_the_clock(env: DistEnv, run_dir: str) -> list[StopDecision]:
     stopper = Stopper(
         StopSection(), env, Path(run_dir), lambda: None, every_minutes=1e-9 if env.is_main else 1e9
     )
@@ -153,10 +153,10 @@ def saves_by_the_clock(env: DistEnv, run_dir: str) -> list[Agreed]:
 
 
 def test_the_clock_of_one_rank_decides_when_all_save(tmp_path: Path) -> None:
-    assert run_world(2, saves_by_the_clock, str(tmp_path)) == [[Agreed(None, True)] * 2] * 2
+    assert run_world(2, saves_by_the_clock, str(tmp_path)) == [[StopDecision(None, True)] * 2] * 2
 
 
-def asked_between_batches(env: DistEnv, run_dir: str) -> tuple[Agreed, Agreed]:
+def asked_between_batches(env: DistEnv, run_dir: str) -> tuple[StopDecision, StopDecision]:
     stopper = Stopper(StopSection(), env, Path(run_dir), lambda: None)
     before = stopper.check_now()
     if env.rank == 0:
@@ -167,8 +167,8 @@ def asked_between_batches(env: DistEnv, run_dir: str) -> tuple[Agreed, Agreed]:
 
 
 def test_an_evaluation_hears_of_it_between_two_batches(tmp_path: Path) -> None:
-    after = Agreed(StopReason.SIGTERM, save=False)
-    assert run_world(2, asked_between_batches, str(tmp_path)) == [(Agreed(None, False), after)] * 2
+    after = StopDecision(StopReason.SIGTERM, save=False)
+    assert run_world(2, asked_between_batches, str(tmp_path)) == [(StopDecision(None, False), after)] * 2
 
 
 def at_other_steps(env: DistEnv, run_dir: str) -> str:
@@ -196,16 +196,16 @@ from pathlib import Path
 from fsdp.dist import stop
 from fsdp.config import StopSection
 from fsdp.dist.env import from_environment
-stop.AGAIN_S = float(sys.argv[2])
+stop.SECOND_SIGINT_S = float(sys.argv[2])
 stopper = stop.Stopper(StopSection(), from_environment({}), Path(sys.argv[1]), lambda: None)
 print("ready", flush=True)
 if sys.argv[3] == "stuck":
     mutex = (ctypes.c_char * 64)()
     # the second never returns and hears no signal
     for _ in range(2): ctypes.CDLL(None).pthread_mutex_lock(mutex)
-while stopper._marks.first is None: pass
+while stopper._signals.first is None: pass
 sys.stdin.read()
-print("marked", stopper._marks.first.name)
+print("marked", stopper._signals.first.name)
 """
 
 

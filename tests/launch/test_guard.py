@@ -13,15 +13,15 @@ import pytest
 from fsdp.base.errors import (
     CheckpointError,
     ConfigError,
+    Elsewhere,
     LaunchError,
     OneRankError,
     RefusedError,
     TrainingError,
 )
 from fsdp.config import load
-from fsdp.dist.collectives import Elsewhere
 from fsdp.memory.oom import OutOfMemory
-from fsdp.rundir import paths
+from fsdp.rundir import line_files
 from fsdp.rundir.paths import RunDir
 from launch.guard import failure_of
 from launch.marker import Failure, Marker, marker_of
@@ -112,5 +112,5 @@ def test_torchruns_own_restarts_do_not_train_to_the_same_error_again(tmp_path: P
     )
     assert done.returncode == 1, "torchrun's own code"
     assert done.stderr.count("train.py: not tried again, it would fail the same way: step ") == 2
-    assert [event["event"] for event in paths.read_records(RunDir(run).history)].count("start") == 1
+    assert [event["event"] for event in line_files.read_records(RunDir(run).history)].count("start") == 1
     assert json.loads(RunDir(run).failed.read_text())["code"] == 5

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from fsdp.base import proc
-from fsdp.rundir import paths
+from fsdp.rundir import line_files
 from fsdp.rundir.paths import RunDir
 from tests.support.processes import eventually
 from tests.support.resumable import resumable_at
@@ -22,8 +22,8 @@ from tests.support.resumable import resumable_at
 ROOT = Path(__file__).resolve().parents[2]
 EVERY = 5
 SMALL = [
-    "--model.name", "mlp", "--data.name", "synthetic", "--data.args.heldout", "0", "--train.global_batch", "8",
-    "--checkpoint.export", "false", "--checkpoint.every_steps", str(EVERY),
+    "--model.name", "mlp", "--data.name", "synthetic", "--data.args.heldout", "0",
+    "--train.global_batch", "8", "--checkpoint.export", "false", "--checkpoint.every_steps", str(EVERY),
 ]  # fmt: skip
 
 
@@ -41,7 +41,7 @@ def start(run: Path, *flags: str, ranks: int = 2) -> subprocess.Popen[str]:
 
 
 def steps(run: Path) -> list[int]:
-    return [int(record["step"]) for record in paths.read_records(RunDir(run).metrics)]
+    return [int(record["step"]) for record in line_files.read_records(RunDir(run).metrics)]
 
 
 @pytest.mark.slow
@@ -55,7 +55,7 @@ def test_a_killed_rank_brings_all_back_and_loses_no_more_than_an_interval(tmp_pa
     assert process.returncode == 0, said
     assert "a rank ended with SIGKILL after step" in said
     assert steps(run) == list(range(1, 121))
-    starts = [event for event in paths.read_records(RunDir(run).history) if event["event"] == "start"]
+    starts = [event for event in line_files.read_records(RunDir(run).history) if event["event"] == "start"]
     assert [event["from_step"] >= reached - EVERY for event in starts] == [False, True]
 
 
@@ -85,8 +85,8 @@ def test_the_same_death_twice_is_not_tried_again(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "launch.local", *words, "--train.steps", "3"]
     done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True)
     assert done.returncode == 3, done.stderr
-    assert done.stderr.count("all ranks again") == 2
-    assert "a rank ended with exit code 9 after step 0: failed again after step 0: not again" in done.stderr
+    assert done.stderr.count("restarting all ranks") == 2
+    assert "a rank ended with exit code 9 after step 0: failed again after step 0: no restart" in done.stderr
 
 
 @pytest.mark.slow
@@ -100,7 +100,7 @@ def test_a_second_one_on_a_live_run_directory_is_refused_and_writes_nothing(tmp_
     assert second.returncode == 4, said
     (line,) = [line for line in said.splitlines() if "is being written by" in line]
     assert line.startswith(f"launch.local: {run} is being written by process ")
-    assert "all ranks again" not in said
+    assert "restarting all ranks" not in said
     assert RunDir(run).history.read_bytes() == history
     assert not RunDir(run).failed.exists()
     assert first.poll() is None
@@ -115,7 +115,7 @@ def test_numbers_that_are_not_finite_are_final_and_leave_a_marker(tmp_path: Path
     process = start(run, "--train.steps", "9", "--optim.lr", "1e30", "--train.clip_grad_norm", "0")
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 5, said
-    assert "all ranks again" not in said
+    assert "restarting all ranks" not in said
     failed = json.loads(RunDir(run).failed.read_text())
     assert (failed["kind"], failed["code"]) == ("FINAL", 5)
     again = start(run, "--train.steps", "9")

@@ -34,7 +34,7 @@ from tests.support.world import run_world
 def as_on_cuda() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nonfinite, "DEVICES_THAT_SKIP", ("cuda", "cpu"))
-        patch.setattr(recorder, "DEVICES_THAT_HOLD", ("cuda", "cpu"))
+        patch.setattr(recorder, "ASYNCHRONOUS_DEVICES", ("cuda", "cpu"))
         yield
 
 

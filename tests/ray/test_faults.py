@@ -89,9 +89,9 @@ def test_a_node_that_will_be_taken_away_is_left_with_a_checkpoint(tmp_path: Path
         driver.until(6)
         cluster.drain(2 if _has_worker(cluster, driver.run) else 1)
         check_whole(driver.finish(), undisturbed)
-    assert "before nodes are taken away; going on with the others" in driver.err
+    assert "before nodes are preempted; continuing on the others" in driver.err
     assert driver.run.starts[1]["from_step"] >= 6, "nothing was lost"
-    assert "started again" not in driver.err
+    assert "restarting the workers" not in driver.err
 
 
 @pytest.mark.long

@@ -78,7 +78,7 @@ def test_a_killed_worker_costs_at_most_one_interval(
     os.kill(rank_pid(driver.run, rank), signal.SIGKILL)
     check_whole(driver.finish(), undisturbed)
     assert driver.run.starts[1]["from_step"] >= reached - EVERY, f"rank {rank} killed at step {reached}"
-    assert driver.err.count("the workers are started again (1 of 3)") == 1
+    assert driver.err.count("restarting the workers (1 of 3)") == 1
 
 
 def test_ctrl_c_at_the_driver_seals_a_checkpoint_and_leaves_with_0(

@@ -43,7 +43,7 @@ def test_a_start_that_fails_once_is_made_again() -> None:
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"Ray \d\S+, started here\n", done.stdout)
     assert re.search(
-        r"^Ray did not come up here: .*shardrun-driver.*\. It is started once more\.$",
+        r"^Ray did not start here: .*shardrun-driver.*\. Starting it again\.$",
         done.stderr,
         re.MULTILINE,
     )
@@ -55,8 +55,8 @@ def test_one_that_fails_twice_is_told_in_a_line_with_its_logs_kept(tmp_path: Pat
     assert done.returncode == 3
     assert "Traceback" not in done.stderr
     last = done.stderr.splitlines()[-1]
-    told = r"train\.py: Ray did not come up here, 2 times: .* HINT: .*ulimit -n.*its logs are in (\S+) until the next start"
-    found = re.fullmatch(told, last)
+    line = r"train\.py: Ray did not start here, 2 times: .* HINT: .*ulimit -n.*"
+    found = re.fullmatch(line + r"its logs are in (\S+) until the next start", last)
     assert found is not None, done.stderr
     logs = Path(found[1])
     assert any(logs.glob("gcs_server.*"))

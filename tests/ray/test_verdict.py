@@ -1,4 +1,4 @@
-"""Of several ranks' failures one line is told: the one that explains the others."""
+"""Of several ranks' failures, the one that explains the others is reported."""
 
 from __future__ import annotations
 
@@ -7,77 +7,76 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.base.errors import ConfigError, RefusedError, TrainingError
-from fsdp.dist.collectives import Elsewhere
-from fsdp.rundir import paths
+from fsdp.base.errors import ConfigError, Elsewhere, RefusedError, TrainingError
+from fsdp.rundir import line_files
 from fsdp.rundir.paths import RunDir
 from launch.policy import Kind
 
 pytestmark = pytest.mark.ray
 
 
-def test_the_rank_that_knows_why_speaks_for_the_others() -> None:
-    from launch.ray_failure import tell
-    from launch.ray_worker import _last_words
+def test_a_rank_s_own_error_is_reported_before_secondary_ones() -> None:
+    from launch.ray_failure import first_failure
+    from launch.ray_worker import rank_failure
 
-    lost = _last_words(0, RuntimeError("gloo/transport/tcp/pair.cc: Connection reset by peer"))
-    heard = _last_words(1, Elsewhere(2, "no", 5))
-    knows = _last_words(2, TrainingError("step 3: loss nan.", "--optim.lr lower"))
-    story = tell({0: lost, 1: heard, 2: knows})
-    assert story.message == "rank 2: step 3: loss nan. HINT: --optim.lr lower"
-    assert (story.exit_code, story.kind) == (5, Kind.FINAL)
+    lost = rank_failure(0, RuntimeError("gloo/transport/tcp/pair.cc: Connection reset by peer"))
+    heard = rank_failure(1, Elsewhere(2, "no", 5))
+    knows = rank_failure(2, TrainingError("step 3: loss nan.", "--optim.lr lower"))
+    failure = first_failure({0: lost, 1: heard, 2: knows})
+    assert failure.message == "rank 2: step 3: loss nan. HINT: --optim.lr lower"
+    assert (failure.exit_code, failure.kind) == (5, Kind.FINAL)
 
 
-def test_a_death_is_told_before_what_followed_from_it_and_is_tried_again() -> None:
-    from launch.ray_failure import tell
-    from launch.ray_worker import _last_words
+def test_a_death_is_reported_before_secondary_errors_and_restarted() -> None:
+    from launch.ray_failure import first_failure
+    from launch.ray_worker import rank_failure
 
-    story = tell(
+    failure = first_failure(
         {
-            0: _last_words(0, RuntimeError("NCCL communicator was aborted")),
+            0: rank_failure(0, RuntimeError("NCCL communicator was aborted")),
             1: OSError("The actor died.\nlong"),
         }
     )
-    assert story.message == "rank 1 died (The actor died.)"
-    assert story.kind is Kind.DIED
+    assert failure.message == "rank 1 died (The actor died.)"
+    assert failure.kind is Kind.DIED
 
 
-def test_last_words_cross_a_process_border() -> None:
-    from launch.ray_worker import _last_words
+def test_a_rank_failure_pickles() -> None:
+    from launch.ray_worker import rank_failure
 
-    words = _last_words(3, ConfigError("--x 1 is wrong.", "--x 2"))
+    words = rank_failure(3, ConfigError("--x 1 is wrong.", "--x 2"))
     assert str(pickle.loads(pickle.dumps(words))) == str(words) == "rank 3: --x 1 is wrong. HINT: --x 2"
 
 
-def test_two_tries_that_end_alike_end_the_run_and_deaths_at_new_steps_do_not(tmp_path: Path) -> None:
-    from launch.ray_failure import GivenUp, Referee
-    from launch.ray_worker import _last_words
+def test_equal_failures_end_the_run_and_deaths_at_new_steps_do_not(tmp_path: Path) -> None:
+    from launch.ray_failure import FailurePolicy, RunEnded
+    from launch.ray_worker import rank_failure
 
     def reach(step: int) -> None:
-        paths.append(RunDir(tmp_path).history, {"event": "start", "from_step": 0})
-        paths.append(RunDir(tmp_path).metrics, {"step": step})
+        line_files.append(RunDir(tmp_path).history, {"event": "start", "from_step": 0})
+        line_files.append(RunDir(tmp_path).metrics, {"step": step})
 
-    failed = {0: _last_words(0, ValueError("bad sample"))}
-    referee = Referee(tmp_path, tmp_path, max_failures=5)
+    failed = {0: rank_failure(0, ValueError("bad sample"))}
+    policy = FailurePolicy(tmp_path, tmp_path, max_failures=5)
     for step in (10, 20, 30):
         reach(step)
-        referee.after_exception(None, {1: OSError("The actor died.")})
+        policy.after_exception(None, {1: OSError("The actor died.")})
     reach(40)
-    referee.after_exception(None, dict(failed))
+    policy.after_exception(None, dict(failed))
     reach(40)
-    with pytest.raises(GivenUp, match="ValueError: bad sample"):
-        referee.after_exception(None, dict(failed))
-    assert (tmp_path / "controller.err").read_text().count("started again") == 4
+    with pytest.raises(RunEnded, match="ValueError: bad sample"):
+        policy.after_exception(None, dict(failed))
+    assert (tmp_path / "controller.err").read_text().count("restarting the workers") == 4
 
 
 def test_a_refusal_is_final(tmp_path: Path) -> None:
-    from launch.ray_failure import GivenUp, Referee
-    from launch.ray_worker import _last_words
+    from launch.ray_failure import FailurePolicy, RunEnded
+    from launch.ray_worker import rank_failure
 
     refused = {
-        0: _last_words(0, RefusedError("RUN is being written by process 1.")),
-        1: _last_words(1, Elsewhere(0, "no", 4)),
+        0: rank_failure(0, RefusedError("RUN is being written by process 1.")),
+        1: rank_failure(1, Elsewhere(0, "no", 4)),
     }
-    with pytest.raises(GivenUp) as given_up:
-        Referee(tmp_path, tmp_path, max_failures=5).after_exception(None, dict(refused))
+    with pytest.raises(RunEnded) as given_up:
+        FailurePolicy(tmp_path, tmp_path, max_failures=5).after_exception(None, dict(refused))
     assert given_up.value.args[1:3] == (4, Kind.REFUSED)

@@ -1,4 +1,4 @@
-"""What a person sees while it runs: on terminals (a pty) of several widths, in pipes and logs, with NO_COLOR."""
+"""The printed progress of a run: on terminals (a pty) of several widths, in pipes and logs, with NO_COLOR."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 def metrics(step: int = 1200, **changes: object) -> StepMetrics:
     known: dict[str, object] = {
-        "step": step, "loss": 2.34567, "grad_norm": 1.234, "lr": 1e-3, "samples": 64, "tokens": 16384, "step_time_s": 0.105,
-        "max_mem_gib": 61.2, "extra": {"mfu": 0.41},
+        "step": step, "loss": 2.34567, "grad_norm": 1.234, "lr": 1e-3, "samples": 64, "tokens": 16384,
+        "step_time_s": 0.105, "max_mem_gib": 61.2, "extra": {"mfu": 0.41},
     }  # fmt: skip
     return StepMetrics(**(known | changes))  # type: ignore[arg-type]
 
@@ -119,7 +119,7 @@ def test_a_log_line_never_lands_in_the_live_one(monkeypatch: pytest.MonkeyPatch)
     with terminal.stream() as stream:
         console = Console(total_steps=5000, every=1, unit="tok", stream=stream)  # type: ignore[arg-type]
         console.step(metrics(), "")
-        console.say("eval_loss 1.2  at step 1200")
+        console.print_line("eval_loss 1.2  at step 1200")
     lines = terminal.read().splitlines()
     assert lines[-1] == "eval_loss 1.2  at step 1200"
 
@@ -225,7 +225,8 @@ def buffered() -> dict[str, str]:
 @pytest.mark.parametrize("code", [0, 4])
 def test_an_output_that_is_full_does_not_change_the_exit_code(code: int) -> None:
     """Python's own flush at exit makes it 120."""
-    say = "import sys; from fsdp.record.console import flush_output, print_last; print_last('the end'); flush_output(); "
+    say = "import sys; from fsdp.record.console import flush_output, print_last; "
+    say += "print_last('the end'); flush_output();"
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-c", f"{say} sys.exit({code})"]
         done = subprocess.run(command, cwd=ROOT, env=buffered(), stdout=full, stderr=full)

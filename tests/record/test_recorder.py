@@ -1,4 +1,4 @@
-"""Where a run's numbers go: files, everyone who asked, MFU where the device's peak is known, what saves took."""
+"""The outputs of a run's numbers: files, sinks, the MFU of devices with a known peak, the times of saves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A data set that fills a disk while a run reads it, and frees it again: a full disk at about a known step."""
+"""A data set that fills a disk at about a known step of a run, and frees it again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHUNK = 4096
 
 
 def fill(ballast: Path) -> None:
-    """Until not a byte more goes in."""
+    """Fill the disk to the last byte."""
     descriptor = os.open(ballast, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         for size in (CHUNK, 1):

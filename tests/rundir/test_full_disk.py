@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from fsdp.rundir.lock import Claim
 from tests.rundir.filling import fill
 from tests.support.processes import dies_with_us
 from tests.support.runs import QUIET
@@ -61,7 +62,8 @@ class SmallDisk:
 def disk(tmp_path: Path) -> Iterator[SmallDisk]:
     place = tmp_path / "disk"
     place.mkdir()
-    mount = f"mount -t tmpfs -o size={SIZE} small {shlex.quote(str(place))} && echo mounted && exec sleep infinity"
+    mount = f"mount -t tmpfs -o size={SIZE} small {shlex.quote(str(place))}"
+    mount += " && echo mounted && exec sleep infinity"
     keep = ["unshare", "--mount", *dies_with_us(), "sh", "-c", mount]
     with subprocess.Popen(keep, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as keeper:
         assert keeper.stdout is not None
@@ -200,7 +202,9 @@ def test_a_start_on_a_full_disk_is_refused_in_one_line_with_a_hint(disk: SmallDi
 def test_a_claim_that_does_not_fit_is_named_and_cleared_away(disk: SmallDisk) -> None:
     """The last block goes between the look at the folder and the claim."""
     fill(disk.outside / "ballast")
-    take = f"from pathlib import Path; from fsdp.rundir.lock import Claim; Claim.acquire(Path({str(disk.inside)!r}), 'test')"
+    name = Claim.__name__
+    take = f"from pathlib import Path; from fsdp.rundir.lock import {name}; "
+    take += f"{name}.acquire(Path({str(disk.inside)!r}), 'test')"
     refused = disk.start(sys.executable, "-c", take)
     assert (
         f"{disk.inside}/CLAIM cannot be written (No space left on device)." in refused.stderr.splitlines()[-1]

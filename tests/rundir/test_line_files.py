@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 
 from fsdp.base.errors import CheckpointError, ConfigError
-from fsdp.rundir import paths
-from fsdp.rundir.paths import Appender, RunDir
+from fsdp.rundir import atomic_write, history, line_files, paths
+from fsdp.rundir.line_files import Appender
+from fsdp.rundir.paths import RunDir
 from launch import slurm_job
 from tests.support.runs import flags, on_a_rank
 from tests.support.world import run_world
@@ -51,7 +52,7 @@ def test_a_torn_line_is_left_out_and_named_once(
         json.dumps(start).encode() + b"\n" + torn + b"\n" + json.dumps(end).encode() + b"\n"
     )
     with caplog.at_level(logging.WARNING):
-        assert [list(paths.read_records(run.history)) for _ in range(3)] == [[start, end]] * 3
+        assert [list(line_files.read_records(run.history)) for _ in range(3)] == [[start, end]] * 3
     assert [record.getMessage() for record in caplog.records] == [
         f"{run.history}: line 2 is torn and left out"
     ]
@@ -63,21 +64,21 @@ def test_metrics_with_a_torn_line_are_read_cut_and_go_on(torn: bytes, run: RunDi
         if step == 3:
             with run.metrics.open("ab") as file:
                 file.write(torn)
-        paths.append(run.metrics, {"step": step, "loss": 1.0})
-    assert paths.last_step(run) == 5
-    paths.truncate_metrics(run, 4)
+        line_files.append(run.metrics, {"step": step, "loss": 1.0})
+    assert history.last_step(run) == 5
+    history.truncate_metrics(run, 4)
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4], "the resumed run draws step 5 itself"
 
 
 def test_a_record_behind_nuls_in_its_line_is_read(run: RunDir) -> None:
     run.metrics.write_bytes(b"\0" * 64 + b'{"step": 7}\n')
-    assert paths.last_step(run) == 7
+    assert history.last_step(run) == 7
 
 
 def test_many_torn_lines_are_one_warning(run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
     run.metrics.write_bytes(b"torn\n" * 7 + b'{"step": 7}\n')
-    assert paths.last_step(run) == 7
+    assert history.last_step(run) == 7
     assert [record.getMessage() for record in caplog.records] == [
         f"{run.metrics}: lines 1, 2, 3, 4 and 3 more are torn and left out"
     ]
@@ -86,18 +87,18 @@ def test_many_torn_lines_are_one_warning(run: RunDir, caplog: pytest.LogCaptureF
 @pytest.mark.parametrize("torn", [b'{"event": "en', b"\0\0\0"])
 def test_a_torn_end_is_ended_before_the_next_record(torn: bytes, run: RunDir) -> None:
     run.history.write_bytes(torn)
-    paths.append(run.history, {"event": "start", "from_step": 3})
-    assert list(paths.read_records(run.history)) == [{"event": "start", "from_step": 3}]
+    line_files.append(run.history, {"event": "start", "from_step": 3})
+    assert list(line_files.read_records(run.history)) == [{"event": "start", "from_step": 3}]
 
 
 @pytest.mark.parametrize("torn", [b'{"event": "en', b"\0" * 64])
 def test_a_job_script_s_verdict_stands_on_what_can_be_read(torn: bytes, run: RunDir) -> None:
-    paths.append(run.history, {"event": "start", "from_step": 0})
+    line_files.append(run.history, {"event": "start", "from_step": 0})
     for file in (run.history, run.metrics):
         with file.open("ab") as stream:
             stream.write(torn)
     assert slurm_job.main(["judge", str(run.path), "--job", "7", "--code", "1"]) == slurm_job.AGAIN
-    assert [event["event"] for event in paths.read_records(run.history)] == ["start", "crash"]
+    assert [event["event"] for event in line_files.read_records(run.history)] == ["start", "crash"]
 
 
 def test_a_torn_run_resumes(tmp_path: Path) -> None:
@@ -113,8 +114,13 @@ def test_a_torn_run_resumes(tmp_path: Path) -> None:
     run.config.write_bytes(b"\0" * 100)
     assert run_world(1, on_a_rank, words) == [None]
     assert [json.loads(line)["step"] for line in run.metrics.read_text().splitlines()] == list(range(1, 21))
-    assert [event["event"] for event in paths.read_records(run.history)] == ["start", "end", "start", "end"]
-    [changed] = list(paths.read_records(run.history))[2]["changed"]
+    assert [event["event"] for event in line_files.read_records(run.history)] == [
+        "start",
+        "end",
+        "start",
+        "end",
+    ]
+    [changed] = list(line_files.read_records(run.history))[2]["changed"]
     assert changed.startswith("config.toml of the last start cannot be compared: ")
 
 
@@ -142,16 +148,16 @@ def steps(path: Path) -> list[int]:
 
 def test_an_append_without_room_leaves_no_torn_line(tmp_path: Path) -> None:
     file = tmp_path / "lines.jsonl"
-    paths.append(file, {"step": 1})
+    line_files.append(file, {"step": 1})
     with room_for(20), pytest.raises(OSError, match="File too large"):
-        paths.append(file, {"step": 2})
+        line_files.append(file, {"step": 2})
     assert steps(file) == [1]
 
 
 def test_records_wait_for_room_and_are_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(paths, "RETRY_S", 0.0)
+    monkeypatch.setattr(line_files, "RETRY_S", 0.0)
     file = Appender(tmp_path / "lines.jsonl")
     file.append({"step": 1})
     with room_for(20):
@@ -170,7 +176,7 @@ def test_records_wait_for_room_and_are_told_once(
 def test_what_is_kept_has_a_bound_and_what_is_lost_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(paths, "KEPT_BYTES", 40)
+    monkeypatch.setattr(line_files, "KEPT_BYTES", 40)
     file = Appender(tmp_path / "lines.jsonl")
     with room_for(0):
         for step in range(10):
@@ -190,13 +196,13 @@ def test_a_full_disk_is_asked_again_only_now_and_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[int] = []
-    real = paths._write_whole
+    real = line_files._write_whole
 
     def counted(descriptor: int, data: bytes) -> None:
         tried.append(len(data))
         real(descriptor, data)
 
-    monkeypatch.setattr(paths, "_write_whole", counted)
+    monkeypatch.setattr(line_files, "_write_whole", counted)
     file = Appender(tmp_path / "lines.jsonl")
     with room_for(0):
         for step in range(100):
@@ -206,9 +212,9 @@ def test_a_full_disk_is_asked_again_only_now_and_then(
 
 def test_a_file_that_cannot_be_replaced_stays_as_it_was(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
-    paths.write_atomically(file, "old")
+    atomic_write.write_atomically(file, "old")
     with room_for(20), pytest.raises(OSError, match="File too large"):
-        paths.write_atomically(file, "x" * 100)
+        atomic_write.write_atomically(file, "x" * 100)
     assert file.read_text() == "old"
     assert list(tmp_path.iterdir()) == [file]
 
@@ -222,6 +228,6 @@ def test_what_a_start_cannot_write_is_one_line_that_names_the_file(
 ) -> None:
     with (
         pytest.raises(kind, match=f"{tmp_path}/config.toml cannot be written .*HINT: "),
-        paths.writing(tmp_path / "config.toml"),
+        atomic_write.writing(tmp_path / "config.toml"),
     ):
         raise OSError(number, os.strerror(number))

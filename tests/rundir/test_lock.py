@@ -1,5 +1,5 @@
-"""One run directory, one writer: the second is refused by name, a dead one is replaced, an ousted one knows
-it.
+"""The lock of a run directory: a second job is refused, a dead holder is replaced, and a replaced one
+notices.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tests.support.processes import eventually
 
 ROOT = Path(__file__).parents[2]
 
-HOLD = """
+HOLD = f"""
 import sys
 from pathlib import Path
-from fsdp.rundir.lock import Claim
-held = Claim.acquire(Path(sys.argv[1]), "torchrun", "job 7")
+from fsdp.rundir.lock import {Claim.__name__}
+held = {Claim.__name__}.acquire(Path(sys.argv[1]), "torchrun", "job 7")
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -46,13 +46,13 @@ def holder(run_dir: Path) -> subprocess.Popen[str]:
 
 
 def rewrite(run_dir: Path, **changes: object) -> None:
-    """As another machine's holder would have written it."""
+    """Change the holder in the lock file, as another machine's would have written it."""
     file = run_dir / FILE
     head, _, beat = file.read_text().partition("\n")
     file.write_text(json.dumps({**json.loads(head), **changes}) + "\n" + beat)
 
 
-def test_a_second_job_is_refused_and_told_who_writes_there(tmp_path: Path) -> None:
+def test_a_second_job_is_refused_with_the_holder_named(tmp_path: Path) -> None:
     with holder(tmp_path) as first:
         with pytest.raises(RefusedError) as refused:
             Claim.acquire(tmp_path, "srun")
@@ -75,7 +75,7 @@ def test_a_killed_holder_is_replaced_at_once_with_one_line(tmp_path: Path) -> No
 
 
 def test_a_zombie_is_dead(tmp_path: Path) -> None:
-    """Killed, and not yet waited for: its number and its birth are still there."""
+    """Killed and not yet waited for: /proc still has its number and start time."""
     with holder(tmp_path) as first:
         first.kill()
         eventually("the holder is a zombie", lambda: is_zombie(first.pid), 10)
@@ -90,7 +90,7 @@ def is_zombie(pid: int) -> bool:
     return found is not None and found.state == "Z"
 
 
-def test_a_process_number_that_was_given_again_is_not_the_holder(tmp_path: Path) -> None:
+def test_a_reused_process_id_is_not_the_holder(tmp_path: Path) -> None:
     held = Claim.acquire(tmp_path, "torchrun")
     rewrite(tmp_path, token="another", born="1")
     second = Claim.acquire(tmp_path, "torchrun", stale_s=1e9)
@@ -100,7 +100,7 @@ def test_a_process_number_that_was_given_again_is_not_the_holder(tmp_path: Path)
     held.release()
 
 
-def test_a_live_holder_elsewhere_is_known_by_its_count(
+def test_a_live_holder_on_another_machine_is_recognised_by_its_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lock, "BEAT_S", 0.05)
@@ -112,7 +112,7 @@ def test_a_live_holder_elsewhere_is_known_by_its_count(
     held.release()
 
 
-def test_a_silent_holder_elsewhere_is_replaced_and_finds_out(tmp_path: Path) -> None:
+def test_a_silent_holder_on_another_machine_is_replaced_and_notices(tmp_path: Path) -> None:
     held = Claim.acquire(tmp_path, "srun")
     # the rewrite cuts the old holder's beat off, as a dead node does
     rewrite(tmp_path, place="another machine", host="n2")
@@ -121,18 +121,18 @@ def test_a_silent_holder_elsewhere_is_replaced_and_finds_out(tmp_path: Path) -> 
     assert "gave no sign for 0.3 s" in second.took_over
     assert f"was taken over by process {os.getpid()}" in (held.ousted() or "")
     held.release()
-    assert second.ousted() is None, "an ousted holder's release must not remove another's claim"
+    assert second.ousted() is None, "an ousted holder's release must not remove another's lock"
     second.release()
 
 
-def test_a_claim_removed_by_hand_stops_its_holder(tmp_path: Path) -> None:
+def test_a_lock_removed_by_hand_stops_its_holder(tmp_path: Path) -> None:
     held = Claim.acquire(tmp_path, "srun")
     (tmp_path / FILE).unlink()
     assert "is gone" in (held.ousted() or "")
     held.release()
 
 
-def test_a_claim_that_says_nothing_is_watched_and_replaced(tmp_path: Path) -> None:
+def test_an_empty_lock_file_is_watched_and_replaced(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text("")
     second = Claim.acquire(tmp_path, "srun", stale_s=0.2)
     assert "a holder without a name" in second.took_over
@@ -149,7 +149,7 @@ def try_once(run_dir: str, start: object, results: object) -> None:
     start.wait()  # type: ignore[attr-defined]
 
 
-def test_of_many_who_see_a_dead_holder_one_takes_over(tmp_path: Path) -> None:
+def test_of_several_that_see_a_dead_holder_one_takes_over(tmp_path: Path) -> None:
     with holder(tmp_path) as first:
         first.send_signal(signal.SIGKILL)
         first.wait()
@@ -178,14 +178,14 @@ def test_a_folder_without_hard_links_works_too(tmp_path: Path, monkeypatch: pyte
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_holder_hears_within_a_beat_that_it_was_replaced(
+def test_a_holder_notices_within_a_beat_that_it_was_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lock, "BEAT_S", 0.01)
     held = Claim.acquire(tmp_path, "native srun", "Slurm job 7, start 1")
     later = Claim.acquire(tmp_path, "native srun", "Slurm job 7, start 2", stale_s=1e9)
     assert "Slurm job 7, start 1 is over" in later.took_over
-    eventually("the first start hears of the second", lambda: held.lost, 10)
+    eventually("the first start notices the second", lambda: held.lost, 10)
     assert "Slurm job 7, start 2" in (held.lost or "")
     held.release()
     later.release()

@@ -1,5 +1,5 @@
-"""Where a process cannot be seen it is not dead: hidden by /proc, of another process space, or on a system
-without /proc.
+"""A holder whose process is invisible is not dead: hidden by /proc, in another PID namespace, or without
+/proc.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ def arena(run_dir: Path, space: list[str], prepare: str, user: int, stale_s: flo
     return second, third
 
 
-def test_a_holder_that_hidepid_hides_is_refused_while_it_lives(tmp_path: Path) -> None:
-    """/proc is the new space's own: hidepid belongs to all mounts of one /proc."""
+def test_a_live_holder_hidden_by_hidepid_is_recognised(tmp_path: Path) -> None:
+    """The namespace mounts its own /proc: hidepid applies to all mounts of one /proc."""
     hide = "mount -t proc proc /proc && mount -o remount,hidepid=2 /proc"
     second, third = arena(tmp_path / "run", OWN_SPACE, hide, NOBODY, stale_s=1e9)
     assert second.startswith("refused: . is being written by process ")
-    assert third.endswith("it is dead"), "a number that nobody has is dead without a watch"
+    assert third.endswith("it is dead"), "an unused process id is dead without a watch"
 
 
-def test_without_a_proc_of_ones_own_the_count_decides(tmp_path: Path) -> None:
+def test_without_proc_the_count_decides(tmp_path: Path) -> None:
     """As on macOS, or in a container that masks /proc."""
     second, third = arena(
         tmp_path / "run", ["unshare", "--mount"], "mount -t tmpfs none /proc", 0, stale_s=0.3
@@ -62,30 +62,30 @@ def test_without_a_proc_of_ones_own_the_count_decides(tmp_path: Path) -> None:
     assert third.endswith("it gave no sign for 0.3 s")
 
 
-def test_a_proc_of_another_process_space_proves_nothing(tmp_path: Path) -> None:
-    """A new process space that still shows the old one's /proc: its numbers are other processes."""
+def test_the_proc_of_another_pid_namespace_is_ignored(tmp_path: Path) -> None:
+    """A new PID namespace with the old one's /proc: its numbers are other processes."""
     second, third = arena(tmp_path / "run", OWN_SPACE, "true", 0, stale_s=0.3)
     assert second.startswith("refused: . is being written by process ")
     assert third.endswith("it gave no sign for 0.3 s")
 
 
-def test_a_holder_in_another_process_space_is_known_by_its_count(
+def test_a_holder_in_another_pid_namespace_is_recognised_by_its_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its number may be anybody's here."""
+    """Its process id may be another process here."""
     monkeypatch.setattr(lock, "BEAT_S", 0.05)
     held = Claim.acquire(tmp_path, "torchrun")
-    contend = "import sys; from pathlib import Path; from fsdp.rundir.lock import Claim\n"
-    contend += (
-        "try: Claim.acquire(Path(sys.argv[1]), 'srun', stale_s=60.0)\nexcept Exception as error: print(error)"
-    )
+    name = Claim.__name__
+    contend = f"import sys; from pathlib import Path; from fsdp.rundir.lock import {name}\n"
+    contend += f"try: {name}.acquire(Path(sys.argv[1]), 'srun', stale_s=60.0)\n"
+    contend += "except Exception as error: print(error)"
     said = in_namespaces(OWN_SPACE, "mount -t proc proc /proc", sys.executable, "-c", contend, str(tmp_path))
     assert f"is being written by process {os.getpid()} on " in said
     assert held.ousted() is None
     held.release()
 
 
-def test_machines_of_one_name_are_told_apart_by_their_ids(tmp_path: Path) -> None:
+def test_machines_with_equal_names_differ_by_their_ids(tmp_path: Path) -> None:
     if not Path("/etc/machine-id").exists():
         pytest.skip("this system has no /etc/machine-id")
     (tmp_path / "id").write_text("0" * 32 + "\n")
@@ -100,7 +100,7 @@ def test_machines_of_one_name_are_told_apart_by_their_ids(tmp_path: Path) -> Non
     assert without not in ("", here, other), "the boot id stands alone"
 
 
-def test_a_place_that_is_not_known_equals_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_place_equals_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "BEAT_S", 0.05)
     monkeypatch.setattr(lock, "this_place", lambda: "")
     held = Claim.acquire(tmp_path, "torchrun")
@@ -123,7 +123,7 @@ def test_a_place_that_is_not_known_equals_no_other(tmp_path: Path, monkeypatch: 
     ],
     ids=str,
 )
-def test_a_claim_with_values_of_another_kind_is_watched_and_replaced(
+def test_a_lock_file_with_invalid_values_is_watched_and_replaced(
     foreign: dict[str, object], tmp_path: Path
 ) -> None:
     held = Claim.acquire(tmp_path, "torchrun")

@@ -1,10 +1,11 @@
-"""What a run directory says of its starts, as the next start and the report read it."""
+"""The history of a run directory, as the next start and the report read it."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+from fsdp.base.errors import Elsewhere
 from tests.support.runs import failures, flags, on_a_rank
 from tests.support.world import run_world
 
@@ -17,19 +18,20 @@ def start(folder: Path, *more: str) -> dict[str, object]:
     return found
 
 
-def test_a_start_on_other_data_says_what_was_there_before(tmp_path: Path) -> None:
+def test_a_start_on_other_data_records_the_change(tmp_path: Path) -> None:
     data = ["--model.name", "mlp", "--data.name", "synthetic", "--train.steps", "4"]
     first = start(tmp_path / "run", *data, "--data.args.samples", "64", "--train.stop_after", "2")
     second = start(tmp_path / "run", *data, "--data.args.samples", "96")
     assert first["data"] == {"samples": 64}
     changed = second["changed"]
     assert isinstance(changed, list)
-    assert "the data: samples 64 → samples 96; a step's samples are not what they would have been" in changed
+    assert "the data: samples 64 → samples 96; the samples of each step differ" in changed
 
 
 def test_a_history_that_cannot_be_written_ends_the_start_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "run/history.jsonl").mkdir(parents=True)
     first, second = failures(2, tmp_path / "run")
-    line = f"{tmp_path}/run/history.jsonl cannot be written (Is a directory). HINT: ls -ld {tmp_path}/run/history.jsonl "
+    history = tmp_path / "run/history.jsonl"
+    line = f"{history} cannot be written (Is a directory). HINT: ls -ld {history} "
     assert str(first).startswith(f"ConfigError: {line}")
-    assert str(second).startswith(f"Elsewhere: rank 0 failed: {line}")
+    assert str(second).startswith(f"{Elsewhere.__name__}: rank 0 failed: {line}")

@@ -5,7 +5,7 @@ plug can be pulled. The network lies in the login host's namespace, not in the m
 meet, and nothing of one outlives its processes. Elsewhere the slurmd's share the loopback. Here is the
 cluster; what runs on it is the tests'.
 
-    python -m tests.slurm.cluster --nodes 2        # one to play with: prints how to enter it, ends with Ctrl-C
+    python -m tests.slurm.cluster --nodes 2        # for trials: prints how to enter it, ends with Ctrl-C
 """
 
 from __future__ import annotations
@@ -176,7 +176,8 @@ class Cluster:
             )
             what = f"CPUs={self.shape.cpus} Gres=gpu:{len(GPUS)} RealMemory=8000 State=UNKNOWN"
             lines += f"NodeName={node} {where} Port={port} {what}\n"
-        lines += f"PartitionName=main Nodes=ALL Default=YES State=UP PreemptMode=REQUEUE GraceTime={self.shape.grace_s}\n"
+        main = f"Default=YES State=UP PreemptMode=REQUEUE GraceTime={self.shape.grace_s}"
+        lines += f"PartitionName=main Nodes=ALL {main}\n"
         return lines + "PartitionName=high Nodes=ALL PriorityTier=10 State=UP PreemptMode=OFF\n"
 
     def names(self, resolve: bool) -> None:
@@ -347,7 +348,7 @@ class Cluster:
             eventually("no job left", lambda: not self.run("squeue", "-h", timeout_s=5).stdout.strip(), 5)
 
     def _end_leftovers(self) -> None:
-        """Whatever still carries this folder's SLURM_CONF was started by this cluster: its own, by their ids."""
+        """End all processes with this folder's SLURM_CONF, by id: this cluster has started them."""
         for pid in pids_with(f"SLURM_CONF={self.conf}"):
             if pid != os.getpid():
                 with contextlib.suppress(ProcessLookupError):
@@ -390,10 +391,8 @@ def main() -> None:
         tempfile.TemporaryDirectory(prefix="slurm-") as folder,
         Cluster(Path(folder), shape, options.mode) as cluster,
     ):
-        print(
-            f"up. Enter with:\n  SLURM_CONF={cluster.conf} {' '.join(cluster._on_login([]))} bash\nCtrl-C ends it.",
-            flush=True,
-        )
+        enter = f"SLURM_CONF={cluster.conf} {' '.join(cluster._on_login([]))} bash"
+        print(f"up. Enter with:\n  {enter}\nCtrl-C ends it.", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             signal.pause()
 

@@ -21,8 +21,8 @@ from tests.support.resumable import resumable_at
 STEPS = 40
 EVERY = 10
 FLAGS = (
-    "--model.name", "mlp", "--data.name", "tests.slurm.slow:digits", "--train.steps", str(STEPS), "--train.global_batch", "32",
-    "--checkpoint.every_steps", str(EVERY), "--run.log_every_steps", "1",
+    "--model.name", "mlp", "--data.name", "tests.slurm.slow:digits", "--train.steps", str(STEPS),
+    "--train.global_batch", "32", "--checkpoint.every_steps", str(EVERY), "--run.log_every_steps", "1",
 )  # fmt: skip
 """On two nodes the mesh is HSDP by default."""
 

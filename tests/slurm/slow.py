@@ -2,7 +2,8 @@
 slow.
 
 --data.name tests.slurm.slow:digits      and, in the job's environment:
-SLOW_S        seconds that each batch takes             SLOW_STARTS   how many starts of the job are slow (default: all)
+SLOW_S        seconds that each batch takes
+SLOW_STARTS   how many starts of the job are slow (default: all)
 RAISE_AT      the batch of each start that raises
 """
 

@@ -1,4 +1,4 @@
-"""The Slurm that the other tests stand on: it comes up in seconds, two do not meet, and nothing of it stays."""
+"""The Slurm of the other tests: it starts in seconds, two are independent, and nothing of it remains."""
 
 from __future__ import annotations
 

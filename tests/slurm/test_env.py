@@ -9,6 +9,7 @@ import torch
 
 from fsdp.base.errors import LaunchError
 from fsdp.dist import env
+from fsdp.dist.hostlist import expand_hostlist
 from tests.slurm.cluster import Cluster
 
 TASK: Mapping[str, str] = {
@@ -81,4 +82,4 @@ def test_the_end_of_the_job(text: str, end: float | None) -> None:
     "hosts", ["n1", "n[1-3]", "gpu[01-03,07],login", "rack[1-2]node[08-10]", "a,b[9-11],c7"]
 )
 def test_host_lists_are_read_as_scontrol_reads_them(hosts: str, slurm: Cluster) -> None:
-    assert env.expand_hostlist(hosts) == slurm.run("scontrol", "show", "hostnames", hosts).stdout.split()
+    assert expand_hostlist(hosts) == slurm.run("scontrol", "show", "hostnames", hosts).stdout.split()

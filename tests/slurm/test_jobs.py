@@ -192,7 +192,7 @@ def test_a_killed_rank_is_back_under_srun_too(outcome: Left, undisturbed: Undist
 def test_a_job_that_crashes_twice_at_one_step_stops_and_says_so(outcome: Left) -> None:
     assert outcome.state == "FAILED"
     assert outcome.restarts == 0
-    assert re.search(r"failed again after step \d+: not again\. HINT: ", outcome.log)
+    assert re.search(r"failed again after step \d+: no restart\. HINT: ", outcome.log)
     assert outcome.code == 5, "the rank's own, and not torchrun's or srun's"
     assert [event["event"] for event in outcome.run.history].count("crash") == 2
 
@@ -379,7 +379,7 @@ def test_submitit_requeues_a_crash_and_says_so(outcome: Left) -> None:
     assert (outcome.state, outcome.code, outcome.restarts) == ("FAILED", 5, 1), outcome.log
     assert re.search(r"failed after step \d+\. To be requeued\.", outcome.log)
     assert "Again, in the same allocation" not in outcome.log
-    assert re.search(r"failed again after step \d+: not again\. HINT: ", outcome.log)
+    assert re.search(r"failed again after step \d+: no restart\. HINT: ", outcome.log)
 
 
 @pytest.mark.scenario("three_launchers")

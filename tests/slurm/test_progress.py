@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fsdp.base.errors import RefusedError
-from fsdp.rundir import paths
+from fsdp.rundir import line_files, paths
 from fsdp.rundir.lock import Claim
 from fsdp.rundir.paths import RunDir
 from launch import policy, slurm_job
@@ -25,12 +25,12 @@ def run(tmp_path: Path) -> RunDir:
 
 def reach(run: RunDir, step: int, from_step: int = 0) -> None:
     """A start that got as far as `step`."""
-    paths.append(run.history, {"event": "start", "from_step": from_step})
-    paths.append(run.metrics, {"step": step, "loss": 1.0})
+    line_files.append(run.history, {"event": "start", "from_step": from_step})
+    line_files.append(run.metrics, {"step": step, "loss": 1.0})
 
 
 def stopped(run: RunDir, step: int, reason: str) -> None:
-    paths.append(run.history, {"event": "end", "step": step, "why": reason})
+    line_files.append(run.history, {"event": "end", "step": step, "why": reason})
     run.stopped.write_text(f"{reason} at step {step}\n")
 
 
@@ -141,7 +141,7 @@ def test_a_step_in_between_starts_the_count_anew(run: RunDir) -> None:
     for step in (10, 10, 10, 10, 11, 11):
         reach(run, step, from_step=10 if step == 10 else 11)
         stopped(run, step, "SIGTERM")
-    paths.append(run.history, {"event": "start", "from_step": 11})
+    line_files.append(run.history, {"event": "start", "from_step": 11})
     stopped(run, 12, "SIGTERM")
     assert judge(run).act is Act.REQUEUE
 
@@ -156,7 +156,7 @@ def test_an_error_is_tried_again_and_at_the_same_step_not_twice(
     reach(run, 20, from_step=15)
     decision = judge(run)
     assert (decision.act, decision.code) == (Act.END, 1)
-    assert "failed again after step 20: not again. HINT: the first error above" in slurm_job.message(
+    assert "failed again after step 20: no restart. HINT: the first error above" in slurm_job.message(
         run, decision
     )
 
@@ -202,8 +202,8 @@ def test_the_same_command_again_is_a_new_job_with_new_chances(
 
 def test_a_history_from_before_the_kinds_were_written_is_read(run: RunDir) -> None:
     for _ in range(2):
-        paths.append(run.history, {"event": "start", "from_step": 0})
-        paths.append(run.history, {"event": "crash", "job": "7", "restart": 0, "step": 20, "code": 1})
+        line_files.append(run.history, {"event": "start", "from_step": 0})
+        line_files.append(run.history, {"event": "crash", "job": "7", "restart": 0, "step": 20, "code": 1})
     reach(run, 20)
     assert judge(run).act is Act.END
 

@@ -48,7 +48,7 @@ def test_memory_as_slurm_writes_it(text: str, gib: float) -> None:
         ("--cluster local --time soon", "--time soon is not a time."),
         (
             "--cluster local --config recipes/digits.toml",
-            "--config is not a flag. HINT: train.py's stand behind `--`: -- --config …",
+            "--config is not a flag. HINT: train.py's flags follow `--`: -- --config …",
         ),
         ("--cluster local -- --train.stepps 3", "did you mean --train.steps"),
     ],

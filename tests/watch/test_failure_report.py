@@ -7,8 +7,14 @@ import errno
 import pytest
 import torch
 
-from fsdp.base.errors import CheckpointError, ConfigError, LaunchError, NotFiniteError, TrainingError
-from fsdp.dist.collectives import Elsewhere
+from fsdp.base.errors import (
+    CheckpointError,
+    ConfigError,
+    Elsewhere,
+    LaunchError,
+    NotFiniteError,
+    TrainingError,
+)
 from fsdp.dist.env import DistEnv
 from fsdp.memory.oom import OutOfMemory
 from fsdp.watch.failure_report import failure_report

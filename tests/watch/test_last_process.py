@@ -105,16 +105,16 @@ def test_a_failed_process_ends_with_its_code_whatever_holds_it(stuck: str, print
 
 NCCL_STAND_IN = """
 import sys, threading, torch, torch.distributed as dist
-from fsdp.dist import env
+from fsdp.dist import env, process_group
 
-env.ABORT_S = 1.0
+process_group.ABORT_S = 1.0
 for name in sys.argv[1:]:  # as NCCL's, which wait for kernels that never end
     setattr(dist.ProcessGroup, name, lambda *_: threading.Event().wait())
 here = env.DistEnv(
     rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, num_nodes=1,
     device=torch.device("cpu"), launcher="",
 )
-with env.process_group(here, 600):
+with process_group.process_group(here, 600):
     raise ValueError("this rank has failed")
 """
 

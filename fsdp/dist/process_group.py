@@ -1,0 +1,174 @@
+"""The default process group: its rendezvous store, its time-out, and its abort after an exception."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp.base.errors import LaunchError
+from fsdp.base.torch_private.distributed import abort_all_groups
+from fsdp.dist.env import DistEnv, agent_serves_store, init_method, meeting_address, rendezvous_port
+
+log = logging.getLogger(__name__)
+
+ABORT_S = 5.0
+"""NCCL aborts within a second; a driver that hangs never does."""
+FEWER_RANKS = {"srun": "--ntasks-per-node={}", "submitit": "--gpus-per-node {}", "launch.local": "--ranks {}"}
+"""Each launcher's flag for the number of ranks on a node; torchrun's for all others."""
+
+
+@contextmanager
+def process_group(env: DistEnv, timeout_s: float, store: dist.Store | None = None) -> Iterator[None]:
+    """Create the default group, and destroy it at the end of the block; abort it after an exception.
+
+    An existing default group (Ray's) is used and left as it is. Without a `store` the ranks meet at the
+    address in the launcher's variables.
+    """
+    if env.device.type == "cuda":
+        torch.cuda.set_device(env.device)  # before any return: an existing group has not set it
+    if dist.is_initialized():
+        _check_same_size(env)
+        yield
+        return
+    arguments = _group_arguments(env, timedelta(seconds=timeout_s), store)
+    if env.device.type == "cuda" and env.world_size > 1:
+        devices = dist.PrefixStore("devices", arguments["store"])
+        check_devices_differ(env, devices, _device_id(env.device), timeout_s)
+    dist.init_process_group(**arguments)
+    try:
+        yield
+    except BaseException:
+        _abort_groups(env)
+        raise
+    dist.destroy_process_group()
+
+
+def _abort_groups(env: DistEnv) -> None:
+    """Abort all groups on a thread, and wait ABORT_S for it.
+
+    After an exception no group is destroyed: NCCL's destroy waits for kernels whose other ranks never come
+    (NCCL issue 863), gloo's for its threads. Abort ends NCCL's kernels, but may hang itself.
+    """
+    aborting = threading.Thread(target=_abort, args=(env,), name="abort", daemon=True)
+    aborting.start()
+    aborting.join(ABORT_S)
+    if aborting.is_alive():
+        log.warning("rank %d: its process groups are not aborted after %g s: it exits now", env.rank, ABORT_S)
+
+
+def _abort(env: DistEnv) -> None:
+    try:
+        if env.device.type == "cuda":
+            torch.cuda.set_device(env.device)  # the current device is a thread's own, and starts at 0
+        abort_all_groups()
+    except Exception as error:  # the first error has the cause: this one is only logged
+        log.warning("rank %d: its process groups are not aborted: %s", env.rank, error)
+
+
+def _check_same_size(env: DistEnv) -> None:
+    if (dist.get_rank(), dist.get_world_size()) != (env.rank, env.world_size):
+        raise LaunchError(
+            f"the launcher's variables give rank {env.rank} of {env.world_size}, "
+            f"the process group has rank {dist.get_rank()} of {dist.get_world_size()}."
+        )
+
+
+def _device_id(device: torch.device) -> str:
+    """Equal for two processes on one GPU, and only then. NCCL itself compares hosts by NCCL_HOSTID."""
+    host = os.environ.get("NCCL_HOSTID") or socket.gethostname()
+    return f"{host} {torch.cuda.get_device_properties(device).uuid}"
+
+
+def check_devices_differ(env: DistEnv, store: dist.Store, device_id: str, timeout_s: float) -> None:
+    """LaunchError on every rank if two ranks of a node have one GPU, before NCCL fails with a raw error.
+
+    Each rank sends four requests to the store.
+    """
+    store.set(f"rank {env.rank}", device_id)
+    if store.add(device_id, 1) > 1:
+        store.add("shared", 1)
+    if store.add("counted", 1) == env.world_size:
+        store.set("all are counted", "")
+    store.wait(["all are counted"], timedelta(seconds=timeout_s))
+    if not store.add("shared", 0):
+        return
+    holders: dict[str, list[int]] = {}
+    for rank in range(env.world_size):
+        holders.setdefault(store.get(f"rank {rank}").decode(), []).append(rank)
+    shared, ranks = next((device, ranks) for device, ranks in holders.items() if len(ranks) > 1)
+    host, _, gpu = shared.partition(" ")
+    there = [ranks for device, ranks in holders.items() if device.startswith(f"{host} ")]
+    raise LaunchError(
+        f"ranks {', '.join(map(str, ranks))} on {host} share one GPU ({gpu}): "
+        f"{host} has {sum(map(len, there))} ranks and {len(there)} GPU{'s' if len(there) > 1 else ''}.",
+        FEWER_RANKS.get(env.launcher.split(" ")[0], "--nproc_per_node={}").format(len(there)),
+    )
+
+
+def _group_arguments(env: DistEnv, timeout: timedelta, store: dist.Store | None) -> dict[str, Any]:
+    cuda = env.device.type == "cuda"
+    return {
+        # Not "cpu:gloo": torch then leaves the default backend unset if a plugin is registered, and warns
+        # when the group is destroyed.
+        "backend": "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        "rank": env.rank,
+        "world_size": env.world_size,
+        "timeout": timeout,
+        "device_id": env.device if cuda else None,
+        "store": _default_store(env, timeout) if store is None else store,
+    }
+
+
+def _default_store(env: DistEnv, timeout: timedelta) -> dist.Store:
+    if env.world_size == 1:
+        return dist.HashStore()  # no port, so no collision
+    # As init_process_group does with an init_method: each restart by torchrun has its own prefix in it.
+    meeting = dist.rendezvous(init_method(env), env.rank, env.world_size, timeout=timeout)
+    store, _, _ = next(iter(meeting))
+    store.set_timeout(timeout)
+    return dist.PrefixStore("default_pg", store)
+
+
+def meeting_store(env: DistEnv, timeout_s: float, *, serves: bool = True) -> dist.Store:
+    """The rendezvous store, opened without waiting for other ranks: a rank that is missing can be named.
+
+    Under torchrun its agent serves the store; otherwise rank 0 does, if it `serves`.
+    """
+    if env.world_size == 1:
+        return _store_of_one()
+    address = meeting_address()
+    if not address:
+        raise LaunchError(f"rank {env.rank} has no MASTER_ADDR.", "start with torchrun, or srun")
+    port = rendezvous_port()
+    try:
+        return dist.TCPStore(
+            address,
+            port,
+            is_master=serves and env.is_main and not agent_serves_store(),
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except (RuntimeError, ValueError) as error:
+        why = str(error).splitlines()[0][:120]
+        unreachable = LaunchError(
+            f"rank {env.rank} on {socket.gethostname()} cannot reach {address}:{port} ({why}).",
+            f"check there that {address} resolves and that the port is open; "
+            "RDZV_HOST in slurm/cluster.env sets another address",
+        )
+        unreachable.scope = "rank"
+        raise unreachable from None
+
+
+@functools.cache
+def _store_of_one() -> dist.Store:
+    return dist.HashStore()

@@ -1,0 +1,124 @@
+"""The history of a run directory: history.jsonl, and the markers STOPPED, DONE and FAILED.
+
+history.jsonl has one record for each start, end, crash and lost start. launch/slurm_job.py derives from them
+what launch/policy.py decides on.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fsdp.base.phases import Ending
+from fsdp.rundir.atomic_write import write_atomically
+from fsdp.rundir.line_files import append, append_if_possible, read_records, rewrite
+from fsdp.rundir.paths import RunDir
+
+if TYPE_CHECKING:
+    from fsdp.dist.env import DistEnv
+
+log = logging.getLogger(__name__)
+
+
+def events(run: RunDir) -> list[dict[str, Any]]:
+    """All records, oldest first."""
+    return list(read_records(run.history))
+
+
+def count_starts(run: RunDir) -> int:
+    return sum(event["event"] == "start" for event in events(run))
+
+
+def last_step(run: RunDir) -> int:
+    """The last step in metrics.jsonl; 0 before the first."""
+    return max((record["step"] for record in read_records(run.metrics)), default=0)
+
+
+def truncate_metrics(run: RunDir, step: int) -> None:
+    """Remove the steps after `step`, from which a run resumes and records them again."""
+    if run.metrics.exists():
+        rewrite(run.metrics, (record for record in read_records(run.metrics) if record["step"] <= step))
+
+
+def data_changes(run: RunDir, data: Mapping[str, Any]) -> list[str]:
+    """One line if the last start trained on other data: the samples of a step are then not the same."""
+    starts = [event for event in events(run) if event["event"] == "start"]
+    before = starts[-1].get("data", data) if starts else data
+    if before == data or not isinstance(before, Mapping):
+        return []
+    return [f"the data: {_listed(before)} → {_listed(data)}; the samples of each step differ"]
+
+
+def _listed(data: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in data.items())
+
+
+# ---------------------------------------------------------------- writing
+
+
+def record_start(
+    run: RunDir,
+    env: DistEnv,
+    *,
+    from_step: int,
+    changed: list[str],
+    nodes: list[str],
+    data: Mapping[str, Any],
+) -> None:
+    remove_markers(run)
+    record = {
+        "event": "start",
+        "time": now(),
+        "launcher": env.launcher,
+        "nodes": nodes,
+        "ranks": env.world_size,
+        "from_step": from_step,
+        "pid": os.getpid(),
+        "changed": changed,
+        "data": dict(data),
+    }
+    append(run.history, record)
+
+
+def record_end(run: RunDir, *, step: int, why: str, how: Ending) -> None:
+    append_if_possible(run.history, {"event": "end", "time": now(), "step": step, "why": why, "how": how})
+
+
+def record_lost(run: RunDir, *, why: str) -> None:
+    """The last start has no end."""
+    append(run.history, {"event": "lost", "time": now(), "step": last_step(run), "why": why})
+
+
+def record_unmet(run: RunDir, *, job: str) -> None:
+    """The nodes of a job did not meet."""
+    append(run.history, {"event": "unmet", "time": now(), "job": job, "step": last_step(run)})
+
+
+def record_crash(
+    run: RunDir, *, job: str, restart: int, step: int, code: int, kind: str, starting: bool
+) -> None:
+    """The ranks of a job's start ended with an error; `starting`: before they recorded that start."""
+    record = {"event": "crash", "time": now(), "job": job, "restart": restart, "step": step, "code": code}
+    append(run.history, {**record, "kind": kind, "starting": starting})
+
+
+def write_marker(marker: Path, text: str) -> None:
+    """Write STOPPED or DONE. A failure is logged: the run has ended without its marker too."""
+    try:
+        write_atomically(marker, text)
+    except OSError as error:
+        log.error("%s cannot be written (%s): %s", marker, error.strerror, text.strip())
+
+
+def remove_markers(run: RunDir) -> None:
+    """Remove what the last start left about its end."""
+    for marker in (run.stopped, run.done, run.failed):
+        marker.unlink(missing_ok=True)
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
