@@ -212,7 +212,8 @@ def test_the_methods_of_fsdp_are_wrapped_and_restored() -> None:
 
 
 def what_patches_see(env: DistEnv) -> dict[str, Any]:
-    model, found = sharded(), {"collectives": 0, "gradients": [], "reduced": [], "resized": set()}
+    model = sharded()
+    found: dict[str, Any] = {"collectives": 0, "gradients": [], "reduced": [], "resized": set()}
     step(model)
 
     def around(run: fsdp.Run, gradients: Any) -> Any:
@@ -448,7 +449,7 @@ class Tables(tensors.ConvertedModule):
 
 
 def test_modules_are_converted_with_a_hook() -> None:
-    model = nn.Sequential(Tables())
+    model: Any = nn.Sequential(Tables())
     model.to(torch.bfloat16)
     holds(
         model[0].table.tolist() == [7.0, 7.0], "tensors.ConvertedModule", "Module.to does not call the hook"
@@ -464,7 +465,7 @@ def adam_on_shards(env: DistEnv) -> bool:
     mesh = dist.init_device_mesh("cpu", (env.world_size,))
     start, gradient = torch.arange(6.0).view(3, 2), torch.linspace(-1, 1, 6).view(3, 2)
     whole = nn.Parameter(start.clone())
-    part = nn.Parameter(distribute_tensor(start, mesh, [Shard(0)]))
+    part: Any = nn.Parameter(distribute_tensor(start, mesh, [Shard(0)]))
     whole.grad, part.grad = gradient, distribute_tensor(gradient, mesh, [Shard(0)])
     torch.optim.Adam([whole]).step()
     tensors.LocalShardAdam([part], foreach=True).step()
