@@ -25,6 +25,7 @@ from fsdp.checkpoint.load import CheckpointSource
 from fsdp.checkpoint.manifest import Manifest
 from fsdp.config import LoraSection
 from fsdp.models.lora import A, B, merged
+from fsdp.models.parameter_names import names_by_tensor
 
 PEFT = "adapter"
 
@@ -108,12 +109,11 @@ def whole_model(source: CheckpointSource, base: Base) -> tuple[list[Entry], full
 
 
 def _entries(base: Base) -> list[Entry]:
-    owners: dict[Tensor, str] = {}
+    state = {n: t for n, t in base.build().state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
+    names = names_by_tensor(state.items())
     found = []
-    for name, tensor in base.build().state_dict(keep_vars=True).items():
-        if not isinstance(tensor, Tensor):
-            continue
-        owner = owners.setdefault(tensor, name)
+    for name, tensor in state.items():
+        owner = names[tensor][0]
         dtype = base.dtype if tensor.is_floating_point() else tensor.dtype
         found.append(Entry(name, dtype, tuple(tensor.shape), owner if owner != name else ""))
     return found

@@ -24,13 +24,13 @@ from fsdp.checkpoint.adapter_weights import Base
 from fsdp.checkpoint.inspect import CheckpointListing
 from fsdp.checkpoint.lock import Lock
 from fsdp.checkpoint.manifest import Broken, Manifest
-from fsdp.checkpoint.messages import Talk
 from fsdp.checkpoint.open_store import open_store
 from fsdp.checkpoint.restore import Restore, Restored
 from fsdp.checkpoint.saver import SaveJob, Saver, repeated
 from fsdp.checkpoint.staging import Room
 from fsdp.checkpoint.store import Store
 from fsdp.config import CheckpointSection
+from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import MeshSizes
 from fsdp.optim.train_state import TrainState
@@ -79,12 +79,12 @@ class Checkpointer:
             sizes,
             config_hash,
         )
-        self._talk = Talk()
-        self._attempt: str = self._talk.tell(secrets.token_hex(4))
+        self._group = ObjectGroup()
+        self._attempt: str = self._group.broadcast(secrets.token_hex(4))
         self._store: Store = open_store(section.dir or str(run_dir / "checkpoints"))
         self._claim = claim
         self._saver = Saver(
-            self._store, self._talk, env.device, self._attempt, self._ousted, self._prune, room
+            self._store, self._group, env.device, self._attempt, self._ousted, self._prune, room
         )
         self._flight: SaveJob | None = None
         self._ended: list[Sealed] = []
@@ -250,7 +250,7 @@ class Checkpointer:
         """
         if self._founds is None:
             self._prove_shared()
-            self._founds = self._talk.on_main(
+            self._founds = self._group.on_main(
                 lambda: discovery.survey(self._store, self._section, self._attempt)
             )
         return bool(self._founds)
@@ -259,7 +259,9 @@ class Checkpointer:
         """The newest whole checkpoint into `state`; None where there is none and there never was."""
         self.finds()
         founds, self._founds = self._founds, None
-        how = Restore(self._store, self._talk, self._env, self._section, self._sizes, self._config, self.base)
+        how = Restore(
+            self._store, self._group, self._env, self._section, self._sizes, self._config, self.base
+        )
         if founds:
             return how.newest(state, founds)
         if self._section.resume not in ("auto", "never"):
@@ -270,7 +272,7 @@ class Checkpointer:
         """Once, before the first look or the first save."""
         if not self._proven:
             self._proven = True
-            discovery.prove_shared(self._store, self._talk, self._attempt)
+            discovery.prove_shared(self._store, self._group, self._attempt)
 
     # ------------------------------------------------------------ out
 
@@ -278,7 +280,7 @@ class Checkpointer:
         """The newest sealed checkpoint's model as a state dict, made by rank 0 while the others wait. Returns
         the files.
         """
-        return self._talk.on_main(lambda: self._export(folder))
+        return self._group.on_main(lambda: self._export(folder))
 
     def _export(self, folder: Path) -> list[Path]:
         from fsdp.checkpoint.export import export  # a start need not wait for it

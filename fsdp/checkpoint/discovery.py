@@ -1,7 +1,7 @@
 """What rank 0 finds before a run begins: which checkpoints there are, where a PATH leads, whether all ranks
 see one place.
 
-Every function here but `prove_shared` looks at the disk and speaks to nobody; Talk.on_main makes its answer
+Every function here but `prove_shared` looks at the disk and speaks to nobody; ObjectGroup.on_main makes its answer
 everyone's.
 """
 
@@ -16,10 +16,10 @@ from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import file_names, inspect, retention
 from fsdp.checkpoint.inspect import CheckpointListing
 from fsdp.checkpoint.manifest import Manifest
-from fsdp.checkpoint.messages import Talk
 from fsdp.checkpoint.open_store import open_store
 from fsdp.checkpoint.store import Store
 from fsdp.config import CheckpointSection
+from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.mesh import MeshSizes
 
 log = logging.getLogger(__name__)
@@ -91,12 +91,14 @@ def differences(manifest: Manifest, sizes: MeshSizes, ranks: int, config: str) -
     return notes
 
 
-def prove_shared(store: Store, talk: Talk, attempt: str) -> None:
+def prove_shared(store: Store, group: ObjectGroup, attempt: str) -> None:
     """Every rank sees what rank 0 wrote, or all stop and name those whose storage is not shared. Collective."""
-    talk.on_main(lambda: _leave_word(store, attempt))
-    seen = talk.collect((socket.gethostname(), store.proven(attempt)))
-    blind = talk.tell([f"rank {rank} on {host}" for rank, (host, sees) in enumerate(seen or []) if not sees])
-    if talk.rank == 0:
+    group.on_main(lambda: _leave_word(store, attempt))
+    seen = group.gather((socket.gethostname(), store.proven(attempt)))
+    blind = group.broadcast(
+        [f"rank {rank} on {host}" for rank, (host, sees) in enumerate(seen or []) if not sees]
+    )
+    if group.rank == 0:
         store.unprove(attempt)
     if blind:
         raise CheckpointError(

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from fsdp.base.errors import ConfigError
 from fsdp.checkpoint import torch_file
 from fsdp.checkpoint.tensor_reader import as_bytes
+from fsdp.models.parameter_names import clean_name
 
 TORCH_FILE = "full-model.pt"
 INDEX_FILE = "model.safetensors.index.json"
@@ -130,7 +131,7 @@ def open_full_state(path: str | Path) -> FullState:
     tensors: dict[str, Callable[[], torch.Tensor]] = {}
     for file in files:
         found = _open_safetensors(file) if file.suffix == ".safetensors" else _open_torch(file)
-        tensors |= {_plain(name): tensor for name, tensor in found.items()}
+        tensors |= {clean_name(name, ddp=True): tensor for name, tensor in found.items()}
     return FullState(str(path), tensors)
 
 
@@ -244,10 +245,3 @@ def _open_torch(file: Path) -> dict[str, Callable[[], torch.Tensor]]:
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-def _plain(name: str) -> str:
-    """Without what wrappers in front of a whole model put there."""
-    for wrapper in ("module.", "_orig_mod."):
-        name = name.removeprefix(wrapper)
-    return name.replace("._orig_mod.", ".").replace("_checkpoint_wrapped_module.", "")

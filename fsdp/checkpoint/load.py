@@ -22,11 +22,11 @@ from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import file_names, inspect, metadata, pieces, tensor_reader
 from fsdp.checkpoint.crc import crc32
 from fsdp.checkpoint.manifest import Broken, Manifest
-from fsdp.checkpoint.messages import Talk
 from fsdp.checkpoint.snapshot import Piece
 from fsdp.checkpoint.store import Store
 from fsdp.checkpoint.tensor_keys import Filling, Want
 from fsdp.checkpoint.tensor_reader import ByteRange, Task
+from fsdp.dist.collectives import ObjectGroup
 
 SMALL = 1 << 16
 _WORD = 2**64
@@ -46,16 +46,16 @@ class CheckpointSource:
 
 
 def fill(
-    source: CheckpointSource, wants: list[Want], filling: Filling | None, talk: Talk, verify: bool
+    source: CheckpointSource, wants: list[Want], filling: Filling | None, group: ObjectGroup, verify: bool
 ) -> None:
     """Every want filled and proven, or Broken on every rank and the state not to be used."""
     _choose_readers(wants)
     sums = verify and source.manifest is not None
     segments, values, why = _read_mine(source, wants, filling, sums)
-    _hear(talk.collect((why, segments)), source, talk, sums)
+    _hear(group.gather((why, segments)), source, group, sums)
     _share(wants)
     if source.manifest is not None:
-        _compare(source.manifest, wants, talk)
+        _compare(source.manifest, wants, group)
     if filling is not None:
         filling.commit(values)
 
@@ -118,15 +118,15 @@ def _read_mine(
         return [], {}, inspect.of_failure(error, source.store.path(source.folder))
 
 
-def _hear(reports: list[Any] | None, source: CheckpointSource, talk: Talk, sums: bool) -> None:
+def _hear(reports: list[Any] | None, source: CheckpointSource, group: ObjectGroup, sums: bool) -> None:
     """All hear whether all have read, and, where sums are kept, whether every byte is as written."""
     failures = [why for why, _ in reports or [] if why is not None]
-    failure = talk.tell(_worst(failures))
+    failure = group.broadcast(_worst(failures))
     if failure is not None:
         raise failure
     if sums:
         segments = [one for _, theirs in reports for one in theirs] if reports is not None else []
-        _verify(source, segments, talk)
+        _verify(source, segments, group)
 
 
 def _worst(failures: Sequence[Failure]) -> Failure | None:
@@ -134,13 +134,13 @@ def _worst(failures: Sequence[Failure]) -> Failure | None:
     return min(failures, key=lambda failure: isinstance(failure, Broken), default=None)
 
 
-def _verify(source: CheckpointSource, segments: list[ByteRange], talk: Talk) -> None:
+def _verify(source: CheckpointSource, segments: list[ByteRange], group: ObjectGroup) -> None:
     """Rank 0 lays all segments end to end; what nobody read is shared out, read and added."""
     assert source.manifest is not None
     files = source.manifest.files
     chains: dict[str, list[ByteRange]] = {}
     gaps: list[tuple[str, int, int]] = []
-    if talk.rank == 0:
+    if group.rank == 0:
         by_file: dict[str, list[ByteRange]] = defaultdict(list)
         for one in segments:
             by_file[one.file].append(one)
@@ -150,9 +150,11 @@ def _verify(source: CheckpointSource, segments: list[ByteRange], talk: Talk) -> 
         for file, (size, _) in files.items():
             chains[file], missing = tensor_reader.tile(size, by_file[file])
             gaps += [(file, start, end) for start, end in missing]
-    mine = talk.deal([gaps[rank :: talk.size] for rank in range(talk.size)] if talk.rank == 0 else None)
-    reports = talk.collect(_sum_gaps(source, mine))
-    failure = talk.tell(_judge(source.manifest, chains, reports) if reports is not None else None)
+    mine = group.scatter(
+        [gaps[rank :: group.size] for rank in range(group.size)] if group.rank == 0 else None
+    )
+    reports = group.gather(_sum_gaps(source, mine))
+    failure = group.broadcast(_judge(source.manifest, chains, reports) if reports is not None else None)
     if failure is not None:
         raise failure
 
@@ -204,7 +206,7 @@ def _send(want: Want, tensor: torch.Tensor) -> None:
         tensor.copy_(whole)
 
 
-def _compare(manifest: Manifest, wants: list[Want], talk: Talk) -> None:
+def _compare(manifest: Manifest, wants: list[Want], group: ObjectGroup) -> None:
     """The digest of what each rank now holds, composed over ranks, against the one taken at the save.
 
     Three sums a tensor: how many elements are held, the readers' shares, everyone's. The second must be the
@@ -216,7 +218,7 @@ def _compare(manifest: Manifest, wants: list[Want], talk: Talk) -> None:
         share = pieces.digest(want.piece.local, want.piece.offsets, want.piece.size)
         held[nth], every[nth] = math.prod(want.piece.sizes), share
         owned[nth] = share if want.reads else 0
-    held, owned, every = (talk.add(numbers) for numbers in (held, owned, every))
+    held, owned, every = (group.sum_mod_2_64(numbers) for numbers in (held, owned, every))
     for nth, key in enumerate(keys):
         if key not in manifest.digests:
             raise Broken("digest", f"the manifest has no digest of {key}")

@@ -16,11 +16,11 @@ from fsdp.checkpoint.adapter_weights import Base
 from fsdp.checkpoint.foreign_dcp import prefixes
 from fsdp.checkpoint.inspect import CheckpointListing
 from fsdp.checkpoint.manifest import Broken, Manifest
-from fsdp.checkpoint.messages import Talk
 from fsdp.checkpoint.open_store import open_store
 from fsdp.checkpoint.store import Store
 from fsdp.checkpoint.tensor_keys import Filling, Prefixes, Want, of_model, of_optimizer
 from fsdp.config import CheckpointSection
+from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import MeshSizes
 from fsdp.optim.train_state import TrainState
@@ -42,7 +42,7 @@ class Restore:
     """Of this run, from this store. Everything here is collective."""
 
     store: Store
-    talk: Talk
+    group: ObjectGroup
     env: DistEnv
     section: CheckpointSection
     sizes: MeshSizes
@@ -65,7 +65,7 @@ class Restore:
         """A checkpoint that somebody points at: ours with its counters, another program's from step 0. It is
         never renamed.
         """
-        place, found = self.talk.on_main(lambda: discovery.locate(path))
+        place, found = self.group.on_main(lambda: discovery.locate(path))
         try:
             source = self._open(open_store(place), found)
             if found.manifest is not None:
@@ -101,7 +101,9 @@ class Restore:
 
     def _open(self, store: Store, found: CheckpointListing) -> load.CheckpointSource:
         """Rank 0 reads `.metadata`, all hear it."""
-        data, failure = self.talk.tell(self._read_metadata(store, found.folder) if self.env.is_main else None)
+        data, failure = self.group.broadcast(
+            self._read_metadata(store, found.folder) if self.env.is_main else None
+        )
         if failure is not None:
             raise failure
         return load.opened(store, found.folder, found.manifest, data)
@@ -119,7 +121,7 @@ class Restore:
         if where.optim is not None:
             more, filling = of_optimizer(state, source.metadata, where.optim, exact, path)
             wants += more
-        load.fill(source, _distinct(wants), filling, self.talk, self.section.verify)
+        load.fill(source, _distinct(wants), filling, self.group, self.section.verify)
 
 
 def _distinct(wants: list[Want]) -> list[Want]:

@@ -23,12 +23,12 @@ from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import file_names, inspect, manifest, pieces
 from fsdp.checkpoint.crc import crc32
 from fsdp.checkpoint.manifest import Manifest
-from fsdp.checkpoint.messages import Talk
 from fsdp.checkpoint.rank_file import Written, write_file
 from fsdp.checkpoint.snapshot import KeyPath, Snapshot
 from fsdp.checkpoint.staging import Image, Room, Staging
 from fsdp.checkpoint.store import Store
 from fsdp.checkpoint.write_plan import WritePlan, agree, metadata_bytes, pack_values
+from fsdp.dist.collectives import ObjectGroup
 
 log = logging.getLogger(__name__)
 
@@ -80,14 +80,14 @@ class Saver:
     def __init__(
         self,
         store: Store,
-        talk: Talk,
+        group: ObjectGroup,
         device: torch.device,
         attempt: str,
         ours: Callable[[], str | None],
         after: Callable[[], None],
         room: Room | None = None,
     ) -> None:
-        self._store, self._talk, self._attempt = store, talk, attempt
+        self._store, self._group, self._attempt = store, group, attempt
         self._ours, self._after = ours, after
         self._staging, self._device = Staging(device, room), device
         self._compared = False
@@ -115,7 +115,7 @@ class Saver:
             except Exception as error:
                 # The ranks cannot speak any more: a peer has died, or this one cannot even copy.
                 job.outcome = SaveOutcome(
-                    job.step, "", f"rank {self._talk.rank}: {one_line(error)}", fatal=True
+                    job.step, "", f"rank {self._group.rank}: {one_line(error)}", fatal=True
                 )
             finally:
                 job.copied.set()
@@ -123,21 +123,21 @@ class Saver:
 
     def _save(self, job: SaveJob) -> SaveOutcome:
         started = time.perf_counter()
-        self._plan = agree(job.snapshot, self._plan, self._talk)
+        self._plan = agree(job.snapshot, self._plan, self._group)
         image = self._staging.copy(job.snapshot.pieces, self._plan.mine, job.ready)
         job.copies = self._staging.event()
         job.copied.set()
-        folder, refused = self._talk.tell(self._open(job.step) if self._talk.rank == 0 else None)
+        folder, refused = self._group.broadcast(self._open(job.step) if self._group.rank == 0 else None)
         if refused is not None:
             return refused
         if job.copies is not None:
             job.copies.synchronize()
         report = self._try_write(folder, image, job)
-        reports = self._talk.collect(report)
+        reports = self._group.gather(report)
         outcome = self._close(job, folder, reports) if reports is not None else None
-        outcome = self._talk.tell(outcome)
+        outcome = self._group.broadcast(outcome)
         self._compared = True
-        if outcome.path and not outcome.doubt and self._talk.rank == 0:
+        if outcome.path and not outcome.doubt and self._group.rank == 0:
             self._after()
         return replace(outcome, write_s=time.perf_counter() - started)
 
@@ -161,9 +161,9 @@ class Saver:
 
     def _try_write(self, folder: str, image: Image, job: SaveJob) -> Written | str:
         try:
-            job.values = pack_values(job.snapshot) if self._talk.rank == 0 else []
+            job.values = pack_values(job.snapshot) if self._group.rank == 0 else []
             written = write_file(
-                self._store, folder, self._talk.rank, image, [data for _, _, data in job.values]
+                self._store, folder, self._group.rank, image, [data for _, _, data in job.values]
             )
             self._staging.forget(*(one.tensor for one in image.staged))
             if not self._compared:
@@ -172,7 +172,7 @@ class Saver:
                 }
             return written
         except Exception as error:  # the other ranks wait to hear of it, whatever it is
-            return f"rank {self._talk.rank}: {one_line(error, self._store.path(folder) + '/' + file_names.data_file(self._talk.rank))}"
+            return f"rank {self._group.rank}: {one_line(error, self._store.path(folder) + '/' + file_names.data_file(self._group.rank))}"
 
     def _close(self, job: SaveJob, folder: str, reports: list[Written | str]) -> SaveOutcome:
         """Rank 0: seal what all have written, or clear it away."""

@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from fsdp.base import garbage
 from fsdp.checkpoint import file_names, torch_file
-from fsdp.checkpoint.messages import Talk
 from fsdp.checkpoint.snapshot import KeyPath, Piece, Snapshot
+from fsdp.dist.collectives import ObjectGroup
 
 SPLIT_BYTES = 1 << 20
 
@@ -94,16 +94,16 @@ def fingerprint(pieces: Iterable[Piece]) -> str:
     return hashlib.sha256("\n".join(rows).encode()).hexdigest()
 
 
-def agree(snapshot: Snapshot, known: WritePlan | None, talk: Talk) -> WritePlan:
+def agree(snapshot: Snapshot, known: WritePlan | None, group: ObjectGroup) -> WritePlan:
     """The known plan while nobody's tensors changed; else a new one. Collective."""
     mark = fingerprint(snapshot.pieces)
-    (changed,) = talk.most(known is None or known.fingerprint != mark)
+    changed = group.any_rank(known is None or known.fingerprint != mark)
     if not changed and known is not None:
         return known
     with garbage.held():
-        described = talk.collect([describe(piece) for piece in snapshot.pieces])
+        described = group.gather([describe(piece) for piece in snapshot.pieces])
         shares = share_out(described) if described is not None else None
-        plan = WritePlan(mark, talk.deal(shares))
+        plan = WritePlan(mark, group.scatter(shares))
         if described is not None and shares is not None:
             plan.metadata, plan.ends = lay_out(described, shares)
     return plan

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from fsdp.dist.local_tensors import local_tensor
+
 KINDS = ("parameters", "gathered", "gradients", "optimizer", "activations", "communication", "other")
 """other: module buffers, temporaries of the optimizer, what a save stages. What the process or the allocator
 holds beyond these is `beyond` in the records.
@@ -27,9 +29,9 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     """The memory under a tensor: a DTensor's shard, a quantized tensor's parts. A file mapped into memory is
     none.
     """
-    inner = getattr(tensor, "_local_tensor", None)
-    if isinstance(inner, Tensor):
-        yield from storages_of(inner)
+    local = local_tensor(tensor)
+    if local is not tensor:
+        yield from storages_of(local)
     elif type(tensor) not in (Tensor, nn.Parameter) and hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
             yield from storages_of(getattr(tensor, name))

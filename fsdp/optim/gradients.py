@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp.dist.local_tensors import local_tensor
+
 InTurn = Callable[[list[Tensor]], Iterable[list[Tensor]]]
 
 
@@ -67,16 +69,13 @@ class Gradients:
         for name, parameter in named:
             if parameter.grad is not None:
                 grad = parameter.grad
-                part = grad.to_local() if isinstance(grad, DTensor) else grad
-                if not bool(part.isfinite().all()):
+                if not bool(local_tensor(grad).isfinite().all()):
                     return name
         return None
 
     @staticmethod
     def _locals(parameters: list[nn.Parameter]) -> list[Tensor]:
-        # Without gradients to_local hands out the shard itself; with them it would build a graph.
-        grads = [p.grad for p in parameters if p.grad is not None]
-        return [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+        return [local_tensor(p.grad) for p in parameters if p.grad is not None]
 
     def _square_sum(self, grads: list[Tensor]) -> Tensor | None:
         if not grads:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp.config import OptimSection
+from fsdp.dist.local_tensors import local_tensor
 from fsdp.optim.small_states import SmallStateAdam, adapt_states, moment_bytes, places_of
 
 
@@ -27,7 +28,7 @@ class _OnShards(torch.optim.Adam):
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         has_complex: bool = super()._init_group(group, *lists)
         for tensors in lists:
-            tensors[:] = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+            tensors[:] = [local_tensor(tensor) for tensor in tensors]
         return has_complex
 
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp.base.digest import combine, digest_shard
 from fsdp.base.errors import TrainingError
+from fsdp.dist.local_tensors import local_tensor
 from fsdp.models.init import Constant, Init
 
 
@@ -38,10 +39,6 @@ def cut_of(shape: torch.Size, index: int, count: int) -> Cut:
     return Cut(first * row, (last - first) * row)
 
 
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def shard_count(tensor: Tensor) -> int:
     """How many pieces a parameter is in; replicas of a piece are not counted."""
     if not isinstance(tensor, DTensor):
@@ -59,7 +56,7 @@ def poison(root: nn.Module) -> None:
     """NaN in floats, a rare value in integers: what is still there at the end was never filled."""
     with torch.no_grad():
         for tensor in [*root.parameters(), *root.buffers()]:
-            fill_with_poison(local(tensor))
+            fill_with_poison(local_tensor(tensor))
 
 
 def fill_with_poison(part: Tensor) -> None:
@@ -114,7 +111,7 @@ def _unfilled(root: nn.Module, known: Container[str]) -> Iterator[str]:
         for name, tensor in named:
             if name in known:
                 continue
-            part = local(tensor)
+            part = local_tensor(tensor)
             if part.is_meta:
                 yield f"{kind} {name} is still on the meta device"
             elif part.numel() and _is_poisoned(part):
@@ -136,7 +133,7 @@ def _digests(root: nn.Module) -> Tensor:
     """A row a tensor: numel, plain sum, weighted sum, constant; as int64 for the wire."""
     rows = []
     for tensor in [*root.parameters(), *root.buffers()]:
-        d = digest_shard(local(tensor))
+        d = digest_shard(local_tensor(tensor))
         rows.append([d.numel, _signed(d.plain), _signed(d.weighted), int(d.constant)])
     return torch.tensor(rows, dtype=torch.int64).view(-1, 4)
 

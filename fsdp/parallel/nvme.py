@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from fsdp.config import MemorySection, OptimSection
+from fsdp.dist.local_tensors import local_tensor
 from fsdp.parallel.mapped_files import MappedFile, reserve, room_for
 
 PART_BYTES = 64 << 20
@@ -289,7 +290,7 @@ def _trained(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
+    return local_tensor(tensor).detach()
 
 
 def _like(shard: DTensor, local: Tensor) -> DTensor:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from fsdp.dist.local_tensors import local_tensor
 from fsdp.plan.trace import CODE, COLUMNS, KINDS, Place, Segment, SegmentName, Trace, Work
 
 KIND = {name: at for at, name in enumerate(KINDS)}
@@ -262,8 +263,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
-    if isinstance(tensor, DTensor):
-        tensor = tensor._local_tensor
+    tensor = local_tensor(tensor)
     return tensor.untyped_storage() if tensor.layout is torch.strided else None
 
 

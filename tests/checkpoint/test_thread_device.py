@@ -18,10 +18,10 @@ import torch
 from fsdp.checkpoint import tensor_reader
 from fsdp.checkpoint.local_store import LocalStore
 from fsdp.checkpoint.manifest import Manifest
-from fsdp.checkpoint.messages import Talk
 from fsdp.checkpoint.saver import SaveJob, Saver
 from fsdp.checkpoint.snapshot import Snapshot
 from fsdp.data.loader import Loader
+from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.mesh import DataRank
 
 ROOT = Path(__file__).parents[2]
@@ -75,7 +75,7 @@ def test_the_savers_thread(calls: Calls, monkeypatch: pytest.MonkeyPatch, tmp_pa
         files={},
         digests={},
     )
-    saver = Saver(LocalStore(tmp_path), Talk(), GPU, "00000000", lambda: None, lambda: None)
+    saver = Saver(LocalStore(tmp_path), ObjectGroup(), GPU, "00000000", lambda: None, lambda: None)
     saver.put(SaveJob(1, Snapshot([], {}), about))
     saver.stop()
     assert calls.of == {"checkpoint": [GPU, "copy"]}

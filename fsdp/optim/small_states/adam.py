@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp.dist.local_tensors import local_tensor
 from fsdp.optim.small_states.bits import blocks_of, decode, encode, mixed, noise_at, round_at_random, table_of
 
 Kind = Literal["bf16", "8bit"]
@@ -238,7 +239,7 @@ def _write(
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return cast(Tensor, tensor._local_tensor).detach() if isinstance(tensor, DTensor) else tensor.detach()
+    return local_tensor(tensor).detach()
 
 
 def _rowed(tensor: Tensor) -> Tensor:
