@@ -1,8 +1,8 @@
-"""One save, behind the steps: copy, write, gather, seal, prune. At most one is in flight.
+"""One save beside the training steps: copy, write, gather, seal, prune. At most one is in flight.
 
-The main thread hands over a snapshot and asks for three things: is the copy done, is the save done, how did
-it end. All collectives here go over a group of their own, from the one background thread, in the same order
-on every rank. A rank that cannot write says so in its turn, so that all hear and nothing is sealed.
+The main thread hands over a snapshot and waits for the copy, for the end of the save, or reads its outcome.
+All collectives here use a group of their own, from one background thread, in the same order on every rank. A
+rank that cannot write reports that in the gather: every rank learns of it and nothing is sealed.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from fsdp.checkpoint.rank_file import Written, write_file
 from fsdp.checkpoint.snapshot import KeyPath, Snapshot
 from fsdp.checkpoint.staging import Image, Room, Staging
 from fsdp.checkpoint.store import Store
-from fsdp.checkpoint.write_plan import WritePlan, agree, metadata_bytes, pack_values
+from fsdp.checkpoint.write_plan import WritePlan, make_plan, metadata_bytes, pack_values
 from fsdp.dist.collectives import ObjectGroup
 
 log = logging.getLogger(__name__)
 
-NICE = 10  # the background thread yields to the step's own threads
+NICE = 10  # the background thread yields to the step's threads
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class SaveOutcome:
     path: str
     failure: str = ""
     fatal: bool = False
-    """No later save can do better: the run directory is another's, or the ranks cannot speak."""
+    """No later save can succeed: another job has the run directory, or the ranks are disconnected."""
     unseen: bool = False
-    """The store did not answer when the save had failed: whether the checkpoint is there is not known."""
+    """The store did not answer after the failure: whether the checkpoint exists is unknown."""
     doubt: str = ""
-    """What failed in a save whose checkpoint is there all the same: a power cut may still lose it."""
+    """What failed in a save whose checkpoint exists all the same: a power cut may still lose it."""
     write_s: float = 0.0
     bytes: int = 0
 
@@ -58,7 +58,7 @@ class SaveOutcome:
 
 @dataclass
 class SaveJob:
-    """One save. The two events are how the main thread waits for it."""
+    """One save. The main thread waits for it by the two events."""
 
     step: int
     snapshot: Snapshot
@@ -71,11 +71,11 @@ class SaveJob:
     done: threading.Event = field(default_factory=threading.Event)
     outcome: SaveOutcome | None = None
     settled: bool = False
-    """A person has been told how it ended."""
+    """Its outcome has been logged."""
 
 
 class Saver:
-    """The background thread and what it keeps between saves: plan, staging buffer, group."""
+    """The background thread, and what it keeps between saves: plan, staging buffer, group."""
 
     def __init__(
         self,
@@ -83,12 +83,12 @@ class Saver:
         group: ObjectGroup,
         device: torch.device,
         attempt: str,
-        ours: Callable[[], str | None],
-        after: Callable[[], None],
+        lock_lost: Callable[[], str | None],
+        after_seal: Callable[[], None],
         room: Room | None = None,
     ) -> None:
         self._store, self._group, self._attempt = store, group, attempt
-        self._ours, self._after = ours, after
+        self._lock_lost, self._after_seal = lock_lost, after_seal
         self._staging, self._device = Staging(device, room), device
         self._compared = False
         self._plan: WritePlan | None = None
@@ -113,7 +113,7 @@ class Saver:
             try:
                 job.outcome = self._save(job)
             except Exception as error:
-                # The ranks cannot speak any more: a peer has died, or this one cannot even copy.
+                # The ranks are disconnected: a peer has died, or this one cannot even copy.
                 job.outcome = SaveOutcome(
                     job.step, "", f"rank {self._group.rank}: {one_line(error)}", fatal=True
                 )
@@ -123,7 +123,7 @@ class Saver:
 
     def _save(self, job: SaveJob) -> SaveOutcome:
         started = time.perf_counter()
-        self._plan = agree(job.snapshot, self._plan, self._group)
+        self._plan = make_plan(job.snapshot, self._plan, self._group)
         image = self._staging.copy(job.snapshot.pieces, self._plan.mine, job.ready)
         job.copies = self._staging.event()
         job.copied.set()
@@ -138,22 +138,22 @@ class Saver:
         outcome = self._group.broadcast(outcome)
         self._compared = True
         if outcome.path and not outcome.doubt and self._group.rank == 0:
-            self._after()
+            self._after_seal()
         return replace(outcome, write_s=time.perf_counter() - started)
 
     def _open(self, step: int) -> tuple[str, SaveOutcome | None]:
-        """Rank 0: an empty staging folder, or how the save has ended without one.
+        """Rank 0: makes an empty staging folder, or returns the outcome of a save that needs or gets none.
 
-        A run that resumes and stops at once saves the step that it came from: the one that is there stays.
+        A run that resumes and stops at once saves the step that it started from: the existing one stays.
         """
         folder = self._store.staging(step, self._attempt)
         try:
-            if (why := self._ours()) is not None:
+            if (why := self._lock_lost()) is not None:
                 return "", SaveOutcome(step, "", why, fatal=True)
             if (whole := inspect.sealed_step(self._store, step)) is not None:
                 return "", SaveOutcome(step, self._store.path(whole.folder))
             self._store.begin(folder)
-        except Exception as error:  # the other ranks wait to hear of it, whatever it is
+        except Exception as error:  # the other ranks wait for it, whatever it is
             return "", SaveOutcome(
                 step, "", f"rank 0 cannot make {self._store.path(folder)}: {one_line(error)}"
             )
@@ -171,38 +171,38 @@ class Saver:
                     p.key: pieces.digest(p.local, p.offsets, p.size) for p in job.snapshot.pieces if p.buffer
                 }
             return written
-        except Exception as error:  # the other ranks wait to hear of it, whatever it is
-            return f"rank {self._group.rank}: {one_line(error, self._store.path(folder) + '/' + file_names.data_file(self._group.rank))}"
+        except Exception as error:  # the other ranks wait for it, whatever it is
+            file = f"{self._store.path(folder)}/{file_names.data_file(self._group.rank)}"
+            return f"rank {self._group.rank}: {one_line(error, file)}"
 
     def _close(self, job: SaveJob, folder: str, reports: list[Written | str]) -> SaveOutcome:
-        """Rank 0: seal what all have written, or clear it away."""
+        """Rank 0: seals the checkpoint if every rank has written its file, else deletes the files."""
         failures = [report for report in reports if isinstance(report, str)]
         written = [report for report in reports if isinstance(report, Written)]
         if not failures:
             try:
                 self._compare_buffers(written)
                 return self._seal(job, folder, written)
-            except Exception as error:  # the other ranks wait to hear of it, whatever it is
+            except Exception as error:  # the other ranks wait for it, whatever it is
                 failures.append(f"rank 0: {one_line(error)}")
-                if (there := self._look_after(job, failures[0])) is not None:
+                if (there := self._outcome_near_seal(job, failures[0])) is not None:
                     return there
         try:
             self._store.remove(folder, self._attempt)
         except OSError as error:
-            failures.append(f"what was written could not be removed: {one_line(error)}")
+            failures.append(f"what was written could not be deleted: {one_line(error)}")
         return SaveOutcome(job.step, "", "; ".join(failures))
 
-    def _look_after(self, job: SaveJob, failure: str) -> SaveOutcome | None:
-        """Rank 0: what a save that failed near its seal has left; None where that is no checkpoint.
+    def _outcome_near_seal(self, job: SaveJob, failure: str) -> SaveOutcome | None:
+        """Rank 0: the outcome of a save that failed at its seal and left a checkpoint; None if it left none.
 
-        An fsync may fail after the rename, and a server's answer may be lost after it has stored the
-        manifest.
+        An fsync may fail after the rename, and a server's response may be lost after it stored the manifest.
         """
         final = self._store.final(job.step, self._attempt)
         try:
-            found = inspect.look(self._store, final).manifest
+            found = inspect.listing_of(self._store, final).manifest
         except CheckpointError as error:
-            # Nothing is deleted on a guess.
+            # The checkpoint may exist: nothing is deleted.
             return SaveOutcome(
                 job.step, "", f"{failure}; then {str(error).partition(' HINT: ')[0]}", unseen=True
             )
@@ -211,9 +211,7 @@ class Saver:
         return SaveOutcome(job.step, self._store.path(final), doubt=failure, bytes=found.bytes)
 
     def _compare_buffers(self, written: list[Written]) -> None:
-        """Once: statistics that each rank gathers by itself (BatchNorm's) are kept as rank 0 has them, and
-        that is said.
-        """
+        """Once: logs buffers that differ between ranks (BatchNorm's statistics); rank 0's are kept."""
         differ = [
             key
             for key, mine in written[0].buffers.items()
@@ -221,7 +219,8 @@ class Saver:
         ]
         if differ and not self._compared:
             log.warning(
-                "%d buffers differ between ranks (%s, …): checkpoints keep rank 0's, and a resumed run gives them to all",
+                "%d buffers differ between ranks (%s, …): checkpoints keep rank 0's, "
+                "and a resumed run loads them on every rank",
                 len(differ),
                 differ[0],
             )
@@ -235,9 +234,8 @@ class Saver:
         }
         total = sum(size for size, _ in files.values())
         about = replace(job.about, created=time.time(), files=files, digests=_digests(written), bytes=total)
-        # An attempt that was cut off and came back must not seal into a directory that another has taken
-        # over.
-        if (why := self._ours()) is not None:
+        # An attempt that lost its connection for a while must not seal where another job has taken over.
+        if (why := self._lock_lost()) is not None:
             return SaveOutcome(job.step, "", why, fatal=True)
         self._store.write(folder, file_names.MANIFEST, [manifest.encode(about)])
         final = self._store.final(job.step, self._attempt)
@@ -254,7 +252,7 @@ def _digests(written: list[Written]) -> dict[str, tuple[int, str]]:
 
 
 def one_line(error: BaseException, file: str = "") -> str:
-    """File, error number and words of a failure, as far as it has them."""
+    """File, error code and message of a failure, as far as it has them."""
     if not isinstance(error, OSError) or error.errno is None:
         return f"{file}: {type(error).__name__}: {str(error).partition(chr(10))[0]}".removeprefix(": ")
     number = errno.errorcode.get(error.errno, str(error.errno))
@@ -262,7 +260,10 @@ def one_line(error: BaseException, file: str = "") -> str:
 
 
 def repeated(outcome: SaveOutcome) -> CheckpointError:
-    hint = "free the space or mend the folder, then start the same command: it goes on from the newest whole checkpoint"
+    hint = (
+        "free space or repair the folder, then start the same command: "
+        "it resumes from the newest whole checkpoint"
+    )
     return CheckpointError(
         f"the save of step {outcome.step} failed, as did the one before: {outcome.failure}.", hint
     )
