@@ -46,43 +46,43 @@ class CheckpointSource:
 
 def fill(
     source: CheckpointSource,
-    wants: list[Want],
+    targets: list[Want],
     pending: PendingState | None,
     group: ObjectGroup,
     verify: bool,
 ) -> None:
     """Fills and verifies every target; Broken on every rank if that fails, and the state is unusable then."""
-    _choose_readers(wants)
+    _choose_readers(targets)
     sums = verify and source.manifest is not None
-    segments, values, why = _read_mine(source, wants, pending, sums)
+    segments, values, why = _read_mine(source, targets, pending, sums)
     _check_reports(group.gather((why, segments)), source, group, sums)
-    _send_to_replicas(wants)
+    _send_to_replicas(targets)
     if source.manifest is not None:
-        _compare(source.manifest, wants, group)
+        _compare(source.manifest, targets, group)
     if pending is not None:
         pending.commit(values)
 
 
-def _choose_readers(wants: list[Want]) -> None:
+def _choose_readers(targets: list[Want]) -> None:
     """The replica with the least to read reads a piece; all ranks compute the same choice."""
     load: dict[Any, list[int]] = {}
-    for want in wants:
-        if want.replicas is not None:
-            loads = load.setdefault(want.replicas.group, [0] * want.replicas.size)
-            want.reader = loads.index(min(loads))
-            loads[want.reader] += want.piece.nbytes + 2048
+    for target in targets:
+        if target.replicas is not None:
+            loads = load.setdefault(target.replicas.group, [0] * target.replicas.size)
+            target.reader = loads.index(min(loads))
+            loads[target.reader] += target.piece.nbytes + 2048
 
 
-def _tasks(stored: Metadata, want: Want) -> list[Task]:
+def _tasks(stored: Metadata, target: Want) -> list[Task]:
     """A task for each stored chunk that overlaps this piece."""
-    piece, tasks = want.piece, []
-    entry = stored.state_dict_metadata[want.source]
+    piece, tasks = target.piece, []
+    entry = stored.state_dict_metadata[target.source]
     assert isinstance(entry, TensorStorageMetadata)
     for chunk in entry.chunks:
         shared = pieces.overlap((piece.offsets, piece.sizes), (tuple(chunk.offsets), tuple(chunk.sizes)))
         if shared is None:
             continue
-        info = stored.storage_data[MetadataIndex(want.source, chunk.offsets)]
+        info = stored.storage_data[MetadataIndex(target.source, chunk.offsets)]
         inside = tuple(o - start for o, start in zip(shared[0], chunk.offsets, strict=True))
         into = piece.local[
             tuple(
@@ -104,16 +104,16 @@ def _tasks(stored: Metadata, want: Want) -> list[Task]:
             )
         )
     if sum(math.prod(task.take_sizes) for task in tasks) != math.prod(piece.sizes):
-        raise Broken("metadata", f".metadata does not cover {want.source}")
+        raise Broken("metadata", f".metadata does not cover {target.source}")
     return tasks
 
 
 def _read_mine(
-    source: CheckpointSource, wants: list[Want], pending: PendingState | None, sums: bool
+    source: CheckpointSource, targets: list[Want], pending: PendingState | None, sums: bool
 ) -> tuple[list[ByteRange], dict[str, Any], Failure | None]:
     try:
         with garbage.held():
-            tasks = [task for want in wants if want.reads for task in _tasks(source.metadata, want)]
+            tasks = [task for target in targets if target.reads for task in _tasks(source.metadata, target)]
         segments = tensor_reader.run(
             source.store, source.folder, tasks, ours=source.manifest is not None, sums=sums
         )
@@ -192,44 +192,46 @@ def _judge(
     return None
 
 
-def _send_to_replicas(wants: list[Want]) -> None:
+def _send_to_replicas(targets: list[Want]) -> None:
     """Sends each piece from its reader to the other holders: small pieces packed, large ones one by one."""
     packs: dict[Any, list[Want]] = defaultdict(list)
-    for want in wants:
-        if want.replicas is None or not want.piece.nbytes:
+    for target in targets:
+        if target.replicas is None or not target.piece.nbytes:
             continue
-        if want.piece.nbytes < SMALL:
-            packs[(want.replicas.group, want.reader, want.piece.local.device)].append(want)
+        if target.piece.nbytes < SMALL:
+            packs[(target.replicas.group, target.reader, target.piece.local.device)].append(target)
         else:
-            _send(want, want.piece.local)
+            _send(target, target.piece.local)
     for together in packs.values():
-        packed = torch.cat([want.piece.local.contiguous().view(-1).view(torch.uint8) for want in together])
+        packed = torch.cat(
+            [target.piece.local.contiguous().view(-1).view(torch.uint8) for target in together]
+        )
         _send(together[0], packed)
-        sizes = [want.piece.nbytes for want in together]
-        for want, part in zip(together, packed.split(sizes), strict=True):
-            want.piece.local.copy_(part.clone().view(want.piece.local.dtype).view(want.piece.sizes))
+        sizes = [target.piece.nbytes for target in together]
+        for target, part in zip(together, packed.split(sizes), strict=True):
+            target.piece.local.copy_(part.clone().view(target.piece.local.dtype).view(target.piece.sizes))
 
 
-def _send(want: Want, tensor: torch.Tensor) -> None:
-    assert want.replicas is not None
+def _send(target: Want, tensor: torch.Tensor) -> None:
+    assert target.replicas is not None
     whole = tensor.contiguous()
-    dist.broadcast(whole.view(-1).view(torch.uint8), group=want.replicas.group, group_src=want.reader)
+    dist.broadcast(whole.view(-1).view(torch.uint8), group=target.replicas.group, group_src=target.reader)
     if whole is not tensor:
         tensor.copy_(whole)
 
 
-def _compare(manifest: Manifest, wants: list[Want], group: ObjectGroup) -> None:
+def _compare(manifest: Manifest, targets: list[Want], group: ObjectGroup) -> None:
     """Compares the digests of the loaded tensors, summed over ranks, with those of the save.
 
     Three sums for each tensor: the elements held, the readers' shares, all ranks' shares. The second must be
     the digest, the third the digest times the number of holders.
     """
-    keys = [want.source for want in wants]
-    held, owned, every = ([0] * len(wants) for _ in range(3))
-    for nth, want in enumerate(wants):
-        share = pieces.digest(want.piece.local, want.piece.offsets, want.piece.size)
-        held[nth], every[nth] = math.prod(want.piece.sizes), share
-        owned[nth] = share if want.reads else 0
+    keys = [target.source for target in targets]
+    held, owned, every = ([0] * len(targets) for _ in range(3))
+    for nth, target in enumerate(targets):
+        share = pieces.digest(target.piece.local, target.piece.offsets, target.piece.size)
+        held[nth], every[nth] = math.prod(target.piece.sizes), share
+        owned[nth] = share if target.reads else 0
     held, owned, every = (group.sum_mod_2_64(numbers) for numbers in (held, owned, every))
     for nth, key in enumerate(keys):
         if key not in manifest.digests:
@@ -257,11 +259,11 @@ def whole(source: CheckpointSource, key: str) -> torch.Tensor:
     entry = source.metadata.state_dict_metadata[key]
     assert isinstance(entry, TensorStorageMetadata)
     tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-    want = Want(key, Piece(key, (key,), tuple(entry.size), (0,) * tensor.dim(), tensor))
+    target = Want(key, Piece(key, (key,), tuple(entry.size), (0,) * tensor.dim(), tensor))
     tensor_reader.run(
         source.store,
         source.folder,
-        _tasks(source.metadata, want),
+        _tasks(source.metadata, target),
         ours=source.manifest is not None,
         sums=False,
     )

@@ -115,22 +115,22 @@ class Restore:
 
     def _load(self, state: TrainState, source: load.CheckpointSource, where: Prefixes, exact: bool) -> None:
         path = source.store.path(source.folder)
-        wants: list[Want] = of_model(state, source.metadata, where, exact, path)
+        targets: list[Want] = of_model(state, source.metadata, where, exact, path)
         pending: PendingState | None = None
         if where.optim is not None:
             more, pending = of_optimizer(state, source.metadata, where.optim, exact, path)
-            wants += more
-        load.fill(source, _distinct(wants), pending, self.group, self.section.verify)
+            targets += more
+        load.fill(source, _distinct(targets), pending, self.group, self.section.verify)
 
 
-def _distinct(wants: list[Want]) -> list[Want]:
+def _distinct(targets: list[Want]) -> list[Want]:
     """One target for each memory: tied weights have two keys."""
     seen: set[tuple[int, tuple[int, ...]]] = set()
     kept = []
-    for want in wants:
-        memory = (want.piece.local.data_ptr(), want.piece.sizes)
-        if want.piece.nbytes and memory in seen:
+    for target in targets:
+        memory = (target.piece.local.data_ptr(), target.piece.sizes)
+        if target.piece.nbytes and memory in seen:
             continue
         seen.add(memory)
-        kept.append(want)
+        kept.append(target)
     return kept

@@ -63,10 +63,12 @@ def of_model(
     unknown = stored - {prefixes.model + name for name in tensors}
     if exact and unknown:
         raise _misfit(where, f"it holds {min(unknown)} and {len(unknown) - 1} more that this model lacks")
-    return [_want(prefixes.model + name, tensor, metadata, exact, where) for name, tensor in tensors.items()]
+    return [
+        _target(prefixes.model + name, tensor, metadata, exact, where) for name, tensor in tensors.items()
+    ]
 
 
-def _want(source: str, tensor: torch.Tensor, metadata: Metadata, exact: bool, where: str) -> Want:
+def _target(source: str, tensor: torch.Tensor, metadata: Metadata, exact: bool, where: str) -> Want:
     entry = metadata.state_dict_metadata.get(source)
     if not isinstance(entry, TensorStorageMetadata):
         raise _misfit(where, f"it does not hold {source}")
@@ -118,14 +120,14 @@ def of_optimizer(
     pending = PendingState(state.optimizer)
     names = parameter_names(state.model)
     stored = _by_parameter(metadata, prefix)
-    wants: list[Want] = []
+    targets: list[Want] = []
     for group in state.optimizer.param_groups:
         for parameter in group["params"]:
             for field, key in sorted(stored.pop(names[parameter], {}).items()):
-                wants += pending.prepare(group, parameter, field, key, metadata.state_dict_metadata[key])
+                targets += pending.prepare(group, parameter, field, key, metadata.state_dict_metadata[key])
     if exact and stored:
         raise _misfit(where, f"it holds optimizer state of {min(stored)}, which this run does not train")
-    return wants, pending
+    return targets, pending
 
 
 def _by_parameter(metadata: Metadata, prefix: str) -> dict[str, dict[str, str]]:

@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def torture(kills: int, dice: random.Random, place: Path) -> tuple[list[Death], int, float]:
-    """The kills, the number of runs that reached their end, and seconds; Violation at the first violated guarantee."""
+    """The kills, the number of runs that ended, and seconds; Violation at the first violated guarantee."""
     deaths: list[Death] = []
     ends, nth, began = 0, 0, time.monotonic()
     references: dict[Shape, Reference] = {}
@@ -102,7 +102,7 @@ def summary(deaths: Sequence[Death], ends: int, seconds: float) -> str:
             f"{whole} of all ranks at once, the rest of one rank",
             f"steps repeated: at most {max(lost, default=0)}, on average {average:.1f}; "
             f"a save every {EVERY}, started at one step and sealed some steps later",
-            f"{ends} runs reached their end with the losses and the model of the uninterrupted run, bit for bit",
+            f"{ends} runs ended with the losses and the model of the uninterrupted run, bit for bit",
             "every newest checkpoint loads, holds the state of one step, "
             "and is at most one interval older than the save in flight",
         ]
