@@ -1,8 +1,8 @@
-"""Checkpoints that cannot be lost: save, seal, verify, restore, prune, export; local disk and object stores.
+"""Checkpoints: save, seal, verify, restore, prune and export, on local disks and object stores.
 
-A sealed checkpoint is plain torch Distributed Checkpoint inside (`dcp.load` and `dcp_to_torch_save` read it)
-with a manifest beside: every file's size and checksum, every tensor's digest. The manifest is written last;
-what has none does not count.
+A sealed checkpoint is a torch Distributed Checkpoint (`dcp.load` and `dcp_to_torch_save` read it) with a
+manifest: the size and checksum of every file, the digest of every tensor. The manifest is written last; a
+folder without one does not count as a checkpoint.
 """
 
 from fsdp.checkpoint.checkpointer import Checkpointer, Sealed

@@ -1,13 +1,13 @@
-"""Look after a run's checkpoints, with no rank running:
+"""List, verify, prune or export a run's checkpoints, without starting ranks:
 
-    python -m fsdp.checkpoint RUN                      list: step, age, size, mesh, verified or why not
+    python -m fsdp.checkpoint RUN                      list: step, age, size, mesh, state
     python -m fsdp.checkpoint RUN verify               read every byte of every checkpoint
     python -m fsdp.checkpoint RUN prune --keep-last 2  delete older ones; refused while a job writes there
     python -m fsdp.checkpoint RUN export --format both --out FOLDER
 
-RUN is a run directory, a folder of checkpoints or s3://bucket/prefix; `verify RUN` is understood like `RUN
-verify`. --step N picks one. Exit code 0, 1 where a checkpoint is not whole, 2 for a wrong command, 4 where
-there is nothing to work on or another job writes there.
+RUN is a run directory, a folder of checkpoints or s3://bucket/prefix; `verify RUN` works like `RUN verify`.
+--step N selects one checkpoint. Exit codes: 0; 1 if a checkpoint is not whole; 2 for a wrong command; 4 if
+there is no checkpoint or another job writes there.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from fsdp.run.job import prepare
 
 COMMANDS = ("list", "verify", "prune", "export")
 READ_AT_ONCE = 2 << 30
-"""A listing reads every byte of what is smaller; of larger ones it says that only sizes were compared."""
+"""`list` reads every byte of checkpoints up to this total size; of larger ones it compares sizes."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         return CheckpointError.exit_code
     except Broken as broken:
         print(
-            f"CheckpointError: {broken.detail}. HINT: python -m fsdp.checkpoint {argv[0]} verify",
+            f"fsdp.checkpoint: {broken.detail}. HINT: python -m fsdp.checkpoint {options.run} verify",
             file=sys.stderr,
         )
         return CheckpointError.exit_code
@@ -66,12 +66,16 @@ def main(argv: Sequence[str]) -> int:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = CommandParser("fsdp.checkpoint", __doc__)
     parser.add_argument("words", nargs="+", metavar="RUN [list|verify|prune|export]")
-    parser.add_argument("--step", type=whole_number(), help="only this step's checkpoint")
+    parser.add_argument("--step", type=whole_number(), help="only the checkpoint of this step")
     parser.add_argument("--quick", action="store_true", help="list: compare sizes only")
     parser.add_argument(
-        "--keep-last", type=whole_number(), help="prune: newest kept; else what the run's config.toml says"
+        "--keep-last",
+        type=whole_number(),
+        help="prune: number of newest checkpoints to keep; default: the run's config.toml",
     )
-    parser.add_argument("--keep-every-steps", type=whole_number(), help="prune: also keep each n-th step's")
+    parser.add_argument(
+        "--keep-every-steps", type=whole_number(), help="prune: also keep the checkpoints of every n-th step"
+    )
     parser.add_argument(
         "--format",
         type=one_of("torch", "safetensors", "both"),
@@ -80,7 +84,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--shard-gib", type=number(0), help="export: maximum size of a safetensors file, in GiB"
     )
-    parser.add_argument("--out", help="export: folder; RUN/full_model if not given")
+    parser.add_argument("--out", help="export: folder to write to; default: RUN/full_model")
     parser.add_argument(
         "--trust-code",
         action="append",
@@ -93,8 +97,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     runs = [word for word in options.words if word not in COMMANDS]
     if len(runs) != 1 or len(commands) > 1:
         raise ConfigError(
-            f"{' '.join(options.words)}: one RUN and one command are wanted.",
-            "python -m fsdp.checkpoint RUN verify",
+            f"{' '.join(options.words)}: expected one RUN and at most one command.",
+            f"python -m fsdp.checkpoint {(runs or ['RUN'])[0]} {(commands or ['list'])[0]}",
         )
     options.run, options.command = runs[0].rstrip("/"), (commands or ["list"])[0]
     options.section = _section(options)
@@ -102,15 +106,15 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _section(options: argparse.Namespace) -> CheckpointSection:
-    """What the run itself was told, with this command's flags over it."""
+    """The run's own [checkpoint] section, overridden by this command's flags."""
     file = Path(options.run, "config.toml")
     section = CheckpointSection()
     if "://" not in options.run and file.is_file():
         fields = {name: config.FIELDS[name] for name in config.FIELDS if name.startswith("checkpoint.")}
-        said = {name: value for name, value in config.read_recipe(str(file)).items() if name in fields}
+        read = {name: value for name, value in config.read_recipe(str(file)).items() if name in fields}
         values = {
             name.removeprefix("checkpoint."): config.parse_value(fields[name], value)
-            for name, value in said.items()
+            for name, value in read.items()
         }
         section = CheckpointSection(**values)
     given = {
@@ -121,7 +125,7 @@ def _section(options: argparse.Namespace) -> CheckpointSection:
 
 
 def _place(run: str, section: CheckpointSection) -> str:
-    """Where the checkpoints of RUN lie: its config says, or its folder does, or RUN is that folder."""
+    """The place of RUN's checkpoints: from its config, its subfolder `checkpoints`, or RUN itself."""
     if "://" in run:
         return run
     if section.dir:
@@ -130,41 +134,42 @@ def _place(run: str, section: CheckpointSection) -> str:
         return str(Path(run, "checkpoints"))
     if not Path(run).is_dir():
         raise CheckpointError(
-            f"{run} does not exist.", "python -m fsdp.checkpoint RUN, with the --run.dir of a run"
+            f"{run} does not exist.",
+            f"ls {shlex.quote(str(Path(run).parent))}, and give the --run.dir of a run",
         )
     return run
 
 
 def _chosen(store: Store, options: argparse.Namespace) -> list[CheckpointListing]:
-    founds = [found for found in inspect.scan(store) if options.step in (None, found.step)]
-    if not founds:
+    listings = [found for found in inspect.scan(store) if options.step in (None, found.step)]
+    if not listings:
         what = "no checkpoint" if options.step is None else f"no checkpoint of step {options.step}"
         raise CheckpointError(f"{store.where} holds {what}.", f"python -m fsdp.checkpoint {options.run}")
-    return founds
+    return listings
 
 
 def _list(store: Store, options: argparse.Namespace) -> int:
-    founds = _chosen(store, options)
-    total = sum(found.manifest.bytes for found in founds if found.manifest is not None)
+    listings = _chosen(store, options)
+    total = sum(found.manifest.bytes for found in listings if found.manifest is not None)
     read = not options.quick and total <= READ_AT_ONCE
-    return _table(store, founds, read)
+    return _table(store, listings, read)
 
 
 def _verify(store: Store, options: argparse.Namespace) -> int:
     return _table(store, _chosen(store, options), read=True)
 
 
-def _table(store: Store, founds: Sequence[CheckpointListing], read: bool) -> int:
-    """One line a checkpoint, the newest first, then what was set aside."""
+def _table(store: Store, listings: Sequence[CheckpointListing], read: bool) -> int:
+    """Prints a line for each checkpoint, the newest first, then those set aside; returns the exit code."""
     print(f"{'step':>10}  {'age':>9}  {'size':>10}  {'mesh':<12}  {'ranks':>5}  state")
     wrong = 0
-    for found in founds:
+    for found in listings:
         why = _why_not(store, found, read)
         wrong += why is not None
         state = (
             f"NOT whole: {why}"
             if why
-            else ("verified" if read else "sealed, sizes right; verify reads every byte")
+            else ("verified" if read else "sealed, sizes match; verify reads every byte")
         )
         about = found.manifest
         if about is None:
@@ -214,12 +219,12 @@ def _prune(store: Store, options: argparse.Namespace) -> int:
     locks = _hold(store, options)
     try:
         if options.step is not None:
-            gone = [found.folder for found in _chosen(store, options)]
-            for folder in gone:
+            deleted = [found.folder for found in _chosen(store, options)]
+            for folder in deleted:
                 store.remove(folder, "00000000")
         else:
-            gone = retention.prune(store, options.section, "00000000")
-        print("deleted " + ", ".join(gone) if gone else "nothing to delete")
+            deleted = retention.prune(store, options.section, "00000000")
+        print("deleted " + ", ".join(deleted) if deleted else "nothing to delete")
     finally:
         locks.release()
     return 0
@@ -250,35 +255,35 @@ def _export(store: Store, options: argparse.Namespace) -> int:
         source = load.open_one(store, found.folder, found.manifest)
         files = export(source, folder, section.export_format, section.export_shard_gib, base=base)
     except (EOFError, LookupError, ValueError, TypeError, RuntimeError, MemoryError) as error:
-        # what files that do not fit together, or are larger than this machine, end in
-        raise inspect.of_failure(error, store.path(found.folder)) from error
+        # files that do not fit together, or are larger than this machine's memory
+        raise inspect.classify_failure(error, store.path(found.folder)) from error
     for file in files:
         print(f"{file}  {_size(file.stat().st_size)}")
     return 0
 
 
 def _own_export(run: Path) -> Path:
-    """RUN/full_model, where no link in the run directory leads elsewhere."""
+    """RUN/full_model; ConfigError where it is a link."""
     folder = run / "full_model"
     for one in (folder, folder / PEFT):
         if one.is_symlink():
             raise ConfigError(
-                f"{one} is a link to {one.readlink()}, and a run directory's own links are not written through.",
-                f"--out {shlex.quote(str(folder.resolve()))}, if that is where the export belongs",
+                f"{one} is a link to {one.readlink()}; the export does not follow links in a run directory.",
+                f"--out {shlex.quote(str(folder.resolve()))} to export there",
             )
     return folder
 
 
 def _base(options: argparse.Namespace, found: CheckpointListing) -> Base | None:
-    """What adapters lie over, from the run's own configuration."""
+    """The frozen weights under adapters, from the run's own configuration; None for a whole model."""
     assert found.manifest is not None
-    said = found.manifest.base
-    if not said:
+    saved = found.manifest.base
+    if not saved:
         return None
     file = Path(options.run, "config.toml")
     if not file.is_file():
         raise ConfigError(
-            f"{found.folder} holds adapters over {said['origin']}, and {file} is not there.",
+            f"{found.folder} holds adapters over {saved['origin']}, and {file} does not exist.",
             "give the run directory",
         )
     run = config.load_run_config(
@@ -286,8 +291,8 @@ def _base(options: argparse.Namespace, found: CheckpointListing) -> Base | None:
     )
     job = prepare(run, world_size=1, num_nodes=1, device=torch.device("cpu"))
     return dataclasses.replace(
-        base_of(run, job.spec, job.dtypes.master, said["digest"]),
-        lora=dataclasses.replace(run.lora, rank=said["rank"], alpha=said["alpha"]),
+        base_of(run, job.spec, job.dtypes.master, saved["digest"]),
+        lora=dataclasses.replace(run.lora, rank=saved["rank"], alpha=saved["alpha"]),
     )
 
 

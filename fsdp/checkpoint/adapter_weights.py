@@ -1,8 +1,7 @@
-"""Checkpoints of adapters alone: what they lie over, the proof that it is the same at a resume, and both
-merged at an export.
+"""Checkpoints of adapters alone: the frozen weights under them, the check at a resume, the merged export.
 
-Such a checkpoint holds adapters, optimizer and buffers; the frozen weights are named by a digest that no
-sharding changes. Not here: the adapters themselves (fsdp/models/lora.py).
+Such a checkpoint holds adapters, optimizer and buffers; a digest that does not depend on the sharding
+identifies the frozen weights. The adapters are in fsdp/models/lora.py.
 """
 
 from __future__ import annotations
@@ -25,15 +24,14 @@ from fsdp.checkpoint.load import CheckpointSource
 from fsdp.checkpoint.manifest import Manifest
 from fsdp.config import LoraSection
 from fsdp.models.lora import A, B, merged
+from fsdp.models.parameter_names import names_by_tensor
 
 PEFT = "adapter"
 
 
 @dataclass(frozen=True)
 class Base:
-    """The frozen weights of a run with adapters. `build` gives the model without them on meta, `open` its
-    numbers.
-    """
+    """The frozen weights of a run with adapters. `build` makes the plain model on meta, `open` reads them."""
 
     digest: str
     origin: str
@@ -42,8 +40,8 @@ class Base:
     build: Callable[[], nn.Module]
     open: Callable[[], Mapping[str, Tensor]]
 
-    def said(self) -> dict[str, str | float]:
-        """What a manifest keeps of it."""
+    def for_manifest(self) -> dict[str, str | float]:
+        """The form in which the manifest stores it."""
         return {
             "digest": self.digest,
             "origin": self.origin,
@@ -53,46 +51,45 @@ class Base:
 
 
 def digest_of(tensors: Mapping[str, int]) -> str:
-    """One name for many tensors' digests."""
+    """One digest for the digests of many tensors."""
     return hashlib.blake2b(json.dumps(sorted(tensors.items())).encode(), digest_size=8).hexdigest()
 
 
 def check(manifest: Manifest, base: Base | None, where: str) -> None:
-    """Adapters go on over the weights that they were trained over, or not at all."""
-    said = manifest.base
-    if not said and base is None:
+    """CheckpointError unless the checkpoint and the run have the same frozen weights under their adapters."""
+    saved = manifest.base
+    if not saved and base is None:
         return
-    if not said:
+    if not saved:
         raise CheckpointError(
             f"{where} holds a whole model, and this run trains adapters.",
-            "--model.weights RUN/full_model to lie them over its weights, or --lora.rank 0 to go on with it",
+            "--model.weights RUN/full_model to train adapters over it, or --lora.rank 0 to resume it",
         )
+    origin = str(saved["origin"])
     if base is None:
         raise CheckpointError(
-            f"{where} holds adapters alone, over {said['origin']}.",
-            f"--lora.rank {said['rank']}, with the flags of that run",
+            f"{where} holds adapters alone, over {origin}.",
+            f"--lora.rank {saved['rank']}, with the flags of that run",
         )
-    if said["digest"] != base.digest:
+    if saved["digest"] != base.digest:
         raise CheckpointError(
-            f"{where} holds adapters over {said['origin']} ({said['digest']}), and this run's weights, from {base.origin}, "
-            f"are others ({base.digest}).",
-            f"{said['origin']}"
-            if str(said["origin"]).startswith("--")
-            else "give the flags that the run had",
+            f"{where} holds adapters over {origin} ({saved['digest']}), and this run has other weights, "
+            f"from {base.origin} ({base.digest}).",
+            origin if origin.startswith("--") else "give the flags that the run had",
         )
 
 
-# ---------------------------------------------------------------- out
+# ---------------------------------------------------------------- export
 
 
 def whole_model(source: CheckpointSource, base: Base) -> tuple[list[Entry], full_state.Fetch]:
-    """The plain model under its own names: base and adapters merged, tensor by tensor."""
+    """The entries of the plain model, and a function that merges base and adapters for one of them."""
     stored = {
         key.removeprefix("model.") for key in source.metadata.state_dict_metadata if key.startswith("model.")
     }
     entries = _entries(base)
     weights = base.open()
-    _prove(base, weights, [entry for entry in entries if entry.name not in stored])
+    _check_unchanged(base, weights, [entry for entry in entries if entry.name not in stored])
 
     def fetch(entry: Entry) -> Tensor:
         if entry.name in stored:
@@ -108,29 +105,29 @@ def whole_model(source: CheckpointSource, base: Base) -> tuple[list[Entry], full
 
 
 def _entries(base: Base) -> list[Entry]:
-    owners: dict[Tensor, str] = {}
+    state = {n: t for n, t in base.build().state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
+    names = names_by_tensor(state.items())
     found = []
-    for name, tensor in base.build().state_dict(keep_vars=True).items():
-        if not isinstance(tensor, Tensor):
-            continue
-        owner = owners.setdefault(tensor, name)
+    for name, tensor in state.items():
+        owner = names[tensor][0]
         dtype = base.dtype if tensor.is_floating_point() else tensor.dtype
         found.append(Entry(name, dtype, tuple(tensor.shape), owner if owner != name else ""))
     return found
 
 
-def _prove(base: Base, weights: Mapping[str, Tensor], entries: list[Entry]) -> None:
-    """The file may have been changed since the run read it."""
+def _check_unchanged(base: Base, weights: Mapping[str, Tensor], entries: list[Entry]) -> None:
+    """CheckpointError if the weights have changed since the run read them."""
     digests = {e.name: digest_shard(weights[e.name].to(e.dtype)).weighted for e in entries if not e.same_as}
     if digest_of(digests) != base.digest:
         raise CheckpointError(
-            f"{base.origin} has changed: its weights are {digest_of(digests)}, the adapters were trained over {base.digest}.",
-            "put the old weights back, then python -m fsdp.checkpoint RUN export",
+            f"{base.origin} has changed: its weights have the digest {digest_of(digests)}, "
+            f"those under the adapters had {base.digest}.",
+            "restore the old weights, then python -m fsdp.checkpoint RUN export",
         )
 
 
 def peft_files(source: CheckpointSource, folder: Path, base: Base) -> dict[Path, Callable[..., object]]:
-    """The adapters alone, named and laid out as the peft library reads them: file → its writer."""
+    """The adapters alone, in the names and layout of the peft library: file → the function that writes it."""
     place = folder / PEFT
     place.mkdir(parents=True, exist_ok=True)
     keys = {}
@@ -141,7 +138,8 @@ def peft_files(source: CheckpointSource, folder: Path, base: Base) -> dict[Path,
             keys[name] = (key, Entry(name, about.properties.dtype, tuple(about.size)))  # type: ignore[union-attr]
     layers = sorted({key.removeprefix("model.").rpartition(".")[0] for key, _ in keys.values()})
     config = {
-        "peft_type": "LORA", "task_type": None, "base_model_name_or_path": base.origin.removeprefix("--model.weights "),
+        "peft_type": "LORA", "task_type": None,
+        "base_model_name_or_path": base.origin.removeprefix("--model.weights "),
         "r": base.lora.rank, "lora_alpha": base.lora.alpha, "lora_dropout": base.lora.dropout, "bias": "none",
         "target_modules": layers, "inference_mode": True,
     }  # fmt: skip

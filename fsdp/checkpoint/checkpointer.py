@@ -1,8 +1,7 @@
-"""The Checkpointer: what the loop calls. Save behind the steps, restore the newest that is whole, say how it
-went.
+"""The Checkpointer, which the training loop calls: saves beside the steps, restores, reports the outcomes.
 
-Here live the order of saves, who may write, and the words to people. How a save is written is saver.py's, how
-a restore goes restore.py's, which stay is keep.py's.
+It holds the order of saves, the check of who may write, and the messages. saver.py writes a save, restore.py
+restores, retention.py selects the checkpoints to keep.
 """
 
 from __future__ import annotations
@@ -24,29 +23,26 @@ from fsdp.checkpoint.adapter_weights import Base
 from fsdp.checkpoint.inspect import CheckpointListing
 from fsdp.checkpoint.lock import Lock
 from fsdp.checkpoint.manifest import Broken, Manifest
-from fsdp.checkpoint.messages import Talk
 from fsdp.checkpoint.open_store import open_store
 from fsdp.checkpoint.restore import Restore, Restored
 from fsdp.checkpoint.saver import SaveJob, Saver, not_saved, repeated
 from fsdp.checkpoint.staging import Room
 from fsdp.checkpoint.store import Store
 from fsdp.config import CheckpointSection
+from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import MeshSizes
 from fsdp.optim.train_state import TrainState
 
 log = logging.getLogger(__name__)
 
-LOST_HINT = "mend what it names, then start the same command: it goes on from the newest whole checkpoint"
-PATIENCE_S = 10.0
-GUESSED_BYTES_PER_S = 200e6  # until a first save has been measured
+LOST_HINT = "repair what it names, then start the same command: it resumes from the newest whole checkpoint"
+GUESSED_BYTES_PER_S = 200e6  # until a save has been measured
 
 
 @dataclass(frozen=True)
 class Sealed:
-    """A save that is finished: `stall_s` is what it held this rank's steps up, `write_s` what it took behind
-    them.
-    """
+    """A finished save: `stall_s` is the time this rank's steps waited, `write_s` the time beside them."""
 
     step: int
     path: str
@@ -57,7 +53,7 @@ class Sealed:
 
 @methods_announce(Activity.SAVE)
 class Checkpointer:
-    """Building, restore, save and close are collective; the rest is local."""
+    """Its constructor, restore, save, export and close are collective; the other methods are local."""
 
     def __init__(
         self,
@@ -71,27 +67,22 @@ class Checkpointer:
         room: Room | None = None,
     ) -> None:
         self.base: Base | None = None
-        """What a run of adapters lies over, set before anything is restored or saved."""
-        self._section, self._run_dir, self._env, self._sizes, self._config = (
-            section,
-            run_dir,
-            env,
-            sizes,
-            config_hash,
-        )
-        self._talk = Talk()
-        self._attempt: str = self._talk.tell(secrets.token_hex(4))
+        """The frozen weights of a run with adapters, set before the first restore or save."""
+        self._section, self._run_dir = section, run_dir
+        self._env, self._sizes, self._config = env, sizes, config_hash
+        self._group = ObjectGroup()
+        self._attempt: str = self._group.broadcast(secrets.token_hex(4))
         self._store: Store = open_store(section.dir or str(run_dir / "checkpoints"))
         self._claim = claim
         self._saver = Saver(
-            self._store, self._talk, env.device, self._attempt, self._ousted, self._prune, room
+            self._store, self._group, env.device, self._attempt, self._ousted, self._prune, room
         )
         self._flight: SaveJob | None = None
         self._ended: list[Sealed] = []
         self._failed_before = False
         self._save_seconds = 0.0
-        self._founds: list[CheckpointListing] | None = None
-        self._proven = False
+        self._listings: list[CheckpointListing] | None = None
+        self._shared_checked = False
         self._closed = False
 
     # ------------------------------------------------------------ saving
@@ -99,10 +90,10 @@ class Checkpointer:
     def save(
         self, state: TrainState, *, metrics: Mapping[str, float], reason: str, wait: bool = False
     ) -> None:
-        """Begin a save of this step; it is sealed behind the coming steps, or before this returns."""
+        """Starts a save of this step; it is sealed during the next steps, or before this returns (`wait`)."""
         started = time.perf_counter()
-        self._land()
-        self._prove_shared()
+        self._finish()
+        self._check_shared()
         job = SaveJob(state.step, snapshot.take(state), self._about(state, metrics, reason))
         if self._env.device.type == "cuda":
             job.ready = torch.cuda.current_stream(self._env.device).record_event()
@@ -117,12 +108,10 @@ class Checkpointer:
             job.done.wait()
         job.stall_s += time.perf_counter() - started
         if waits:
-            self._land(must=wait)
+            self._finish(must=wait)
 
     def before_update(self) -> None:
-        """Hold the optimizer until the last save's copy is taken. On CUDA its stream waits and the host does
-        not.
-        """
+        """Delays the optimizer until the save's copy is made. On CUDA its stream waits, the host does not."""
         job = self._flight
         if job is None or job.settled:
             return
@@ -133,7 +122,7 @@ class Checkpointer:
         job.stall_s += time.perf_counter() - started
 
     def sealed(self) -> list[Sealed]:
-        """Saves sealed since last asked. One that failed is said here, loudly, once; the run goes on."""
+        """The saves sealed since the last call. A failed save is logged here, once; the run continues."""
         if self._flight is not None and self._flight.done.is_set():
             self._settle(self._flight)
         done, self._ended = self._ended, []
@@ -141,33 +130,24 @@ class Checkpointer:
 
     @property
     def save_seconds(self) -> float:
-        """What a save takes from its call to its seal: the last one's, or a guess before the first."""
+        """The duration of a save from its call to its seal: the last one's, or a guess before the first."""
         return self._save_seconds or 5.0
 
     def close(self) -> None:
-        """Wait for what is in flight; `sealed` tells of it afterwards. If that was not sealed, the run's last
-        state is lost: CheckpointError, on every rank.
+        """Waits for the save in flight, which `sealed` then returns.
+
+        CheckpointError on every rank if it failed: the run's last state is lost.
         """
         if self._closed:
             return
         self._closed = True
         try:
-            self._land(must=True)
+            self._finish(must=True)
         finally:
             self._saver.stop()
 
-    def abandon(self) -> None:
-        """Leave without raising, after close or instead of it on an exception's way out: a save in flight may
-        still end, if the other ranks are there to end it with; it is not waited for long.
-        """
-        if self._closed:
-            return
-        self._closed = True
-        if self._flight is not None and self._flight.done.wait(PATIENCE_S + 3 * self.save_seconds):
-            self._settle(self._flight)
-
-    def _land(self, must: bool = False) -> None:
-        """Wait for the save before this one. All ranks are at the same step here, so all raise or none does."""
+    def _finish(self, must: bool = False) -> None:
+        """Waits for the save in flight. All ranks are at the same step, so all of them raise or none does."""
         job, self._flight = self._flight, None
         if job is None:
             return
@@ -182,7 +162,7 @@ class Checkpointer:
         self._failed_before = bool(outcome.failure)
 
     def _settle(self, job: SaveJob) -> None:
-        """Say once how a save ended."""
+        """Logs the outcome of a save, once."""
         if job.settled:
             return
         job.settled = True
@@ -193,22 +173,22 @@ class Checkpointer:
             self._save_seconds = job.stall_s + outcome.write_s
             if outcome.doubt and self._env.is_main:
                 log.warning(
-                    "checkpoint of step %d is whole in %s, but %s: a power cut may still lose it. Older ones are kept until "
-                    "a later save succeeds.",
+                    "checkpoint of step %d is whole in %s, but %s: a power cut may still lose it. "
+                    "Older checkpoints are kept until a later save succeeds.",
                     outcome.step,
                     outcome.path,
                     outcome.doubt,
                 )
         elif self._env.is_main:
             log.error(
-                "CHECKPOINT of step %d %s: %s. The run goes on.",
+                "CHECKPOINT of step %d %s: %s. The run continues.",
                 outcome.step,
                 outcome.verdict,
                 outcome.failure,
             )
 
     def _about(self, state: TrainState, metrics: Mapping[str, float], reason: str) -> Manifest:
-        """What the manifest says of this save, but for the files."""
+        """The manifest of this save without its files."""
         return Manifest(
             step=state.step,
             attempt=self._attempt,
@@ -224,62 +204,60 @@ class Checkpointer:
             files={},
             digests={},
             metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
-            base={} if self.base is None else self.base.said(),
+            base={} if self.base is None else self.base.for_manifest(),
         )
 
     def _ousted(self) -> str | None:
         return self._claim.ousted() if self._claim is not None else None
 
     def _prune(self) -> None:
-        """After a seal, on rank 0's background thread. A folder that will not go is said and left."""
+        """After a seal, on rank 0's background thread. A folder that cannot be deleted is logged and left."""
         try:
             if (why := self._ousted()) is not None:
-                log.warning("old checkpoints were not removed: %s", why)
+                log.warning("old checkpoints were not deleted: %s", why)
                 return
             retention.prune(self._store, self._section, self._attempt)
         except Exception as error:  # the save itself is sealed
-            log.warning("old checkpoints in %s could not be removed: %s", self._store.where, error)
+            log.warning("old checkpoints in %s could not be deleted: %s", self._store.where, error)
 
     # ------------------------------------------------------------ restoring
 
     def finds(self) -> bool:
-        """Whether this run has a checkpoint of its own: `restore` then fills the whole model, or raises.
-        Collective.
-        """
-        if self._founds is None:
-            self._prove_shared()
-            self._founds = self._talk.on_main(
-                lambda: discovery.survey(self._store, self._section, self._attempt)
+        """Whether this run has checkpoints: `restore` then fills the whole model, or raises. Collective."""
+        if self._listings is None:
+            self._check_shared()
+            self._listings = self._group.on_main(
+                lambda: discovery.list_checkpoints(self._store, self._section, self._attempt)
             )
-        return bool(self._founds)
+        return bool(self._listings)
 
     def restore(self, state: TrainState) -> Restored | None:
-        """The newest whole checkpoint into `state`; None where there is none and there never was."""
+        """Loads the newest whole checkpoint into `state`; None for a run without checkpoints."""
         self.finds()
-        founds, self._founds = self._founds, None
-        how = Restore(self._store, self._talk, self._env, self._section, self._sizes, self._config, self.base)
-        if founds:
-            return how.newest(state, founds)
+        listings, self._listings = self._listings, None
+        restore = Restore(
+            self._store, self._group, self._env, self._section, self._sizes, self._config, self.base
+        )
+        if listings:
+            return restore.newest(state, listings)
         if self._section.resume not in ("auto", "never"):
-            return how.from_path(state, self._section.resume)
+            return restore.from_path(state, self._section.resume)
         return None
 
-    def _prove_shared(self) -> None:
-        """Once, before the first look or the first save."""
-        if not self._proven:
-            self._proven = True
-            discovery.prove_shared(self._store, self._talk, self._attempt)
+    def _check_shared(self) -> None:
+        """Once, before the store is first read or written."""
+        if not self._shared_checked:
+            self._shared_checked = True
+            discovery.check_shared(self._store, self._group, self._attempt)
 
-    # ------------------------------------------------------------ out
+    # ------------------------------------------------------------ export
 
     def export(self, folder: Path) -> list[Path]:
-        """The newest sealed checkpoint's model as a state dict, made by rank 0 while the others wait. Returns
-        the files.
-        """
-        return self._talk.on_main(lambda: self._export(folder))
+        """Rank 0 exports the newest checkpoint's model while the others wait; returns the files."""
+        return self._group.on_main(lambda: self._export(folder))
 
     def _export(self, folder: Path) -> list[Path]:
-        from fsdp.checkpoint.export import export  # a start need not wait for it
+        from fsdp.checkpoint.export import export  # keeps it out of a run's start
 
         found = next((one for one in inspect.scan(self._store) if one.manifest is not None), None)
         if found is None:

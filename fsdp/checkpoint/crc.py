@@ -1,8 +1,7 @@
-"""CRC-32 of a whole from the CRC-32s of its parts, as zlib's crc32_combine does it (Python's zlib does not
-offer it).
+"""The CRC-32 of joined parts from the CRC-32s of the parts: zlib's crc32_combine, which Python's zlib lacks.
 
-It lets one pass over the bytes serve the zip record, the file, and a file whose parts were read by several
-ranks.
+One pass over the bytes then gives the checksum of the zip record and that of the file, also where several
+ranks each read a part of the file.
 """
 
 from __future__ import annotations

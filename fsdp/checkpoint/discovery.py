@@ -1,8 +1,6 @@
-"""What rank 0 finds before a run begins: which checkpoints there are, where a PATH leads, whether all ranks
-see one place.
+"""What rank 0 finds before training: the run's checkpoints, the one at a PATH, whether storage is shared.
 
-Every function here but `prove_shared` looks at the disk and speaks to nobody; Talk.on_main makes its answer
-everyone's.
+All functions but `check_shared` are local: ObjectGroup.on_main runs them on rank 0 and broadcasts the result.
 """
 
 from __future__ import annotations
@@ -16,20 +14,20 @@ from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import file_names, inspect, retention
 from fsdp.checkpoint.inspect import CheckpointListing
 from fsdp.checkpoint.manifest import Manifest
-from fsdp.checkpoint.messages import Talk
 from fsdp.checkpoint.open_store import open_store
 from fsdp.checkpoint.store import Store
 from fsdp.config import CheckpointSection
+from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.mesh import MeshSizes
 
 log = logging.getLogger(__name__)
 
 
-def survey(store: Store, section: CheckpointSection, attempt: str) -> list[CheckpointListing]:
-    """What lies there, the newest first, after the litter of earlier attempts is gone."""
+def list_checkpoints(store: Store, section: CheckpointSection, attempt: str) -> list[CheckpointListing]:
+    """The run's checkpoints, the newest first, after the unfinished ones of earlier attempts are deleted."""
     try:
         swept = retention.sweep(store, attempt)
-        founds = inspect.scan(store)
+        listings = inspect.scan(store)
         broken = [
             folder
             for folder in store.folders()
@@ -38,27 +36,29 @@ def survey(store: Store, section: CheckpointSection, attempt: str) -> list[Check
     except OSError as error:
         raise CheckpointError(f"{store.where} cannot be read: {error}.", "--checkpoint.dir FOLDER") from None
     if swept:
-        log.info("removed what earlier attempts left unfinished: %s", ", ".join(swept))
-    if section.resume == "never" and (founds or broken):
+        log.info("deleted unfinished checkpoints of earlier attempts: %s", ", ".join(swept))
+    if section.resume == "never" and (listings or broken):
+        folder = listings[0].folder if listings else broken[-1]
         raise CheckpointError(
-            f"--checkpoint.resume never, but {store.where} holds {founds[0].folder if founds else broken[-1]}: "
-            "a new run over it would mix with it.",
-            "--checkpoint.resume auto to go on, or another --run.dir to start anew",
+            f"--checkpoint.resume never, but {store.where} holds {folder}: "
+            "the two runs' checkpoints would mix.",
+            "--checkpoint.resume auto to resume, or another --run.dir for a new run",
         )
-    if broken and not founds:
+    if broken and not listings:
         raise none_whole(store, len(broken))
-    return founds
+    return listings
 
 
 def none_whole(store: Store, count: int) -> CheckpointError:
     return CheckpointError(
-        f"none of the {count} checkpoints in {store.where} is whole, and a run is not begun anew over them.",
-        "--checkpoint.resume PATH of another checkpoint with a new --run.dir, or a new --run.dir to start from step 0",
+        f"none of the {count} checkpoints in {store.where} is whole, and a new run does not start over them.",
+        "--checkpoint.resume PATH of another checkpoint with a new --run.dir, "
+        "or a new --run.dir alone to start from step 0",
     )
 
 
-def locate(path: str) -> tuple[str, CheckpointListing]:
-    """A checkpoint folder itself, or the newest whole one of a run directory or a folder of checkpoints."""
+def find_checkpoint(path: str) -> tuple[str, CheckpointListing]:
+    """The checkpoint at a path: its own folder, or the newest whole one of a run or folder of them."""
     for place in (path, f"{path.rstrip('/')}/checkpoints"):
         found = next((one for one in inspect.scan(open_store(place)) if one.manifest is not None), None)
         if found is not None:
@@ -67,7 +67,7 @@ def locate(path: str) -> tuple[str, CheckpointListing]:
     store = open_store(parent or ".")
     sizes = store.sizes(folder) if folder in store.folders() else {}
     if file_names.MANIFEST in sizes:
-        found = inspect.look(store, folder)
+        found = inspect.listing_of(store, folder)
         if found.manifest is None:
             raise CheckpointError(f"{path} is not whole: {found.detail}.", "give another checkpoint")
         return parent or ".", found
@@ -80,7 +80,7 @@ def locate(path: str) -> tuple[str, CheckpointListing]:
 
 
 def differences(manifest: Manifest, sizes: MeshSizes, ranks: int, config: str) -> list[str]:
-    """What a person should know when a run goes on otherwise than it was saved."""
+    """Notes on what differs between the run that saved the checkpoint and this one."""
     notes = []
     if manifest.config != config:
         notes.append(f"the configuration differs from the one that saved step {manifest.step}")
@@ -91,13 +91,15 @@ def differences(manifest: Manifest, sizes: MeshSizes, ranks: int, config: str) -
     return notes
 
 
-def prove_shared(store: Store, talk: Talk, attempt: str) -> None:
-    """Every rank sees what rank 0 wrote, or all stop and name those whose storage is not shared. Collective."""
-    talk.on_main(lambda: _leave_word(store, attempt))
-    seen = talk.collect((socket.gethostname(), store.proven(attempt)))
-    blind = talk.tell([f"rank {rank} on {host}" for rank, (host, sees) in enumerate(seen or []) if not sees])
-    if talk.rank == 0:
-        store.unprove(attempt)
+def check_shared(store: Store, group: ObjectGroup, attempt: str) -> None:
+    """CheckpointError with the ranks that cannot see a file that rank 0 writes to the store. Collective."""
+    group.on_main(lambda: _put_marker(store, attempt))
+    seen = group.gather((socket.gethostname(), store.has_marker(attempt)))
+    blind = group.broadcast(
+        [f"rank {rank} on {host}" for rank, (host, sees) in enumerate(seen or []) if not sees]
+    )
+    if group.rank == 0:
+        store.remove_marker(attempt)
     if blind:
         raise CheckpointError(
             f"{store.where} is not shared: {', '.join(blind)} cannot see what rank 0 wrote there.",
@@ -105,9 +107,9 @@ def prove_shared(store: Store, talk: Talk, attempt: str) -> None:
         )
 
 
-def _leave_word(store: Store, attempt: str) -> None:
+def _put_marker(store: Store, attempt: str) -> None:
     try:
-        store.prove(attempt)
+        store.put_marker(attempt)
     except OSError as error:
         raise CheckpointError(
             f"{store.where} cannot be written: {error}.", "--checkpoint.dir FOLDER that is writable"

@@ -1,9 +1,7 @@
-"""A sealed checkpoint's model as one state dict: full_model/full-model.pt, or safetensors with an index. In
-one process.
+"""Exports a checkpoint's model as one state dict: full_model/full-model.pt, or safetensors with an index.
 
-Read from the checkpoint and not from the ranks: what is exported is what was sealed, each tensor compared
-with its digest on the way, at any number of ranks, with no more than one tensor in memory. A file has its
-name only when it is whole.
+One process reads the checkpoint, saved by any number of ranks, compares each tensor with its digest and holds
+one tensor in memory at a time. A file gets its name when it is whole.
 """
 
 from __future__ import annotations
@@ -35,8 +33,9 @@ def export(
     prefix: str = "model.",
     base: Base | None = None,
 ) -> list[Path]:
-    """The model of a checkpoint into a folder; returns the files. Adapters are merged into `base`, and
-    written alone too.
+    """Writes the model of a checkpoint into a folder; returns the files.
+
+    Adapters are merged into `base`, and also written alone.
     """
     folder.mkdir(parents=True, exist_ok=True)
     files = []
@@ -65,7 +64,7 @@ def _fetch(source: CheckpointSource, prefix: str) -> full_state.Fetch:
 
 
 def _entries(source: CheckpointSource, prefix: str) -> list[Entry]:
-    """The model's tensors; two names at one place in the files are one tied weight."""
+    """The model's tensors; names at the same place in the files are one tied weight."""
     entries: list[Entry] = []
     owners: dict[object, str] = {}
     for key, about in source.metadata.state_dict_metadata.items():
@@ -77,8 +76,8 @@ def _entries(source: CheckpointSource, prefix: str) -> list[Entry]:
             if about.chunks
             else None
         )
-        spot = (info.relative_path, info.offset) if info is not None else key
-        owner = owners.setdefault(spot, name)
+        place = (info.relative_path, info.offset) if info is not None else key
+        owner = owners.setdefault(place, name)
         entries.append(Entry(name, about.properties.dtype, tuple(about.size), owner if owner != name else ""))
     return entries
 
@@ -101,8 +100,8 @@ def _safetensors(folder: Path, entries: list[Entry], fetch: full_state.Fetch, la
 
 
 def _whole_file(file: Path, write: Callable[[BinaryIO], object]) -> Path:
-    """Under another name until it is whole and synced."""
-    # "x" and a name that nobody can guess: a link that lies there already is not written through.
+    """Writes under a temporary name and renames the file when it is whole and synced."""
+    # "x" and a random name: an existing link is not written through.
     staged = file.with_name(f".{file.name}.tmp-{secrets.token_hex(8)}")
     try:
         with staged.open("xb") as stream:

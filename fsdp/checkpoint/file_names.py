@@ -1,9 +1,9 @@
-"""What the entries of a checkpoint folder are called.
+"""Names of the entries of a checkpoint folder.
 
-step-00000100                 a checkpoint, if its manifest is inside (an object store adds the attempt's name)
-step-00000100.tmp-1f2e3d4c    being written by that attempt, or left by it
-step-00000100.broken-…        set aside, with why
-step-00000100.gone-1f2e3d4c   being deleted
+step-00000100                 a checkpoint, if it has a manifest (an object store adds the attempt's name)
+step-00000100.tmp-1f2e3d4c    written by that attempt, or left by it
+step-00000100.broken-…        set aside, with the reason
+step-00000100.gone-1f2e3d4c   in deletion
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class FolderName:
     step: int
     kind: Kind
     attempt: str
-    """The attempt for tmp and gone, why for broken."""
+    """The attempt for tmp and gone, the reason for broken."""
 
 
 def final(step: int, attempt: str = "") -> str:

@@ -1,7 +1,7 @@
-"""Checkpoints that `dcp.save` wrote elsewhere: which of their keys are the model's and which the optimizer's.
+"""The keys of the model and of the optimizer in a checkpoint that another program wrote with `dcp.save`.
 
-Programs nest them as they like ({"model": …}, {"app": {"model": …, "optim": …}}, {"state_dict": {"module":
-…}}). The names of the parameters tell: the beginning that turns all of them into keys is the model's.
+Programs nest them differently: {"model": …}, {"app": {"model": …, "optim": …}}, {"state_dict": {"module":
+…}}. The model's prefix is the one that turns the name of every parameter into a key.
 """
 
 from __future__ import annotations
@@ -15,25 +15,24 @@ from fsdp.checkpoint.tensor_keys import Prefixes
 
 
 def prefixes(metadata: Metadata, parameters: Iterable[str], where: str) -> Prefixes:
-    """How the keys of this checkpoint begin, for a model with these parameters."""
-    keys, wanted = set(metadata.state_dict_metadata), list(parameters)
-    some = max(wanted, key=len)
-    candidates = {key.removesuffix(some) for key in keys if key.endswith(some)}
-    whole = sorted((p for p in candidates if all(p + name in keys for name in wanted)), key=len)
-    if not whole:
+    """The prefixes of this checkpoint's keys, for a model with these parameters."""
+    keys, names = set(metadata.state_dict_metadata), list(parameters)
+    longest = max(names, key=len)
+    candidates = {key.removesuffix(longest) for key in keys if key.endswith(longest)}
+    fitting = sorted((p for p in candidates if all(p + name in keys for name in names)), key=len)
+    if not fitting:
         example = min(keys, default="nothing")
         raise CheckpointError(
-            f"{where} does not hold this model: no key ends in {some} with all others beside it (it holds {example}, …).",
+            f"{where} does not hold this model: no prefix turns {longest} and all other parameters into keys "
+            f"(it holds {example}, …).",
             "give the flags of the model that it was saved from",
         )
-    return Prefixes(whole[0], _optimizer(keys, wanted))
+    return Prefixes(fitting[0], _optimizer_prefix(keys, names))
 
 
-def _optimizer(keys: set[str], wanted: list[str]) -> str | None:
-    """The beginning before `state.<parameter>.<moment>`, where there is one for every parameter that has
-    state at all.
-    """
-    for name in wanted:
+def _optimizer_prefix(keys: set[str], names: list[str]) -> str | None:
+    """The prefix before `state.<parameter>.<moment>`, if the checkpoint has such a key."""
+    for name in names:
         for key in keys:
             head, middle, _ = key.rpartition(f"state.{name}.")
             if middle and (not head or head.endswith(".")):

@@ -1,5 +1,6 @@
-"""What lies in a store and which of it is whole, without loading a tensor. One rank looks; the others are
-told.
+"""Lists a store's checkpoints and tells whole ones from broken ones, without loading a tensor.
+
+One rank reads the store and broadcasts the result.
 """
 
 from __future__ import annotations
@@ -15,14 +16,12 @@ from fsdp.checkpoint.store import Store
 
 CHUNK = 8 << 20
 DAMAGE = {errno.EIO, errno.ENOENT, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA}
-"""What a disk says of a file that is bad or gone. Anything else (a time-out, a permission) is no verdict on
-the file.
-"""
+"""Errors of a file that is damaged or missing. Others (a time-out, a permission) do not concern the file."""
 
 
 @dataclass(frozen=True)
 class CheckpointListing:
-    """A folder that claims to be a checkpoint: sealed and of the right sizes, or why not."""
+    """A folder with the name of a checkpoint: its manifest if it is sealed and sizes fit, else the reason."""
 
     folder: str
     step: int
@@ -32,7 +31,7 @@ class CheckpointListing:
 
 
 def examine(store: Store, folder: str) -> Manifest:
-    """The manifest, after all that can be checked without reading the data: seal, step, names and sizes."""
+    """The manifest, after the checks that read no data: seal, step, names and sizes. Else Broken."""
     name = file_names.parse(folder)
     sizes = store.sizes(folder)
     if file_names.MANIFEST not in sizes:
@@ -48,9 +47,9 @@ def examine(store: Store, folder: str) -> Manifest:
     return found
 
 
-def of_failure(error: Exception, where: str) -> Broken | CheckpointError:
-    """Damage, which is set aside; or what is no fault of the file (storage that does not answer, memory that
-    is full), which must not cost the newest checkpoint its name.
+def classify_failure(error: Exception, where: str) -> Broken | CheckpointError:
+    """Broken for damage, which is set aside. CheckpointError where the file may be whole (storage that does
+    not answer, full memory): the checkpoint keeps its name.
     """
     if isinstance(error, Broken):
         return error
@@ -63,7 +62,7 @@ def of_failure(error: Exception, where: str) -> Broken | CheckpointError:
     )
 
 
-def look(store: Store, folder: str) -> CheckpointListing:
+def listing_of(store: Store, folder: str) -> CheckpointListing:
     name = file_names.parse(folder)
     step = name.step if name else -1
     try:
@@ -71,14 +70,14 @@ def look(store: Store, folder: str) -> CheckpointListing:
     except Broken as broken:
         return CheckpointListing(folder, step, None, broken.why, broken.detail)
     except OSError as error:
-        failure = of_failure(error, store.path(folder))
+        failure = classify_failure(error, store.path(folder))
         if isinstance(failure, Broken):
             return CheckpointListing(folder, step, None, failure.why, failure.detail)
         raise failure from None
 
 
 def finals(store: Store) -> list[str]:
-    """Folders named as checkpoints, the newest first."""
+    """Folders with the name of a checkpoint, the newest first."""
     parsed = [
         (name, folder)
         for folder in store.folders()
@@ -88,20 +87,24 @@ def finals(store: Store) -> list[str]:
 
 
 def scan(store: Store) -> list[CheckpointListing]:
-    return [look(store, folder) for folder in finals(store)]
+    return [listing_of(store, folder) for folder in finals(store)]
 
 
 def sealed_step(store: Store, step: int) -> CheckpointListing | None:
-    """The whole checkpoint of this step, if there is one."""
+    """The whole checkpoint of this step; None if there is none."""
     for folder in finals(store):
         name = file_names.parse(folder)
-        if name is not None and name.step == step and (found := look(store, folder)).manifest is not None:
+        if (
+            name is not None
+            and name.step == step
+            and (found := listing_of(store, folder)).manifest is not None
+        ):
             return found
     return None
 
 
 def check_file(store: Store, folder: str, file: str, size: int, crc: int) -> None:
-    """Read a whole file and compare its checksum."""
+    """Reads a whole file; Broken if its checksum differs."""
     sum_so_far, buffer = 0, memoryview(bytearray(min(size, CHUNK)))
     for at in range(0, size, CHUNK):
         view = buffer[: min(CHUNK, size - at)]

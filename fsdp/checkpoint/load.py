@@ -1,8 +1,7 @@
-"""A checkpoint into a TrainState, at any number of ranks: read, verify, share among replicas, compare
-digests. Collective.
+"""Loads a checkpoint into a TrainState at any number of ranks: reads, verifies, sends to replicas.
 
-Each byte is read once over all ranks; a replica's piece is read by one of its holders and sent to the rest.
-Whatever goes wrong on one rank is told to all before the next collective, so all raise the same Broken.
+Collective. Over all ranks each byte is read once: one holder of a replicated piece reads it and sends it to
+the others. A failure on one rank reaches all ranks before the next collective: all raise the same Broken.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import file_names, inspect, metadata, pieces, tensor_reader
 from fsdp.checkpoint.crc import crc32
 from fsdp.checkpoint.manifest import Broken, Manifest
-from fsdp.checkpoint.messages import Talk
 from fsdp.checkpoint.snapshot import Piece
 from fsdp.checkpoint.store import Store
-from fsdp.checkpoint.tensor_keys import Filling, Want
+from fsdp.checkpoint.tensor_keys import PendingState, Want
 from fsdp.checkpoint.tensor_reader import ByteRange, Task
+from fsdp.dist.collectives import ObjectGroup
 
 SMALL = 1 << 16
 _WORD = 2**64
@@ -36,7 +35,7 @@ Failure = Broken | CheckpointError
 
 @dataclass
 class CheckpointSource:
-    """One checkpoint, as rank 0 has opened it for all."""
+    """An opened checkpoint: its store, folder, metadata and manifest."""
 
     store: Store
     folder: str
@@ -46,101 +45,114 @@ class CheckpointSource:
 
 
 def fill(
-    source: CheckpointSource, wants: list[Want], filling: Filling | None, talk: Talk, verify: bool
+    source: CheckpointSource,
+    targets: list[Want],
+    pending: PendingState | None,
+    group: ObjectGroup,
+    verify: bool,
 ) -> None:
-    """Every want filled and proven, or Broken on every rank and the state not to be used."""
-    _choose_readers(wants)
+    """Fills and verifies every target; Broken on every rank if that fails, and the state is unusable then."""
+    _choose_readers(targets)
     sums = verify and source.manifest is not None
-    segments, values, why = _read_mine(source, wants, filling, sums)
-    _hear(talk.collect((why, segments)), source, talk, sums)
-    _share(wants)
+    segments, values, why = _read_mine(source, targets, pending, sums)
+    _check_reports(group.gather((why, segments)), source, group, sums)
+    _send_to_replicas(targets)
     if source.manifest is not None:
-        _compare(source.manifest, wants, talk)
-    if filling is not None:
-        filling.commit(values)
+        _compare(source.manifest, targets, group)
+    if pending is not None:
+        pending.commit(values)
 
 
-def _choose_readers(wants: list[Want]) -> None:
-    """Among replicas whoever has least to read; all of them count alike, so no word is needed."""
+def _choose_readers(targets: list[Want]) -> None:
+    """The replica with the least to read reads a piece; all ranks compute the same choice."""
     load: dict[Any, list[int]] = {}
-    for want in wants:
-        if want.replicas is not None:
-            loads = load.setdefault(want.replicas.group, [0] * want.replicas.size)
-            want.reader = loads.index(min(loads))
-            loads[want.reader] += want.piece.nbytes + 2048
+    for target in targets:
+        if target.replicas is not None:
+            loads = load.setdefault(target.replicas.group, [0] * target.replicas.size)
+            target.reader = loads.index(min(loads))
+            loads[target.reader] += target.piece.nbytes + 2048
 
 
-def _tasks(stored: Metadata, want: Want) -> list[Task]:
-    """The stored chunks that meet this piece."""
-    piece, tasks = want.piece, []
-    entry = stored.state_dict_metadata[want.source]
+def _tasks(stored: Metadata, target: Want) -> list[Task]:
+    """A task for each stored chunk that overlaps this piece."""
+    piece, tasks = target.piece, []
+    entry = stored.state_dict_metadata[target.source]
     assert isinstance(entry, TensorStorageMetadata)
     for chunk in entry.chunks:
-        met = pieces.overlap((piece.offsets, piece.sizes), (tuple(chunk.offsets), tuple(chunk.sizes)))
-        if met is None:
+        shared = pieces.overlap((piece.offsets, piece.sizes), (tuple(chunk.offsets), tuple(chunk.sizes)))
+        if shared is None:
             continue
-        info = stored.storage_data[MetadataIndex(want.source, chunk.offsets)]
-        inside = tuple(o - start for o, start in zip(met[0], chunk.offsets, strict=True))
+        info = stored.storage_data[MetadataIndex(target.source, chunk.offsets)]
+        inside = tuple(o - start for o, start in zip(shared[0], chunk.offsets, strict=True))
         into = piece.local[
             tuple(
                 slice(o - start, o - start + n)
-                for o, n, start in zip(met[0], met[1], piece.offsets, strict=True)
+                for o, n, start in zip(shared[0], shared[1], piece.offsets, strict=True)
             )
         ]
         dtype = entry.properties.dtype
         tasks.append(
             Task(
-                info.relative_path, info.offset, info.length, dtype, tuple(chunk.sizes), inside, met[1], into
+                info.relative_path,
+                info.offset,
+                info.length,
+                dtype,
+                tuple(chunk.sizes),
+                inside,
+                shared[1],
+                into,
             )
         )
     if sum(math.prod(task.take_sizes) for task in tasks) != math.prod(piece.sizes):
-        raise Broken("metadata", f".metadata does not cover {want.source}")
+        raise Broken("metadata", f".metadata does not cover {target.source}")
     return tasks
 
 
 def _read_mine(
-    source: CheckpointSource, wants: list[Want], filling: Filling | None, sums: bool
+    source: CheckpointSource, targets: list[Want], pending: PendingState | None, sums: bool
 ) -> tuple[list[ByteRange], dict[str, Any], Failure | None]:
     try:
         with garbage.held():
-            tasks = [task for want in wants if want.reads for task in _tasks(source.metadata, want)]
+            tasks = [task for target in targets if target.reads for task in _tasks(source.metadata, target)]
         segments = tensor_reader.run(
             source.store, source.folder, tasks, ours=source.manifest is not None, sums=sums
         )
         values = {}
-        for _, _, key in filling.values if filling is not None else ():
+        for _, _, key in pending.values if pending is not None else ():
             info = source.metadata.storage_data[MetadataIndex(key)]
             values[key] = tensor_reader.read_value(
                 source.store, source.folder, info.relative_path, info.offset, info.length
             )
         return segments, values, None
-    except Exception as error:  # whatever it is, it must reach the other ranks
-        return [], {}, inspect.of_failure(error, source.store.path(source.folder))
+    except Exception as error:  # any failure must reach the other ranks
+        return [], {}, inspect.classify_failure(error, source.store.path(source.folder))
 
 
-def _hear(reports: list[Any] | None, source: CheckpointSource, talk: Talk, sums: bool) -> None:
-    """All hear whether all have read, and, where sums are kept, whether every byte is as written."""
+def _check_reports(
+    reports: list[Any] | None, source: CheckpointSource, group: ObjectGroup, sums: bool
+) -> None:
+    """Raises a rank's failure on all ranks; with checksums, also Broken where a byte differs."""
     failures = [why for why, _ in reports or [] if why is not None]
-    failure = talk.tell(_worst(failures))
+    failure = group.broadcast(_worst(failures))
     if failure is not None:
         raise failure
     if sums:
         segments = [one for _, theirs in reports for one in theirs] if reports is not None else []
-        _verify(source, segments, talk)
+        _verify(source, segments, group)
 
 
 def _worst(failures: Sequence[Failure]) -> Failure | None:
-    """Storage that does not answer comes before damage: who cannot read cannot judge."""
+    """Storage that does not answer comes before damage: a rank that cannot read cannot find damage."""
     return min(failures, key=lambda failure: isinstance(failure, Broken), default=None)
 
 
-def _verify(source: CheckpointSource, segments: list[ByteRange], talk: Talk) -> None:
-    """Rank 0 lays all segments end to end; what nobody read is shared out, read and added."""
+def _verify(source: CheckpointSource, segments: list[ByteRange], group: ObjectGroup) -> None:
+    """Compares every file's checksum: rank 0 joins the ranges of all ranks, and the ranks read the gaps."""
     assert source.manifest is not None
     files = source.manifest.files
     chains: dict[str, list[ByteRange]] = {}
     gaps: list[tuple[str, int, int]] = []
-    if talk.rank == 0:
+    if group.rank == 0:
         by_file: dict[str, list[ByteRange]] = defaultdict(list)
         for one in segments:
             by_file[one.file].append(one)
@@ -150,9 +162,11 @@ def _verify(source: CheckpointSource, segments: list[ByteRange], talk: Talk) -> 
         for file, (size, _) in files.items():
             chains[file], missing = tensor_reader.tile(size, by_file[file])
             gaps += [(file, start, end) for start, end in missing]
-    mine = talk.deal([gaps[rank :: talk.size] for rank in range(talk.size)] if talk.rank == 0 else None)
-    reports = talk.collect(_sum_gaps(source, mine))
-    failure = talk.tell(_judge(source.manifest, chains, reports) if reports is not None else None)
+    mine = group.scatter(
+        [gaps[rank :: group.size] for rank in range(group.size)] if group.rank == 0 else None
+    )
+    reports = group.gather(_sum_gaps(source, mine))
+    failure = group.broadcast(_judge(source.manifest, chains, reports) if reports is not None else None)
     if failure is not None:
         raise failure
 
@@ -160,8 +174,8 @@ def _verify(source: CheckpointSource, segments: list[ByteRange], talk: Talk) -> 
 def _sum_gaps(source: CheckpointSource, gaps: list[tuple[str, int, int]]) -> list[ByteRange] | Failure:
     try:
         return [tensor_reader.sum_range(source.store, source.folder, *gap) for gap in gaps]
-    except Exception as error:  # whatever it is, it must reach the other ranks
-        return inspect.of_failure(error, source.store.path(source.folder))
+    except Exception as error:  # any failure must reach the other ranks
+        return inspect.classify_failure(error, source.store.path(source.folder))
 
 
 def _judge(
@@ -178,81 +192,83 @@ def _judge(
     return None
 
 
-def _share(wants: list[Want]) -> None:
-    """From each reader to the other holders: small pieces packed together, large ones each on its own."""
+def _send_to_replicas(targets: list[Want]) -> None:
+    """Sends each piece from its reader to the other holders: small pieces packed, large ones one by one."""
     packs: dict[Any, list[Want]] = defaultdict(list)
-    for want in wants:
-        if want.replicas is None or not want.piece.nbytes:
+    for target in targets:
+        if target.replicas is None or not target.piece.nbytes:
             continue
-        if want.piece.nbytes < SMALL:
-            packs[(want.replicas.group, want.reader, want.piece.local.device)].append(want)
+        if target.piece.nbytes < SMALL:
+            packs[(target.replicas.group, target.reader, target.piece.local.device)].append(target)
         else:
-            _send(want, want.piece.local)
+            _send(target, target.piece.local)
     for together in packs.values():
-        packed = torch.cat([want.piece.local.contiguous().view(-1).view(torch.uint8) for want in together])
+        packed = torch.cat(
+            [target.piece.local.contiguous().view(-1).view(torch.uint8) for target in together]
+        )
         _send(together[0], packed)
-        sizes = [want.piece.nbytes for want in together]
-        for want, part in zip(together, packed.split(sizes), strict=True):
-            want.piece.local.copy_(part.clone().view(want.piece.local.dtype).view(want.piece.sizes))
+        sizes = [target.piece.nbytes for target in together]
+        for target, part in zip(together, packed.split(sizes), strict=True):
+            target.piece.local.copy_(part.clone().view(target.piece.local.dtype).view(target.piece.sizes))
 
 
-def _send(want: Want, tensor: torch.Tensor) -> None:
-    assert want.replicas is not None
+def _send(target: Want, tensor: torch.Tensor) -> None:
+    assert target.replicas is not None
     whole = tensor.contiguous()
-    dist.broadcast(whole.view(-1).view(torch.uint8), group=want.replicas.group, group_src=want.reader)
+    dist.broadcast(whole.view(-1).view(torch.uint8), group=target.replicas.group, group_src=target.reader)
     if whole is not tensor:
         tensor.copy_(whole)
 
 
-def _compare(manifest: Manifest, wants: list[Want], talk: Talk) -> None:
-    """The digest of what each rank now holds, composed over ranks, against the one taken at the save.
+def _compare(manifest: Manifest, targets: list[Want], group: ObjectGroup) -> None:
+    """Compares the digests of the loaded tensors, summed over ranks, with those of the save.
 
-    Three sums a tensor: how many elements are held, the readers' shares, everyone's. The second must be the
-    digest, the third that times the number of holders.
+    Three sums for each tensor: the elements held, the readers' shares, all ranks' shares. The second must be
+    the digest, the third the digest times the number of holders.
     """
-    keys = [want.source for want in wants]
-    held, owned, every = ([0] * len(wants) for _ in range(3))
-    for nth, want in enumerate(wants):
-        share = pieces.digest(want.piece.local, want.piece.offsets, want.piece.size)
-        held[nth], every[nth] = math.prod(want.piece.sizes), share
-        owned[nth] = share if want.reads else 0
-    held, owned, every = (talk.add(numbers) for numbers in (held, owned, every))
+    keys = [target.source for target in targets]
+    held, owned, every = ([0] * len(targets) for _ in range(3))
+    for nth, target in enumerate(targets):
+        share = pieces.digest(target.piece.local, target.piece.offsets, target.piece.size)
+        held[nth], every[nth] = math.prod(target.piece.sizes), share
+        owned[nth] = share if target.reads else 0
+    held, owned, every = (group.sum_mod_2_64(numbers) for numbers in (held, owned, every))
     for nth, key in enumerate(keys):
         if key not in manifest.digests:
             raise Broken("digest", f"the manifest has no digest of {key}")
-        numel, said = manifest.digests[key]
+        numel, digest = manifest.digests[key]
         times = held[nth] // numel if numel else 1
-        if owned[nth] != int(said, 16) or every[nth] != times * int(said, 16) % _WORD:
+        if owned[nth] != int(digest, 16) or every[nth] != times * int(digest, 16) % _WORD:
             raise Broken("digest", f"{key} is not what was saved: its digest differs after the load")
 
 
 def opened(store: Store, folder: str, manifest: Manifest | None, data: bytes) -> CheckpointSource:
-    """A source from `.metadata` as rank 0 read and told it; refused when it is not the file that was sealed."""
+    """The source with this content of `.metadata`; Broken if that is not the file that was sealed."""
     if manifest is not None and manifest.files[file_names.METADATA][1] != crc32(data):
         raise Broken("checksum", ".metadata is not what was written: its checksum differs")
     return CheckpointSource(store, folder, metadata.read(data), manifest, crc32(data))
 
 
 def open_one(store: Store, folder: str, manifest: Manifest | None) -> CheckpointSource:
-    """For a single process: Broken where its metadata is not to be trusted."""
+    """The source, opened by a single process; Broken if its `.metadata` is damaged or unsafe."""
     return opened(store, folder, manifest, store.read(folder, file_names.METADATA))
 
 
 def whole(source: CheckpointSource, key: str) -> torch.Tensor:
-    """One tensor in one process, compared with its digest where there is one."""
+    """A whole tensor, read by a single process and compared with its digest if there is a manifest."""
     entry = source.metadata.state_dict_metadata[key]
     assert isinstance(entry, TensorStorageMetadata)
     tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-    want = Want(key, Piece(key, (key,), tuple(entry.size), (0,) * tensor.dim(), tensor))
+    target = Want(key, Piece(key, (key,), tuple(entry.size), (0,) * tensor.dim(), tensor))
     tensor_reader.run(
         source.store,
         source.folder,
-        _tasks(source.metadata, want),
+        _tasks(source.metadata, target),
         ours=source.manifest is not None,
         sums=False,
     )
     if source.manifest is not None:
-        _, said = source.manifest.digests[key]
-        if pieces.digest(tensor, (0,) * tensor.dim(), tuple(entry.size)) != int(said, 16):
+        _, digest = source.manifest.digests[key]
+        if pieces.digest(tensor, (0,) * tensor.dim(), tuple(entry.size)) != int(digest, 16):
             raise Broken("digest", f"{key} is not what was saved: its digest differs")
     return tensor

@@ -1,6 +1,7 @@
-"""Checkpoints in a folder, of this machine or shared. Not here: an object store (object_store.py).
+"""Checkpoints in a folder, local or shared by several nodes.
 
-Renames and deletions are synced, so that after a power cut a folder is there as it was or as it will be.
+Renames and deletions are synced: after a power cut a folder has its old state or its new one. Object stores
+are in object_store.py.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from fsdp.base.phases import Activity, methods_announce
 from fsdp.checkpoint import file_names
 from fsdp.checkpoint.store import Buffer
 
-MANY = 512  # buffers of one writev or preadv; the kernel's own limit is 1024
+MANY = 512  # buffers in one writev or preadv; the kernel's limit is 1024
 BATCH_BYTES = 16 << 20
 BLOCK = 4096
 DIRECT_BYTES = 1 << 20
@@ -24,7 +25,7 @@ DIRECT_BYTES = 1 << 20
 
 @methods_announce(Activity.STORAGE)
 class LocalStore:
-    """A folder. What is renamed or deleted is synced, so that a power cut finds one or the other."""
+    """Checkpoints as subfolders of `root`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -57,13 +58,13 @@ class LocalStore:
         return file_names.final(step)
 
     def begin(self, folder: str) -> None:
-        """An empty folder for this attempt's try; what an earlier try of the same attempt left goes."""
+        """Makes an empty folder; one of an earlier save of the same attempt is deleted."""
         if os.path.lexists(self.root / folder):
             self._delete(folder)
         (self.root / folder).mkdir(parents=True)
 
     def write(self, folder: str, file: str, buffers: Sequence[Buffer]) -> None:
-        """All buffers, then synced: when this returns a power cut does not lose them."""
+        """Writes all buffers and syncs the file: when this returns, they survive a power cut."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         descriptor = os.open(self.root / folder / file, flags, 0o644)
         try:
@@ -75,7 +76,7 @@ class LocalStore:
             os.close(descriptor)
 
     def seal(self, staged: str, final: str) -> None:
-        """Staged becomes final in one rename; a folder of that name without a seal makes room first."""
+        """Renames the staged folder to its final name; an unsealed folder of that name is set aside first."""
         sync_folder(self.root / staged)
         if os.path.lexists(self.root / final):
             self.set_aside(final, "unsealed")
@@ -83,15 +84,13 @@ class LocalStore:
         sync_folder(self.root)
 
     def remove(self, folder: str, attempt: str) -> None:
-        """The seal goes first, then the name, then the bytes. Of a link only the link: what it leads to is
-        not this store's.
-        """
+        """Deletes the manifest first, then the folder's name, then its files. A link's target stays."""
         if (self.root / folder).is_symlink():
             self._delete(folder)
             return
         if (self.root / folder / file_names.MANIFEST).exists():
             (self.root / folder / file_names.MANIFEST).unlink()
-            sync_folder(self.root / folder)  # or a power cut could leave the seal and not the files
+            sync_folder(self.root / folder)  # or a power cut could keep the manifest and lose files
         base = file_names.parse(folder)
         gone = folder
         if base is not None and base.kind != "gone":
@@ -101,7 +100,7 @@ class LocalStore:
         self._delete(gone)
 
     def _delete(self, folder: str) -> None:
-        """Delete a folder with its files, or a link without what it leads to."""
+        """Deletes a folder with its files, or a link without its target."""
         path = self.root / folder
         if path.is_symlink():
             path.unlink()
@@ -110,7 +109,7 @@ class LocalStore:
             shutil.rmtree(path)
 
     def set_aside(self, folder: str, why: str) -> str:
-        """Give a folder a name that says why it does not count."""
+        """Renames a folder to `<folder>.broken-<why>`; returns the new name."""
         stem = f"{folder}.broken-{why}"
         target, nth = stem, 1
         while os.path.lexists(self.root / target):
@@ -121,29 +120,28 @@ class LocalStore:
         return target
 
     def make(self) -> None:
-        """The folder itself, if it is not there."""
+        """Makes the root folder if it does not exist."""
         if not self.root.is_dir():
             self.root.mkdir(parents=True, exist_ok=True)
             sync_folder(self.root.parent)
 
-    def prove(self, word: str) -> None:
-        """Leave a word that every rank should see."""
+    def put_marker(self, name: str) -> None:
+        """Writes a file that every rank sees where the storage is shared."""
         self.make()
-        (self.root / f".shared-{word}").write_text(word)
+        (self.root / f".shared-{name}").write_text(name)
 
-    def proven(self, word: str) -> bool:
-        return (self.root / f".shared-{word}").exists()
+    def has_marker(self, name: str) -> bool:
+        return (self.root / f".shared-{name}").exists()
 
-    def unprove(self, word: str) -> None:
-        (self.root / f".shared-{word}").unlink(missing_ok=True)
+    def remove_marker(self, name: str) -> None:
+        (self.root / f".shared-{name}").unlink(missing_ok=True)
 
 
 def write_past_cache(descriptor: int, view: memoryview) -> int:
-    """Write the whole blocks of a large buffer straight from its memory; returns how many bytes that was.
+    """Writes the whole blocks of a large buffer with O_DIRECT; returns the number of bytes written.
 
-    Through the page cache each byte would be copied by the processor, into pages taken from whoever needs
-    memory, while the step wants both. Where the file system or the buffer's place does not allow it, nothing
-    is written here.
+    Through the page cache the processor would copy each byte into memory, while the training step needs both.
+    Where the file system or the buffer's address does not allow it, nothing is written.
     """
     whole = len(view) // BLOCK * BLOCK
     flag = getattr(os, "O_DIRECT", 0)
@@ -156,7 +154,7 @@ def write_past_cache(descriptor: int, view: memoryview) -> int:
         while done < whole:
             written = os.write(descriptor, view[done : min(whole, done + BATCH_BYTES)])
             done += written
-            # cut short, as before a full disk: the rest goes the ordinary way, and says so
+            # a short write, as on a full disk: the rest is written the ordinary way, which raises
             if written % BLOCK:
                 break
     except OSError as error:
@@ -168,7 +166,7 @@ def write_past_cache(descriptor: int, view: memoryview) -> int:
 
 
 def write_all(descriptor: int, buffers: list[Buffer]) -> None:
-    """writev until all is written: it may take less than it was given."""
+    """Calls writev until everything is written: one call may write less than it is given."""
     views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
     while views:
         written = os.writev(descriptor, views[:MANY])
@@ -179,7 +177,7 @@ def write_all(descriptor: int, buffers: list[Buffer]) -> None:
 
 
 def read_exactly(descriptor: int, offset: int, buffers: list[memoryview]) -> None:
-    """preadv until all is read; a file that ends before is an error."""
+    """Calls preadv until everything is read; EOFError where the file ends before."""
     views = [view for view in buffers if len(view)]
     while views:
         got = os.preadv(descriptor, views[:MANY], offset)

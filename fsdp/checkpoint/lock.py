@@ -1,9 +1,9 @@
-"""Who writes in a store: one live job, a run or `checkpoints prune`, whichever run directory it has.
+"""The lock of a store: one live job, a run or `python -m fsdp.checkpoint RUN prune`, writes there.
 
 A folder has the lock of a run directory (fsdp/rundir/lock.py). An object store has an object of the same name
-and content. Its holder writes it anew every few seconds with a higher count; it is taken over when its
+and content. Its holder rewrites it every few seconds with a higher count; another job takes it over when the
 holder's process is dead, or when it has not changed while watched. Each write is conditional on the version
-before it, so of two that take over one succeeds.
+before it, so of two takeovers one succeeds.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from typing import Protocol
 
 from fsdp.base.errors import CheckpointError, RefusedError, error_number
 from fsdp.checkpoint.local_store import LocalStore
-from fsdp.checkpoint.object_store import Cell, ObjectStore
+from fsdp.checkpoint.object_store import ObjectStore, VersionedObject
 from fsdp.checkpoint.store import Store
 from fsdp.rundir.lock import FILE, STALE_S, Claim, Holder, here, is_sound, lives, succeeds, this_place
 
 log = logging.getLogger(__name__)
 
 OBJECT_BEAT_S = 10.0
-"""Each beat is a request that a cloud charges for."""
+"""Each renewal is a request that a cloud charges for."""
 OBJECT_STALE_S = 60.0
-"""Six beats, and longer than a request is tried again."""
+"""Six renewals, and longer than a request is retried."""
 
 
 class Lock(Protocol):
-    """Held by this process. `lost` is who has it now, as the last beat found out; `ousted` asks the store."""
+    """A lock of this process. Who took it over, or None: `lost` at the last renewal, `ousted` now."""
 
     @property
     def lost(self) -> str | None: ...
@@ -42,7 +42,7 @@ class Lock(Protocol):
 
 
 class ObjectLock:
-    """The lock object of an object store: a thread keeps it alive until `release`."""
+    """The lock object of an object store; a thread renews it until `release`."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class ObjectLock:
         beat_s: float = OBJECT_BEAT_S,
         stale_s: float = OBJECT_STALE_S,
     ) -> ObjectLock:
-        """Hold the store's lock, or RefusedError with who does. May watch a silent holder for `stale_s`."""
+        """Takes the store's lock, or RefusedError with its holder. Watches a silent holder for `stale_s`."""
         holder, took_over = here(launcher, job), ""
         while True:
             found = store.get(FILE)
@@ -81,10 +81,10 @@ class ObjectLock:
                 return ObjectLock(store, holder, version, took_over, beat_s)
 
     def ousted(self) -> str | None:
-        """None while the lock is ours; else who has it now. Asked before every seal and before pruning."""
+        """None while this process holds the lock; else the new holder. Read before each seal and pruning."""
         found = self._store.get(FILE)
         if found is None:
-            gone = f"the lock on {self._store.where} is gone: somebody removed {FILE}"
+            gone = f"the lock on {self._store.where} is gone: {FILE} was deleted"
             return f"{gone}, and another job may write there"
         now = _holder(found.data)
         if now is not None and now.token == self.holder.token:
@@ -93,12 +93,12 @@ class ObjectLock:
         return f"{over}: this process was silent too long and must not write there"
 
     def release(self) -> None:
-        """Delete the lock; nothing happens where another has it by now."""
+        """Deletes the lock, unless another job has it by now."""
         self._over.set()
-        self._thread.join(self._beat_s)  # a request may be in its pauses
+        self._thread.join(self._beat_s)  # a request may be between retries
         try:
             self._store.drop(FILE, self._version)
-        except Exception as error:  # each client has its own types; the lock goes stale by itself
+        except Exception as error:  # each client has its own classes; the lock goes stale by itself
             log.warning("the lock on %s could not be removed: %s", self._store.where, error)
 
     def _beat(self) -> None:
@@ -115,7 +115,7 @@ class ObjectLock:
 
 
 def _write(store: ObjectStore, holder: Holder, count: int, version: str | None) -> str | None:
-    """The new version, or None where another wrote first. An answer that was lost is found by reading."""
+    """The new version, or None if another job wrote first. A read finds a write whose response was lost."""
     data = json.dumps(asdict(holder)).encode() + f"\n{count:020d}\n".encode()
     written = store.swap(FILE, data, version)
     if written is None and (found := store.get(FILE)) is not None and found.data == data:
@@ -124,7 +124,7 @@ def _write(store: ObjectStore, holder: Holder, count: int, version: str | None) 
 
 
 def _holder(data: bytes) -> Holder | None:
-    """None where the object does not say."""
+    """The holder; None if the object cannot be parsed."""
     try:
         holder = Holder(**json.loads(data.partition(b"\n")[0]))
     except (ValueError, TypeError, RecursionError):
@@ -132,13 +132,15 @@ def _holder(data: bytes) -> Holder | None:
     return holder if is_sound(holder) else None
 
 
-def _clear_dead(store: ObjectStore, found: Cell, stale_s: float, job: str) -> str:
-    """One line about a dead holder, for who takes over from it; RefusedError if it lives."""
+def _clear_dead(store: ObjectStore, found: VersionedObject, stale_s: float, job: str) -> str:
+    """A line about the dead holder, for the log of the takeover; RefusedError if the holder lives."""
     holder = _holder(found.data)
     how, alive = "it is dead", _known(holder, job)
     if alive is None:
-        who = holder or "somebody unnamed"
-        log.warning("%s is locked by %s: watching for %.0f s whether it lives", store.where, who, stale_s)
+        who = holder or "an unknown holder"
+        log.warning(
+            "%s is locked by %s: watching for %.0f s whether its holder lives", store.where, who, stale_s
+        )
         how, alive = f"it gave no sign for {stale_s:g} s", _changes(store, found, stale_s)
     if alive:
         raise RefusedError(f"{store.where} is being written by {holder or 'another job'}.")
@@ -146,16 +148,16 @@ def _clear_dead(store: ObjectStore, found: Cell, stale_s: float, job: str) -> st
 
 
 def _known(holder: Holder | None, job: str) -> bool | None:
-    """Whether a holder lives, where its job or its process says so; None where only watching does."""
+    """Whether a holder lives, by its job or its process; None if only watching the lock can tell."""
     if holder is None:
         return None
     if succeeds(job, holder.job):
-        return False  # the scheduler has ended the earlier start
+        return False  # the scheduler ended the earlier start
     return lives(holder) if holder.place and holder.place == this_place() else None
 
 
-def _changes(store: ObjectStore, found: Cell, stale_s: float) -> bool:
-    """Does the object change (a beat, or a new holder) while we watch? Gone is not alive."""
+def _changes(store: ObjectStore, found: VersionedObject, stale_s: float) -> bool:
+    """Whether the object changes (a renewal or a new holder) within `stale_s`; False if it is deleted."""
     deadline = time.monotonic() + stale_s
     while time.monotonic() < deadline:
         time.sleep(min(1.0, stale_s / 10))
@@ -166,7 +168,7 @@ def _changes(store: ObjectStore, found: Cell, stale_s: float) -> bool:
 
 
 class Locks:
-    """Several held as one: lost when any is."""
+    """Several locks held as one: lost when any of them is."""
 
     def __init__(self, *held: Lock) -> None:
         self._held = held
@@ -185,13 +187,12 @@ class Locks:
 
 
 def hold(run_dir: Path | None, store: Store, launcher: str, job: str = "") -> Locks:
-    """Hold a run directory (where there is one) and its store, or RefusedError with who does."""
+    """Takes the locks of a run directory (if there is one) and its store, or RefusedError with a holder."""
     if run_dir is None or _same(store, run_dir):
         return Locks(_hold_store(store, launcher, job))
     before, began = _peek(store), time.monotonic()
     run = Claim.acquire(run_dir, launcher, job)
-    # The time for which a silent holder of the run directory was watched counts, if the store's lock stood
-    # still.
+    # The time that the run directory's lock was watched counts for the store's, if that did not change.
     watched = time.monotonic() - began if before is not None and _peek(store) == before else 0.0
     try:
         return Locks(run, _hold_store(store, launcher, job, watched))
@@ -205,7 +206,7 @@ def _same(store: Store, run_dir: Path) -> bool:
 
 
 def _peek(store: Store) -> bytes | None:
-    """The lock's content; None where there is none or it cannot be read, of which acquiring it says why."""
+    """The lock's content; None if there is none or it cannot be read (acquiring it then raises)."""
     try:
         if isinstance(store, ObjectStore):
             return found.data if (found := store.get(FILE)) is not None else None

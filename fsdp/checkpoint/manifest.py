@@ -1,7 +1,7 @@
-"""The manifest: what a checkpoint holds and how each byte of it can be checked. Written last, it is the seal.
+"""The manifest: a checkpoint's contents with the checksum of every file. Written last, it is the seal.
 
-Plain JSON, its own checksum inside; it repeats the counters, so that nothing but tensors is read from the
-other files.
+It is plain JSON with a checksum of itself. It repeats the counters: from the other files only tensors and
+optimizer state are read.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ FORMAT = 1
 
 
 class Broken(Exception):
-    """Why a checkpoint is not whole, in a few words: the reason becomes part of the name that it is set aside
-    under.
-    """
+    """A checkpoint is not whole. `why`, a word or two, becomes part of its name when it is set aside."""
 
     def __init__(self, why: str, detail: str) -> None:
         self.why, self.detail = why, detail
-        super().__init__(why, detail)  # as they came: it is sent from rank to rank
+        super().__init__(why, detail)  # both arguments: it is pickled and sent to other ranks
 
     def __str__(self) -> str:
         return f"{self.why}: {self.detail}"
@@ -45,12 +43,12 @@ class Manifest:
     counters: Mapping[str, float | int]
     metrics: Mapping[str, float]
     files: Mapping[str, tuple[int, int]]
-    """Name → size and crc32 of every file but this one."""
+    """Name → size and crc32 of every file but the manifest."""
     digests: Mapping[str, tuple[int, str]]
-    """Key of each tensor → its elements and the digest of its bits, in hex."""
+    """Key of each tensor → its number of elements and the digest of its bits, in hex."""
     bytes: int = 0
     base: Mapping[str, Any] = field(default_factory=dict)
-    """Of a checkpoint of adapters alone: the frozen weights that they lie over."""
+    """In a checkpoint of adapters alone: the frozen weights under them."""
 
     @property
     def mesh(self) -> str:
@@ -64,21 +62,22 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(data: bytes) -> Manifest:
-    """The manifest, or Broken when one byte of it is not what was written."""
+    """The manifest; Broken if a byte of it is not what was written."""
     head, newline, rest = data.partition(b"\n")
     text = rest[:-2]
     try:
-        said = int(json.loads(head + b"0}")["crc32"])
-        if not newline or rest[-2:] != b"}\n" or crc32(text) != said:
+        expected = int(json.loads(head + b"0}")["crc32"])
+        if not newline or rest[-2:] != b"}\n" or crc32(text) != expected:
             raise ValueError("its checksum differs")
         body = json.loads(text)
         form, step = body.pop("format"), body.get("step")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Broken("manifest", f"the manifest cannot be read ({error})") from None
     if form != FORMAT:
-        # Whole, for all we know, and not ours to set aside.
+        # It may be whole: it is not set aside.
         raise CheckpointError(
-            f"a checkpoint of step {step!a} has format {form!a}; this program knows {FORMAT}.", "update it"
+            f"a checkpoint of step {step!a} has format {form!a}; this program reads format {FORMAT}.",
+            "resume with the version of this program that wrote it, or a newer one",
         )
     try:
         return _checked(body)
@@ -89,14 +88,14 @@ def decode(data: bytes) -> Manifest:
 
 
 def _checked(body: dict[str, Any]) -> Manifest:
-    """Each field of the type that the class gives it: the file may be anybody's."""
+    """The manifest with the type of each field checked: the file may come from anywhere."""
     body["files"] = {name: (_count(size), _count(crc)) for name, (size, crc) in body["files"].items()}
     body["digests"] = {key: (_count(numel), _hex(value)) for key, (numel, value) in body["digests"].items()}
     for name in ("step", "replicate", "shard", "ranks", "bytes"):
         _count(body.get(name, 0))
     for name in ("attempt", "torch", "strategy", "config", "reason"):
         if not isinstance(body[name], str):
-            raise TypeError(f"{name} is no text")
+            raise TypeError(f"{name} is not a string")
     for name in ("counters", "metrics"):
         body[name] = {str(key): _number(value) for key, value in body[name].items()}
     if base := body.get("base", {}):
@@ -124,7 +123,7 @@ def _hex(value: Any) -> str:
 
 
 def _number(value: Any) -> float | int:
-    """NaN is one: a metric may be."""
+    """An int or a float; NaN is allowed, for metrics."""
     if type(value) is not float and not (type(value) is int and abs(value) < 2**63):
         raise ValueError(f"{value!a:.40} is not a number")
     return value  # type: ignore[no-any-return]

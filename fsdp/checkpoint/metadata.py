@@ -1,10 +1,9 @@
-"""DCP's `.metadata`, read without running anything that it says.
+"""Reads DCP's `.metadata`, a pickle, without executing code from it.
 
-It is a pickle. This unpickler knows the names that DCP itself writes there and the few of torch inside them;
-any other name, and so any call that a stranger put there, is refused before it is looked up. A pickle may
-also set attributes of what it is given: it is given stand-ins that are made for this one read, so what it
-alters is dropped with them. DCP's own objects are made from the stand-ins afterwards, with each type, size
-and path checked.
+The unpickler knows the names that DCP writes there and the few of torch inside them; any other name, and so
+any other call, is refused before it is looked up. A pickle may also set attributes of the objects it is
+given: it is given stand-in classes made for this one read, which are dropped after it. DCP's own objects are
+made from the stand-ins, with each type, size and path checked.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from fsdp.checkpoint.manifest import Broken
 
 _DCP = "torch.distributed.checkpoint.metadata"
 _CLASSES = (
-    "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
-    "TensorStorageMetadata",
+    "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex",
+    "StorageMeta", "TensorProperties", "TensorStorageMetadata",
 )  # fmt: skip
 _DTYPES = {
     ("torch", str(value).removeprefix("torch.")): value
@@ -36,7 +35,7 @@ _DTYPES = {
     if isinstance(value, torch.dtype)
 }
 _DEEPEST = 8
-"""Levels of a state dict that planner_data may tell of."""
+"""Levels of nesting allowed in planner_data."""
 
 _METADATA = frozenset(field.name for field in dataclasses.fields(Metadata))
 _TENSOR = frozenset(field.name for field in dataclasses.fields(dcp.TensorStorageMetadata))
@@ -46,23 +45,23 @@ _PLACE = frozenset(field.name for field in dataclasses.fields(StorageInfo))
 
 
 def _stand_in(name: str) -> type:
-    """What a class of DCP becomes while the pickle is read."""
-    return type(name, (), {"__setstate__": _keep} if name == "TensorProperties" else {})
+    """The stand-in for a class of DCP while the pickle is read."""
+    return type(name, (), {"__setstate__": _set_state} if name == "TensorProperties" else {})
 
 
-def _keep(properties: Any, state: Any) -> None:
+def _set_state(properties: Any, state: Any) -> None:
     properties.state = state
 
 
-def _handed_out() -> dict[tuple[str, str], Any]:
-    """Names that the pickle may ask for → what it is given. Classes of Python and torch are immutable types."""
+def _allowed_names() -> dict[tuple[str, str], Any]:
+    """Names that the pickle may contain → their objects. Python's and torch's own classes are immutable."""
     return {
         **_DTYPES,
         **{(_DCP, name): _stand_in(name) for name in _CLASSES},
         DCP_PLACE: _stand_in(DCP_PLACE[1]),
         ("torch", "Size"): torch.Size,
         ("collections", "OrderedDict"): dict,
-        # fields of a tensor that no reader here uses, and where dcp.save wrote
+        # fields of a tensor that are not used here, and the path that dcp.save wrote to
         **dict.fromkeys(DCP_UNREAD, lambda *_: None),
         ("pathlib", "PosixPath"): lambda *parts: None,
     }
@@ -71,36 +70,35 @@ def _handed_out() -> dict[tuple[str, str], Any]:
 class _Reader(pickle.Unpickler):
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
-        self.known = _handed_out()
+        self.known = _allowed_names()
 
     def find_class(self, module: str, name: str) -> Any:
         known = self.known.get((module, name))
         if known is None:
             raise Broken(
                 "foreign-pickle",
-                f".metadata asks for {module}.{name}, which is no part of a checkpoint; nothing was run",
+                f".metadata names {module}.{name}, which is not part of a checkpoint; no code was run",
             )
         return known
 
 
 def read(data: bytes) -> Metadata:
-    """The metadata, or Broken."""
+    """The metadata; Broken if it is damaged or unsafe."""
     try:
         with garbage.held():
             reader = _Reader(data)
             return _Converter(reader.known).metadata(reader.load())
     except Broken:
         raise
-    except Exception as error:  # a damaged pickle fails in any way it likes; each is the same news
+    except Exception as error:  # a damaged pickle can raise any exception
         raise Broken("metadata", f".metadata cannot be read ({type(error).__name__}: {error})") from None
 
 
 class _Converter:
-    """Stand-ins into DCP's objects. What has another form than DCP writes raises TypeError, ValueError or
-    KeyError.
+    """Converts stand-ins to DCP's objects; TypeError, ValueError or KeyError for a form DCP does not write.
 
-    A checkpoint of 1,000 ranks has 100,000 chunks and places. Those keep their attributes and change their
-    class, and what many share (sizes, paths) is checked once.
+    A checkpoint of 1,000 ranks has 100,000 chunks and places. These keep their attributes and change their
+    class, and shared sizes and paths are checked once.
     """
 
     def __init__(self, known: Mapping[tuple[str, str], Any]) -> None:
@@ -174,7 +172,7 @@ class _Converter:
         return cast(StorageInfo, found)
 
     def _sizes(self, value: Any) -> torch.Size:
-        if id(value) not in self._sizes_seen:  # kept below, so that no other object can have its id
+        if id(value) not in self._sizes_seen:  # kept below, or another object could get its id
             if type(value) is not torch.Size or min(value, default=0) < 0:
                 raise ValueError(f"{value!a:.40} is not a size")
             self._sizes_seen[id(value)] = value
@@ -183,28 +181,26 @@ class _Converter:
 
 def _fields(found: Any, kind: type, names: frozenset[str]) -> dict[str, Any]:
     if type(found) is not kind or not vars(found).keys() <= names:
-        raise TypeError(f"a {type(found).__name__} stands for a {kind.__name__}")
+        raise TypeError(f"a {type(found).__name__} instead of a {kind.__name__}")
     return vars(found)
 
 
 def inside(path: str) -> str:
-    """A file's path below its checkpoint; Broken for one that leads out. Checked on the string, before a path
-    is made of it.
-    """
+    """A file's path within its checkpoint; Broken if it points outside. Checks the string, not a Path."""
     if "\0" in path or any(part in ("", ".", "..") for part in path.split("/")):
-        raise Broken("foreign-path", f".metadata leads out of the checkpoint, to {path!a}")
+        raise Broken("foreign-path", f".metadata points outside the checkpoint, to {path!a}")
     return path
 
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        raise TypeError(f"a {type(value).__name__} stands for a text")
+        raise TypeError(f"a {type(value).__name__} instead of a string")
     return value
 
 
 def _dict(value: Any) -> dict[Any, Any]:
     if type(value) is not dict:
-        raise TypeError(f"a {type(value).__name__} stands for a dict")
+        raise TypeError(f"a {type(value).__name__} instead of a dict")
     return value
 
 
@@ -215,7 +211,7 @@ def _count(value: Any) -> int:
 
 
 def _plain(value: Any, deep: int = 0) -> Any:
-    """Names and numbers, in dicts, lists and tuples."""
+    """A value of strings and numbers in dicts, lists and tuples; TypeError for anything else."""
     if deep > _DEEPEST:
         raise ValueError("planner_data is nested too deeply")
     if type(value) is dict:
@@ -224,4 +220,4 @@ def _plain(value: Any, deep: int = 0) -> Any:
         return type(value)(_plain(one, deep + 1) for one in value)
     if value is None or type(value) in (str, int, float, bool):
         return value
-    raise TypeError(f"a {type(value).__name__} stands in planner_data")
+    raise TypeError(f"a {type(value).__name__} in planner_data")

@@ -1,10 +1,9 @@
-"""Checkpoints in an object store, through fsspec: s3://bucket/prefix, endpoint and keys in their ordinary
-variables.
+"""Checkpoints in an object store such as s3://bucket/prefix, through fsspec.
 
-Nothing can be renamed there, so each attempt writes under a name of its own and the manifest, put last, is
-the seal. What a local folder shows by its name is seen here from what lies inside: no manifest is `.tmp-`, a
-mark is `.broken-`. Every request is tried again with growing pauses; what remains of a failure is an OSError
-without anything secret in it.
+Endpoint and keys come from fsspec's environment variables. Objects cannot be renamed: each attempt writes
+under a name of its own, and the manifest, written last, is the seal. The objects inside decide the name that
+a folder is listed under: without a manifest `.tmp-`, with a mark `.broken-`. Every request is retried with
+growing pauses; a final failure is an OSError without secrets in its message.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from fsdp.checkpoint.store import Buffer
 log = logging.getLogger(__name__)
 
 PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
-"""On top of what the client itself does about a busy server."""
+"""Between retries, beside those of the client itself."""
 PART_BYTES = 16 << 20
 MARK = ".broken-"
 
@@ -36,8 +35,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Cell:
-    """A small object and its version: S3's ETag, or the digest of the data where the client gives none."""
+class VersionedObject:
+    """A small object and its version: S3's ETag, or a digest of its data in other stores."""
 
     data: bytes
     version: str
@@ -62,17 +61,17 @@ class ObjectStore:
             folder, slash, file = path.partition("/")
             if slash:
                 found.setdefault(folder, set()).add(file)
-        return sorted(_shown(folder, files) for folder, files in found.items())
+        return sorted(_listed_name(folder, files) for folder, files in found.items())
 
     def sizes(self, folder: str) -> dict[str, int]:
-        listing = self._listing(_real(folder))
+        listing = self._listing(_prefix(folder))
         return {path: size for path, size in listing.items() if "/" not in path and not path.startswith(MARK)}
 
     def _listing(self, folder: str) -> dict[str, int]:
-        """Path below the folder → size. A folder that does not exist is an empty one."""
+        """Path below the folder → size; empty for a folder that does not exist."""
         base = f"{self._root}/{folder}".rstrip("/")
 
-        def look() -> dict[str, int]:
+        def request() -> dict[str, int]:
             self._fs.invalidate_cache()
             try:
                 found = self._fs.find(base, detail=True)
@@ -84,11 +83,11 @@ class ObjectStore:
                 if len(path) > len(base)
             }
 
-        return _patiently(look, f"listing {self.path(folder)}")
+        return _retried(request, f"listing {self.path(folder)}")
 
     def read(self, folder: str, file: str) -> bytes:
         path = self._path(folder, file)
-        return bytes(_patiently(lambda: self._fs.cat_file(path), f"reading {self.path(folder)}/{file}"))
+        return bytes(_retried(lambda: self._fs.cat_file(path), f"reading {self.path(folder)}/{file}"))
 
     def read_into(self, folder: str, file: str, offset: int, buffers: list[memoryview]) -> None:
         path, what = self._path(folder, file), f"reading {self.path(folder)}/{file}"
@@ -96,7 +95,7 @@ class ObjectStore:
         rest = [view for view in buffers if len(view)]
         while offset < end:
             stop = min(end, offset + PART_BYTES)
-            data = _patiently(partial(self._fs.cat_file, path, start=offset, end=stop), what)
+            data = _retried(partial(self._fs.cat_file, path, start=offset, end=stop), what)
             if len(data) != stop - offset:
                 raise EOFError(
                     f"{file} ends at {offset + len(data)}, {stop - offset - len(data)} bytes short"
@@ -111,13 +110,13 @@ class ObjectStore:
         return file_names.final(step, attempt)
 
     def begin(self, folder: str) -> None:
-        """A prefix needs no making; what an earlier try of this attempt left under it goes."""
+        """Deletes what an earlier save of this attempt left under the prefix."""
         if self._listing(folder):
             self.remove(folder, "")
 
     def write(self, folder: str, file: str, buffers: Sequence[Buffer]) -> None:
         path = self._path(folder, file)
-        _patiently(lambda: self._put(path, buffers), f"writing {self.path(folder)}/{file}")
+        _retried(lambda: self._put(path, buffers), f"writing {self.path(folder)}/{file}")
 
     def _put(self, path: str, buffers: Sequence[Buffer]) -> None:
         stream = self._fs.open(path, "wb", block_size=PART_BYTES)
@@ -127,70 +126,70 @@ class ObjectStore:
                 for at in range(0, len(view), PART_BYTES):
                     stream.write(view[at : at + PART_BYTES])
         except BaseException:
-            # Closing would put what has been written so far as if it were all.
+            # Closing would store what has been written so far as the whole object.
             stream.discard()
             stream.closed = True
             raise
         stream.close()
 
     def seal(self, staged: str, final: str) -> None:
-        """The manifest is there: nothing is left to do."""
+        """Nothing to do: the manifest is the seal."""
 
     def remove(self, folder: str, attempt: str) -> None:
-        """The seal goes first."""
-        files = self._listing(_real(folder))
+        """Deletes the manifest first, then the other files."""
+        files = self._listing(_prefix(folder))
         for file in sorted(files, key=lambda name: name != file_names.MANIFEST):
             path = self._path(folder, file)
-            _patiently(partial(self._fs.rm_file, path), f"deleting {self.path(folder)}/{file}")
+            _retried(partial(self._fs.rm_file, path), f"deleting {self.path(folder)}/{file}")
 
     def set_aside(self, folder: str, why: str) -> str:
         path = self._path(folder, f"{MARK}{why}")
-        _patiently(lambda: self._fs.pipe_file(path, b""), f"marking {self.path(folder)}")
+        _retried(lambda: self._fs.pipe_file(path, b""), f"marking {self.path(folder)}")
         return f"{folder}.broken-{why}"
 
-    def prove(self, word: str) -> None:
-        _patiently(
-            lambda: self._fs.pipe_file(f"{self._root}/.shared-{word}", b"shared"), f"writing to {self.where}"
+    def put_marker(self, name: str) -> None:
+        _retried(
+            lambda: self._fs.pipe_file(f"{self._root}/.shared-{name}", b"shared"), f"writing to {self.where}"
         )
 
-    def proven(self, word: str) -> bool:
-        return f".shared-{word}" in self._listing("")
+    def has_marker(self, name: str) -> bool:
+        return f".shared-{name}" in self._listing("")
 
-    def unprove(self, word: str) -> None:
-        _patiently(lambda: self._fs.rm_file(f"{self._root}/.shared-{word}"), f"deleting from {self.where}")
+    def remove_marker(self, name: str) -> None:
+        _retried(lambda: self._fs.rm_file(f"{self._root}/.shared-{name}"), f"deleting from {self.where}")
 
-    # ------------------------------------------------------------ one small object that several jobs write
+    # ------------------------------------------------------------ the lock's object, which several jobs write
 
-    def get(self, name: str) -> Cell | None:
-        """The object beside the folders; None where there is none."""
-        return _patiently(lambda: self._get(f"{self._root}/{name}"), f"reading {self.path(name)}")
+    def get(self, name: str) -> VersionedObject | None:
+        """A small object beside the folders; None if it does not exist."""
+        return _retried(lambda: self._get(f"{self._root}/{name}"), f"reading {self.path(name)}")
 
-    def _get(self, path: str) -> Cell | None:
+    def _get(self, path: str) -> VersionedObject | None:
         try:
             if self._conditional:
-                return Cell(*_with_etag(self._fs, path))
+                return VersionedObject(*_with_etag(self._fs, path))
             self._fs.invalidate_cache()
             data = bytes(self._fs.cat_file(path))
         except FileNotFoundError:
             return None
-        return Cell(data, hashlib.sha256(data).hexdigest())
+        return VersionedObject(data, hashlib.sha256(data).hexdigest())
 
     def swap(self, name: str, data: bytes, version: str | None) -> str | None:
-        """Write the object if it still has this version (None: if there is none); the new version, or None.
+        """Writes the object if it has this version (None: if it does not exist); the new version, or None.
 
         S3 compares and writes in one step (If-None-Match, If-Match). In another store the object is read
         first: two jobs that write between those two steps both receive a version, and the next read shows
         which one holds.
         """
         path = f"{self._root}/{name}"
-        return _patiently(lambda: self._swap(path, data, version), f"writing {self.path(name)}")
+        return _retried(lambda: self._swap(path, data, version), f"writing {self.path(name)}")
 
     def _swap(self, path: str, data: bytes, version: str | None) -> str | None:
         if self._conditional:
             condition = {"mode": "create"} if version is None else {"IfMatch": version}
             try:
                 return str(self._fs.pipe_file(path, data, **condition)["ETag"])
-            except Exception as error:  # s3fs has a type of its own for each code
+            except Exception as error:  # s3fs has a class for each code
                 if _refused(error):
                     return None
                 self._or_raise(error)
@@ -202,14 +201,14 @@ class ObjectStore:
         return again.version if again is not None and again.data == data else None
 
     def drop(self, name: str, version: str) -> None:
-        """Delete the object if it still has this version. One try: who asks is about to end."""
+        """Deletes the object if it has this version. Without retries: the process is about to end."""
         path = f"{self._root}/{name}"
         if self._conditional:
             bucket, key, _ = self._fs.split_path(path)
             try:
                 self._fs.call_s3("delete_object", Bucket=bucket, Key=key, IfMatch=version)
                 return
-            except Exception as error:  # s3fs has a type of its own for each code
+            except Exception as error:  # s3fs has a class for each code
                 if _refused(error):
                     return
                 self._or_raise(error)
@@ -218,21 +217,21 @@ class ObjectStore:
             self._fs.rm_file(path)
 
     def _or_raise(self, error: Exception) -> None:
-        """Some S3 servers answer that they have no conditional writes: from then on read, compare and write."""
+        """Some S3 servers have no conditional writes: from then on the store reads, compares and writes."""
         if _code(error) != "NotImplemented":
             raise error
         self._conditional = False
         log.warning(
-            "%s has no conditional writes: two jobs that start at the same moment may not see each other",
+            "%s has no conditional writes: two jobs that start at the same moment may both take the lock",
             self.where,
         )
 
     def _path(self, folder: str, file: str) -> str:
-        return f"{self._root}/{_real(folder)}/{file}"
+        return f"{self._root}/{_prefix(folder)}/{file}"
 
 
 def _with_etag(fs: Any, path: str) -> tuple[bytes, str]:
-    """An object and its ETag from one answer: between two questions it may be written."""
+    """An object and its ETag from one response: between two requests it may be written."""
     from fsspec.asyn import sync
 
     async def fetch() -> tuple[bytes, str]:
@@ -246,7 +245,7 @@ def _with_etag(fs: Any, path: str) -> tuple[bytes, str]:
 
 
 def _code(error: BaseException | None) -> str:
-    """What the server called it, from the client's error below fsspec's own; empty where it said nothing."""
+    """The server's error code, from the client's error below fsspec's; empty if there is none."""
     while error is not None:
         response = getattr(error, "response", None)
         if isinstance(response, dict):
@@ -256,12 +255,12 @@ def _code(error: BaseException | None) -> str:
 
 
 def _refused(error: Exception) -> bool:
-    """Whether a conditional write found another version, or no object where it expected one."""
+    """Whether a conditional write failed because the object has another version or does not exist."""
     return isinstance(error, FileExistsError) or _code(error) in ("PreconditionFailed", "412", "NoSuchKey")
 
 
-def _shown(folder: str, files: set[str]) -> str:
-    """The name that a local folder would have."""
+def _listed_name(folder: str, files: set[str]) -> str:
+    """The name that a local folder with these files would have."""
     name = file_names.parse(folder)
     if name is None or name.kind != "final":
         return folder
@@ -271,8 +270,8 @@ def _shown(folder: str, files: set[str]) -> str:
     return folder if file_names.MANIFEST in files else file_names.staging(name.step, name.attempt)
 
 
-def _real(folder: str) -> str:
-    """The prefix behind a shown name."""
+def _prefix(folder: str) -> str:
+    """The prefix in the bucket of a listed folder."""
     name = file_names.parse(folder)
     if name is None or name.kind == "final":
         return folder
@@ -280,7 +279,7 @@ def _real(folder: str) -> str:
 
 
 def _pour(data: memoryview, into: list[memoryview]) -> list[memoryview]:
-    """Fill memories from the front; returns those still to be filled."""
+    """Copies data into buffers, the first ones first; returns the buffers still to be filled."""
     while len(data):
         taken = min(len(data), len(into[0]))
         into[0][:taken] = data[:taken]
@@ -300,7 +299,7 @@ def _open(url: str) -> tuple[Any, str]:
         ) from None
     except ValueError:
         raise CheckpointError(
-            f"{scheme}:// is no store that fsspec knows.", "--checkpoint.dir s3://bucket/prefix"
+            f"fsspec has no file system for {scheme}://.", "--checkpoint.dir s3://bucket/prefix"
         ) from None
     return fs, root.rstrip("/")
 
@@ -312,32 +311,32 @@ def _package(scheme: str) -> str:
 
 
 def _without_secrets(url: str) -> str:
-    """No user, password or query: they may hold keys."""
+    """The URL without user, password and query, which may hold keys."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}".rstrip("/")
 
 
-def _patiently(request: Callable[[], T], what: str) -> T:
-    """The request, again after growing pauses; not where another try cannot help."""
+def _retried(request: Callable[[], T], what: str) -> T:
+    """The request's result, retried after growing pauses, except on errors that a retry cannot change."""
     for pause in (*PAUSES_S, None):
         try:
             return request()
         except (FileNotFoundError, PermissionError) as error:
-            raise type(error)(error.errno, f"{what}: {_said(error)}") from None
-        except Exception as error:  # each client has its own types for a server that is busy, slow or gone
+            raise type(error)(error.errno, f"{what}: {_redacted(error)}") from None
+        except Exception as error:  # each client has its own classes for a server that is busy, slow or gone
             if pause is None or type(error).__name__ in (
                 "NoCredentialsError",
                 "ParamValidationError",
                 "CheckpointError",
             ):
-                raise OSError(errno.ETIMEDOUT, f"{what}: {_said(error)}") from None
-            log.info("%s: %s; trying again in %g s", what, _said(error), pause)
+                raise OSError(errno.ETIMEDOUT, f"{what}: {_redacted(error)}") from None
+            log.info("%s: %s; retrying in %g s", what, _redacted(error), pause)
             time.sleep(pause)
     raise AssertionError("not reached")
 
 
-def _said(error: BaseException) -> str:
-    """One line of what a client says, without anything that looks like a key."""
+def _redacted(error: BaseException) -> str:
+    """The first line of a client's error, without what looks like a key."""
     text = f"{type(error).__name__}: {error}".partition("\n")[0]
     return re.sub(r"(?i)((?:key|secret|token|signature|credential|password)\w*[=:]\s*)\S+", r"\1…", text)[
         :300

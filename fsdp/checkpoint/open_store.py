@@ -1,4 +1,4 @@
-"""From the place of checkpoints, a folder or a URL, to its Store."""
+"""The Store of a folder or URL that holds checkpoints."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from fsdp.checkpoint.store import Store
 
 
 def open_store(place: str) -> Store:
-    """A folder, or an object store when the place is a URL."""
+    """A LocalStore for a folder, an ObjectStore for a URL."""
     scheme, colon, rest = place.partition("://")
     if not colon:
         return LocalStore(Path(place))
     if scheme in ("file", "local"):
         return LocalStore(Path(rest))
-    from fsdp.checkpoint.object_store import ObjectStore  # imports fsspec, which only this needs
+    from fsdp.checkpoint.object_store import ObjectStore  # imports fsspec
 
     return ObjectStore(place)

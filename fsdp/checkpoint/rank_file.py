@@ -1,7 +1,6 @@
-"""One rank's file of a save: the staged image gets its frames and its checksums, and is written.
+"""One rank's file of a save: adds frames and checksums to the staged image and writes it.
 
-All of it runs behind the training step, in a thread: the long calls (crc32, write, fsync) let the interpreter
-go.
+It runs in a thread beside the training step: the long calls (crc32, write, fsync) release the GIL.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ SMALL = 4096  # below this, crc32 over the bytes is cheaper than combining
 
 @dataclass
 class Written:
-    """What a rank tells of its file: its size and checksum, and its share of each tensor's digest."""
+    """A rank's report of its file: size, checksum, and its share of each tensor's digest."""
 
     file: str
     size: int = 0
     crc: int = 0
     shares: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Key → elements of the whole tensor, and this rank's share of its digest."""
+    """Key → number of elements of the whole tensor, and this rank's share of its digest."""
     buffers: dict[str, int] = field(default_factory=dict)
-    """Digests of this rank's own buffers, of which only rank 0's are kept."""
+    """Digests of this rank's own buffers; the checkpoint keeps rank 0's buffers."""
 
 
 @announces(Activity.STORAGE)
 def write_file(store: Store, folder: str, rank: int, image: Image, values: list[bytes]) -> Written:
-    """Write this rank's file; `values` are what is no tensor, on rank 0."""
+    """Writes this rank's file; `values` are the pickled values other than tensors, on rank 0."""
     written = Written(file_names.data_file(rank))
     for one in image.staged:
         _frame(image, one, written)
@@ -47,7 +46,7 @@ def write_file(store: Store, folder: str, rank: int, image: Image, values: list[
 
 
 def _frame(image: Image, one: Staged, written: Written) -> None:
-    """Put head and tail around the data, and add all three to the file's checksum in one pass over them."""
+    """Writes head and tail around the data, and adds all three to the file's checksum in one pass."""
     count = one.tensor.numel() * one.tensor.element_size()
     first = one.start + torch_file.HEAD
     data = image.data[first : first + count]

@@ -1,6 +1,6 @@
-"""Which checkpoints stay: the last k, each n-th, the best by a metric.
+"""Retention: keeps the last k checkpoints, every n-th step's, and the best by a metric.
 
-Only whole ones count, and the old go after the new is sealed.
+Only whole checkpoints count, and old ones are deleted after the new one is sealed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def superfluous(section: CheckpointSection, whole: Sequence[CheckpointListing]) -> list[CheckpointListing]:
-    """Those of the whole checkpoints that no rule keeps."""
+    """The whole checkpoints that no rule keeps."""
     if not section.keep_last:
         return []
     newest = sorted(whole, key=lambda found: found.step, reverse=True)
@@ -44,27 +44,26 @@ def _has(section: CheckpointSection, found: CheckpointListing) -> bool:
 
 
 def _rank(section: CheckpointSection, found: CheckpointListing) -> tuple[bool, float, int]:
-    """The best first, those without the metric last, of equals the newest."""
+    """Sorts the best first, ties by the newest, and those without the metric last."""
     value = _metric(section, found)
     return math.isnan(value), value if not math.isnan(value) else 0.0, -found.step
 
 
 def prune(store: Store, section: CheckpointSection, attempt: str) -> list[str]:
-    """Delete what no rule keeps; returns the folders gone."""
+    """Deletes what no rule keeps; returns the deleted folders."""
     if not section.keep_last:
         return []
     whole = [found for found in scan(store) if found.manifest is not None]
-    gone = superfluous(section, whole)
-    for found in gone:
+    deleted = superfluous(section, whole)
+    for found in deleted:
         store.remove(found.folder, attempt)
-    return [found.folder for found in gone]
+    return [found.folder for found in deleted]
 
 
 def sweep(store: Store, attempt: str) -> list[str]:
-    """Delete what attempts before this one left half-written or half-deleted. Only the holder of the store's
-    lock may.
+    """Deletes what earlier attempts left half-written or half-deleted; the caller holds the store's lock.
 
-    What cannot be deleted is logged and left: it counts as no checkpoint, and the run starts all the same.
+    What cannot be deleted is logged and left: it does not count as a checkpoint, and the run starts.
     """
     swept = []
     for folder in store.folders():

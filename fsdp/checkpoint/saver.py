@@ -1,8 +1,8 @@
-"""One save, behind the steps: copy, write, gather, seal, prune. At most one is in flight.
+"""One save beside the training steps: copy, write, gather, seal, prune. At most one is in flight.
 
-The main thread hands over a snapshot and asks for three things: is the copy done, is the save done, how did
-it end. All collectives here go over a group of their own, from the one background thread, in the same order
-on every rank. A rank that cannot write says so in its turn, so that all hear and nothing is sealed.
+The main thread hands over a snapshot and waits for the copy, for the end of the save, or reads its outcome.
+All collectives here use a group of their own, from one background thread, in the same order on every rank. A
+rank that cannot write reports that in the gather: every rank learns of it and nothing is sealed.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from fsdp.base.errors import CheckpointError, error_number
 from fsdp.checkpoint import file_names, inspect, manifest, pieces
 from fsdp.checkpoint.crc import crc32
 from fsdp.checkpoint.manifest import Manifest
-from fsdp.checkpoint.messages import Talk
 from fsdp.checkpoint.rank_file import Written, write_file
 from fsdp.checkpoint.snapshot import KeyPath, Snapshot
 from fsdp.checkpoint.staging import Image, Room, Staging
 from fsdp.checkpoint.store import Store
-from fsdp.checkpoint.write_plan import WritePlan, agree, metadata_bytes, pack_values
+from fsdp.checkpoint.write_plan import WritePlan, make_plan, metadata_bytes, pack_values
+from fsdp.dist.collectives import ObjectGroup
 
 log = logging.getLogger(__name__)
 
-NICE = 10  # the background thread yields to the step's own threads
+NICE = 10  # the background thread yields to the step's threads
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class SaveOutcome:
     path: str
     failure: str = ""
     fatal: bool = False
-    """No later save can do better: the run directory is another's, or the ranks cannot speak."""
+    """No later save can succeed: another job has the run directory, or the ranks are disconnected."""
     unseen: bool = False
-    """The store did not answer when the save had failed: whether the checkpoint is there is not known."""
+    """The store did not answer after the failure: whether the checkpoint exists is unknown."""
     doubt: str = ""
-    """What failed in a save whose checkpoint is there all the same: a power cut may still lose it."""
+    """What failed in a save whose checkpoint exists all the same: a power cut may still lose it."""
     write_s: float = 0.0
     bytes: int = 0
     ranks: tuple[int, ...] = ()
@@ -74,7 +74,7 @@ class PartFailure:
 
 @dataclass
 class SaveJob:
-    """One save. The two events are how the main thread waits for it."""
+    """One save. The main thread waits for it by the two events."""
 
     step: int
     snapshot: Snapshot
@@ -87,24 +87,24 @@ class SaveJob:
     done: threading.Event = field(default_factory=threading.Event)
     outcome: SaveOutcome | None = None
     settled: bool = False
-    """A person has been told how it ended."""
+    """Its outcome has been logged."""
 
 
 class Saver:
-    """The background thread and what it keeps between saves: plan, staging buffer, group."""
+    """The background thread, and what it keeps between saves: plan, staging buffer, group."""
 
     def __init__(
         self,
         store: Store,
-        talk: Talk,
+        group: ObjectGroup,
         device: torch.device,
         attempt: str,
-        ours: Callable[[], str | None],
-        after: Callable[[], None],
+        lock_lost: Callable[[], str | None],
+        after_seal: Callable[[], None],
         room: Room | None = None,
     ) -> None:
-        self._store, self._talk, self._attempt = store, talk, attempt
-        self._ours, self._after = ours, after
+        self._store, self._group, self._attempt = store, group, attempt
+        self._lock_lost, self._after_seal = lock_lost, after_seal
         self._staging, self._device = Staging(device, room), device
         self._compared = False
         self._plan: WritePlan | None = None
@@ -129,7 +129,7 @@ class Saver:
             try:
                 job.outcome = self._save(job)
             except Exception as error:
-                # The ranks cannot speak any more: a peer has died, or this one cannot even copy.
+                # The ranks are disconnected: a peer has died, or this one cannot even copy.
                 part = self._part_failure(error)
                 job.outcome = replace(_failed(job.step, [part]), fatal=True)
             finally:
@@ -138,46 +138,46 @@ class Saver:
 
     def _save(self, job: SaveJob) -> SaveOutcome:
         started = time.perf_counter()
-        self._plan = agree(job.snapshot, self._plan, self._talk)
+        self._plan = make_plan(job.snapshot, self._plan, self._group)
         image = self._staging.copy(job.snapshot.pieces, self._plan.mine, job.ready)
         job.copies = self._staging.event()
         job.copied.set()
-        folder, refused = self._talk.tell(self._open(job.step) if self._talk.rank == 0 else None)
+        folder, refused = self._group.broadcast(self._open(job.step) if self._group.rank == 0 else None)
         if refused is not None:
             return refused
         if job.copies is not None:
             job.copies.synchronize()
         report = self._try_write(folder, image, job)
-        reports = self._talk.collect(report)
+        reports = self._group.gather(report)
         outcome = self._close(job, folder, reports) if reports is not None else None
-        outcome = self._talk.tell(outcome)
+        outcome = self._group.broadcast(outcome)
         self._compared = True
-        if outcome.path and not outcome.doubt and self._talk.rank == 0:
-            self._after()
+        if outcome.path and not outcome.doubt and self._group.rank == 0:
+            self._after_seal()
         return replace(outcome, write_s=time.perf_counter() - started)
 
     def _open(self, step: int) -> tuple[str, SaveOutcome | None]:
-        """Rank 0: an empty staging folder, or how the save has ended without one.
+        """Rank 0: makes an empty staging folder, or returns the outcome of a save that needs or gets none.
 
-        A run that resumes and stops at once saves the step that it came from: the one that is there stays.
+        A run that resumes and stops at once saves the step that it started from: the existing one stays.
         """
         folder = self._store.staging(step, self._attempt)
         try:
-            if (why := self._ours()) is not None:
+            if (why := self._lock_lost()) is not None:
                 return "", SaveOutcome(step, "", why, fatal=True)
             if (whole := inspect.sealed_step(self._store, step)) is not None:
                 return "", SaveOutcome(step, self._store.path(whole.folder))
             self._store.begin(folder)
-        except Exception as error:  # the other ranks wait to hear of it, whatever it is
+        except Exception as error:  # the other ranks wait for it, whatever it is
             line = f"rank 0 cannot make {self._store.path(folder)}: {one_line(error)}"
             return "", SaveOutcome(step, "", line, ranks=(0,), error_number=error_number(error))
         return folder, None
 
     def _try_write(self, folder: str, image: Image, job: SaveJob) -> Written | PartFailure:
         try:
-            job.values = pack_values(job.snapshot) if self._talk.rank == 0 else []
+            job.values = pack_values(job.snapshot) if self._group.rank == 0 else []
             written = write_file(
-                self._store, folder, self._talk.rank, image, [data for _, _, data in job.values]
+                self._store, folder, self._group.rank, image, [data for _, _, data in job.values]
             )
             self._staging.forget(*(one.tensor for one in image.staged))
             if not self._compared:
@@ -185,45 +185,44 @@ class Saver:
                     p.key: pieces.digest(p.local, p.offsets, p.size) for p in job.snapshot.pieces if p.buffer
                 }
             return written
-        except Exception as error:  # the other ranks wait to hear of it, whatever it is
+        except Exception as error:  # the other ranks wait for it, whatever it is
             return self._part_failure(
-                error, f"{self._store.path(folder)}/{file_names.data_file(self._talk.rank)}"
+                error, f"{self._store.path(folder)}/{file_names.data_file(self._group.rank)}"
             )
 
     def _part_failure(self, error: BaseException, file: str = "") -> PartFailure:
-        return PartFailure(self._talk.rank, one_line(error, file), error_number(error))
+        return PartFailure(self._group.rank, one_line(error, file), error_number(error))
 
     def _close(self, job: SaveJob, folder: str, reports: list[Written | PartFailure]) -> SaveOutcome:
-        """Rank 0: seal what all have written, or clear it away."""
+        """Rank 0: seals the checkpoint if every rank has written its file, else deletes the files."""
         failures = [report for report in reports if isinstance(report, PartFailure)]
         written = [report for report in reports if isinstance(report, Written)]
         if not failures:
             try:
                 self._compare_buffers(written)
                 return self._seal(job, folder, written)
-            except Exception as error:  # the other ranks wait to hear of it, whatever it is
+            except Exception as error:  # the other ranks wait for it, whatever it is
                 failures.append(self._part_failure(error))
-                if (there := self._look_after(job, str(failures[0]))) is not None:
+                if (there := self._outcome_near_seal(job, str(failures[0]))) is not None:
                     return replace(there, ranks=(0,), error_number=failures[0].error_number)
         try:
             self._store.remove(folder, self._attempt)
         except OSError as error:
             outcome = _failed(job.step, failures)
-            left = f"what was written could not be removed: {one_line(error)}"
+            left = f"what was written could not be deleted: {one_line(error)}"
             return replace(outcome, failure=f"{outcome.failure}; {left}")
         return _failed(job.step, failures)
 
-    def _look_after(self, job: SaveJob, failure: str) -> SaveOutcome | None:
-        """Rank 0: what a save that failed near its seal has left; None where that is no checkpoint.
+    def _outcome_near_seal(self, job: SaveJob, failure: str) -> SaveOutcome | None:
+        """Rank 0: the outcome of a save that failed at its seal and left a checkpoint; None if it left none.
 
-        An fsync may fail after the rename, and a server's answer may be lost after it has stored the
-        manifest.
+        An fsync may fail after the rename, and a server's response may be lost after it stored the manifest.
         """
         final = self._store.final(job.step, self._attempt)
         try:
-            found = inspect.look(self._store, final).manifest
+            found = inspect.listing_of(self._store, final).manifest
         except CheckpointError as error:
-            # Nothing is deleted on a guess.
+            # The checkpoint may exist: nothing is deleted.
             return SaveOutcome(
                 job.step, "", f"{failure}; then {str(error).partition(' HINT: ')[0]}", unseen=True
             )
@@ -232,9 +231,7 @@ class Saver:
         return SaveOutcome(job.step, self._store.path(final), doubt=failure, bytes=found.bytes)
 
     def _compare_buffers(self, written: list[Written]) -> None:
-        """Once: statistics that each rank gathers by itself (BatchNorm's) are kept as rank 0 has them, and
-        that is said.
-        """
+        """Once: logs buffers that differ between ranks (BatchNorm's statistics); rank 0's are kept."""
         differ = [
             key
             for key, mine in written[0].buffers.items()
@@ -242,7 +239,8 @@ class Saver:
         ]
         if differ and not self._compared:
             log.warning(
-                "%d buffers differ between ranks (%s, …): checkpoints keep rank 0's, and a resumed run gives them to all",
+                "%d buffers differ between ranks (%s, …): checkpoints keep rank 0's, "
+                "and a resumed run loads them on every rank",
                 len(differ),
                 differ[0],
             )
@@ -256,9 +254,8 @@ class Saver:
         }
         total = sum(size for size, _ in files.values())
         about = replace(job.about, created=time.time(), files=files, digests=_digests(written), bytes=total)
-        # An attempt that was cut off and came back must not seal into a directory that another has taken
-        # over.
-        if (why := self._ours()) is not None:
+        # An attempt that lost its connection for a while must not seal where another job has taken over.
+        if (why := self._lock_lost()) is not None:
             return SaveOutcome(job.step, "", why, fatal=True)
         self._store.write(folder, file_names.MANIFEST, [manifest.encode(about)])
         final = self._store.final(job.step, self._attempt)
@@ -285,7 +282,7 @@ def _digests(written: list[Written]) -> dict[str, tuple[int, str]]:
 
 
 def one_line(error: BaseException, file: str = "") -> str:
-    """File, error number and words of a failure, as far as it has them."""
+    """File, error code and message of a failure, as far as it has them."""
     if not isinstance(error, OSError) or error.errno is None:
         return f"{file}: {type(error).__name__}: {str(error).partition(chr(10))[0]}".removeprefix(": ")
     number = errno.errorcode.get(error.errno, str(error.errno))
@@ -293,7 +290,10 @@ def one_line(error: BaseException, file: str = "") -> str:
 
 
 def repeated(outcome: SaveOutcome) -> CheckpointError:
-    hint = "free the space or mend the folder, then start the same command: it goes on from the newest whole checkpoint"
+    hint = (
+        "free space or repair the folder, then start the same command: "
+        "it resumes from the newest whole checkpoint"
+    )
     return not_saved(outcome, f"the save of step {outcome.step} failed, as did the one before", hint)
 
 

@@ -1,9 +1,9 @@
-"""TrainState as named pieces: what of each tensor lies on this rank, and where in the whole.
+"""TrainState as named pieces: this rank's part of each tensor, and its place in the whole tensor.
 
-The names are DCP's: `model.<parameter>`, `optim.state.<parameter>.<moment>`,
+The keys are DCP's: `model.<parameter>`, `optim.state.<parameter>.<moment>`,
 `optim.param_groups.<n>.<field>`, `train.<counter>`, as `get_model_state_dict` and `get_optimizer_state_dict`
-would give them, without those of wrappers. Only references are taken here; what a forward pass changes
-(buffers) is copied at once. Not here: files.
+return them, without the names of wrappers. A snapshot holds references; buffers, which a forward pass
+changes, are copied at once. Files are written in saver.py and rank_file.py.
 """
 
 from __future__ import annotations
@@ -21,19 +21,17 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
 
 from fsdp.base.torch_private.saving import global_offset
+from fsdp.dist.local_tensors import local_tensor
 from fsdp.models.lora import base_names
+from fsdp.models.parameter_names import clean_name
 from fsdp.optim.train_state import TrainState
 
 KeyPath = tuple[str | int, ...]
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes of a piece within the whole tensor."""
-
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")
 
 
 @dataclass
 class Piece:
-    """One tensor's part on this rank. `aliases` are other keys of the same memory (tied weights)."""
+    """A tensor's part on this rank. `aliases` are other keys of the same memory (tied weights)."""
 
     key: str
     path: KeyPath
@@ -42,7 +40,7 @@ class Piece:
     local: torch.Tensor
     aliases: list[tuple[str, KeyPath]] = field(default_factory=list)
     buffer: bool = False
-    """Changed by forward passes, on each rank by its own samples: rank 0's is the one that is kept."""
+    """Each rank's forward passes change it by their own samples: the checkpoint keeps rank 0's."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -57,21 +55,17 @@ class Piece:
 class Snapshot:
     pieces: list[Piece]
     values: dict[str, tuple[KeyPath, Any]]
-    """What is no tensor: hyperparameters and counters. Equal on every rank."""
+    """Values other than tensors (hyperparameters and counters), equal on every rank."""
 
 
-def clean(name: str, module: nn.Module) -> str:
-    """A parameter's name without what wrappers put into it; `module.` only in front, where DDP puts it."""
-    for wrapper in _WRAPPERS[:2]:
-        name = name.replace(wrapper, "")
-    return (
-        name.removeprefix(_WRAPPERS[2]) if isinstance(module, nn.parallel.DistributedDataParallel) else name
-    )
+def _clean(name: str, model: nn.Module) -> str:
+    return clean_name(name, ddp=isinstance(model, nn.parallel.DistributedDataParallel))
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Clean name → tensor (a DTensor where sharded) of every parameter and persistent buffer; beside
-    adapters, without what they lie over.
+    """Clean name → tensor (a DTensor where sharded) of every parameter and persistent buffer.
+
+    The frozen weights under adapters are left out.
     """
     # A forward without backward leaves the root gathered: its parameters would be taken whole, and stale.
     for module in model.modules():
@@ -79,20 +73,20 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
             module.reshard()
     state, left_out = model.state_dict(), base_names(model)
     return {
-        clean(name, model): value
+        _clean(name, model): value
         for name, value in state.items()
         if isinstance(value, torch.Tensor) and name not in left_out
     }
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Each parameter's first clean name."""
-    return {parameter: clean(name, model) for name, parameter in model.named_parameters()}
+    """Each parameter with its first clean name."""
+    return {parameter: _clean(name, model) for name, parameter in model.named_parameters()}
 
 
 def take(state: TrainState) -> Snapshot:
-    """References to all that is saved, in one order on every rank."""
-    buffers = {clean(name, state.model) for name, _ in state.model.named_buffers(remove_duplicate=False)}
+    """References to everything a save writes, in the same order on every rank."""
+    buffers = {_clean(name, state.model) for name, _ in state.model.named_buffers(remove_duplicate=False)}
     pieces: list[Piece] = []
     for name, tensor in model_tensors(state.model).items():
         # BatchNorm's statistics change in the next forward, long before the optimizer writes.
@@ -114,19 +108,17 @@ def join(path: KeyPath) -> str:
     return ".".join(map(str, path))
 
 
-@torch.no_grad()  # without gradients to_local returns the shard itself
 def piece(path: KeyPath, tensor: torch.Tensor) -> Piece:
-    if not isinstance(tensor, DTensor):
-        return Piece(join(path), path, tuple(tensor.shape), (0,) * tensor.dim(), _inner(tensor.detach()))
-    local = _inner(tensor.to_local().detach())
-    offsets = _offsets(tuple(tensor.shape), tensor.device_mesh, tensor.placements)
-    return Piece(join(path), path, tuple(tensor.shape), offsets, local)
+    """This rank's part of a tensor, under the key of that path."""
+    size = tuple(tensor.shape)
+    offsets = (0,) * len(size)
+    if isinstance(tensor, DTensor):
+        offsets = _offsets(size, tensor.device_mesh, tensor.placements)
+    return Piece(join(path), path, size, offsets, _inner(local_tensor(tensor).detach()))
 
 
 def _inner(local: torch.Tensor) -> torch.Tensor:
-    """What a wrapper holds, as float8's of a weight. It has no memory of its own: all such weights would lie
-    at address 0.
-    """
+    """The tensor inside a wrapper subclass such as float8's, which has no memory of its own (address 0)."""
     if not hasattr(local, "__tensor_flatten__"):
         return local
     names, _ = local.__tensor_flatten__()
@@ -137,39 +129,40 @@ def _inner(local: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _offsets(size: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[int, ...]:
-    """Asked for every tensor of every save while the step waits: a hundred microseconds each, so kept."""
+    """Cached: a hundred microseconds for each tensor of each save, while the step waits."""
     return global_offset(size, mesh, placements)
 
 
 def _optimizer(
     optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]
 ) -> Iterator[tuple[KeyPath, Any]]:
-    """State that exists, as it is: before the first step there is none, and none is made up."""
+    """The optimizer's existing state and its groups' fields; before the first step there is no state."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             for field_name, value in optimizer.state.get(parameter, {}).items():
                 yield ("optim", "state", names[parameter], field_name), value
     for index, group in enumerate(optimizer.param_groups):
         for field_name, value in group.items():
-            what = [names[parameter] for parameter in value] if field_name == "params" else plain(value)
-            yield ("optim", "param_groups", index, field_name), what
+            kept = [names[parameter] for parameter in value] if field_name == "params" else _copied(value)
+            yield ("optim", "param_groups", index, field_name), kept
 
 
-def plain(value: Any) -> Any:
-    """A copy that does not change when the loop sets the next step's rate."""
+def _copied(value: Any) -> Any:
+    """A copy, which stays when the loop sets the next step's learning rate."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _merge_aliases(pieces: list[Piece]) -> list[Piece]:
+    """One piece for each memory: the later keys of a tied weight become aliases of the first."""
     seen: dict[tuple[int, Any], Piece] = {}
     merged: list[Piece] = []
     for one in pieces:
         # Adam's steps are tiny and never tied; an empty tensor has no address.
-        spot = (one.local.data_ptr(), (one.local.dtype, one.sizes, one.local.stride()))
-        first = seen.get(spot) if one.nbytes else None
+        memory = (one.local.data_ptr(), (one.local.dtype, one.sizes, one.local.stride()))
+        first = seen.get(memory) if one.nbytes else None
         if first is None or first.offsets != one.offsets or first.size != one.size:
             merged.append(one)
-            seen[spot] = one
+            seen[memory] = one
         else:
             first.aliases.append((one.key, one.path))
     return merged

@@ -1,9 +1,8 @@
-"""The staging buffer: one rank's file of a save as it will lie on disk, copied while the next step runs
-forward and backward.
+"""The staging buffer: one rank's file of a save in memory, copied while the next step runs.
 
-Allocated once and reused; pinned for CUDA, where copies run on a stream of their own. It holds what this rank
-writes, no more: each tensor at its place in the file, with room before and behind it for its frame, which
-write.py fills in.
+Allocated once and reused; pinned for CUDA, where copies run on a stream of their own. It holds the tensors
+that this rank writes, each at its place in the file, with space before and after it for its frame, which
+rank_file.py fills in.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ from fsdp.checkpoint.write_plan import Part
 
 @dataclass(frozen=True)
 class Staged:
-    """A part's copy: `tensor` lies in the image between `start` (its frame's) and `end` (the next one's
-    start).
-    """
+    """The copy of a part. `start` is where its frame begins in the image, `end` where the next one begins."""
 
     piece: Piece
     part: Part
@@ -36,7 +33,7 @@ class Staged:
 
 @dataclass(frozen=True)
 class Image:
-    """The bytes of a file to be, and the tensors in it."""
+    """The bytes of a rank's file, and the tensors in it. `forget` releases the pages of a tensor."""
 
     data: memoryview
     staged: list[Staged]
@@ -44,9 +41,7 @@ class Image:
 
 
 class Room(Protocol):
-    """Memory for the copies that is not the process's own: a file, where the state itself does not fit into
-    memory.
-    """
+    """File-backed memory for the copies, for a state that does not fit into memory."""
 
     def take(self, size: int) -> torch.Tensor: ...
     def forget(self, tensors: Iterable[torch.Tensor]) -> None: ...
@@ -63,7 +58,7 @@ class Staging:
         return self._buffer.numel()
 
     def copy(self, pieces: Sequence[Piece], parts: Sequence[Part], ready: torch.cuda.Event | None) -> Image:
-        """The copies: done on return on a CPU, begun on CUDA. `ready` marks the state there as computed."""
+        """Copies the parts: completed on return on a CPU, queued on CUDA, after the event `ready`."""
         sources = [rows(pieces[part.index].local, part) for part in parts]
         places = _places(sources)
         self._reserve(places[-1])
@@ -76,7 +71,7 @@ class Staging:
         return Image(as_bytes(self._buffer)[: places[-1]], staged, self.forget)
 
     def forget(self, *tensors: torch.Tensor) -> None:
-        """They are not needed for now: where they are a file's, their pages leave this process."""
+        """Releases the pages of tensors in file-backed memory; they are read again when needed."""
         if self._room is not None:
             self._room.forget(tensors)
 
@@ -95,7 +90,7 @@ class Staging:
                 target.copy_(source, non_blocking=True)
 
     def event(self) -> torch.cuda.Event | None:
-        """Marks the end of the copies begun so far: the optimizer's stream waits for it, the host need not."""
+        """An event after the copies queued so far, for the optimizer's stream to wait on; None on a CPU."""
         return self._stream.record_event() if self._stream is not None else None
 
     def _reserve(self, size: int) -> None:
@@ -106,8 +101,8 @@ class Staging:
             return
         if self._stream is not None and self._buffer.numel():
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr())))
-        self._buffer = torch.empty(0, dtype=torch.uint8)  # let the old one go before the new one comes
-        # Begins at a page, as writing past the page cache asks.
+        self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old one before the new one is allocated
+        # Begins at a page: a direct write (O_DIRECT) needs it.
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -120,7 +115,7 @@ class Staging:
 
 
 def _places(sources: list[torch.Tensor]) -> list[int]:
-    """Where each item begins in the file, and where the last one ends; as plan.lay_out counts."""
+    """Where each item begins in the file, and where the last one ends, as write_plan.lay_out counts."""
     places = [0]
     for source in sources:
         places.append(torch_file.aligned(places[-1] + torch_file.item_length(nbytes(source))))
@@ -128,9 +123,7 @@ def _places(sources: list[torch.Tensor]) -> list[int]:
 
 
 def copy_quietly(source: torch.Tensor, target: torch.Tensor) -> None:
-    """memcpy in this thread alone: torch's own copy would wake a pool of threads, and the step is using the
-    cores.
-    """
+    """Copies in this thread alone: torch's copy would wake a pool of threads on the step's cores."""
     if source.is_contiguous() and source.numel():
         as_bytes(target)[:] = as_bytes(source)
     else:

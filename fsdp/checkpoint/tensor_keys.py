@@ -1,8 +1,8 @@
-"""What a run wants from a checkpoint: its own tensors, each with the key that it has there.
+"""Maps the run's tensors to the keys of a checkpoint.
 
-The optimizer gets exactly the state that was saved, made here where it does not exist yet; a parameter that
-had none gets none. What does not fit (a missing key, another shape, another precision) is said before
-anything is read or changed.
+The optimizer gets exactly the saved state, created here where it does not exist yet; a parameter saved
+without state gets none. What does not fit (a missing key, another shape, another precision) raises
+CheckpointError before anything is read or changed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fsdp.optim.train_state import TrainState
 
 @dataclass(frozen=True)
 class Replicas:
-    """The ranks that hold the same piece: one reads, and sends it to the others."""
+    """The ranks that hold the same piece: one reads it and sends it to the others."""
 
     group: dist.ProcessGroup
     size: int
@@ -33,13 +33,13 @@ class Replicas:
 
 @dataclass
 class Want:
-    """A local piece to fill from `source`, a key of the checkpoint."""
+    """A local piece to fill from the checkpoint's key `source`."""
 
     source: str
     piece: Piece
     replicas: Replicas | None = None
     reader: int = 0
-    """Which of the replicas reads it."""
+    """The index of the replica that reads it."""
 
     @property
     def reads(self) -> bool:
@@ -48,7 +48,7 @@ class Want:
 
 @dataclass(frozen=True)
 class Prefixes:
-    """How a checkpoint's keys begin: our own, or those of another program's `dcp.save`."""
+    """The prefixes of a checkpoint's keys; the defaults are those of this program's checkpoints."""
 
     model: str = "model."
     optim: str | None = "optim."
@@ -57,16 +57,18 @@ class Prefixes:
 def of_model(
     state: TrainState, metadata: Metadata, prefixes: Prefixes, exact: bool, where: str
 ) -> list[Want]:
-    """Every parameter and persistent buffer."""
+    """A target for every parameter and persistent buffer."""
     tensors = model_tensors(state.model)
     stored = {key for key in metadata.state_dict_metadata if key.startswith(prefixes.model)}
-    strangers = stored - {prefixes.model + name for name in tensors}
-    if exact and strangers:
-        raise _misfit(where, f"it holds {min(strangers)} and {len(strangers) - 1} more that this model lacks")
-    return [_want(prefixes.model + name, tensor, metadata, exact, where) for name, tensor in tensors.items()]
+    unknown = stored - {prefixes.model + name for name in tensors}
+    if exact and unknown:
+        raise _misfit(where, f"it holds {min(unknown)} and {len(unknown) - 1} more that this model lacks")
+    return [
+        _target(prefixes.model + name, tensor, metadata, exact, where) for name, tensor in tensors.items()
+    ]
 
 
-def _want(source: str, tensor: torch.Tensor, metadata: Metadata, exact: bool, where: str) -> Want:
+def _target(source: str, tensor: torch.Tensor, metadata: Metadata, exact: bool, where: str) -> Want:
     entry = metadata.state_dict_metadata.get(source)
     if not isinstance(entry, TensorStorageMetadata):
         raise _misfit(where, f"it does not hold {source}")
@@ -90,7 +92,7 @@ def _misfit(where: str, what: str) -> CheckpointError:
 
 
 def replicas(tensor: torch.Tensor) -> Replicas | None:
-    """Who else holds this very piece; None when nobody does, or when nobody is asked."""
+    """The ranks that hold the same piece; None if this rank reads its piece itself."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     if not isinstance(tensor, DTensor):
@@ -98,7 +100,9 @@ def replicas(tensor: torch.Tensor) -> Replicas | None:
         return Replicas(dist.group.WORLD, dist.get_world_size(), dist.get_rank())
     mesh = tensor.device_mesh
     if tensor.device.type != mesh.device_type:
-        return None  # offloaded to the host, where the mesh's groups may not speak: each reads for itself
+        return (
+            None  # offloaded to the host, which the mesh's groups may not support: each rank reads its piece
+        )
     axes = [
         axis
         for axis, placement in enumerate(tensor.placements)
@@ -111,23 +115,23 @@ def replicas(tensor: torch.Tensor) -> Replicas | None:
 
 def of_optimizer(
     state: TrainState, metadata: Metadata, prefix: str, exact: bool, where: str
-) -> tuple[list[Want], Filling]:
-    """The optimizer's state as saved; `Filling.commit` puts it into the optimizer once it is read."""
-    filling = Filling(state.optimizer)
+) -> tuple[list[Want], PendingState]:
+    """Targets for the saved optimizer state; after the read `commit` gives it to the optimizer."""
+    pending = PendingState(state.optimizer)
     names = parameter_names(state.model)
     stored = _by_parameter(metadata, prefix)
-    wants: list[Want] = []
+    targets: list[Want] = []
     for group in state.optimizer.param_groups:
         for parameter in group["params"]:
             for field, key in sorted(stored.pop(names[parameter], {}).items()):
-                wants += filling.prepare(group, parameter, field, key, metadata.state_dict_metadata[key])
+                targets += pending.prepare(group, parameter, field, key, metadata.state_dict_metadata[key])
     if exact and stored:
         raise _misfit(where, f"it holds optimizer state of {min(stored)}, which this run does not train")
-    return wants, filling
+    return targets, pending
 
 
 def _by_parameter(metadata: Metadata, prefix: str) -> dict[str, dict[str, str]]:
-    """Parameter → field → key."""
+    """The keys of the optimizer state: parameter → field → key."""
     found: dict[str, dict[str, str]] = {}
     for key in metadata.state_dict_metadata:
         if key.startswith(prefix + "state."):
@@ -136,8 +140,8 @@ def _by_parameter(metadata: Metadata, prefix: str) -> dict[str, dict[str, str]]:
     return found
 
 
-class Filling:
-    """Optimizer state on its way in: tensors that are filled, and values still to be read."""
+class PendingState:
+    """Optimizer state in the course of a load: tensors to be filled, and values still to be read."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -178,11 +182,9 @@ def _fits(old: Any, entry: TensorStorageMetadata) -> bool:
 def _make(
     group: dict[str, Any], parameter: nn.Parameter, field: str, entry: TensorStorageMetadata
 ) -> torch.Tensor:
-    """Sharded as the parameter where it has its shape; else whole, and where torch's optimizers keep such a
-    thing.
-    """
+    """Sharded as the parameter if it has its shape; else whole, on the device that torch's optimizers use."""
     if field != "step" and tuple(entry.size) == tuple(parameter.shape):
-        # Not empty_like: of a float8 weight it would make another that is cast as weights are.
+        # Not empty_like: for a float8 weight it would make a tensor that is cast as weights are.
         return torch.zeros_like(parameter, dtype=entry.properties.dtype, requires_grad=False)
     on_device = field != "step" or group.get("capturable") or group.get("fused")
     device = parameter.device if on_device else torch.device("cpu")

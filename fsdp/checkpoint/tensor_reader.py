@@ -1,9 +1,8 @@
-"""Bytes from a checkpoint's files into tensors' own memory: each rank reads the rows that it needs and sums
-them on the way.
+"""Reads the rows that a rank needs from a checkpoint's files straight into its tensors, with their checksums.
 
-A Segment says what was read of which file and its crc32; segments of all ranks, put in order, give each
-file's checksum again, so a load verifies every byte in the one pass that it makes anyway. Not here: which
-tensor wants what.
+A ByteRange is a part of a file that was read, with its crc32. The ranges of all ranks, in order, give each
+file's checksum: a load verifies every byte in the pass in which it reads it. tensor_keys.py maps tensors to
+keys.
 """
 
 from __future__ import annotations
@@ -42,9 +41,7 @@ class ByteRange:
 
 @dataclass(frozen=True)
 class Task:
-    """Rows of one stored chunk, into a tensor of this rank. `into` has the shape of `take`, seen in the
-    chunk.
-    """
+    """Rows of a stored chunk, to be read into a tensor. `into` has the shape `take_sizes`."""
 
     file: str
     offset: int
@@ -66,7 +63,7 @@ class Task:
 
 @dataclass
 class _Read:
-    """One request: a stretch of a file into these memories, and what to do with it then."""
+    """One request: a range of a file into these buffers, and the tasks that it fulfils."""
 
     file: str
     start: int
@@ -76,9 +73,7 @@ class _Read:
 
 
 def run(store: Store, folder: str, tasks: Iterable[Task], ours: bool, sums: bool) -> list[ByteRange]:
-    """All tasks, a few at a time; the first that fails is raised. `ours`: the data lie where container.py
-    puts them.
-    """
+    """Runs all tasks in THREADS threads; raises the first failure. `ours`: written with torch_file.py."""
     ordered = sorted(tasks, key=lambda task: (task.file, task.offset, task.rows))
     with ThreadPoolExecutor(THREADS, initializer=set_thread_device, initargs=(_device(ordered),)) as pool:
         reads = _joined(pool.map(lambda task: _prepare(store, folder, task, ours, sums), ordered))
@@ -86,7 +81,7 @@ def run(store: Store, folder: str, tasks: Iterable[Task], ours: bool, sums: bool
 
 
 def _device(tasks: list[Task]) -> torch.device | None:
-    """The CUDA device among the targets: a rank has one."""
+    """The CUDA device of the targets, if any: a rank has one."""
     return next((task.into.device for task in tasks if task.into.device.type == "cuda"), None)
 
 
@@ -97,8 +92,7 @@ def _prepare(store: Store, folder: str, task: Task, ours: bool, sums: bool) -> _
     start, end = data + first * task.row_bytes, data + last * task.row_bytes
     views = [view]
     if ours and sums:
-        # Who takes a chunk's first row reads its head too, who takes the last its tail: together they cover
-        # the file.
+        # The readers of a chunk's first and last rows also read its head and tail: ranges cover the file.
         head = bytearray(torch_file.HEAD if first == 0 else 0)
         stop = torch_file.aligned(task.offset + task.length)
         tail = bytearray(stop - end if last == (task.chunk[0] if task.chunk else 1) else 0)
@@ -108,7 +102,7 @@ def _prepare(store: Store, folder: str, task: Task, ours: bool, sums: bool) -> _
 
 
 def _joined(reads: Iterable[_Read]) -> list[_Read]:
-    """Neighbours in a file as one request: a thousand scalars are not a thousand questions to a server."""
+    """Joins adjacent reads up to TOGETHER bytes: a thousand scalars need not be a thousand requests."""
     joined: list[_Read] = []
     for one in reads:
         last = joined[-1] if joined else None
@@ -136,9 +130,7 @@ def _fulfil(store: Store, folder: str, read: _Read, sums: bool) -> ByteRange:
 
 
 def _memory(task: Task) -> tuple[torch.Tensor, memoryview]:
-    """The tensor to read into: the target itself where bytes can go straight there, else one of the rows' own
-    shape.
-    """
+    """The tensor to read into: the target if its memory can take the bytes, else a buffer."""
     first, last = task.rows
     straight = (
         task.into.device.type == "cpu"
@@ -152,7 +144,7 @@ def _memory(task: Task) -> tuple[torch.Tensor, memoryview]:
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, to write into."""
+    """The memory of a contiguous CPU tensor, writable."""
     return (
         tensor.detach().view(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(bytearray())
     )
@@ -172,7 +164,7 @@ def _place(task: Task, tensor: torch.Tensor) -> None:
 
 
 class _Slice(io.RawIOBase):
-    """A stretch of a stored file as a stream, for zipfile."""
+    """A range of a stored file as a stream, for zipfile."""
 
     def __init__(self, store: Store, folder: str, file: str, offset: int, length: int) -> None:
         self._source, self._offset, self._length, self._at = (store, folder, file), offset, length, 0
@@ -196,7 +188,7 @@ class _Slice(io.RawIOBase):
 
 
 def _find_data(store: Store, folder: str, task: Task) -> int:
-    """Where the one tensor's bytes begin in a stream that torch.save wrote."""
+    """The offset of the tensor's bytes in a stream that torch.save wrote."""
     stream = _Slice(store, folder, task.file, task.offset, task.length)
     try:
         with zipfile.ZipFile(io.BufferedReader(stream, 2048)) as archive:
@@ -219,14 +211,14 @@ def _find_data(store: Store, folder: str, task: Task) -> int:
 
 
 def read_value(store: Store, folder: str, file: str, offset: int, length: int) -> object:
-    """A value that is no tensor: weights_only, so that it can be nothing but data."""
+    """A value other than a tensor, loaded with weights_only: nothing in it is executed."""
     data = bytearray(length)
     store.read_into(folder, file, offset, [memoryview(data)])
     return torch.load(io.BytesIO(data), weights_only=True)
 
 
 def sum_range(store: Store, folder: str, file: str, start: int, end: int) -> ByteRange:
-    """Read a stretch only for its checksum."""
+    """Reads a range of a file for its checksum."""
     crc, buffer = 0, memoryview(bytearray(min(CHUNK, end - start)))
     for at in range(start, end, CHUNK):
         view = buffer[: min(CHUNK, end - at)]
@@ -235,12 +227,12 @@ def sum_range(store: Store, folder: str, file: str, start: int, end: int) -> Byt
     return ByteRange(file, start, end, crc)
 
 
-def tile(size: int, segments: Iterable[ByteRange]) -> tuple[list[ByteRange], list[tuple[int, int]]]:
-    """Segments that follow one another from 0 to size, and the gaps that nobody read."""
+def tile(size: int, ranges: Iterable[ByteRange]) -> tuple[list[ByteRange], list[tuple[int, int]]]:
+    """Ranges that follow one another from 0 to `size`, and the gaps that no rank read."""
     chain: list[ByteRange] = []
     gaps: list[tuple[int, int]] = []
     at = 0
-    for one in sorted(segments, key=lambda segment: (segment.start, -segment.end)):
+    for one in sorted(ranges, key=lambda one: (one.start, -one.end)):
         if one.start < at or one.end == one.start:
             continue
         if one.start > at:
@@ -252,9 +244,9 @@ def tile(size: int, segments: Iterable[ByteRange]) -> tuple[list[ByteRange], lis
     return chain, gaps
 
 
-def total(segments: Iterable[ByteRange]) -> int:
-    """The crc32 of segments that follow one another."""
+def total(ranges: Iterable[ByteRange]) -> int:
+    """The crc32 of ranges that follow one another."""
     crc = 0
-    for one in sorted(segments, key=lambda segment: segment.start):
+    for one in sorted(ranges, key=lambda one: one.start):
         crc = combine(crc, one.crc, one.end - one.start)
     return crc

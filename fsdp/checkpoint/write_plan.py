@@ -1,9 +1,9 @@
-"""Who writes what, at which offset: agreed once, and again only when a tensor appears, goes or changes its
-shape.
+"""The plan of a save: which rank writes which part of each tensor, at which offset.
 
-Replicas hold the same pieces: a large one is cut by rows over its holders, a small one goes to whoever has
-least to write, so each byte is written once and all ranks write alike. Offsets follow from sizes: `.metadata`
-is known before the first byte.
+It is made once, and again only when a tensor appears, disappears or changes its shape. Replicas hold the same
+pieces: a large one is cut by rows over its holders, a small one goes to the holder with the least to write,
+so each byte is written once and the ranks write equal amounts. Offsets follow from sizes: `.metadata` is
+known before the first byte is written.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.metadata import (
 from fsdp.base import garbage
 from fsdp.base.torch_private.saving import StorageInfo
 from fsdp.checkpoint import file_names, torch_file
-from fsdp.checkpoint.messages import Talk
 from fsdp.checkpoint.snapshot import KeyPath, Piece, Snapshot
+from fsdp.dist.collectives import ObjectGroup
 
 SPLIT_BYTES = 1 << 20
 
@@ -41,7 +41,7 @@ DCP_VERSION = "1.0.0"
 
 @dataclass(frozen=True)
 class Described:
-    """A piece as another rank needs to know it."""
+    """The description of a piece that ranks exchange."""
 
     keys: tuple[tuple[str, KeyPath], ...]
     size: tuple[int, ...]
@@ -57,7 +57,7 @@ class Described:
 
 @dataclass(frozen=True)
 class Part:
-    """Rows [first, last) of the piece with this index; a scalar has the one row 0."""
+    """Rows [first, last) of the piece with this index; a scalar has one row, 0."""
 
     index: int
     first: int
@@ -66,18 +66,16 @@ class Part:
 
 @dataclass
 class WritePlan:
-    """`mine` for this rank; the layout of every file on rank 0 alone."""
+    """This rank's parts (`mine`); on rank 0 also the layout of every file."""
 
     fingerprint: str
     mine: list[Part]
     metadata: Metadata | None = None
-    """Until the first save has packed it: so many objects at thousands of ranks that the collector's walks
-    would be felt.
-    """
+    """Until the first save pickles it: at thousands of ranks its objects slow every garbage collection."""
     ends: list[int] = field(default_factory=list)
-    """Where each rank's file ends."""
+    """The end of the tensors in each rank's file."""
     last: tuple[list[tuple[str, int]], bytes] | None = None
-    """The last save's `.metadata`, and the lengths of the values that it belongs to."""
+    """The last save's `.metadata`, and the lengths of the values in that save."""
 
 
 def describe(piece: Piece) -> Described:
@@ -86,7 +84,7 @@ def describe(piece: Piece) -> Described:
 
 
 def fingerprint(pieces: Iterable[Piece]) -> str:
-    """Changes when the plan would."""
+    """A digest of everything the plan depends on."""
     rows = (
         repr((p.key, [key for key, _ in p.aliases], p.size, p.offsets, p.sizes, p.local.dtype))
         for p in pieces
@@ -94,23 +92,23 @@ def fingerprint(pieces: Iterable[Piece]) -> str:
     return hashlib.sha256("\n".join(rows).encode()).hexdigest()
 
 
-def agree(snapshot: Snapshot, known: WritePlan | None, talk: Talk) -> WritePlan:
-    """The known plan while nobody's tensors changed; else a new one. Collective."""
-    mark = fingerprint(snapshot.pieces)
-    (changed,) = talk.most(known is None or known.fingerprint != mark)
+def make_plan(snapshot: Snapshot, known: WritePlan | None, group: ObjectGroup) -> WritePlan:
+    """The known plan while no rank's tensors have changed, else a new one. Collective."""
+    digest = fingerprint(snapshot.pieces)
+    changed = group.any_rank(known is None or known.fingerprint != digest)
     if not changed and known is not None:
         return known
     with garbage.held():
-        described = talk.collect([describe(piece) for piece in snapshot.pieces])
+        described = group.gather([describe(piece) for piece in snapshot.pieces])
         shares = share_out(described) if described is not None else None
-        plan = WritePlan(mark, talk.deal(shares))
+        plan = WritePlan(digest, group.scatter(shares))
         if described is not None and shares is not None:
             plan.metadata, plan.ends = lay_out(described, shares)
     return plan
 
 
 def share_out(described: list[list[Described]]) -> list[list[Part]]:
-    """Each rank's parts, from everyone's pieces."""
+    """Each rank's parts, from the pieces of all ranks."""
     holders: dict[Any, list[tuple[int, int]]] = defaultdict(list)
     for rank, pieces in enumerate(described):
         for index, one in enumerate(pieces):
@@ -120,7 +118,7 @@ def share_out(described: list[list[Described]]) -> list[list[Part]]:
     for one, where in sorted(holders.items(), key=lambda item: -item[0].nbytes):
         rows = one.sizes[0] if one.sizes else 1
         if one.buffer:
-            where = where[:1]  # rank 0's: statistics of several ranks must not be mixed
+            where = where[:1]  # rank 0's: statistics of different ranks must not mix
         cuts = len(where) if one.nbytes >= SPLIT_BYTES and rows >= len(where) else 1
         chosen = where if cuts > 1 else [min(where, key=lambda holder: (load[holder[0]], holder[0]))]
         for nth, (rank, index) in enumerate(chosen):
@@ -138,15 +136,15 @@ def box(one: Described, part: Part) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def lay_out(described: list[list[Described]], shares: list[list[Part]]) -> tuple[Metadata, list[int]]:
-    """DCP's metadata of all tensors, and where each file ends."""
+    """DCP's metadata of all tensors, and the end of each file."""
     tensors: dict[str, Any] = {}
     paths: dict[str, KeyPath] = {}
     storage: dict[MetadataIndex, StorageInfo] = {}
     ends = []
-    # One object for equal sizes: a pickle names it again in three bytes.
+    # One object for equal sizes: a pickle refers to it in three bytes.
     same = functools.cache(torch.Size)
     for one in (one for pieces in described for one in pieces):
-        # First of all, so that the keys stand in the model's order and not in that of the files.
+        # A loop of its own: the keys are in the model's order, not in that of the files.
         for key, path in one.keys:
             if key not in tensors:
                 tensors[key] = TensorStorageMetadata(
@@ -168,7 +166,7 @@ def lay_out(described: list[list[Described]], shares: list[list[Part]]) -> tuple
 
 
 def pack_values(snapshot: Snapshot) -> list[tuple[str, KeyPath, bytes]]:
-    """What is no tensor, as DCP keeps it: each value a `torch.save` stream."""
+    """The values other than tensors, each as a `torch.save` stream, as DCP stores them."""
     packed = []
     for key, (path, value) in snapshot.values.items():
         stream = io.BytesIO()
@@ -178,8 +176,10 @@ def pack_values(snapshot: Snapshot) -> list[tuple[str, KeyPath, bytes]]:
 
 
 def metadata_bytes(plan: WritePlan, values: list[tuple[str, KeyPath, bytes]]) -> bytes:
-    """`.metadata` of one save: the plan's tensors, then the values at the end of rank 0's file. The same
-    bytes again while the values keep their lengths: at thousands of ranks they take seconds to make.
+    """`.metadata` of a save: the plan's tensors, then the values at the end of rank 0's file.
+
+    The same bytes are reused while the values keep their lengths: at thousands of ranks making them takes
+    seconds.
     """
     lengths = [(key, len(data)) for key, _, data in values]
     if plan.last is not None and plan.last[0] == lengths:

@@ -9,13 +9,14 @@ on_main                a function of rank 0: its result, or its error, on every 
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp.base.errors import Elsewhere, ShardrunError
+from fsdp.base.errors import CheckpointError, Elsewhere, ShardrunError, error_number
 from fsdp.base.phases import Activity, announces
 from fsdp.base.torch_private.distributed import at_end_of_backward
 
@@ -108,3 +109,89 @@ def on_main(rank: int, act: Callable[[], T]) -> T:
     if message is not None:
         raise Elsewhere(0, message, code)
     return result  # type: ignore[return-value]
+
+
+class ObjectGroup:
+    """Object collectives on a gloo group of its own, for a thread beside the training step.
+
+    The default group is the model's: messages of another thread there would meet the step's collectives.
+    Building one is collective; every rank calls its methods in the same order. A rank that died closes its
+    connection, which ends the others' calls; the time-out is for slow storage.
+    """
+
+    def __init__(self, timeout_s: float = 3600.0) -> None:
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.size = dist.get_world_size() if dist.is_initialized() else 1
+        self._group = (
+            dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if self.size > 1 else None
+        )
+
+    @announces(Activity.RANKS)
+    def gather(self, value: Any) -> list[Any] | None:
+        """Every rank's value on rank 0, None on the others."""
+        if self._group is None:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, values, dst=0, group=self._group)
+        return values
+
+    @announces(Activity.RANKS)
+    def broadcast(self, value: Any = None) -> Any:
+        """Rank 0's value, on every rank."""
+        if self._group is None:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self._group)
+        return values[0]
+
+    @announces(Activity.RANKS)
+    def scatter(self, values: list[Any] | None) -> Any:
+        """The one of rank 0's values that belongs to this rank."""
+        if self._group is None:
+            assert values is not None
+            return values[0]
+        own: list[Any] = [None]
+        dist.scatter_object_list(own, values if self.rank == 0 else None, src=0, group=self._group)
+        return own[0]
+
+    def on_main(self, act: Callable[[], T]) -> T:
+        """What `act` returns on rank 0, on every rank; its ShardrunError is raised on every rank too."""
+        value: T | None = None
+        failure: Exception | None = None
+        if self.rank == 0:
+            try:
+                value = act()
+            except Exception as error:
+                failure = error
+        value, sent = self.broadcast((value, _sendable(failure)))
+        if sent is not None:
+            raise failure or sent
+        return value  # type: ignore[return-value]
+
+    @announces(Activity.RANKS)
+    def sum_mod_2_64(self, numbers: list[int]) -> list[int]:
+        """Each number summed over the ranks, modulo 2⁶⁴."""
+        if self._group is None:
+            return [n % 2**64 for n in numbers]
+        vector = torch.tensor(
+            [n % 2**64 - (2**64 if n % 2**64 >= 2**63 else 0) for n in numbers], dtype=torch.int64
+        )
+        dist.all_reduce(vector, group=self._group)
+        return [int(n) % 2**64 for n in vector]
+
+    @announces(Activity.RANKS)
+    def any_rank(self, value: bool) -> bool:
+        """Whether the value is true on any rank; far cheaper than exchanging objects."""
+        if self._group is None:
+            return value
+        vector = torch.tensor(int(value))
+        dist.all_reduce(vector, dist.ReduceOp.MAX, group=self._group)
+        return bool(vector)
+
+
+def _sendable(failure: Exception | None) -> ShardrunError | None:
+    """The error for the other ranks; one of another class may not survive pickling."""
+    if failure is None or isinstance(failure, ShardrunError):
+        return failure
+    text = f"rank 0 failed: {type(failure).__name__}: {failure}"
+    return CheckpointError(text, error_number=error_number(failure))

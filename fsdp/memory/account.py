@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fsdp.base import proc
 from fsdp.base.torch_private.fsdp import parameter_groups, tensors_by_kind
+from fsdp.dist.local_tensors import local_tensor
 
 KINDS = ("parameters", "gathered", "gradients", "optimizer", "activations", "communication", "other")
 """other: module buffers, temporaries of the optimizer, what a save stages. What the process or the allocator
@@ -27,8 +27,9 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     """The memory under a tensor: a DTensor's shard, a quantized tensor's parts. A file mapped into memory is
     none.
     """
-    if isinstance(tensor, DTensor):
-        yield from storages_of(tensor.to_local())
+    local = local_tensor(tensor)
+    if local is not tensor:
+        yield from storages_of(local)
     elif type(tensor) not in (Tensor, nn.Parameter) and hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
             yield from storages_of(getattr(tensor, name))

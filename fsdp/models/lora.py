@@ -20,6 +20,7 @@ from fsdp.base.errors import ConfigError
 from fsdp.config import LoraSection
 from fsdp.models.blocks import blocks_of, find_units
 from fsdp.models.init import Constant, Init, Uniform, draw_into
+from fsdp.models.parameter_names import names_by_tensor
 from fsdp.models.trainable import matching, patterns
 
 A, B = "lora_a", "lora_b"
@@ -96,11 +97,8 @@ def _form(pattern: str, names: Mapping[str, object]) -> str:
 
 
 def _shared(model: nn.Module) -> set[Tensor]:
-    seen: set[Tensor] = set()
-    twice: set[Tensor] = set()
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        (twice if parameter in seen else seen).add(parameter)
-    return twice
+    named = model.named_parameters(remove_duplicate=False)
+    return {parameter for parameter, names in names_by_tensor(named).items() if len(names) > 1}
 
 
 def _inner(model: nn.Module, layers: dict[str, nn.Linear], section: LoraSection) -> dict[str, nn.Linear]:

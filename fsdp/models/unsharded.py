@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fsdp.base.torch_private.tensors import convert_tensors
 from fsdp.models.init import draw_into
+from fsdp.models.parameter_names import all_names
 from fsdp.models.registry import ModelSpec
 
 
@@ -43,7 +44,7 @@ def to_empty(
 
     `empty` makes each tensor's memory where it is to lie elsewhere than torch would put it.
     """
-    tied = [names for names in _names_by_tensor(model).values() if len(names) > 1]
+    tied = [names for names in all_names(model).values() if len(names) > 1]
     convert_tensors(model, empty or (lambda tensor: torch.empty_like(tensor, device=device)))
     for first, *others in tied:
         owner, _, key = first.rpartition(".")
@@ -58,16 +59,6 @@ def persistent(model: nn.Module) -> list[str]:
     """The names of the parameters and buffers that a state dict holds."""
     kept = model.state_dict().keys()
     return [name for name, _ in [*model.named_parameters(), *model.named_buffers()] if name in kept]
-
-
-def _names_by_tensor(model: nn.Module) -> dict[torch.Tensor, list[str]]:
-    names: dict[torch.Tensor, list[str]] = {}
-    for name, tensor in [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]:
-        names.setdefault(tensor, []).append(name)
-    return names
 
 
 def draw_parameters(model: nn.Module, seed: int) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp.base.torch_private.tensors import foreach_multiply_, foreach_norm
+from fsdp.dist.local_tensors import local_tensor
 
 InTurn = Callable[[list[Tensor]], Iterable[list[Tensor]]]
 
@@ -69,16 +70,13 @@ class Gradients:
         for name, parameter in named:
             if parameter.grad is not None:
                 grad = parameter.grad
-                part = grad.to_local() if isinstance(grad, DTensor) else grad
-                if not bool(part.isfinite().all()):
+                if not bool(local_tensor(grad).isfinite().all()):
                     return name
         return None
 
     @staticmethod
     def _locals(parameters: list[nn.Parameter]) -> list[Tensor]:
-        # Under no_grad to_local returns the shard itself; otherwise it would build a graph.
-        grads = [p.grad for p in parameters if p.grad is not None]
-        return [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+        return [local_tensor(p.grad) for p in parameters if p.grad is not None]
 
     def _square_sum(self, grads: list[Tensor]) -> Tensor | None:
         if not grads:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp.base.digest import combine, digest_shard
 from fsdp.base.errors import TrainingError
+from fsdp.dist.local_tensors import local_tensor
 from fsdp.models.init import Constant, Init
 
 
@@ -40,10 +41,6 @@ def cut_of(shape: torch.Size, index: int, count: int) -> Cut:
     return Cut(first * row, (last - first) * row)
 
 
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def shard_count(tensor: Tensor) -> int:
     """The number of pieces of a parameter, replicas not counted."""
     if not isinstance(tensor, DTensor):
@@ -63,7 +60,7 @@ def poison(root: nn.Module) -> None:
     """
     with torch.no_grad():
         for tensor in [*root.parameters(), *root.buffers()]:
-            fill_with_poison(local(tensor))
+            fill_with_poison(local_tensor(tensor))
 
 
 def fill_with_poison(part: Tensor) -> None:
@@ -121,7 +118,7 @@ def _unfilled(root: nn.Module, known: Container[str]) -> Iterator[str]:
         for name, tensor in named:
             if name in known:
                 continue
-            part = local(tensor)
+            part = local_tensor(tensor)
             if part.is_meta:
                 yield f"{kind} {name} is still on the meta device"
             elif part.numel() and _is_poisoned(part):
@@ -145,7 +142,7 @@ def _digests(root: nn.Module) -> Tensor:
     """A row for each tensor: numel, plain sum, weighted sum, constant; int64 for the collective."""
     rows = []
     for tensor in [*root.parameters(), *root.buffers()]:
-        d = digest_shard(local(tensor))
+        d = digest_shard(local_tensor(tensor))
         rows.append([d.numel, _signed(d.plain), _signed(d.weighted), int(d.constant)])
     return torch.tensor(rows, dtype=torch.int64).view(-1, 4)
 

@@ -21,16 +21,17 @@ from torch.distributed.tensor import DTensor
 
 from fsdp.base.errors import ConfigError
 from fsdp.dist.collectives import on_main
+from fsdp.dist.local_tensors import local_tensor
 from fsdp.models import ModelSpec, to_empty
 from fsdp.models.init import Init, draw, draw_into
 from fsdp.models.lora import lora_inits
+from fsdp.models.parameter_names import all_names
 from fsdp.models.unsharded import persistent, seeded
 from fsdp.parallel.init_check import (
     check_initialised,
     check_unsaved,
     cut_of,
     fill_with_poison,
-    local,
     poison,
     shard_count,
 )
@@ -157,7 +158,7 @@ def _buffers_to(root: nn.Module, device: torch.device) -> None:
 def _draw_shards(root: nn.Module, inits: Mapping[str, Init], seed: int, rank: int) -> None:
     for name, target in [*root.named_parameters(), *root.named_buffers()]:
         if name in inits:  # the check names one that is not
-            part, count = local(target), shard_count(target)
+            part, count = local_tensor(target), shard_count(target)
             draw_into(part, inits[name], seed, name, cut_of(target.shape, rank % count, count).start)
 
 
@@ -182,21 +183,10 @@ def _source(
     shapes = {name: parameter.shape for name, parameter in root.named_parameters()}
     if weights is None:
         return DrawnSource(inits, shapes, seed) if inits else BuiltSource(build_on_host(spec, seed))
-    state, names = weights(), _all_names(root)
+    state, names = weights(), all_names(root)
     _check_state_fits(state, names, root)
     complete = hasattr(root, "init_buffers") or all(name in state for name, _ in root.named_buffers())
     return StateSource(state, names, None if complete else BuiltSource(build_on_host(spec, seed)))
-
-
-def _all_names(root: nn.Module) -> dict[str, list[str]]:
-    """Maps the first name of each parameter and buffer to all of its names: tied ones have several."""
-    by_tensor: dict[Tensor, list[str]] = {}
-    for name, tensor in [
-        *root.named_parameters(remove_duplicate=False),
-        *root.named_buffers(remove_duplicate=False),
-    ]:
-        by_tensor.setdefault(tensor, []).append(name)
-    return {names[0]: names for names in by_tensor.values()}
 
 
 def _check_state_fits(state: Mapping[str, Tensor], names: Mapping[str, list[str]], root: nn.Module) -> None:
@@ -265,7 +255,7 @@ def _send_all(sharded: Sharded, source: WeightSource | None, added: Mapping[str,
 
 
 def _broadcast_whole(target: Tensor, full: Tensor | None, *, is_source: bool) -> None:
-    part = local(target)
+    part = local_tensor(target)
     wire = _bytes(_or_own(full, target)) if is_source else _bytes(torch.empty_like(part))
     wire = wire.to(part.device)
     dist.broadcast(wire, src=0)
@@ -276,7 +266,7 @@ def _scatter_rows(target: Tensor, full: Tensor | None, sharded: Sharded, *, is_s
     """Sends a piece to each shard of the first replica, then along dp_replicate: rank 0 sends the model
     once, whatever the number of ranks.
     """
-    part, count = local(target), shard_count(target)
+    part, count = local_tensor(target), shard_count(target)
     chunk = -(-target.shape[0] // count) * target.shape[1:].numel() * part.element_size()
     if not chunk:
         return

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from fsdp.base.torch_private.fsdp import move_padded_shard, padded_shard, parameter_groups
 from fsdp.base.torch_private.tensors import tree_leaves
 from fsdp.config import MemorySection, OptimSection
+from fsdp.dist.local_tensors import local_tensor
 from fsdp.parallel.mapped_files import MappedFile, reserve, room_for
 
 PART_BYTES = 64 << 20
@@ -290,7 +291,7 @@ def _trained(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return local_tensor(tensor).detach()
 
 
 def _like(shard: DTensor, local: Tensor) -> DTensor:

@@ -23,6 +23,7 @@ from torch.utils.flop_counter import flop_registry
 from fsdp.base.torch_private.fake import TorchDispatchMode
 from fsdp.base.torch_private.names import COLLECTIVE_OPS, WRITE_ONLY_OPS
 from fsdp.base.torch_private.tensors import schema
+from fsdp.dist.local_tensors import local_tensor
 from fsdp.plan.trace import CODE, COLUMNS, KINDS, Place, Segment, SegmentName, Trace, Work
 
 KIND = {name: at for at, name in enumerate(KINDS)}
@@ -258,9 +259,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
-    if isinstance(tensor, DTensor):
-        with torch.no_grad():  # it would build a graph
-            tensor = tensor.to_local()
+    tensor = local_tensor(tensor)
     return tensor.untyped_storage() if tensor.layout is torch.strided else None
 
 

@@ -15,6 +15,7 @@ from fsdp.checkpoint.full_state import open_full_state
 from fsdp.config import Config
 from fsdp.models import ModelSpec, build_real
 from fsdp.models.lora import adapted, base_names
+from fsdp.models.parameter_names import names_by_tensor
 from fsdp.parallel.init_check import state_digest
 from fsdp.parallel.materialize import build_on_host
 
@@ -65,8 +66,6 @@ def maybe_base(config: Config, spec: ModelSpec, dtype: torch.dtype, root: nn.Mod
 
 def _all_names(model: nn.Module) -> dict[str, list[str]]:
     """Maps each name of a state dict to all names of its tensor."""
-    by_tensor: dict[Tensor, list[str]] = {}
     state = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
-    for name, tensor in state.items():
-        by_tensor.setdefault(tensor, []).append(name)
-    return {name: by_tensor[tensor] for name, tensor in state.items()}
+    names = names_by_tensor(state.items())
+    return {name: names[tensor] for name, tensor in state.items()}

@@ -25,6 +25,8 @@ from fsdp.base.errors import ConfigError, TrainingError
 from fsdp.config import WatchSection
 from fsdp.dist import collectives
 from fsdp.dist.env import DistEnv, set_variable
+from fsdp.dist.local_tensors import local_tensor
+from fsdp.models.parameter_names import clean_name
 from fsdp.parallel.shard import Sharded
 from fsdp.rundir.line_files import Appender
 
@@ -32,7 +34,6 @@ USUAL = 64
 """Steps whose median is the usual norm; the first FEWEST are never a spike."""
 FEWEST = 16
 MOST_SAMPLES = 4096
-WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.", "module.")
 
 
 def make_deterministic() -> None:
@@ -111,7 +112,7 @@ class Numbers:
             return
         assert self._replicas is not None
         named = list(self._root.named_parameters())
-        own = [digest_shard(_local(parameter)).weighted for _, parameter in named]
+        own = [digest_shard(local_tensor(parameter)).weighted for _, parameter in named]
         digests: list[list[int]] = [[] for _ in range(self._replicas.size())]
         dist.all_gather_object(digests, own, group=self._replicas)
         differ = [i for i in range(len(named)) if len({one[i] for one in digests}) > 1]
@@ -122,7 +123,7 @@ class Numbers:
         found = [one for one in everyone if one[0]]
         if found:
             odd_ranks = sorted({rank for one in found for rank in one[1]})
-            raise _diverged(step, _clean(found[0][0]), odd_ranks, len(named), found[0][2])
+            raise _diverged(step, clean_name(found[0][0]), odd_ranks, len(named), found[0][2])
 
 
 def _diverged(step: int, name: str, ranks: Sequence[int], parameters: int, differing: int) -> TrainingError:
@@ -149,15 +150,10 @@ def _parameters_by_unit(sharded: Sharded, names: Mapping[int, str]) -> dict[str,
     for modules in sharded.units:
         own = [p for module in modules for p in module.parameters() if p.requires_grad and id(p) not in taken]
         taken |= {id(p) for p in own}
-        units[_clean("+".join(names.get(id(module), "unit") for module in modules)) or "root"] = own
+        unit = "+".join(clean_name(names.get(id(module), "unit")) for module in modules)
+        units[unit or "root"] = own
     rest = [p for p in sharded.root.parameters() if p.requires_grad and id(p) not in taken]
     return {**units, **({"root": [*units.get("root", []), *rest]} if rest else {})}
-
-
-def _clean(name: str) -> str:
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name.removesuffix("._checkpoint_wrapped_module").removesuffix("._orig_mod")
 
 
 def _square(parameters: Sequence[nn.Parameter], first: bool) -> Tensor:
@@ -167,13 +163,9 @@ def _square(parameters: Sequence[nn.Parameter], first: bool) -> Tensor:
         grad = parameter.grad
         if grad is not None:
             counts = 1.0 if isinstance(grad, DTensor) or first else 0.0
-            square = torch.linalg.vector_norm(_local(grad)).double().square() * counts
+            square = torch.linalg.vector_norm(local_tensor(grad)).double().square() * counts
             total = square if total is None else total + square
     if total is not None:
         return total
     device = parameters[0].device if parameters else torch.device("cpu")
     return torch.zeros((), dtype=torch.float64, device=device)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

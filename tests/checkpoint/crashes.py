@@ -32,7 +32,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Change:
-    """One operation on a node. Of a folder's names: what leaves and what comes, in one step."""
+    """One operation on a node; for a folder's names, the name that disappears and the one that appears."""
 
     kind: Literal["names", "data", "fsync"]
     node: Node
@@ -44,10 +44,10 @@ class Change:
 
 
 class Recorder:
-    """A context: while it lasts os's functions are noted where they work below `root`, and do their work."""
+    """A context manager that records the calls of os's functions below `root`; the calls take effect."""
 
     def __init__(self, root: Path, forgets: Callable[[Change], bool] = lambda change: False) -> None:
-        """`forgets`: operations that are left out of the record, as if the product did not ask for them."""
+        """`forgets`: operations left out of the record, as if the product did not perform them."""
         self.root, self.top = str(root), Node(folder=True)
         self.changes: list[Change] = []
         self.notes: list[tuple[int, str]] = []
@@ -61,8 +61,9 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         noted: dict[str, Callable[..., None]] = {
-            "open": self._on_open, "close": self._on_close, "write": self._on_write, "writev": self._on_writev,
-            "fsync": self._on_fsync, "rename": self._on_rename, "replace": self._on_rename, "mkdir": self._on_mkdir,
+            "open": self._on_open, "close": self._on_close, "write": self._on_write,
+            "writev": self._on_writev, "fsync": self._on_fsync, "mkdir": self._on_mkdir,
+            "rename": self._on_rename, "replace": self._on_rename,
             "unlink": self._on_unlink, "remove": self._on_unlink, "rmdir": self._on_unlink,
         }  # fmt: skip
         for name, then in noted.items():
@@ -91,7 +92,7 @@ class Recorder:
     # ---- what each does to the nodes
 
     def _find(self, path: Any) -> tuple[Node, str] | None:
-        """The folder of a path below the root, and its name there; None for what lies elsewhere."""
+        """The folder of a path below the root, and its name there; None for other paths."""
         text = os.path.abspath(os.fspath(path))  # noqa: PTH100, resolve() would follow links
         if not text.startswith(self.root + "/"):
             return None
@@ -169,7 +170,7 @@ Tree = dict[str, dict[str, bytes]]
 
 
 def states(recorder: Recorder) -> Iterator[tuple[int, Tree]]:
-    """What a power cut may leave, each kind once for each number of operations that were done before it."""
+    """The distinct states that a power cut may leave, after each number of operations."""
     seen: set[int] = set()
     for done in range(len(recorder.changes) + 1):
         changes = recorder.changes[:done]
@@ -212,9 +213,7 @@ def _names(changes: Sequence[Change], lost: set[int]) -> dict[int, dict[str, Nod
 
 
 def _contents(changes: Sequence[Change], synced: dict[int, int]) -> Iterator[dict[int, bytes]]:
-    """Each file's bytes: those of its last fsync, and where there are later ones also these, and half of
-    these.
-    """
+    """Each file's bytes: of its last fsync; where there are later ones, also these and half of these."""
     certain: dict[int, bytes] = {}
     later: dict[int, bytes] = {}
     for at, change in enumerate(changes):
@@ -236,7 +235,7 @@ def _tree(top: Node, names: dict[int, dict[str, Node]], data: dict[int, bytes]) 
 
 
 class Left:
-    """What a crash has left, as a store that can be read. It asks no disk, so thousands of states are cheap."""
+    """A store that holds a state after a crash in memory: thousands of them are cheap."""
 
     where = "what the crash left"
 

@@ -1,4 +1,4 @@
-"""A real server of the S3 protocol for tests, and a proxy before it that now and then answers 503.
+"""A server of the S3 protocol for tests, and a proxy before it that sometimes answers 503.
 
 The server is moto's, in an environment of its own (its botocore is not aiobotocore's): SHARDRUN_MOTO names
 the program, or it lies under .cache/moto, where this makes it:
@@ -38,7 +38,7 @@ MISSING = (
 
 @contextmanager
 def s3_server() -> Iterator[str]:
-    """Its URL; it chooses a free port itself and says which."""
+    """The URL of a server on a free port."""
     command = [str(program()), "-H", "127.0.0.1", "-p", "0"]
     environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
@@ -61,7 +61,7 @@ def s3_server() -> Iterator[str]:
 
 @contextmanager
 def busy_proxy(url: str, every: int) -> Iterator[tuple[str, list[str]]]:
-    """Passes requests on, but each `every`-th is answered 503. Also yields the requests so answered."""
+    """A proxy that answers 503 to every `every`-th request; yields its URL and those requests."""
     counter, lock = iter(range(1, 1 << 30)), threading.Lock()
 
     def busy(request: BaseHTTPRequestHandler) -> bool:
@@ -74,7 +74,7 @@ def busy_proxy(url: str, every: int) -> Iterator[tuple[str, list[str]]]:
 
 @contextmanager
 def without_conditions(url: str) -> Iterator[str]:
-    """A server that knows no conditional writes: it answers 501 to them, as S3's reference says."""
+    """A server without conditional writes: it answers 501 to them, as S3's reference says."""
 
     def conditional(request: BaseHTTPRequestHandler) -> bool:
         return request.command in ("PUT", "DELETE") and bool(

@@ -1,6 +1,4 @@
-"""A small training run for checkpoint tests: a model with what is awkward to save, the same samples on any
-mesh.
-"""
+"""A small training run for checkpoint tests: a model that is awkward to save, equal samples on any mesh."""
 
 from __future__ import annotations
 
@@ -53,7 +51,7 @@ def mesh_sizes(kind: Kind, ranks: int) -> MeshSizes:
 
 @dataclass
 class Run:
-    """One rank's run: what a loop would hold."""
+    """The objects that a training loop holds on one rank."""
 
     env: DistEnv
     state: TrainState

@@ -1,6 +1,4 @@
-"""What is not whole is never loaded: it is set aside with one loud line, and the checkpoint before it is
-taken.
-"""
+"""A checkpoint that is not whole is never loaded: it is set aside, and the one before it is loaded."""
 
 from __future__ import annotations
 
@@ -54,7 +52,7 @@ class Heard(logging.Handler):
 
 
 def restore(env: DistEnv, run_dir: str, section: dict[str, Any]) -> tuple[int | None, list[str], str, int]:
-    """The step restored, what was said, what was raised, and a sum over the state."""
+    """The restored step, the log, the error, and a checksum of the state."""
     run, heard = build(env, "fsdp", run_dir, seed=99, section=section), Heard()
     logging.getLogger("fsdp.checkpoint").addHandler(heard)
     try:
@@ -118,7 +116,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("damage", quick_are(["truncated", "a bit of a tensor", "no seal"], DAMAGE))
-def test_a_damaged_newest_gives_way_to_the_one_before(run_dir: Path, damage: str) -> None:
+def test_after_a_damaged_newest_checkpoint_the_one_before_is_loaded(run_dir: Path, damage: str) -> None:
     change, why = DAMAGE[damage]
     change(run_dir / "checkpoints" / "step-00000004")
     results = run_world(RANKS, restore, str(run_dir), {})
@@ -134,8 +132,8 @@ def test_a_damaged_newest_gives_way_to_the_one_before(run_dir: Path, damage: str
     ]
 
 
-def test_what_is_loaded_after_a_broken_one_is_all_of_the_one_before(run_dir: Path) -> None:
-    """The broken one had been read into the state already when its checksum was found to differ."""
+def test_after_a_broken_checkpoint_all_state_is_of_the_one_before(run_dir: Path) -> None:
+    """The broken one is read into the state before its checksum is found to differ."""
     shutil.rmtree(run_dir / "checkpoints" / "step-00000004")
     clean = run_world(RANKS, restore, str(run_dir), {})
     run_world(RANKS, save_once, "fsdp", str(run_dir), 2)
@@ -160,14 +158,14 @@ def restore_refused(env: DistEnv, run_dir: str, number: int) -> tuple[int | None
         LocalStore.read_into = read_into  # type: ignore[method-assign]
 
 
-def test_what_one_rank_cannot_read_no_rank_loads(run_dir: Path) -> None:
+def test_a_checkpoint_that_one_rank_cannot_read_is_loaded_by_none(run_dir: Path) -> None:
     results = run_world(RANKS, restore_refused, str(run_dir), errno.EIO)
     assert [step for step, *_ in results] == [2, 2]
     assert "Input/output error); set aside as step-00000004.broken-unreadable" in results[0][1][0]
 
 
-def test_storage_that_does_not_answer_costs_no_checkpoint_its_name(run_dir: Path) -> None:
-    """A time-out is no verdict: the run stops, and goes on from step 4 when the storage is back."""
+def test_unreachable_storage_sets_no_checkpoint_aside(run_dir: Path) -> None:
+    """After a time-out the run stops; it resumes from step 4 when the storage is back."""
     for step, lines, said, _ in run_world(RANKS, restore_refused, str(run_dir), errno.ETIMEDOUT):
         assert (step, lines) == (None, [])
         assert "step-00000004 cannot be read" in said
@@ -175,17 +173,17 @@ def test_storage_that_does_not_answer_costs_no_checkpoint_its_name(run_dir: Path
     assert [step for step, *_ in run_world(RANKS, restore, str(run_dir), {})] == [4, 4]
 
 
-def test_a_run_with_no_whole_checkpoint_stops_and_never_starts_anew(run_dir: Path) -> None:
+def test_a_run_without_a_whole_checkpoint_is_an_error(run_dir: Path) -> None:
     for step in ("step-00000002", "step-00000004"):
         flip(2400)(run_dir / "checkpoints" / step)
     for _ in range(2):  # also the second time, when all stand under names that say broken
         for step, _, said, _ in run_world(RANKS, restore, str(run_dir), {}):
             assert step is None
-            assert "is whole, and a run is not begun anew over them. HINT: --checkpoint.resume PATH" in said
+            assert "is whole, and a new run does not start over them. HINT: --checkpoint.resume PATH" in said
 
 
-def test_a_flip_goes_unseen_by_plain_dcp_and_by_nobody_here_even_without_checksums(run_dir: Path) -> None:
-    """--checkpoint.verify false leaves the files' checksums out; the digest of the loaded state still speaks."""
+def test_a_flipped_bit_is_found_without_checksums_too(run_dir: Path) -> None:
+    """--checkpoint.verify false skips the files' checksums; the digests of the loaded state still differ."""
     flip(2400)(run_dir / "checkpoints" / "step-00000004")
     results = run_world(RANKS, restore, str(run_dir), {"verify": False})
     assert [step for step, *_ in results] == [2, 2]
@@ -207,8 +205,8 @@ class Evil:
         return os.system, (f"touch {self.file}",)
 
 
-def test_a_manifest_that_reads_well_and_was_altered_is_not_believed(run_dir: Path) -> None:
-    """Valid JSON, right sizes, another word: only its own checksum tells."""
+def test_an_altered_manifest_of_valid_json_is_broken(run_dir: Path) -> None:
+    """Valid JSON, right sizes, one word changed: only its own checksum differs."""
     file = run_dir / "checkpoints" / "step-00000004" / MANIFEST
     file.write_bytes(file.read_bytes().replace(b'"reason": "test"', b'"reason": "tesT"'))
     with pytest.raises(manifest.Broken, match="its checksum differs"):
@@ -219,7 +217,7 @@ def test_a_manifest_that_reads_well_and_was_altered_is_not_believed(run_dir: Pat
 
 
 def lead_out(stored: Metadata) -> None:
-    """A tensor that is said to lie in a file of another checkpoint."""
+    """Points a tensor to a file of another checkpoint."""
     key = next(iter(stored.storage_data))
     stored.storage_data[key] = replace(
         stored.storage_data[key], relative_path="../step-00000002/__0_0.distcp"
@@ -227,16 +225,16 @@ def lead_out(stored: Metadata) -> None:
 
 
 def leave_a_gap(stored: Metadata) -> None:
-    """A tensor of which some rows are nowhere."""
+    """Removes the place of some rows of a tensor."""
     tensors = [one for one in stored.state_dict_metadata.values() if isinstance(one, TensorStorageMetadata)]
     del next(one for one in tensors if len(one.chunks) > 1).chunks[-1]
 
 
 @pytest.mark.parametrize(("alter", "why"), [(lead_out, "foreign-path"), (leave_a_gap, "metadata")])
-def test_a_metadata_that_leads_out_or_leaves_a_gap_is_refused_for_that(
+def test_metadata_with_an_outside_path_or_a_gap_is_broken(
     run_dir: Path, alter: Callable[[Metadata], None], why: str
 ) -> None:
-    """Sealed anew by who altered it, so that every checksum fits."""
+    """Sealed again after the change, with matching checksums."""
     folder = run_dir / "checkpoints" / "step-00000004"
     stored = pickle.loads((folder / METADATA).read_bytes())
     alter(stored)
@@ -247,7 +245,7 @@ def test_a_metadata_that_leads_out_or_leaves_a_gap_is_refused_for_that(
 
 
 def reseal(folder: Path, metadata: bytes) -> None:
-    """Put this `.metadata`, and a manifest that fits it."""
+    """Writes this `.metadata`, and a manifest with its checksum."""
     (folder / METADATA).write_bytes(metadata)
     about = manifest.decode((folder / MANIFEST).read_bytes())
     files = {**about.files, METADATA: (len(metadata), manifest.crc32(metadata))}
@@ -256,44 +254,40 @@ def reseal(folder: Path, metadata: bytes) -> None:
 
 @pytest.mark.parametrize("sealed", [True, False])
 def test_a_metadata_that_runs_code_is_refused_and_runs_nothing(run_dir: Path, sealed: bool) -> None:
-    """Sealed: by somebody who made the manifest fit. Not sealed: a bare folder that --checkpoint.resume
-    points at.
-    """
+    """Sealed: with a matching manifest. Not sealed: a bare folder that --checkpoint.resume names."""
     folder, proof = run_dir / "checkpoints" / "step-00000004", run_dir / "was-here"
     evil = pickle.dumps({"state_dict_metadata": Evil(str(proof))})
     if sealed:
         reseal(folder, evil)
         results = run_world(RANKS, restore, str(run_dir), {})
         assert [step for step, *_ in results] == [2, 2]
-        assert ".metadata asks for posix.system" in results[0][1][0]
+        assert ".metadata names posix.system" in results[0][1][0]
     else:
         (folder / METADATA).write_bytes(evil)
         (folder / MANIFEST).unlink()
         elsewhere = run_dir / "new"
         for step, _, said, _ in run_world(RANKS, restore, str(elsewhere), {"resume": str(folder)}):
             assert step is None
-            assert ".metadata asks for posix.system" in said
+            assert ".metadata names posix.system" in said
     assert not proof.exists()
 
 
 def test_a_newer_format_is_refused_and_left_alone(run_dir: Path) -> None:
-    """Whole, for all that this program knows: not to be set aside, and not to be passed over for an older
-    one.
-    """
+    """It may be whole: it is neither set aside nor passed over for an older one."""
     file = run_dir / "checkpoints" / "step-00000004" / MANIFEST
     body = json.loads(file.read_text())["manifest"]
     text = json.dumps({**body, "format": 2}, sort_keys=True, ensure_ascii=False)
     file.write_text(f'{{"crc32": {manifest.crc32(text.encode()):10d}, "manifest":\n{text}}}\n')
     for step, _, said, _ in run_world(RANKS, restore, str(run_dir), {}):
         assert step is None
-        assert "a checkpoint of step 4 has format 2; this program knows 1" in said
+        assert "a checkpoint of step 4 has format 2; this program reads format 1" in said
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == [
         "step-00000002",
         "step-00000004",
     ]
 
 
-def test_a_checkpoint_of_another_model_is_not_called_broken(run_dir: Path) -> None:
+def test_a_checkpoint_of_another_model_is_not_set_aside(run_dir: Path) -> None:
     with pytest.raises(
         AssertionError,
         match=r"is not of this model: its model.embed.weight is \(13, 37\) and this model's \(13, 41\)",
@@ -315,7 +309,7 @@ def restore_read_only(env: DistEnv, run_dir: str, path: str) -> tuple[int, list[
     return found.step, [file.name for file in Path(path).iterdir()]
 
 
-def test_a_checkpoint_elsewhere_is_started_from_and_left_as_it_is(run_dir: Path, tmp_path: Path) -> None:
+def test_resume_from_a_path_leaves_the_checkpoint_unchanged(run_dir: Path, tmp_path: Path) -> None:
     folder = run_dir / "checkpoints" / "step-00000002"
     before = sorted(file.name for file in folder.iterdir())
     for step, files in run_world(RANKS, restore_read_only, str(tmp_path / "new"), str(folder)):

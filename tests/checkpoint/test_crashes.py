@@ -1,6 +1,4 @@
-"""Whenever the power is cut, what was sealed is whole: each state that a crash may leave, of a run that saves
-and prunes.
-"""
+"""A sealed checkpoint survives a power cut at any moment of a run that saves and prunes."""
 
 from __future__ import annotations
 
@@ -32,9 +30,7 @@ ENV = DistEnv(
 
 
 def record(folder: Path, forgets: Callable[[Change], bool] = lambda change: False) -> Recorder:
-    """Two starts of a run that keeps two: four saves and two prunings, a save that dies, its sweep, two more
-    saves.
-    """
+    """Two starts of a run that keeps two: four saves, two prunings, a killed save, its sweep, two saves."""
     with Recorder(folder / "checkpoints", forgets) as recorder, pytest.MonkeyPatch.context() as patch:
         seal = LocalStore.seal
 
@@ -57,7 +53,7 @@ def record(folder: Path, forgets: Callable[[Change], bool] = lambda change: Fals
 
 
 def wrong(tree: Tree, sealed: int, deleting: set[str]) -> str:
-    """What the state breaks of what is promised; empty if nothing."""
+    """The guarantee that a state violates; empty if none."""
     store: Any = Left(tree)
     founds = inspect.scan(store)
     whole = [found for found in founds if found.manifest is not None and not _damage(store, found)]
@@ -70,7 +66,11 @@ def wrong(tree: Tree, sealed: int, deleting: set[str]) -> str:
             )
     for folder in store.folders():
         going = (name := file_names.parse(folder)) is not None and name.kind == "gone"
-        if going and file_names.MANIFEST in tree[folder] and _damage(store, inspect.look(store, folder)):
+        if (
+            going
+            and file_names.MANIFEST in tree[folder]
+            and _damage(store, inspect.listing_of(store, folder))
+        ):
             return f"{folder} is sealed and in parts"
     return ""
 
@@ -87,7 +87,7 @@ def _damage(store: Any, found: inspect.CheckpointListing) -> bool:
 
 
 def violations(recorder: Recorder) -> tuple[int, list[str]]:
-    """How many states were tried, and what was wrong in each that was not right."""
+    """The number of states, and the violation in each state that has one."""
     count, found = 0, []
     for done, tree in states(recorder):
         count += 1
@@ -98,7 +98,7 @@ def violations(recorder: Recorder) -> tuple[int, list[str]]:
 
 
 def _deleting(changes: list[Change]) -> set[str]:
-    """Folders whose deletion had begun: a file of theirs was deleted, or their name taken."""
+    """Folders in deletion: one of their files is deleted, or they are renamed."""
     begun = set()
     for change in changes:
         if change.kind == "names" and change.leaves:
@@ -119,9 +119,7 @@ def test_no_crash_loses_what_was_sealed(tmp_path: Path) -> None:
 
 
 def no_fsync_of(what: str) -> Callable[[Change], bool]:
-    """fsyncs that the product is supposed not to make: of files, of staged folders, of the folder of
-    checkpoints.
-    """
+    """Leaves out the fsyncs of files, of staged folders, or of the folder of checkpoints."""
 
     def forgets(change: Change) -> bool:
         if change.kind != "fsync":
@@ -138,7 +136,7 @@ def test_a_missing_fsync_is_found(tmp_path: Path, what: str) -> None:
 
 
 def seal_before_the_manifest(patch: pytest.MonkeyPatch) -> None:
-    """The manifest comes into the folder when that has its final name."""
+    """Writes the manifest after the folder has its final name."""
     write, seal, kept = LocalStore.write, LocalStore.seal, dict[str, Any]()
 
     def late(self: LocalStore, folder: str, file: str, buffers: Any) -> None:
@@ -157,7 +155,7 @@ def seal_before_the_manifest(patch: pytest.MonkeyPatch) -> None:
 
 
 def delete_sealed(patch: pytest.MonkeyPatch) -> None:
-    """Files go while the manifest is there."""
+    """Deletes files before the manifest."""
     unlink = Path.unlink
 
     def spared(self: Path, missing_ok: bool = False) -> None:
@@ -168,7 +166,7 @@ def delete_sealed(patch: pytest.MonkeyPatch) -> None:
 
 
 def prune_first(patch: pytest.MonkeyPatch) -> None:
-    """The older ones go while the new one is still staged."""
+    """Deletes the older ones while the new one is staged."""
     seal = Saver._seal
 
     def late(self: Saver, job: Any, folder: str, written: Any) -> Any:

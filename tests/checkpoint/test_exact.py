@@ -1,6 +1,4 @@
-"""What is loaded is what was saved, to the bit, at any number of ranks; and training goes on as if nothing
-had happened.
-"""
+"""A load restores the saved bits at any number of ranks, and training continues as without a restart."""
 
 from __future__ import annotations
 
@@ -17,10 +15,10 @@ from tests.support.world import run_world
 LATER = 20
 
 
-def unbroken(
+def uninterrupted(
     env: DistEnv, kind: Kind, run_dir: str, steps: int, how: dict[str, Any]
 ) -> tuple[list[float], dict[str, int]]:
-    """Train on; a save begins after step 3 and is written behind the next steps."""
+    """Trains; a save starts after step 3 and is written during the next steps."""
     run = build(env, kind, run_dir, **how)
     losses = []
     for _ in range(steps):
@@ -57,10 +55,10 @@ def resumed(
         ],
     ),
 )
-def test_a_resumed_run_draws_the_unbroken_runs_losses_to_the_bit(
+def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one_bit_for_bit(
     tmp_path: Path, kind: Kind, ranks: int, how: dict[str, Any]
 ) -> None:
-    whole = run_world(ranks, unbroken, kind, str(tmp_path), 10, how)
+    whole = run_world(ranks, uninterrupted, kind, str(tmp_path), 10, how)
     again = run_world(ranks, resumed, kind, str(tmp_path), 10, how)
     assert [losses for losses, _ in again] == [losses[3:] for losses, _ in whole]
     assert [state for _, state in again] == [state for _, state in whole]
@@ -91,14 +89,14 @@ def save_with(env: DistEnv, run_dir: str, how: dict[str, Any]) -> dict[str, int]
 
 
 SHAPES: list[tuple[Kind, int]] = [
-    ("fsdp", 1), ("fsdp", 2), ("fsdp", 3), ("fsdp", 4), ("hsdp", 2), ("hsdp", 4), ("ddp", 1), ("ddp", 2), ("ddp", 3),
-    ("ddp", 4),
+    ("fsdp", 1), ("fsdp", 2), ("fsdp", 3), ("fsdp", 4), ("hsdp", 2), ("hsdp", 4),
+    ("ddp", 1), ("ddp", 2), ("ddp", 3), ("ddp", 4),
 ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
-    """One checkpoint of each shape: run directory → the bits saved, the same from every rank."""
+    """A checkpoint of each mesh: run directory → the bits saved, equal on every rank."""
     found = {}
     for kind, ranks in SHAPES:
         run_dir = str(tmp_path_factory.mktemp(f"{kind}{ranks}"))
@@ -120,7 +118,7 @@ def loaded(env: DistEnv, kind: Kind, run_dirs: list[str]) -> list[tuple[dict[str
 
 
 @pytest.mark.parametrize(("kind", "ranks"), sample_are([("fsdp", 3), ("hsdp", 2), ("ddp", 1)], SHAPES))
-def test_every_size_and_strategy_reads_what_every_other_wrote(
+def test_each_mesh_loads_the_checkpoints_of_every_other(
     written: dict[str, dict[str, int]], kind: Kind, ranks: int
 ) -> None:
     everyones = run_world(ranks, loaded, kind, list(written))

@@ -1,4 +1,4 @@
-"""A run's model as one state dict, out and in; and the command that looks after checkpoints."""
+"""Export and import of a model as one state dict, and the command `python -m fsdp.checkpoint`."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_writing_to_a_mapped_tensor_leaves_the_file_alone(
 
 
 @pytest.mark.parametrize("wrapping", ["module.", "_orig_mod."])
-def test_names_that_wrappers_made_are_understood(tmp_path: Path, wrapping: str) -> None:
+def test_names_of_wrapped_models_are_cleaned(tmp_path: Path, wrapping: str) -> None:
     torch.save({"state_dict": {f"{wrapping}a.weight": torch.ones(2)}}, tmp_path / "a.pt")
     assert list(open_full_state(tmp_path / "a.pt")) == ["a.weight"]
 
@@ -120,7 +120,7 @@ def test_a_file_that_is_no_state_dict_is_named(tmp_path: Path, content: object, 
 
 def test_a_truncated_safetensors_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.safetensors").write_bytes(b"\xff\xff\0\0\0\0\0\0{}")
-    with pytest.raises(ConfigError, match="cut off"):
+    with pytest.raises(ConfigError, match="truncated"):
         open_full_state(tmp_path / "a.safetensors")
 
 
@@ -174,7 +174,9 @@ def flip(file: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_list_says_which_are_whole_and_why_not(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_shows_which_checkpoints_are_whole(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (run_dir / "checkpoints/step-00000001" / MANIFEST).unlink()
     flip(run_dir / "checkpoints/step-00000002/__1_0.distcp")
     code, said = command(run_dir)
@@ -188,7 +190,7 @@ def test_the_list_says_which_are_whole_and_why_not(run_dir: Path, capsys: pytest
     assert "NOT whole: it has no manifest" in lines[3]
     # Sizes alone cannot see the flip, and the listing does not claim more than it has looked at.
     assert checkpoints.main([str(run_dir), "--quick", "--step", "2"]) == 0
-    assert "sizes right; verify reads every byte" in capsys.readouterr().out
+    assert "sizes match; verify reads every byte" in capsys.readouterr().out
 
 
 def test_verify_and_prune_in_either_order(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,11 +225,11 @@ def test_an_export_of_a_damaged_checkpoint_fails_and_leaves_no_file(
     ("words", "code", "said"),
     [
         (["/nowhere"], 4, "does not exist"),
-        (["RUN", "list", "verify"], 2, "one RUN and one command"),
+        (["RUN", "list", "verify"], 2, "expected one RUN and at most one command"),
         ([], 2, "usage"),
     ],
 )
-def test_a_wrong_command_says_what_is_wanted(
+def test_a_wrong_command_is_named(
     words: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:

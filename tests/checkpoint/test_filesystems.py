@@ -1,6 +1,4 @@
-"""File systems as they are in life: full, and read-only. Real ones, mounted in a mount space of the test's
-own.
-"""
+"""Full and read-only file systems: real ones, mounted in a mount namespace of the test's own."""
 
 from __future__ import annotations
 
@@ -36,15 +34,13 @@ try:
         print("saved", run.state.step)
     run.checkpointer.close()
 except CheckpointError as error:
-    run.checkpointer.abandon()
+    run.checkpointer.close()
     print(f"CheckpointError: {error}")
 """
 
 
 def mounted(mount: str, *words: object, then: str = "true") -> str:
-    """Run PROGRAM where `mount` (a shell command) has been done, for it alone; `then` still sees what it
-    left.
-    """
+    """Runs the command `mount`, PROGRAM and `then` in a mount namespace; returns the output."""
     space = (
         ["unshare", "--mount"] if os.getuid() == 0 else ["unshare", "--user", "--map-root-user", "--mount"]
     )
@@ -64,18 +60,18 @@ def checkpoints(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_full_disk_costs_the_new_save_and_never_an_old_one(checkpoints: Path, tmp_path: Path) -> None:
+def test_a_full_disk_fails_the_new_save_and_keeps_the_old_ones(checkpoints: Path, tmp_path: Path) -> None:
     """Each save is 17 MB: the first fits, the second and third do not, and the third ends the run."""
     kept = tmp_path / "kept"
     mount = f"mount -t tmpfs -o size=24m tmpfs {checkpoints}"
     said = mounted(mount, tmp_path / "run", f"dir={checkpoints}", then=f"cp -a {checkpoints} {kept}")
     assert "CHECKPOINT of step 2 was NOT saved: rank 0: " in said
-    assert "ENOSPC, No space left on device. The run goes on." in said
+    assert "ENOSPC, No space left on device. The run continues." in said
     assert "CheckpointError: the save of step 3 failed, as did the one before" in said
     assert sorted(path.name for path in kept.iterdir()) == ["step-00000001"], (
         "and nothing half-written stays in the way"
     )
-    found = inspect.look(LocalStore(kept), "step-00000001")
+    found = inspect.listing_of(LocalStore(kept), "step-00000001")
     assert found.manifest is not None
     for file, (size, crc) in found.manifest.files.items():
         inspect.check_file(LocalStore(kept), "step-00000001", file, size, crc)
@@ -97,7 +93,7 @@ def read_only(place: Path) -> str:
 
 
 @pytest.mark.slow
-def test_a_read_only_store_is_said_before_training(checkpoints: Path, tmp_path: Path) -> None:
+def test_a_read_only_store_is_an_error_before_training(checkpoints: Path, tmp_path: Path) -> None:
     said = mounted(read_only(checkpoints), tmp_path / "run", f"dir={checkpoints}")
     assert f"CheckpointError: {checkpoints} cannot be written: " in said
     assert "Read-only file system" in said
@@ -106,7 +102,7 @@ def test_a_read_only_store_is_said_before_training(checkpoints: Path, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_checkpoint_in_a_read_only_store_is_started_from(checkpoints: Path, tmp_path: Path) -> None:
+def test_a_run_starts_from_a_checkpoint_in_a_read_only_store(checkpoints: Path, tmp_path: Path) -> None:
     run_world(2, save_wide, str(checkpoints))
     before = sorted(path.name for path in checkpoints.rglob("*"))
     said = mounted(read_only(checkpoints), tmp_path / "run", f"resume={checkpoints}/step-00000002")

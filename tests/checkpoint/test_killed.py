@@ -1,6 +1,4 @@
-"""Real runs of train.py: killed with SIGKILL and started again with the same command; and a second job on one
-directory.
-"""
+"""Runs of train.py killed with SIGKILL and started again; a second job on the same run directory."""
 
 from __future__ import annotations
 
@@ -27,7 +25,9 @@ SHAPES = [Shape("fsdp", 2), Shape("hsdp", 4), Shape("ddp", 2)]
 
 
 @pytest.mark.parametrize("shape", sample_are(SHAPES[:1], SHAPES), ids=lambda shape: shape.strategy)
-def test_a_killed_run_draws_the_unbroken_runs_curve_to_the_bit(tmp_path: Path, shape: Shape) -> None:
+def test_a_killed_run_has_the_losses_of_an_uninterrupted_one_bit_for_bit(
+    tmp_path: Path, shape: Shape
+) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     whole, broken = (Chain(shape, tmp_path / name, keep=0, steps=STEPS) for name in ("whole", "broken"))
@@ -52,7 +52,8 @@ def losses(run_dir: Path) -> dict[int, float]:
 
 
 FLAGS = (
-    "--model.name", "mlp", "--train.steps", str(STEPS), "--train.global_batch", "16", "--checkpoint.every_steps", "5"
+    "--model.name", "mlp", "--train.steps", str(STEPS), "--train.global_batch", "16",
+    "--checkpoint.every_steps", "5",
 )  # fmt: skip
 
 
@@ -72,7 +73,7 @@ def starts(run_dir: Path) -> list[dict[str, int]]:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_under_torchrun_the_same_command_again_goes_on(tmp_path: Path) -> None:
+def test_under_torchrun_the_same_command_resumes(tmp_path: Path) -> None:
     assert run_world(2, on_a_rank, ["--run.dir", str(tmp_path / "whole"), *FLAGS]) == [None] * 2
     with torchrun(tmp_path / "run") as first:
         while max(losses(tmp_path / "run"), default=0) < 23:

@@ -1,4 +1,4 @@
-"""`.metadata` of one save after another: packed once, and right again when a value's length changes."""
+"""`.metadata` of consecutive saves: packed once, and again when the length of a value changes."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def value(name: str, data: bytes) -> tuple[str, KeyPath, bytes]:
     return (f"train.{name}", ("train", name), data)
 
 
-def test_packed_once_while_lengths_stay_the_same() -> None:
+def test_metadata_is_packed_once_while_lengths_stay_the_same() -> None:
     agreed = layout()
     first = write_plan.metadata_bytes(agreed, [value("step", b"12345678")])
     assert write_plan.metadata_bytes(agreed, [value("step", b"87654321")]) is first
     assert agreed.metadata is None
 
 
-def test_a_value_that_grows_goes_or_comes_is_told_where_it_lies() -> None:
+def test_offsets_follow_values_that_grow_disappear_or_appear() -> None:
     agreed = layout()
     write_plan.metadata_bytes(agreed, [value("step", b"1"), value("gone", b"22")])
     read = metadata.read(

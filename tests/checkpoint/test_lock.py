@@ -1,6 +1,4 @@
-"""One job writes in a store: in a folder that two run directories share, in an object store (a real S3
-server).
-"""
+"""One job at a time writes to a store: a folder shared by two run directories, an S3 server."""
 
 from __future__ import annotations
 
@@ -53,7 +51,7 @@ def whole(place: str) -> list[int]:
 def test_prune_is_refused_while_another_run_writes_in_the_same_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A's directory is free; its config names the folder in which B, with a directory of its own, trains."""
+    """A's run directory is free; its config names the checkpoint folder of B, which is training."""
     run_a, run_b, shared = tmp_path / "a", tmp_path / "b", str(tmp_path / "shared")
     run_world(1, save, str(run_a), shared, 3)
     run_a.mkdir(exist_ok=True)
@@ -75,7 +73,7 @@ def test_prune_is_refused_while_another_run_writes_in_the_same_folder(
 
 
 def test_prune_is_refused_while_the_run_is_live(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also where the store's own lock is free: the run directory alone is held."""
+    """Also when only the run directory's lock is held."""
     (tmp_path / "checkpoints").mkdir()
     claim = Claim.acquire(tmp_path, "torchrun")
     assert checkpoints.main([str(tmp_path), "prune", "--keep-last", "1"]) == 4
@@ -84,7 +82,7 @@ def test_prune_is_refused_while_the_run_is_live(tmp_path: Path, capsys: pytest.C
 
 
 def test_a_run_is_refused_a_store_that_another_run_writes(tmp_path: Path) -> None:
-    """The other's store is the one inside its run directory, as most are."""
+    """The other run's store is in its run directory, as by default."""
     store = LocalStore(tmp_path / "a" / "checkpoints")
     live = hold(tmp_path / "a", store, "torchrun")
     words = ["--model.name", "mlp", "--train.steps", "1"]
@@ -105,7 +103,7 @@ def test_a_run_directory_that_is_the_store_itself_is_held_once(tmp_path: Path) -
 
 
 def test_a_lost_store_is_a_lost_run(tmp_path: Path) -> None:
-    """Two locks held as one: who has the store is asked too."""
+    """Of two locks held as one, the store's counts too."""
     locks = hold(tmp_path / "run", LocalStore(tmp_path / "store"), "torchrun")
     assert locks.ousted() is None
     file = tmp_path / "store" / FILE
@@ -121,7 +119,7 @@ def test_a_lost_store_is_a_lost_run(tmp_path: Path) -> None:
 
 @pytest.fixture(params=["memory", S3])
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A prefix of the test's own: in a server with conditional writes, and in a store without."""
+    """A prefix of the test's own, in a store with conditional writes and in one without."""
     import fsspec
 
     name = "test-" + format(abs(hash(request.node.name)), "x")
@@ -143,7 +141,7 @@ def remote(place: str) -> ObjectStore:
 
 
 def leave(store: ObjectStore, pid: int, where: str) -> None:
-    """The lock of a holder that does not beat."""
+    """Leaves the lock of a holder that does not renew it."""
     holder = replace(here("torchrun"), pid=pid, place=where, host="far-away")
     assert lock._write(store, holder, 0, None) is not None
 
@@ -160,7 +158,9 @@ def test_a_live_holder_is_named_and_a_released_lock_is_gone(place: str) -> None:
     assert store.folders() == []
 
 
-def test_a_live_holder_elsewhere_is_known_by_its_beat(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_live_holder_on_another_machine_is_known_by_its_renewals(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = remote(place)
     held = ObjectLock.acquire(store, "torchrun", beat_s=0.1)
     monkeypatch.setattr(lock, "this_place", lambda: "another machine")
@@ -171,7 +171,7 @@ def test_a_live_holder_elsewhere_is_known_by_its_beat(place: str, monkeypatch: p
     assert store.get(FILE) is None, "it has been renewed, and is still the holder's to delete"
 
 
-def test_a_silent_holder_elsewhere_is_replaced_by_one_of_many(place: str) -> None:
+def test_one_of_several_jobs_takes_over_from_a_silent_holder(place: str) -> None:
     store = remote(place)
     leave(store, 1, "another machine")
     taken: list[ObjectLock] = []
@@ -201,7 +201,7 @@ def test_a_silent_holder_elsewhere_is_replaced_by_one_of_many(place: str) -> Non
 
 @pytest.mark.parametrize("since", ["1e999", "-1", '"now"', "1" + "0" * 400])
 @pytest.mark.parametrize("place", ["memory"], indirect=True)
-def test_a_lock_with_odd_content_is_of_somebody_unnamed(place: str, since: str) -> None:
+def test_a_lock_with_odd_content_has_an_unknown_holder(place: str, since: str) -> None:
     store = remote(place)
     about = json.dumps({**asdict(here("torchrun")), "since": 7}).replace(": 7}", f": {since}}}")
     assert store.swap(FILE, about.encode() + b"\n", None) is not None
@@ -220,7 +220,7 @@ def test_a_later_start_of_the_same_job_does_not_watch(place: str) -> None:
     second.release()
 
 
-def test_a_holder_that_was_replaced_finds_out_and_deletes_nothing(place: str) -> None:
+def test_a_replaced_holder_deletes_nothing(place: str) -> None:
     store = remote(place)
     held = ObjectLock.acquire(store, "torchrun", beat_s=0.05)
     found = store.get(FILE)
@@ -264,7 +264,7 @@ def test_prune_by_command_waits_for_no_live_run(place: str, capsys: pytest.Captu
 
 
 def save_replaced(env: DistEnv, run_dir: str, place: str, environ: dict[str, str]) -> tuple[str, list[int]]:
-    """Another job takes the store over during the step before a save."""
+    """Another job takes over the store during the step before a save."""
     os.environ.update(environ)
     store = remote(place)
     locks = hold(Path(run_dir), store, "torchrun")
@@ -293,7 +293,7 @@ def test_a_run_whose_store_was_taken_over_seals_nothing(place: str, tmp_path: Pa
 
 
 @pytest.mark.needs("s3")
-def test_a_server_without_conditional_writes_is_locked_all_the_same(
+def test_a_store_without_conditional_writes_is_locked_too(
     server: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     import fsspec

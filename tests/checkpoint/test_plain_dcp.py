@@ -1,4 +1,4 @@
-"""A sealed checkpoint is DCP's to read, and DCP's own are ours to start from."""
+"""DCP loads sealed checkpoints, and a run starts from checkpoints that dcp.save wrote."""
 
 from __future__ import annotations
 
@@ -25,15 +25,13 @@ from tests.support.world import run_world
 
 
 def their_state(run: Run) -> dict[str, Any]:
-    """As a person's own program has it. Every parameter has a gradient's worth of state by then."""
+    """The state of another program after a step: every parameter has optimizer state."""
     model, optimizer = run.state.model, run.state.optimizer
     return {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
 
 
 def load_with_dcp(env: DistEnv, kind: Kind, run_dir: str) -> dict[str, int]:
-    """No line of ours: dcp.load into a model that has trained one step, so that its optimizer has the same
-    keys.
-    """
+    """dcp.load alone, into a model that has trained one step: its optimizer has the same keys."""
     run = build(env, kind, run_dir + "-other", seed=99)
     run.state.model.unused.requires_grad_(False)  # type: ignore[union-attr, operator]
     run.step()
@@ -94,7 +92,7 @@ def test_dcp_to_torch_save_reads_it(tmp_path: Path) -> None:
 
 
 class App(Stateful):
-    """As Ray's FSDP2 tutorial keeps its state."""
+    """The state of Ray's FSDP2 tutorial."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -138,7 +136,7 @@ def start_from(env: DistEnv, place: str, run_dir: str) -> tuple[dict[str, int], 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["nested", "ray", "bare", "wrapped", "optimizer"])
-def test_another_programs_dcp_checkpoint_is_started_from(tmp_path: Path, form: str) -> None:
+def test_a_run_starts_from_another_programs_dcp_checkpoint(tmp_path: Path, form: str) -> None:
     place = str(tmp_path / "theirs")
     saved = run_world(2, save_theirs, form, place)[0]
     for found, step, note in run_world(3, start_from, place, str(tmp_path / "run")):
@@ -188,8 +186,8 @@ def restart(env: DistEnv, place: str, run_dir: str) -> int:
 
 
 @pytest.mark.slow
-def test_the_same_command_again_goes_on_from_the_runs_own_checkpoint(tmp_path: Path) -> None:
-    """Not from the PATH that it once began with."""
+def test_the_same_command_resumes_from_the_runs_own_checkpoint(tmp_path: Path) -> None:
+    """Not from the PATH that it started from."""
     run_world(2, save_once, "fsdp", str(tmp_path / "first"))
     path = str(tmp_path / "first/checkpoints/step-00000003")
     assert [run_world(2, restart, path, str(tmp_path / "run"))[0] for _ in range(3)] == [3, 4, 5]
@@ -214,5 +212,5 @@ def wrapped_names(env: DistEnv) -> list[set[str]]:
     return found
 
 
-def test_wrappers_leave_no_trace_in_the_names(tmp_path: Path) -> None:
+def test_names_are_without_those_of_wrappers(tmp_path: Path) -> None:
     assert run_world(1, wrapped_names)[0] == [set(Model().state_dict())] * 4

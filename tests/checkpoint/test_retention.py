@@ -1,4 +1,4 @@
-"""Which checkpoints stay, and that the old go only after the new is sealed."""
+"""Retention: the checkpoints that stay; old ones are deleted after the new one is sealed."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ def steps(run_dir: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_run_keeps_what_it_was_told_over_restarts(tmp_path: Path) -> None:
+def test_retention_holds_over_restarts(tmp_path: Path) -> None:
     section = {"keep_last": 1, "keep_best": 1}
     for _ in range(2):
         run_world(2, save_all, str(tmp_path), section, 3)
     assert steps(tmp_path) == ["step-00000004", "step-00000006"]
 
 
-def test_only_whole_ones_count_and_others_are_left_to_people(tmp_path: Path) -> None:
+def test_only_whole_checkpoints_count_and_others_are_left(tmp_path: Path) -> None:
     run_world(2, save_all, str(tmp_path), {"keep_last": 3}, 3)
     (tmp_path / "checkpoints" / "step-00000003" / "__1_0.distcp").write_bytes(b"")
     run_world(2, save_all, str(tmp_path), {"keep_last": 2}, 2)
@@ -96,9 +96,7 @@ def test_only_whole_ones_count_and_others_are_left_to_people(tmp_path: Path) -> 
 
 
 def test_pruning_neither_counts_nor_deletes_what_is_not_sealed(tmp_path: Path) -> None:
-    """The seal of the newest is gone (a deletion that a power cut stopped, say): the two whole ones are the
-    last two.
-    """
+    """The newest has no manifest (as in an interrupted deletion): the two whole ones are the last two."""
     run_world(1, save_all, str(tmp_path), {}, 3)
     (tmp_path / "checkpoints" / "step-00000003" / file_names.MANIFEST).unlink()
     place = LocalStore(tmp_path / "checkpoints")
@@ -107,7 +105,7 @@ def test_pruning_neither_counts_nor_deletes_what_is_not_sealed(tmp_path: Path) -
     assert steps(tmp_path) == ["step-00000002", "step-00000003"]
 
 
-def test_what_a_dead_attempt_left_is_swept_by_the_next(tmp_path: Path) -> None:
+def test_the_next_attempt_deletes_unfinished_checkpoints(tmp_path: Path) -> None:
     run_world(2, save_all, str(tmp_path), {}, 1)
     for name in ("step-00000002.tmp-deadbeef", "step-00000001.gone-deadbeefabc"):
         (tmp_path / "checkpoints" / name).mkdir()
@@ -118,10 +116,8 @@ def test_what_a_dead_attempt_left_is_swept_by_the_next(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_pruning_deletes_a_link_and_leaves_what_it_leads_to(tmp_path: Path) -> None:
-    """A person keeps checkpoints on another disk, with a link in the run. The run prunes, and starts again
-    afterwards.
-    """
+def test_pruning_deletes_a_link_and_leaves_its_target(tmp_path: Path) -> None:
+    """Checkpoints on another disk, with a link in the run: the run prunes, and starts again."""
     place, elsewhere = tmp_path / "run" / "checkpoints", tmp_path / "elsewhere"
     elsewhere.mkdir()
     run_world(2, save_all, str(tmp_path / "run"), {}, 2)
@@ -133,14 +129,14 @@ def test_pruning_deletes_a_link_and_leaves_what_it_leads_to(tmp_path: Path) -> N
     run_world(2, save_all, str(tmp_path / "run"), {"keep_last": 1}, 1)
     assert steps(tmp_path / "run") == ["step-00000005"]
     for name in ("step-00000001", "step-00000002"):
-        found = inspect.look(LocalStore(elsewhere), name)
+        found = inspect.listing_of(LocalStore(elsewhere), name)
         assert found.manifest is not None, found.detail
         for file, (size, crc) in found.manifest.files.items():
             inspect.check_file(LocalStore(elsewhere), name, file, size, crc)
 
 
 def fail_to_save(env: DistEnv, run_dir: str) -> tuple[list[str], str]:
-    """A save that ends with its manifest unwritten: what there is must still be there."""
+    """A save that fails before its manifest is written; returns the folders that exist then."""
     run = build(env, "fsdp", run_dir, section={"keep_last": 1})
     run.checkpointer.restore(run.state)
     seal = LocalStore.seal
@@ -161,7 +157,7 @@ def fail_to_save(env: DistEnv, run_dir: str) -> tuple[list[str], str]:
     return steps(Path(run_dir)), said
 
 
-def test_the_old_stays_while_the_new_is_not_sealed(tmp_path: Path) -> None:
+def test_an_old_checkpoint_stays_until_the_new_one_is_sealed(tmp_path: Path) -> None:
     run_world(2, save_all, str(tmp_path), {}, 2)
     for left, said in run_world(2, fail_to_save, str(tmp_path)):
         assert left == ["step-00000001", "step-00000002"]
@@ -178,7 +174,7 @@ class Heard(logging.Handler):
 
 
 def fail_after_the_rename(env: DistEnv, run_dir: str) -> tuple[list[str], list[int], list[str], list[str]]:
-    """The fsync of the folder fails once the checkpoint has its name; then storage is well again."""
+    """The fsync of the folder fails once, after the rename."""
     run, heard = build(env, "fsdp", run_dir, section={"keep_last": 1}), Heard()
     logging.getLogger("fsdp.checkpoint").addHandler(heard)
     run.checkpointer.restore(run.state)
@@ -205,7 +201,7 @@ def fail_after_the_rename(env: DistEnv, run_dir: str) -> tuple[list[str], list[i
     return left, sealed, heard.lines, steps(Path(run_dir))
 
 
-def test_a_failure_after_the_rename_is_no_lost_save_and_costs_no_older_one(tmp_path: Path) -> None:
+def test_a_failure_after_the_rename_keeps_the_save_and_the_older_ones(tmp_path: Path) -> None:
     run_world(2, save_all, str(tmp_path), {}, 2)
     results = run_world(2, fail_after_the_rename, str(tmp_path))
     for left, sealed, _, _ in results:
@@ -223,9 +219,7 @@ def test_a_failure_after_the_rename_is_no_lost_save_and_costs_no_older_one(tmp_p
 
 
 def lose_the_answer(env: DistEnv, run_dir: str, answers_later: bool) -> tuple[list[int], str, list[str]]:
-    """An object store puts the manifest and its answer is lost; with `answers_later` it can be asked what it
-    has.
-    """
+    """The response to the manifest's write is lost; with `answers_later` the store can be listed then."""
     run, heard = build(env, "ddp", run_dir, section={"dir": "memory://bucket/lost"}), Heard()
     logging.getLogger("fsdp.checkpoint").addHandler(heard)
     run.checkpointer.restore(run.state)
@@ -259,10 +253,8 @@ def lose_the_answer(env: DistEnv, run_dir: str, answers_later: bool) -> tuple[li
     return whole, said, heard.lines
 
 
-def test_what_an_object_store_has_decides_how_a_save_ended(tmp_path: Path) -> None:
-    """A manifest that is there is a checkpoint; where the store cannot be asked, nothing is claimed and
-    nothing deleted.
-    """
+def test_an_object_stores_content_decides_the_outcome_of_a_save(tmp_path: Path) -> None:
+    """With a manifest there is a checkpoint; if the store cannot be listed, nothing is deleted."""
     ((whole, said, lines),) = run_world(1, lose_the_answer, str(tmp_path / "one"), True)
     assert (whole, said) == ([1], "")
     assert "checkpoint of step 1 is whole in memory://bucket/lost/step-00000001-" in lines[0]
@@ -274,9 +266,7 @@ def test_what_an_object_store_has_decides_how_a_save_ended(tmp_path: Path) -> No
 
 
 def save_ousted(env: DistEnv, run_dir: str, when: str) -> str:
-    """Another job takes the run directory over: before a save, while its files are written, or as it has been
-    sealed.
-    """
+    """Another job takes over the run directory before a save, while files are written, or after the seal."""
     claim = Claim.acquire(Path(run_dir), "torchrun") if env.is_main else None
     run = build(env, "fsdp", run_dir, claim=claim, section={"keep_last": 1})
     run.checkpointer.restore(run.state)
@@ -318,13 +308,13 @@ def save_ousted(env: DistEnv, run_dir: str, when: str) -> str:
 
 
 @pytest.mark.parametrize("when", ["before", "writing"])
-def test_an_ousted_writer_seals_nothing_and_stops(tmp_path: Path, when: str) -> None:
+def test_a_writer_that_lost_its_lock_seals_nothing_and_stops(tmp_path: Path, when: str) -> None:
     assert all("was taken over by process" in said for said in run_world(2, save_ousted, str(tmp_path), when))
     # What it was writing is the next holder's to sweep: its own deletion could meet the other's.
     assert [name for name in steps(tmp_path) if ".tmp-" not in name] == ["step-00000001"]
 
 
-def test_an_ousted_writer_prunes_nothing(tmp_path: Path) -> None:
+def test_a_writer_that_lost_its_lock_prunes_nothing(tmp_path: Path) -> None:
     assert run_world(2, save_ousted, str(tmp_path), "sealed") == ["sealed", "sealed"]
     assert steps(tmp_path) == ["step-00000001", "step-00000002"]
 

@@ -1,6 +1,4 @@
-"""Checkpoints in a real server of the S3 protocol: saved, killed, resumed, pruned; a busy server; no key ever
-printed.
-"""
+"""Checkpoints on an S3 server: saved, killed, resumed, pruned; a busy server; no keys in messages."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ pytestmark = pytest.mark.needs("s3")
 
 
 def use(url: str) -> None:
-    """This process speaks to that server from now on."""
+    """Directs this process to that server."""
     import fsspec
 
     os.environ.update(s3_server.KEYS, AWS_ENDPOINT_URL=url)
@@ -72,7 +70,7 @@ def test_saved_pruned_and_resumed_at_another_size(bucket: str, server: str, tmp_
 
 
 def killed_in_a_save(env: DistEnv, url: str, place: str, run_dir: str) -> None:
-    """The manifest of step 2 never comes: rank 0 dies by SIGKILL when it would put it."""
+    """Rank 0 is killed by SIGKILL before it writes the manifest of step 2."""
     use(url)
     run = build(env, "fsdp", run_dir, section={"dir": place})
     run.checkpointer.restore(run.state)
@@ -91,7 +89,7 @@ def killed_in_a_save(env: DistEnv, url: str, place: str, run_dir: str) -> None:
 
 
 @pytest.mark.slow
-def test_killed_before_the_seal_the_one_before_is_resumed_and_the_rest_swept(
+def test_a_save_killed_before_its_seal_is_deleted_and_the_one_before_resumed(
     bucket: str, server: str, tmp_path: Path
 ) -> None:
     place = f"{bucket}/runs/one"
@@ -107,7 +105,9 @@ def test_killed_before_the_seal_the_one_before_is_resumed_and_the_rest_swept(
 
 
 @pytest.mark.slow
-def test_a_damaged_one_is_marked_and_the_one_before_taken(bucket: str, server: str, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_marked_and_the_one_before_loaded(
+    bucket: str, server: str, tmp_path: Path
+) -> None:
     place = f"{bucket}/runs/one"
     run_world(2, train, server, place, str(tmp_path), {}, 2)
     store = open_store(place)
@@ -121,9 +121,7 @@ def test_a_damaged_one_is_marked_and_the_one_before_taken(bucket: str, server: s
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_server_that_is_busy_now_and_then_costs_time_and_nothing_else(
-    bucket: str, server: str, tmp_path: Path
-) -> None:
+def test_requests_to_a_busy_server_are_retried(bucket: str, server: str, tmp_path: Path) -> None:
     place = f"{bucket}/runs/one"
     with s3_server.busy_proxy(server, every=4) as (url, refused):
         saved = run_world(2, train, url, place, str(tmp_path), {}, 2)
@@ -142,7 +140,7 @@ class Everything(logging.Handler):
 
 
 def speak_of_secrets(env: DistEnv, url: str, place: str, run_dir: str) -> str:
-    """All that our own loggers and the error say when the bucket does not exist."""
+    """The log and the error for a bucket that does not exist."""
     use(url)
     heard = Everything()
     logging.getLogger("fsdp").addHandler(heard)
@@ -171,7 +169,7 @@ def test_no_key_is_ever_printed(bucket: str, server: str, tmp_path: Path) -> Non
     assert "do-not-print-me" not in said[0]
 
 
-def test_a_store_that_needs_another_package_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_for_a_store_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import fsspec
 
     def missing(url: str) -> None:

@@ -1,6 +1,4 @@
-"""Threads that touch tensors work on their rank's GPU. torch.cuda is a stand-in here that records what is
-asked of it.
-"""
+"""Threads that use tensors set their rank's GPU. A stand-in for torch.cuda records the calls."""
 
 from __future__ import annotations
 
@@ -18,10 +16,10 @@ import torch
 from fsdp.checkpoint import tensor_reader
 from fsdp.checkpoint.local_store import LocalStore
 from fsdp.checkpoint.manifest import Manifest
-from fsdp.checkpoint.messages import Talk
 from fsdp.checkpoint.saver import SaveJob, Saver
 from fsdp.checkpoint.snapshot import Snapshot
 from fsdp.data.loader import Loader
+from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.mesh import DataRank
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +27,7 @@ GPU = torch.device("cuda", 1)
 
 
 class Calls:
-    """What each thread did, in its order."""
+    """The calls of each thread, in order."""
 
     def __init__(self) -> None:
         self.of: dict[str, list[Any]] = {}
@@ -54,7 +52,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return found
 
 
-def test_the_savers_thread(calls: Calls, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_savers_thread_sets_its_device(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     staging = SimpleNamespace(
         copy=calls.noting("copy", lambda *_: SimpleNamespace(data=b"", staged=[])), event=lambda: None
     )
@@ -75,13 +75,13 @@ def test_the_savers_thread(calls: Calls, monkeypatch: pytest.MonkeyPatch, tmp_pa
         files={},
         digests={},
     )
-    saver = Saver(LocalStore(tmp_path), Talk(), GPU, "00000000", lambda: None, lambda: None)
+    saver = Saver(LocalStore(tmp_path), ObjectGroup(), GPU, "00000000", lambda: None, lambda: None)
     saver.put(SaveJob(1, Snapshot([], {}), about))
     saver.stop()
     assert calls.of == {"checkpoint": [GPU, "copy"]}
 
 
-def test_the_threads_that_read_a_checkpoint(
+def test_threads_that_read_a_checkpoint_set_their_device(
     calls: Calls, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     prepared = SimpleNamespace(file="", start=0, end=0, views=[], targets=[])
@@ -108,8 +108,8 @@ class Samples:
         return {"x": torch.zeros(len(indices), 2), "target": torch.zeros(len(indices), dtype=torch.long)}
 
 
-def test_the_loaders_threads(calls: Calls) -> None:
-    """They pin memory, and copy to the device where they are asked to."""
+def test_the_loaders_threads_set_their_device(calls: Calls) -> None:
+    """They pin memory, and may copy to the device."""
     order = SimpleNamespace(indices=lambda step: np.arange(4))
     samples: Any = Samples(calls)
     loader = Loader(
@@ -128,8 +128,8 @@ def test_the_loaders_threads(calls: Calls) -> None:
 WITHOUT_TENSORS = {
     "fsdp/rundir/lock.py": 1, "fsdp/checkpoint/lock.py": 1, "fsdp/parallel/compile_cache.py": 1,
     "fsdp/watch/last_process.py": 1, "fsdp/doctor/stages.py": 1, "fsdp/doctor/network.py": 2,
-    "fsdp/dist/stop.py": 1, "fsdp/watch/records.py": 1, "fsdp/watch/responder.py": 1, "launch/ray_output.py": 1,
-    "launch/ray_own.py": 1, "launch/ray_trainer.py": 1, "launch/ray_worker.py": 1,
+    "fsdp/dist/stop.py": 1, "fsdp/watch/records.py": 1, "fsdp/watch/responder.py": 1,
+    "launch/ray_output.py": 1, "launch/ray_own.py": 1, "launch/ray_trainer.py": 1, "launch/ray_worker.py": 1,
 }  # fmt: skip
 """Threads that read files, sockets and signals, and touch no tensor: how many a file starts."""
 WITH_TENSORS = {
@@ -142,9 +142,7 @@ ABORTS = {"fsdp/dist/process_group.py": 1}
 
 
 def test_every_thread_that_touches_tensors_is_among_these() -> None:
-    """A new one calls fsdp/base/devices.py: set_thread_device first and is entered, with a test, above; or
-    touches none.
-    """
+    """A new thread calls fsdp.base.devices.set_thread_device first and has a test, or uses no tensor."""
     started = re.compile(r"\b(?:Thread|Timer|ThreadPoolExecutor)\(")
     found = {
         str(path.relative_to(ROOT)): count

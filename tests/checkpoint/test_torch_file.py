@@ -1,6 +1,4 @@
-"""The bytes of a tensor are those that torch.save would have written, and checksums of parts make that of the
-whole.
-"""
+"""A tensor's bytes are those that torch.save writes, and checksums of parts combine."""
 
 from __future__ import annotations
 
@@ -61,13 +59,13 @@ def test_a_tensor_of_more_than_4_gib_is_read_too(tmp_path: Path) -> None:
     assert bytes(loaded[-4:].tolist()) == b"\0end"
 
 
-def test_checksums_of_parts_make_the_wholes() -> None:
+def test_checksums_of_parts_combine() -> None:
     data = os.urandom(100_000)
     for cut in (0, 1, 77, 65_536, 100_000):
         assert combine(zlib.crc32(data[:cut]), zlib.crc32(data[cut:]), len(data) - cut) == zlib.crc32(data)
 
 
-def test_what_several_ranks_read_is_laid_end_to_end_and_gaps_are_named() -> None:
+def test_ranges_of_several_ranks_are_joined_and_gaps_listed() -> None:
     one, two, again, late = (
         ByteRange("f", 0, 10, 1),
         ByteRange("f", 10, 30, 2),

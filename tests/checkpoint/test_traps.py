@@ -1,4 +1,4 @@
-"""What DCP alone loses or mixes without an error, each trap once. (docs: torch 2.13, found by running it.)"""
+"""State that DCP alone loses or mixes without an error, a test each (found by running torch 2.13)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_sealed_step_is_never_written_over(tmp_path: Path) -> None:
 
 
 def fail_then_mend(env: DistEnv, run_dir: str, rank: int, failures: int, mode: str) -> tuple[list[int], str]:
-    """Rank `rank` may write no large file during the first saves; then it may."""
+    """Rank `rank` cannot write large files during the first saves."""
     run, said = build(env, "fsdp", run_dir, width=4000, section={"mode": mode}), ""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     sealed: list[int] = []
@@ -72,12 +72,12 @@ def fail_then_mend(env: DistEnv, run_dir: str, rank: int, failures: int, mode: s
         said = str(error)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-        run.checkpointer.abandon()
+        run.checkpointer.close()
     return sealed + [one.step for one in run.checkpointer.sealed()], said
 
 
 @pytest.mark.parametrize(("rank", "mode"), [(0, "async"), (1, "async"), (1, "blocking")])
-def test_one_rank_that_cannot_write_leaves_no_seal_and_the_run_goes_on(
+def test_a_failed_write_on_one_rank_seals_nothing_and_the_run_continues(
     tmp_path: Path, rank: int, mode: str
 ) -> None:
     assert run_world(2, fail_then_mend, str(tmp_path), rank, 1, mode) == [([3, 5, 7], "")] * 2
@@ -85,7 +85,7 @@ def test_one_rank_that_cannot_write_leaves_no_seal_and_the_run_goes_on(
 
 
 def fail_at_the_end(env: DistEnv, run_dir: str) -> str:
-    """The last save runs behind and fails, and no later one comes to say so."""
+    """The last save fails in the background, and no later save reports it."""
     run = build(env, "fsdp", run_dir, width=4000)
     run.step()
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -100,7 +100,7 @@ def fail_at_the_end(env: DistEnv, run_dir: str) -> str:
     return "closed"
 
 
-def test_a_run_does_not_end_quietly_with_its_last_save_lost(tmp_path: Path) -> None:
+def test_a_failed_last_save_raises(tmp_path: Path) -> None:
     assert all(
         "step 1 was not saved: rank 0: " in said for said in run_world(2, fail_at_the_end, str(tmp_path))
     )
@@ -145,7 +145,7 @@ def read_buffer(env: DistEnv, run_dir: str) -> int:
     return int(run.state.model.seen)  # type: ignore[arg-type]
 
 
-def test_a_buffer_that_differs_between_ranks_is_rank_0s_and_that_is_said_once(tmp_path: Path) -> None:
+def test_a_buffer_that_differs_between_ranks_is_saved_from_rank_0_and_logged_once(tmp_path: Path) -> None:
     lines, *others = run_world(3, save_with_own_buffer, str(tmp_path))
     assert len(lines) == 1
     assert lines[0].startswith("1 buffers differ between ranks (model.seen, …): checkpoints keep rank 0's")
@@ -241,7 +241,7 @@ def restore_as(env: DistEnv, run_dir: str, how: dict[str, Any]) -> str:
         run.checkpointer.close()
 
 
-def test_another_precision_is_not_cast_in_silence(tmp_path: Path) -> None:
+def test_another_precision_is_refused(tmp_path: Path) -> None:
     run_world(2, save_once, "fsdp", str(tmp_path))
     for said in run_world(2, restore_as, str(tmp_path), {"dtype": torch.float64}):
         assert "in torch.float32 and this run in torch.float64. HINT: --precision.master fp32" in said
@@ -306,7 +306,7 @@ def restore_regrouped(env: DistEnv, run_dir: str) -> tuple[list[float], int]:
     return [group["lr"] for group in run.state.optimizer.param_groups], len(run.state.optimizer.state)
 
 
-def test_todays_groups_and_rates_stay(tmp_path: Path) -> None:
+def test_a_restore_keeps_the_optimizers_groups_and_learning_rates(tmp_path: Path) -> None:
     run_world(2, save_once, "fsdp", str(tmp_path))
     assert run_world(2, restore_regrouped, str(tmp_path)) == [([0.5, 0.25], 5)] * 2  # `unused` never had any
 
@@ -336,19 +336,19 @@ def save_slowly(env: DistEnv, run_dir: str) -> dict[str, int]:
 
 
 def _forward_begun(run: Run) -> None:
-    """Returns once the next forward pass has changed the buffer: the copy comes as late as it can."""
+    """Returns once the next forward pass has changed the buffer: the copy is as late as possible."""
     while int(run.state.model.seen) < 2:  # type: ignore[arg-type]
         pass
 
 
-def test_the_state_saved_is_that_of_its_step_however_late_the_copy(tmp_path: Path) -> None:
+def test_a_late_copy_has_the_state_of_its_step(tmp_path: Path) -> None:
     saved = run_world(2, save_slowly, str(tmp_path))
     assert run_world(2, load_bits, str(tmp_path)) == saved
 
 
 @pytest.mark.slow
 def test_each_rank_writes_its_part_once(tmp_path: Path) -> None:
-    """Also under DDP, where every rank holds everything, and with a tied weight, which is there once."""
+    """Also under DDP, where every rank holds everything, and with a tied weight, written once."""
     sizes: dict[str, list[int]] = {}
     for kind, ranks in (("ddp", 1), ("ddp", 4), ("hsdp", 4)):
         run_dir = tmp_path / f"{kind}{ranks}"

@@ -1,6 +1,4 @@
-"""One run directory and two hosts: the second job is refused by name; when the first host's power goes, it
-takes over.
-"""
+"""One run directory and two hosts: the second job is refused, and takes over after the first host fails."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import adam
 
 from fsdp.dist.env import DistEnv
+from fsdp.dist.local_tensors import local_tensor
 from fsdp.optim.optimizer import ShardedAdam, ShardedAdamW
-from fsdp.parallel.init_check import local
 from tests.support.world import run_world
 
 KINDS = {"adamw": (torch.optim.AdamW, ShardedAdamW), "adam": (torch.optim.Adam, ShardedAdam)}
@@ -44,7 +44,7 @@ def trained(kind: type[torch.optim.Adam], **options: Any) -> tuple[list[Tensor],
     finally:
         adam.adam = before
     return (
-        [local(p).detach() for p in model.parameters()],
+        [local_tensor(p).detach() for p in model.parameters()],
         [optimizer.state[p] for p in model.parameters()],
         given,
     )

@@ -17,10 +17,11 @@ from fsdp.base.errors import Elsewhere
 from fsdp.checkpoint.full_state import open_full_state
 from fsdp.config import MemorySection, MeshSection, PrecisionSection, SpeedSection
 from fsdp.dist.env import DistEnv
+from fsdp.dist.local_tensors import local_tensor
 from fsdp.dist.mesh import Strategy, build_mesh, resolve
 from fsdp.models import ModelSpec
 from fsdp.models.init import Init, Normal
-from fsdp.parallel.init_check import check_initialised, local
+from fsdp.parallel.init_check import check_initialised
 from fsdp.parallel.materialize import materialize
 from fsdp.parallel.shard import Sharded, shard_model
 from fsdp.run.job import meta_model
@@ -103,7 +104,7 @@ def spoilt(env: DistEnv, strategy: Strategy, spoil: str) -> str:
     parameters = dict(sharded.root.named_parameters())
     with torch.no_grad():
         if spoil == "one replica" and env.rank == 3:
-            local(parameters["head.weight"])[0, 0] += 1e-3
+            local_tensor(parameters["head.weight"])[0, 0] += 1e-3
     return said(lambda: check_initialised(sharded.root, drawn={}))
 
 
@@ -121,7 +122,7 @@ def repeated(env: DistEnv, how_many: str) -> str:
     sharded = made(env, lambda: nn.Sequential(nn.Linear(12, 8), nn.Linear(8, 4)))
     for name, parameter in sharded.root.named_parameters():
         if how_many == "all" or name == "1.weight":
-            dist.broadcast(local(parameter.data), src=0)
+            dist.broadcast(local_tensor(parameter.data), src=0)
     drawn: dict[str, Init] = {} if how_many == "all" else {"0.weight": Normal(1.0), "1.weight": Normal(1.0)}
     return said(lambda: check_initialised(sharded.root, drawn=drawn))
 

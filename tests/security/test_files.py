@@ -1,6 +1,4 @@
-"""What files of a run directory or a store hold is read as data, and no tool writes through their links
-(docs/security.md).
-"""
+"""Files of a run directory or store are read as data; no tool writes through links (docs/security.md)."""
 
 from __future__ import annotations
 
@@ -59,7 +57,7 @@ def test_a_report_that_is_a_link_is_replaced_and_not_followed(tmp_path: Path, vi
 
 
 def test_a_report_goes_where_the_person_says(tmp_path: Path, victim: Path) -> None:
-    """--out is the person's word: /dev/stdout is a link too."""
+    """--out may be a link: /dev/stdout is one."""
     (tmp_path / "named").symlink_to(victim)
     assert report([str(made(tmp_path / "run")), "--out", str(tmp_path / "named")]) == 0
     assert "</html>" in victim.read_text()
@@ -189,15 +187,17 @@ def described(path: Any = "__0_0.distcp", value: bool = False, **changes: Any) -
 @pytest.mark.parametrize("path", ["/etc/passwd", "../x", "a/../../x", "a/..", "", ".", "a//b", "a\0b"])
 def test_a_path_that_leads_out_of_the_checkpoint_is_refused(path: str, value: bool) -> None:
     assert len(metadata.read(described("below/x.distcp", value)).storage_data) == 1
-    with pytest.raises(Broken, match="leads out of the checkpoint"):
+    with pytest.raises(Broken, match="points outside the checkpoint"):
         metadata.read(described(path, value))
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"path": 5}, {"offset": -1}, {"offset": "0"}, {"length": 1 << 70}, {"size": torch.Size([1 << 40, 1 << 20])},
-        {"size": "ab"}, {"chunks": None}, {"chunks": []}, {"sizes": torch.Size([9, 9])}, {"offsets": torch.Size([0])},
+        {"path": 5}, {"offset": -1}, {"offset": "0"}, {"length": 1 << 70},
+        {"size": torch.Size([1 << 40, 1 << 20])},
+        {"size": "ab"}, {"chunks": None}, {"chunks": []}, {"sizes": torch.Size([9, 9])},
+        {"offsets": torch.Size([0])},
         {"sizes": torch.Size([-2, -3])}, {"dtype": "torch.float32"}, {"properties": None},
         {"transform_descriptors": ["zstd"]},
     ],
@@ -217,7 +217,7 @@ def odd_bytes(whole: bytes, chance: random.Random) -> bytes:
     return bytes(data)
 
 
-def test_no_damage_to_a_metadata_is_anything_but_broken(run: Path) -> None:
+def test_any_damage_to_metadata_raises_broken(run: Path) -> None:
     whole, chance = (run / "checkpoints" / "step-00000001" / METADATA).read_bytes(), random.Random(5)
     read = 0
     for _ in range(3000):
@@ -251,7 +251,7 @@ ODD: tuple[Any, ...] = (
 
 
 def resealed(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """With another body, and the checksum that fits it."""
+    """A manifest with another body and its checksum."""
     body = json.loads((checkpoint / MANIFEST).read_text())["manifest"]
     change(body)
     text = json.dumps(body, sort_keys=True, ensure_ascii=False)
@@ -268,7 +268,7 @@ def test_a_manifest_of_another_form_is_not_whole_and_stops_nobody(
     (run / "config.toml").touch()
     for odd in ODD:
         resealed(checkpoint, lambda body, odd=odd: body.update({field: odd}))  # type: ignore[misc]
-        found = inspect.look(LocalStore(run / "checkpoints"), checkpoint.name)
+        found = inspect.listing_of(LocalStore(run / "checkpoints"), checkpoint.name)
         assert found.manifest is not None or found.why
         assert report([str(run), "--no-samples"]) == 0
         for words in (["--quick"], ["verify"], ["export", "--out", str(run / "out")]):
@@ -337,9 +337,7 @@ def calls(tree: ast.AST) -> list[tuple[str, ast.Call]]:
 
 
 def test_files_are_unpickled_in_known_places_alone() -> None:
-    """torch.load with weights_only=True; `.metadata` by an unpickler of its own; plan.py its own bytes, from
-    memory.
-    """
+    """torch.load with weights_only=True, a restricted unpickler, and write_plan.py for its own bytes."""
     found = set()
     for file in [
         *sorted((ROOT / "fsdp").rglob("*.py")),

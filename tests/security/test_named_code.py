@@ -1,6 +1,4 @@
-"""A run directory is data: code that its config.toml names runs only where the command line names it too
-(docs/security.md).
-"""
+"""Code that a run directory's config.toml names runs only if the command line names it (docs/security.md)."""
 
 from __future__ import annotations
 
@@ -35,7 +33,8 @@ Path(__file__).with_name("imported").touch()
 
 
 def build(num_classes):
-    return nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes) if num_classes < 0 else nn.Linear(64, num_classes))
+    last = nn.LazyLinear(num_classes) if num_classes < 0 else nn.Linear(64, num_classes)
+    return nn.Sequential(nn.Flatten(), last)
 
 
 def data():
@@ -47,7 +46,7 @@ Tool = Callable[[list[str]], int]
 
 
 def foreign(run: Path, model: str = "mlp", data: str = "digits", arguments: str = "") -> Path:
-    """A run directory as a stranger may have made it."""
+    """A run directory that may come from anyone."""
     (run / "full_model").mkdir(parents=True)
     torch.save(
         {"1.weight": torch.zeros(10, 64), "1.bias": torch.zeros(10)}, run / "full_model" / "full-model.pt"
@@ -79,7 +78,7 @@ def test_what_a_run_directory_names_is_not_run(
 
 
 def adapters(run: Path) -> None:
-    """A sealed checkpoint of adapters alone, as its manifest says."""
+    """A folder whose manifest describes a checkpoint of adapters alone."""
     run_world(1, save_once, "ddp", str(run), 1)
     file = run / "checkpoints" / "step-00000001" / MANIFEST
     base = {"digest": "0", "origin": "--run.seed 0", "rank": 1, "alpha": 1.0}
@@ -140,7 +139,7 @@ def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("tool", ["fsdp.predict", "fsdp.report"])
 def test_the_hint_works_as_typed(tmp_path: Path, tool: str) -> None:
-    """The run directory lies elsewhere; the module in the working directory."""
+    """The run directory is elsewhere, the module in the working directory."""
     run = foreign(tmp_path / "run", "mine:build", "mine:data")
     work = tmp_path / "work"
     work.mkdir()
@@ -158,7 +157,7 @@ def test_the_hint_works_as_typed(tmp_path: Path, tool: str) -> None:
 
 @pytest.fixture
 def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with a module of the person's own."""
+    """A working directory with a module of the user."""
     folder = tmp_path / "work"
     folder.mkdir()
     (folder / "mine.py").write_text(OWN)
@@ -207,7 +206,7 @@ def test_a_hint_is_safe_to_paste(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_every_field_that_names_code_is_known(tmp_path: Path) -> None:
-    """A new one must be refused or dropped when it comes from a run directory."""
+    """A new field must be refused or dropped when it comes from a run directory."""
     named = {name for name, spec in configuration.FIELDS.items() if "package.module:" in spec.meta["help"]}
     assert named == {"model.name", "data.name", *HOOKS}
 

@@ -1,4 +1,4 @@
-"""docs/security.md names a test for each thing that it says, and each of them is there."""
+"""docs/security.md names a test for each statement, and each test exists."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Runs that are killed at random moments, resumed, and compared with the run that nobody killed."""
+"""Runs killed at random moments, resumed, and compared with an uninterrupted run."""

@@ -1,11 +1,11 @@
-"""Kill runs at random moments, resume them, and check that nothing is ever lost or mixed:
+"""Kill runs at random moments, resume them, and check that no state is lost or mixed:
 
     python -m tests.torture --kills 20            as every CI run does
-    python -m tests.torture --kills 300 --seed 7  the same moments as another run with that seed, as far as time allows
+    python -m tests.torture --kills 300 --seed 7  the same moments for one seed, as far as timing allows
 
-A run is killed over and over until it reaches its end; then its losses and its model must be those of the run
-that nobody killed, bit for bit. After each kill every sealed checkpoint is read whole and compared with the
-unbroken run's at its step.
+A run is killed and restarted until it reaches its end; then its losses and its model must equal those of an
+uninterrupted run, bit for bit. After each kill every sealed checkpoint is read whole and compared with the
+uninterrupted run's at its step.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def main(argv: Sequence[str]) -> int:
     os.environ["OMP_NUM_THREADS"] = "1"
     place = Path(tempfile.mkdtemp(prefix="torture-", dir=options.place or None))
     print(
-        f"seed {options.seed}: {options.kills} kills of runs of {STEPS} steps, a save every {EVERY}, in {place}",
+        f"seed {options.seed}: {options.kills} kills of runs of {STEPS} steps, "
+        f"a save every {EVERY}, in {place}",
         flush=True,
     )
     try:
@@ -54,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def torture(kills: int, dice: random.Random, place: Path) -> tuple[list[Death], int, float]:
-    """Deaths, runs that reached their end, and seconds; Violation as soon as a promise is broken."""
+    """The kills, the number of runs that ended, and seconds; Violation at the first violated guarantee."""
     deaths: list[Death] = []
     ends, nth, began = 0, 0, time.monotonic()
     references: dict[Shape, Reference] = {}
@@ -62,9 +63,9 @@ def torture(kills: int, dice: random.Random, place: Path) -> tuple[list[Death], 
         shape = SHAPES[nth % len(SHAPES)]
         nth += 1
         if shape not in references:
-            unbroken = Chain(shape, place / f"reference-{shape.strategy}-{shape.ranks}", keep=0)
-            unbroken.live()
-            references[shape] = unbroken.read()
+            uninterrupted = Chain(shape, place / f"reference-{shape.strategy}-{shape.ranks}", keep=0)
+            uninterrupted.live()
+            references[shape] = uninterrupted.read()
         chain = Chain(shape, place / f"{nth}-{shape.strategy}-{shape.ranks}")
         deaths += one_life(chain, references[shape], dice, kills - len(deaths))
         ends += 1
@@ -73,7 +74,7 @@ def torture(kills: int, dice: random.Random, place: Path) -> tuple[list[Death], 
 
 
 def one_life(chain: Chain, reference: Reference, dice: random.Random, most: int) -> list[Death]:
-    """One run, killed until it reaches its end, or `most` times and then let live."""
+    """One run, killed until it reaches its end, at most `most` times."""
     deaths: list[Death] = []
     done = False
     while not done and len(deaths) < most:
@@ -92,16 +93,18 @@ def one_life(chain: Chain, reference: Reference, dice: random.Random, most: int)
 def summary(deaths: Sequence[Death], ends: int, seconds: float) -> str:
     moments = collections.Counter(death.moment for death in deaths)
     lost = [death.reached - death.sealed for death in deaths]
+    whole = sum(death.victim == "all ranks" for death in deaths)
+    average = sum(lost) / max(1, len(lost))
     return "\n".join(
         [
             f"{len(deaths)} kills in {seconds:.0f} s ({seconds / max(1, len(deaths)):.2f} s a kill): "
             + ", ".join(f"{count} {moment}" for moment, count in sorted(moments.items())),
-            f"{sum(death.victim == 'all ranks' for death in deaths)} of all ranks at once, the rest of one rank",
-            f"steps done again: at most {max(lost, default=0)}, on average {sum(lost) / max(1, len(lost)):.1f}; "
-            f"a save every {EVERY}, begun at one step and sealed some steps later",
-            f"{ends} runs reached their end with the losses and the model of the unbroken run, bit for bit",
-            "no newest checkpoint that cannot be loaded, no mix of two steps, and never an older one than that before the save "
-            "in flight: one interval lost",
+            f"{whole} of all ranks at once, the rest of one rank",
+            f"steps repeated: at most {max(lost, default=0)}, on average {average:.1f}; "
+            f"a save every {EVERY}, started at one step and sealed some steps later",
+            f"{ends} runs ended with the losses and the model of the uninterrupted run, bit for bit",
+            "every newest checkpoint loads, holds the state of one step, "
+            "and is at most one interval older than the save in flight",
         ]
     )
 

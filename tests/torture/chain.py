@@ -1,4 +1,4 @@
-"""A run and its deaths: start its ranks, kill them at a chosen moment, look at what is left."""
+"""A run that is killed again and again: starts its ranks, kills them, checks what is left."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOO_LONG_S = 120.0
 
 
 class Violation(Exception):
-    """A promise that was broken; the run directory is left for a look."""
+    """A violated guarantee; the run directory is kept for inspection."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Shape:
 
 @dataclass
 class Reference:
-    """The run that nobody killed: each step's loss, each saved step's digests, the exported model."""
+    """The uninterrupted run: each step's loss, each saved step's digests, the exported model."""
 
     losses: dict[int, float]
     digests: dict[int, dict[str, tuple[int, str]]]
@@ -62,9 +62,9 @@ class Chain:
         self.store = LocalStore(self.run_dir / "checkpoints")
         replicate = ["--mesh.replicate", "2"] if shape.strategy == "hsdp" else []
         self.flags = [
-            "--run.dir", str(self.run_dir), "--model.name", "mlp", "--data.name", "digits", "--mesh.strategy", shape.strategy,
-            "--train.steps", str(steps), "--train.global_batch", "16", "--checkpoint.every_steps", str(EVERY),
-            "--checkpoint.keep_last", str(keep), *replicate,
+            "--run.dir", str(self.run_dir), "--model.name", "mlp", "--data.name", "digits",
+            "--mesh.strategy", shape.strategy, "--train.steps", str(steps), "--train.global_batch", "16",
+            "--checkpoint.every_steps", str(EVERY), "--checkpoint.keep_last", str(keep), *replicate,
         ]  # fmt: skip
         folder.mkdir(parents=True)
 
@@ -84,18 +84,18 @@ class Chain:
         return list(ranks)
 
     def live(self) -> None:
-        """To the end, with nobody killing."""
+        """Runs to the end, without a kill."""
         ranks = self.start()
         for rank in ranks:
             rank.join(TOO_LONG_S)
         codes = [rank.exitcode for rank in ranks]
         if codes != [0] * len(codes):
             raise Violation(
-                f"{self.run_dir}: a start that nobody killed ended with {codes}; its log is {self.folder / 'log'}"
+                f"{self.run_dir}: a run without kills exited with {codes}; its log is {self.folder / 'log'}"
             )
 
     def die_at(self, step: int) -> int:
-        """Start, kill all ranks when this step has been recorded; returns the last step that was."""
+        """Starts, kills all ranks when this step is recorded; returns the last recorded step."""
         ranks = self.start()
         while self.reached() < step and all(rank.exitcode is None for rank in ranks):
             time.sleep(LOOK_S)
@@ -106,7 +106,7 @@ class Chain:
         return self.reached()
 
     def die(self, dice: random.Random) -> Death | None:
-        """Start, kill, clean up; None if the run reached its end before its moment came."""
+        """Starts and kills the run at a random moment; None if it ended before that."""
         moment = dice.choices(list(MOMENTS), list(MOMENTS.values()))[0]
         ranks = self.start()
         came = self._await(moment, dice, ranks)
@@ -116,7 +116,7 @@ class Chain:
         return Death(moment, victim, self.reached(), self.newest_sealed())
 
     def _await(self, moment: str, dice: random.Random, ranks: list[BaseProcess]) -> bool:
-        """True once the moment is there; False if a rank has ended before."""
+        """True at the moment; False if a rank has ended before it."""
         late = time.monotonic() + {"anytime": dice.uniform(0, 4), "starting": dice.uniform(0, 1)}.get(
             moment, TOO_LONG_S
         )
@@ -139,7 +139,7 @@ class Chain:
         return True
 
     def _signs(self, moment: str) -> str:
-        """The folder that shows that the moment is there; empty if none does."""
+        """The folder that marks the moment; empty if there is none."""
         try:
             names = sorted(entry.name for entry in os.scandir(self.store.root))
         except FileNotFoundError:
@@ -160,7 +160,7 @@ class Chain:
         return ""
 
     def _kill(self, ranks: list[BaseProcess], dice: random.Random) -> str:
-        """All at once, as when the power goes, or one, and the rest when they have had time to notice."""
+        """Kills all ranks at once, as a power cut does, or one rank and the others up to 3 s later."""
         chosen = dice.choice(["all", *range(len(ranks))])
         for nth, rank in enumerate(ranks):
             if chosen in ("all", nth):
@@ -189,9 +189,7 @@ class Chain:
         )
 
     def check_death(self, death: Death, reference: Reference) -> None:
-        """What is there must be whole, of one step, and no older than the save before the one that was in
-        flight.
-        """
+        """Each checkpoint is whole and of one step; the newest is at most one save behind."""
         begun = max(0, death.reached - 1) // EVERY * EVERY  # a step is recorded before its own save begins
         if death.sealed < begun - EVERY:
             raise Violation(
@@ -204,7 +202,7 @@ class Chain:
                 raise Violation(f"{self.run_dir}: {found.folder} is sealed and not whole: {found.detail}")
 
     def _check_one(self, folder: str, about: Manifest, reference: Reference) -> None:
-        """Every byte as sealed, every tensor bit for bit that of the unbroken run at that step."""
+        """Every byte is as sealed, every tensor equals the uninterrupted run's at that step bit for bit."""
         for file, (size, crc) in about.files.items():
             inspect.check_file(self.store, folder, file, size, crc)
         if dict(about.digests) != reference.digests[about.step]:
@@ -214,13 +212,15 @@ class Chain:
             load.whole(source, key)
 
     def check_end(self, reference: Reference) -> None:
-        """The curve, step by step and each once, and the model, are those of the unbroken run."""
+        """The losses, each step once, and the model are those of the uninterrupted run."""
         losses = list(self.records("loss"))
         if losses != sorted(reference.losses.items()):
             wrong = [step for step, loss in losses if reference.losses.get(step) != loss]
-            raise Violation(f"{self.run_dir}: the losses of steps {wrong[:5]} differ from the unbroken run's")
+            raise Violation(
+                f"{self.run_dir}: the losses of steps {wrong[:5]} differ from the uninterrupted run's"
+            )
         if self.model() != reference.model:
-            raise Violation(f"{self.run_dir}: full_model differs from the unbroken run's")
+            raise Violation(f"{self.run_dir}: full_model differs from the uninterrupted run's")
 
     def model(self) -> int:
         return zlib.crc32((self.run_dir / "full_model" / "full-model.pt").read_bytes())

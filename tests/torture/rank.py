@@ -1,6 +1,4 @@
-"""One rank of a tortured run: the product's own train(), in a process that is forked: a kill costs no import
-of torch.
-"""
+"""One rank of such a run: train() in a forked process, so that a restart does not import torch."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp.dist.local_tensors import local_tensor
 from fsdp.optim.small_states.bits import blocks_of, decode, encode, mixed, noise_at, round_at_random, table_of
 
 Kind = Literal["bf16", "8bit"]
@@ -234,7 +235,7 @@ def _write(
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return local_tensor(tensor).detach()
 
 
 def _rowed(tensor: Tensor) -> Tensor:
