@@ -1,8 +1,8 @@
-"""Runs of bench.faults in which nothing breaks: a rank that is only a tenth slower, and hours in which
-nothing may be said.
+"""Runs of bench.faults without a fault: a rank slowed by a tenth, and ordinary training in which no verdict
+is expected.
 
-`--late N` and `--ordinary MINUTES` of python -m bench.faults; with --keep what they find is added to
-bench/results/watch_late and watch_ordinary, so that an hour can be put together from several sittings.
+`--late N` and `--ordinary MINUTES` of python -m bench.faults. With --keep the results are added to
+bench/results/watch_late and watch_ordinary, so that an hour can be collected in several calls.
 """
 
 from __future__ import annotations
@@ -120,11 +120,13 @@ def named_soon(rows: Sequence[Row]) -> str:
             row["after_steps"] if row["named"] else "none in 120",
         )
         lines.append(
-            f"| {row['ranks']} | rank {row['rank']} | {named} | {row['percent']:.0f}% | {after} | {row['load']} |"
+            f"| {row['ranks']} | rank {row['rank']} | {named} | {row['percent']:.0f}% | {after} | "
+            f"{row['load']} |"
         )
     good = [row["after_steps"] for row in rows if soon(row)]
     lines.append(
-        f"\n{len(good)} of {len(rows)} named alone and within {WITHIN} steps, median {median(good or [-1]):.0f} steps."
+        f"\n{len(good)} of {len(rows)} named alone and within {WITHIN} steps, median "
+        f"{median(good or [-1]):.0f} steps."
     )
     return "\n".join(lines)
 
@@ -147,7 +149,8 @@ def ordinary(options: argparse.Namespace) -> int:
     log, said = (folder / "log").read_text(errors="replace"), verdict_of(run)
     late = run / "watch" / "late.jsonl"
     row = {
-        "minutes": round(minutes, 1), "ranks": options.ranks, "steps": last_step(run), "saves": log.count(" sealed: "),
+        "minutes": round(minutes, 1), "ranks": options.ranks, "steps": last_step(run),
+        "saves": log.count(" sealed: "),
         "evaluations": log.count("eval_loss"), "verdict": said["what"] if said else "", "codes": codes,
         "late": late.read_text().splitlines() if late.exists() else [], "load": round(os.getloadavg()[0], 1),
     }  # fmt: skip

@@ -1,8 +1,7 @@
-"""What can be done to a rank on purpose: each kind as a function that is called in the rank that shall have
-it.
+"""The faults that bench.faults injects: one function for each kind, called in the affected rank.
 
-A fault is put into a running step: where the loop enters a phase, where the data are read, where a file is
-written. The rank says when by writing the time into a file; then it is as broken as it would be by itself.
+A fault is injected into a running step: where the loop enters a phase, reads data or writes a file. The rank
+first writes the time into a file, then fails as it would by itself.
 """
 
 from __future__ import annotations

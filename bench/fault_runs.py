@@ -1,4 +1,6 @@
-"""The ranks of a run with a fault, and without: forked from the bench, watched, and ended."""
+"""Starts, observes and ends the ranks of a run, with or without an injected fault. Ranks are forked from the
+bench.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,8 @@ def _be(
 
     nodes = 2 if kind is not None and kind.two_nodes else 1
     variables = {
-        "RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank % (ranks // nodes), "LOCAL_WORLD_SIZE": ranks // nodes,
+        "RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank % (ranks // nodes),
+        "LOCAL_WORLD_SIZE": ranks // nodes,
         "GROUP_RANK": rank // (ranks // nodes), "GROUP_WORLD_SIZE": nodes,
         "MASTER_ADDR": address[0], "MASTER_PORT": address[1],
     }  # fmt: skip

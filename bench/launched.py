@@ -1,7 +1,7 @@
-"""A command that trains, watched from outside: when each step was said, which processes are its ranks, how
-much they held.
+"""Observes a training command from outside: when each step ends, which processes are its ranks, how much
+memory they hold.
 
-Every contender says `step N/M` when a step is done. Ranks are the direct children of what was started
+Every contender prints `step N/M` after a step. Ranks are the direct children of the started process
 (torchrun's workers, the launcher's forks), or the processes themselves.
 """
 
@@ -155,7 +155,8 @@ def that_run(names: Sequence[str]) -> list[str]:
 def ours(folder: Path, steps: int, every: int) -> list[str]:
     """The flags of train.py for the work of bench/peers/alone.py."""
     return [
-        "--run.dir", str(folder), "--data.name", "synthetic", "--data.args.heldout", "0", "--train.steps", str(steps),
+        "--run.dir", str(folder), "--data.name", "synthetic", "--data.args.heldout", "0",
+        "--train.steps", str(steps),
         "--checkpoint.every_steps", str(every), "--checkpoint.export", "false", "--run.log_every_steps", "1",
     ]  # fmt: skip
 

@@ -1,13 +1,12 @@
-"""What the step loop costs: the product's own loop beside a hand-written fully_shard loop, in the same
-processes.
+"""Cost of the step loop: shardrun's loop beside a hand-written fully_shard loop in the same processes.
 
-    python -m bench.overhead [--rounds 60] [--short] [--profile]      about two minutes with four quiet cores
+    python -m bench.overhead [--rounds 60] [--short] [--profile]      about two minutes with four free cores
 
-Both have the same model, units, weights, samples and optimizer in one process group, and take turns: some
-steps of ours, as many of the other, and again. A difference is taken within a round. The hand-written loop
-(bench/peers/bare.py) clips too, is given batches made beforehand, and writes nothing; ours reads its data,
-weighs the loss by tokens, agrees on stopping, looks for what is not finite, and writes metrics.jsonl and
-TensorBoard events at every step. --profile prints where ours spends it.
+Both have the same model, units, weights, samples and optimizer in one process group, and alternate: some
+steps of one, as many of the other. Differences are taken within a round. The hand-written loop
+(bench/peers/bare.py) also clips, receives batches made beforehand, and writes nothing. shardrun's reads its
+data, weighs the loss by tokens, votes on stopping, checks for non-finite numbers, and writes metrics.jsonl
+and TensorBoard events at every step. --profile prints where it spends its time.
 """
 
 from __future__ import annotations
@@ -244,7 +243,8 @@ def main(argv: Sequence[str]) -> int:
             title="What the step loop costs",
             command="python -m bench.overhead",
             short=options.short,
-            about=f"{about}. {RANKS} ranks, gloo, one thread each; medians over rounds, with the 95% interval of the median.",
+            about=f"{about}. {RANKS} ranks, gloo, one thread each; "
+            "medians over rounds, with the 95% interval of the median.",
             text=text,
             numbers=numbers,
         )

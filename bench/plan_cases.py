@@ -1,4 +1,4 @@
-"""The runs that bench.plan draws: models, meshes and knobs at random from a seed, and some large ones."""
+"""The runs of bench.plan: models, meshes and options drawn from a seed, and some large ones."""
 
 from __future__ import annotations
 
@@ -126,7 +126,8 @@ def _mesh(dice: random.Random, ranks: int) -> list[str]:
 
 
 _MORE = [
-    ["--lora.rank", "4"], ["--optim.state", "bf16"], ["--optim.state", "8bit"], ["--memory.activation_budget", "0.5"],
+    ["--lora.rank", "4"], ["--optim.state", "bf16"], ["--optim.state", "8bit"],
+    ["--memory.activation_budget", "0.5"],
     ["--memory.activation_offload", "true"], ["--comm.divide_by", "4"], ["--precision.reduce", "bf16"],
 ]  # fmt: skip
 
@@ -145,7 +146,8 @@ def _knobs(dice: random.Random, ranks: int, *, units: bool) -> list[str]:
 
 def large() -> list[Case]:
     """From 100M parameters on, where what a process holds beside tensors is small."""
-    words = ("--model.name", "transformer", "--data.name", "synthetic", "--data.args.kind", "tokens", "--data.seq_len", "256",
+    words = ("--model.name", "transformer", "--data.name", "synthetic", "--data.args.kind", "tokens",
+    "--data.seq_len", "256",
              "--data.args.vocab_size", "8192")  # fmt: skip
     small = (*words, "--model.args.width", "1024", "--model.args.layers", "8", "--model.args.heads", "8")
     wide = (*words, "--model.args.width", "1536", "--model.args.layers", "8", "--model.args.heads", "12")

@@ -1,5 +1,5 @@
-"""Real rank processes for bench.plan: a run's step watched by the planner's tracker, and the kernel's count
-of the process.
+"""Real rank processes for bench.plan: a step measured by the planner's tracker and by the kernel's count of
+the process.
 """
 
 from __future__ import annotations

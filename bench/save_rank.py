@@ -1,8 +1,7 @@
-"""One rank of `python -m bench.save`: a model, a round of steps with one save, and the meters of stalls,
+"""One rank of `python -m bench.save`: a model, a round of steps with one save, and the measurement of stalls,
 memory and reads.
 
-Here is what is measured. Not here: who starts the ranks (save.py), and what their figures come to
-(save_table.py).
+save.py starts the ranks; save_table.py computes the figures.
 """
 
 from __future__ import annotations
@@ -223,7 +222,8 @@ class Bench:
         dist.barrier()
         (theirs_s, theirs_bytes) = measured(lambda: self._load_theirs(fresh, theirs))
         return {
-            "ours_s": ours_s, "dcp_s": theirs_s, "unique_bytes": unique, "ours_bytes": ours_bytes, "dcp_bytes": theirs_bytes,
+            "ours_s": ours_s, "dcp_s": theirs_s, "unique_bytes": unique, "ours_bytes": ours_bytes,
+            "dcp_bytes": theirs_bytes,
             "state_mib": own_mib,
         }  # fmt: skip
 

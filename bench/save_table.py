@@ -1,6 +1,4 @@
-"""What the ranks of `python -m bench.save` measured, as one report and its table. Pure, but for what
-machine() looks up.
-"""
+"""Report and table from the measurements of the ranks of `python -m bench.save`. Pure, except for machine()."""
 
 from __future__ import annotations
 
@@ -32,8 +30,10 @@ def summarise(results: Sequence[dict[str, Any]], options: argparse.Namespace) ->
     }
     load |= {key: sum(result["load"][key] for result in results) for key in ("ours_bytes", "dcp_bytes")}
     return {
-        "machine": machine(), "torch": torch.__version__, "ranks": len(results), "parameters": results[0]["parameters"],
-        "rounds": options.rounds, "save_every": SIZES[options.size].every, "ways": rows, "memory_mib": memory, "load": load,
+        "machine": machine(), "torch": torch.__version__, "ranks": len(results),
+        "parameters": results[0]["parameters"],
+        "rounds": options.rounds, "save_every": SIZES[options.size].every, "ways": rows, "memory_mib": memory,
+        "load": load,
     }  # fmt: skip
 
 
@@ -85,7 +85,8 @@ def machine() -> dict[str, Any]:
     )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
-        "cpu": model or platform.processor(), "cores": len(os.sched_getaffinity(0)), "memory_gib": round(memory, 1),
+        "cpu": model or platform.processor(), "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(memory, 1),
         "load_average": os.getloadavg()[0], "when": time.strftime("%Y-%m-%d %H:%M"),
     }  # fmt: skip
 
@@ -94,13 +95,16 @@ def markdown(report: dict[str, Any]) -> str:
     about, rows, load = report["machine"], report["ways"], report["load"]
     reference = rows["dcp.save"]["stall_s"] if "dcp.save" in rows else 0.0
     lines = [
-        f"# Saving and loading {report['parameters'] / 1e6:.0f}M parameters with Adam on {report['ranks']} ranks",
+        f"# Saving and loading {report['parameters'] / 1e6:.0f}M parameters with Adam on {report['ranks']} "
+        f"ranks",
         "",
-        f"{about['cpu']}, {about['cores']} cores, {about['memory_gib']} GiB, torch {report['torch']}, {about['when']}, "
+        f"{about['cpu']}, {about['cores']} cores, {about['memory_gib']} GiB, torch {report['torch']}, "
+        f"{about['when']}, "
         f"load average {about['load_average']:.1f} at the end; {report['rounds']} rounds, "
         f"a save every {report['save_every']} steps.",
         "",
-        "| way | step held up, s a save | of dcp.save's | step p50, s | p99, s | mean, s | inflation, median of rounds | "
+        "| way | step held up, s a save | of dcp.save's | step p50, s | p99, s | mean, s | inflation, "
+        "median of rounds | "
         "of the mean, 95% | processor, s a save and rank |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
@@ -109,7 +113,8 @@ def markdown(report: dict[str, Any]) -> str:
             f"1/{reference / row['stall_s']:.0f}" if way != "none" and 0 < row["stall_s"] < reference else "—"
         )
         lines.append(
-            f"| {way} | {row['stall_s']:.4f} | {share} | {row['p50_s']:.3f} | {row['p99_s']:.3f} | {row['mean_s']:.3f} | "
+            f"| {way} | {row['stall_s']:.4f} | {share} | {row['p50_s']:.3f} | {row['p99_s']:.3f} | "
+            f"{row['mean_s']:.3f} | "
             f"{row['inflation']:+.1%} | {row['low']:+.1%} to {row['high']:+.1%} | {row['cpu_s']:+.2f} |"
         )
     memory = report["memory_mib"]
@@ -117,10 +122,13 @@ def markdown(report: dict[str, Any]) -> str:
         lines += ["", "The process of dcp.async_save's process mode is not in the last column."]
     lines += [
         "",
-        f"Load: ours {load['ours_s']:.2f} s, every byte verified; dcp.load {load['dcp_s']:.2f} s. Bytes read over bytes there: "
-        f"ours {load['ours_bytes'] / load['unique_bytes']:.3f}, dcp.load {load['dcp_bytes'] / load['unique_bytes']:.3f}.",
+        f"Load: ours {load['ours_s']:.2f} s, every byte verified; dcp.load {load['dcp_s']:.2f} s. Bytes "
+        f"read over bytes there: "
+        f"ours {load['ours_bytes'] / load['unique_bytes']:.3f}, dcp.load "
+        f"{load['dcp_bytes'] / load['unique_bytes']:.3f}.",
         "",
-        f"Memory of a save, at most over {len(memory)} of them: {max(memory):.0f} MiB above none, where a rank's own state is "
+        f"Memory of a save, at most over {len(memory)} of them: {max(memory):.0f} MiB above none, where a "
+        f"rank's own state is "
         f"{load['state_mib']:.0f} MiB; after the first {memory[0]:.0f}, after the last {memory[-1]:.0f}.",
         "",
     ]

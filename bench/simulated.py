@@ -1,7 +1,8 @@
-"""What rank 0 does for a checkpoint at thousands of ranks, without the ranks: the product's own planning,
-metadata, manifest and reading, given what each rank would have sent. Part of bench/scale.py.
+"""Rank 0's work for a checkpoint at thousands of ranks, without the ranks: the product's planning, metadata,
+manifest and reading, on what each rank would have sent. Part of bench/scale.py.
 
-    python -m bench.simulated 4096 [--preset 124m]        one size, in a process of its own: it takes gigabytes at the largest
+    python -m bench.simulated 4096 [--preset 124m]
+                                   one size, in its own process: the largest takes several gigabytes
 """
 
 from __future__ import annotations
@@ -132,7 +133,8 @@ def simulate(ranks: int, preset: str) -> dict[str, Any]:
     }
     return {
         "ranks": ranks, "preset": preset, "pieces": pieces, "metadata_mib": len(data) / 2**20,
-        "manifest_mib": len(sealed) / 2**20, "peak_mib": memory_mib("VmHWM"), "sums": sums, "took": clock.took,
+        "manifest_mib": len(sealed) / 2**20, "peak_mib": memory_mib("VmHWM"), "sums": sums,
+        "took": clock.took,
     }  # fmt: skip
 
 

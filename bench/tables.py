@@ -1,9 +1,8 @@
-"""What every bench does with its numbers: medians and spread, ratios with their interval, a table, files
-under bench/results.
+"""Statistics and files shared by every bench: medians and spread, ratios with their interval, tables,
+bench/results.
 
-Rounds are interleaved, so a ratio is taken round by round and then its median, with a 95% interval by
-bootstrap over rounds. Two contenders whose interval holds 1 are called equal. Not here: how anything is
-measured.
+Rounds are interleaved, so a ratio is taken round by round; reported is its median, with a 95% interval by
+bootstrap over rounds. Two contenders whose interval contains 1 are called equal. Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -67,7 +66,8 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
     """median (smallest to largest)"""
     if not values:
         return ""
-    return f"{short(statistics.median(values), digits)} ({short(min(values), digits)} to {short(max(values), digits)})"
+    median, least, most = statistics.median(values), min(values), max(values)
+    return f"{short(median, digits)} ({short(least, digits)} to {short(most, digits)})"
 
 
 def short(value: float, digits: int = 3) -> str:
@@ -93,7 +93,8 @@ def machine() -> str:
     load = ", ".join(f"{part:.1f}" for part in os.getloadavg())
     today = datetime.datetime.now(datetime.UTC).date()
     return (
-        f"{today}: {len(os.sched_getaffinity(0))} cores ({_processor()}), {memory:.0f} GiB, {platform.system()}, "
+        f"{today}: {len(os.sched_getaffinity(0))} cores ({_processor()}), {memory:.0f} GiB, "
+        f"{platform.system()}, "
         f"Python {platform.python_version()}, torch {torch.__version__}; load before {load}"
     )
 
@@ -158,7 +159,8 @@ def check_add(
     """Rounds are added for all contenders alike, or a ratio would be of other rounds than its neighbour's."""
     if before and set(before) != set(names):
         parser.error(
-            f"--add: what stands has {','.join(before)}, these are {','.join(names)}. HINT: --only {','.join(before)}"
+            f"--add: what stands has {','.join(before)}, these are {','.join(names)}. HINT: --only "
+            f"{','.join(before)}"
         )
 
 

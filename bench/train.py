@@ -1,15 +1,14 @@
-"""Training side by side: throughput, host time a step and peak memory, ours beside every contender that runs
-here.
+"""Training throughput, host time a step and peak memory: shardrun beside every contender that runs here.
 
     python -m bench.train                            all works at 2 and 4 ranks; about half an hour
-    python -m bench.train --work decoder --ranks 2   one piece: its rows in bench/results/train.* are replaced, the others stay
+    python -m bench.train --work decoder --ranks 2   one piece; the other rows of bench/results/train.* stay
     python -m bench.train --short                    two works, few rounds, few contenders
 
-All contenders of a piece are started once and take turns of some steps, in an order that moves on with each
-round: the same weights, samples, global batch, dtype, optimizer and threads. Ours is the product's own loop
-with all that it writes; the others are loops that write nothing, and their batches were made beforehand. A
-round's ratio is taken within the round. Memory is measured in processes of their own, told to give freed
-blocks back, above what each holds when its packages are imported.
+All contenders of a piece are started once and take turns of some steps, in an order that rotates with each
+round: the same weights, samples, global batch, dtype, optimizer and threads. shardrun runs its own loop with
+everything it writes; the others are loops that write nothing, with batches made beforehand. Ratios are taken
+within a round. Memory is measured in separate processes, set to return freed blocks, above what each holds
+when its packages are imported.
 """
 
 from __future__ import annotations
@@ -99,7 +98,8 @@ def rows(seen: dict[str, Seen], samples: int) -> list[dict[str, Any]]:
     for name, one in seen.items():
         own = "ours" if ROSTER[name].shards or "ours-ddp" not in seen else "ours-ddp"
         row: dict[str, Any] = {
-            "name": name, "per_s": [samples / wall for wall in one.wall_s], "step_ms": [1e3 * wall for wall in one.wall_s],
+            "name": name, "per_s": [samples / wall for wall in one.wall_s],
+            "step_ms": [1e3 * wall for wall in one.wall_s],
             "cpu_ms": [1e3 * cpu for cpu in one.cpu_s], "peaks_mib": one.peaks_mib,
         }  # fmt: skip
         if name not in ("ours", "ours-ddp"):

@@ -1,6 +1,6 @@
-"""The house, read from the sources: rooms and levels, who may import whom, one class a name, lines a person can read.
+"""Checks on the sources: rooms, levels, who may import whom, one class a name, line length.
 
-docs/architecture.md describes what is held here.
+docs/architecture.md describes the rules.
 """
 
 from __future__ import annotations

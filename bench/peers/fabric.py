@@ -31,7 +31,10 @@ from bench.peers.base import (  # noqa: E402
 
 
 class Fabric:
-    settings = "ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1), fully_shard a block; fabric.save"
+    settings = (
+        "ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1), fully_shard a block; "
+        "fabric.save"
+    )
 
     def __init__(self, given: Given) -> None:
         units, policy = list(given.units), prepare_units(given)

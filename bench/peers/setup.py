@@ -42,11 +42,13 @@ PEERS = {
     "accelerate": Peer(("accelerate==1.15.0",), "import accelerate"),
     "lightning": Peer(("lightning==2.6.6",), "import bench.peers.fabric"),
     "deepspeed": Peer(
-        ("deepspeed==0.19.8",), "import deepspeed", environment=(("DS_ACCELERATOR", "cpu"), ("DS_IGNORE_CUDA_DETECTION", "1"))
+        ("deepspeed==0.19.8",), "import deepspeed",
+        environment=(("DS_ACCELERATOR", "cpu"), ("DS_IGNORE_CUDA_DETECTION", "1"))
     ),
     "torchtitan": Peer(
         ("torchtitan==0.3.0",), "import torchtitan",
-        why_not="it trains on CUDA devices only: the one attention that it has, FlexAttention, has no backward on a CPU",
+        why_not="it trains on CUDA devices only: the one attention that it has, FlexAttention, "
+        "has no backward on a CPU",
     ),
 }  # fmt: skip
 
@@ -119,7 +121,8 @@ def _install(name: str, peer: Peer, deadline: float | None) -> str:
         [
             python,
             "-c",
-            f"import sysconfig as s, pathlib as p; p.Path(s.get_path('purelib'), {PTH!r}).write_text({_beside()!r})",
+            f"import sysconfig as s, pathlib as p; p.Path(s.get_path('purelib'), "
+            f"{PTH!r}).write_text({_beside()!r})",
         ],
         [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *peer.packages],
         [python, "-c", f"{peer.proof}; import torch; print(torch.__version__)"],

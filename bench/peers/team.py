@@ -46,7 +46,8 @@ class Team:
         self.name, self.ranks = name, ranks
         self._folder = tempfile.TemporaryDirectory(prefix=f"bench-{name}-")
         common = {
-            **os.environ, **setup.environment_of(ROSTER[name].peer), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+            **os.environ, **setup.environment_of(ROSTER[name].peer), "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": str(threads),
             "PYTHONPATH": str(setup.ROOT), **(HONEST if honest_memory else {}),
         }  # fmt: skip
@@ -86,7 +87,7 @@ class Team:
         }
 
     def memory(self, count: int) -> dict[str, float]:
-        """The peak in so many steps and what rests after them, MiB above the idle process, of the worst rank."""
+        """Peak during the steps and memory after them, MiB above the idle process, of the worst rank."""
         answers = self._ask({"do": "memory", "steps": count})
         return {key: max(one[key] for one in answers) for key in ("peak_mib", "rest_mib")}
 

@@ -25,10 +25,13 @@ from fsdp.models.unsharded import build_real
 from fsdp.run.job import Job, prepare
 
 COMMON = (
-    "--train.steps", "1000000", "--optim.schedule", "constant", "--optim.warmup_steps", "0", "--optim.lr", str(base.LR),
-    "--train.clip_grad_norm", str(base.CLIP), "--optim.beta1", str(base.BETAS[0]), "--optim.beta2", str(base.BETAS[1]),
+    "--train.steps", "1000000", "--optim.schedule", "constant", "--optim.warmup_steps", "0",
+    "--optim.lr", str(base.LR),
+    "--train.clip_grad_norm", str(base.CLIP), "--optim.beta1", str(base.BETAS[0]),
+    "--optim.beta2", str(base.BETAS[1]),
     "--optim.weight_decay", str(base.DECAY), "--checkpoint.every_steps", "0", "--checkpoint.export", "false",
-    "--precision.param", "fp32", "--speed.compile", "false", "--data.name", "synthetic", "--data.args.heldout", "0",
+    "--precision.param", "fp32", "--speed.compile", "false", "--data.name", "synthetic",
+    "--data.args.heldout", "0",
 )  # fmt: skip
 
 
@@ -65,7 +68,8 @@ def decoder(width: int, layers: int, vocab: int, tied: str = "false") -> tuple[s
 
 
 _ON_CUDA = (
-    "--model.name", "transformer", "--data.args.kind", "tokens", "--precision.param", "bf16", "--speed.compile", "true",
+    "--model.name", "transformer", "--data.args.kind", "tokens", "--precision.param", "bf16",
+    "--speed.compile", "true",
     "--run.log_every_steps", "10",
 )  # fmt: skip
 """Ours looks at its numbers when it prints: a turn on a device is a multiple of ten steps."""
@@ -89,11 +93,13 @@ WORKS = {
     ),
     "124m-cuda": Work(
         "124m-cuda", "decoder, preset 124m, 1024 tokens × 32, bf16, compiled",
-        (*_ON_CUDA, "--model.preset", "124m", "--data.seq_len", "1024", "--train.global_batch", "32"), "tokens", cuda=True,
+        (*_ON_CUDA, "--model.preset", "124m", "--data.seq_len", "1024", "--train.global_batch", "32"),
+        "tokens", cuda=True,
     ),
     "1b-cuda": Work(
         "1b-cuda", "decoder, preset 1b, 2048 tokens × 8, bf16, compiled",
-        (*_ON_CUDA, "--model.preset", "1b", "--data.seq_len", "2048", "--train.global_batch", "8"), "tokens", cuda=True,
+        (*_ON_CUDA, "--model.preset", "1b", "--data.seq_len", "2048", "--train.global_batch", "8"), "tokens",
+        cuda=True,
     ),
 }  # fmt: skip
 

@@ -37,7 +37,8 @@ class Browser:
         theirs_in, self._to = os.pipe()
         self._from, theirs_out = os.pipe()
         command = [
-            program, "--headless=new", "--remote-debugging-pipe", f"--user-data-dir={self._home.name}", "--no-sandbox",
+            program, "--headless=new", "--remote-debugging-pipe", f"--user-data-dir={self._home.name}",
+            "--no-sandbox",
             "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--disable-background-networking",
             "--disable-component-update", "--hide-scrollbars", "--force-color-profile=srgb", "about:blank",
         ]  # fmt: skip

@@ -1,4 +1,7 @@
-"""What tests ask of processes that are not their own children: has it come about, who runs where. Linux only."""
+"""State of processes that are not children of the test: conditions to wait for, who runs where.
+
+Linux only.
+"""
 
 from __future__ import annotations
 

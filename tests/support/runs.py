@@ -18,7 +18,8 @@ from tests.support.world import run_world
 
 # one save at the end, which the export needs
 QUIET = (
-    "--train.steps", "20", "--checkpoint.every_steps", "1000", "--train.global_batch", "12", "--optim.lr", "1e-2",
+    "--train.steps", "20", "--checkpoint.every_steps", "1000", "--train.global_batch", "12",
+    "--optim.lr", "1e-2",
     "--data.name", "tests.support.user_code:vectors", "--model.name", "tests.support.user_code:Uneven",
     # a process beside each of a thousand short runs; tests/watch turns it on
     "--watch.enabled", "false",

@@ -1,4 +1,4 @@
-"""A person's own models and data, as --model.name and --data.name take them: nothing here knows of shardrun."""
+"""Models and data of a user, as --model.name and --data.name take them; without any import of shardrun."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ class ForgetsBuffer(Uneven):
 
 
 class ForgetsInit(Uneven):
-    """param_inits names all but one parameter; the registry would refuse it, so the proof is tried by itself."""
+    """param_inits omits one parameter. The registry would refuse the model, so the check is tested alone."""
 
     def param_inits(self) -> dict[str, object]:
         from fsdp.models.init import Normal
