@@ -1,4 +1,4 @@
-"""Report and table from the measurements of the ranks of `python -m bench.save`. Pure, except for machine()."""
+"""Report and table from what the ranks of `python -m bench.save` measured. Pure, except for machine()."""
 
 from __future__ import annotations
 
