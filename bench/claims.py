@@ -24,7 +24,7 @@ RANKS = 2
 
 @dataclass(frozen=True)
 class Seen:
-    """Whether the claim holds here, and what was seen."""
+    """Whether the claim holds here, and what happened."""
 
     holds: bool
     what: str
@@ -41,7 +41,7 @@ CLAIMS: dict[str, Claim] = {}
 
 
 def claim(says: str, ranks: int = 1) -> Callable[[Callable[[], Seen]], Callable[[], Seen]]:
-    """Registers a function under its own name. With ranks, every rank runs it and rank 0's word counts."""
+    """Registers a function under its own name. With ranks, every rank runs it and rank 0's result counts."""
 
     def register(function: Callable[[], Seen]) -> Callable[[], Seen]:
         CLAIMS[function.__name__] = Claim(says, function, ranks)
@@ -51,7 +51,7 @@ def claim(says: str, ranks: int = 1) -> Callable[[Callable[[], Seen]], Callable[
 
 
 def error_of(act: Callable[[], Any]) -> str:
-    """What it raised, in one line; empty where it did not."""
+    """The exception in one line; empty without one."""
     try:
         act()
     except Exception as error:
@@ -169,7 +169,7 @@ def half_storage() -> Seen:
 
 @claim("fp16 needs no more than the policy: stability is maintained")
 def half_gradients() -> Seen:
-    """A gradient of 1e-8, which fp32 and bf16 hold and fp16 does not, with a loss scale and without."""
+    """A gradient of 1e-8 with a loss scale and without: fp32 and bf16 can hold it, fp16 cannot."""
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -348,7 +348,7 @@ def _everything(samples: Any) -> tuple[Any, Any]:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """A world of this process, where there is none yet."""
+    """A world of this process, unless there is one."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -413,7 +413,7 @@ def _on_a_rank(name: str, rank: int, store: str, answers: Any) -> None:
 
 
 def check(name: str) -> Seen:
-    """On as many ranks as the claim is about."""
+    """Runs a claim on the number of ranks that it needs."""
     if CLAIMS[name].ranks == 1:
         return CLAIMS[name].try_it()
     context = multiprocessing.get_context("spawn")

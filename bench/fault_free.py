@@ -59,7 +59,7 @@ def keep(
 
 
 def named_late(rank: int, ranks: int, folder: Path) -> Row:
-    """Whom the watch names, by how much, and how many slow steps were done when it had said so."""
+    """The ranks named late, by how much, and the number of slow steps until then."""
     run, where = folder / "run", Where(rank, SLOW_FROM, folder / "fault-at")
     address = ("127.0.0.1", free_port())
     flags = ["--run.dir", str(run), *SMALL_STEPS]
@@ -162,7 +162,7 @@ def ordinary(options: argparse.Namespace) -> int:
         "watch_ordinary",
         rows,
         options,
-        "Ordinary training, compiled, with evaluation and saves: nothing may be said",
+        "Ordinary training, compiled, with evaluation and saves: no verdict expected",
         "python -m bench.faults --ordinary MINUTES --ranks R --keep",
         sittings(rows),
     )

@@ -23,7 +23,7 @@ PATIENCE_S = 150.0
 
 
 def import_once() -> None:
-    """Before the ranks are forked, so that each need not."""
+    """Imports before the ranks are forked, so that no rank has to."""
     importlib.import_module("fsdp.run.loop")
     importlib.import_module("train")
 
@@ -38,7 +38,7 @@ def fork_rank(
     enter: Sequence[int] = (),
     ranks: int = RANKS,
 ) -> int:
-    """One rank as a child. `enter` are namespaces of a host of its own."""
+    """One rank as a child process. `enter` are the namespaces of its host."""
     pid = os.fork()
     if pid:
         return pid
@@ -101,7 +101,7 @@ def steps_of(run: Path) -> int:
 
 
 def ended(pids: list[int], seconds: float) -> list[int]:
-    """Exit codes, negative a signal's; only of those that have ended by themselves, which must be all."""
+    """Exit codes, negative for a signal. Every rank must have ended by itself."""
     codes: dict[int, int] = {}
     deadline = time.monotonic() + seconds
     while len(codes) < len(pids) and time.monotonic() < deadline:

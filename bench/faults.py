@@ -57,7 +57,7 @@ FLAGS = (
 
 @dataclass
 class Case:
-    """What was done, and what was said."""
+    """An injected fault and the reported verdict."""
 
     kind: str
     rank: int
@@ -75,7 +75,7 @@ class Case:
 
 @contextmanager
 def two_hosts(folder: Path) -> Iterator[Any]:
-    """Two hosts with a cable each to one bridge: (namespaces of host i, pull(i)). Root only."""
+    """Two hosts with a link each to one bridge: (namespaces of host i, pull(i)). Needs root."""
     from tests.slurm.host import Host
 
     with ExitStack() as stack:
@@ -111,7 +111,7 @@ def two_hosts(folder: Path) -> Iterator[Any]:
 
 
 def once(kind: Kind, rank: int, step: int, folder: Path, more: Sequence[str] = ()) -> Case:
-    """One run with one fault, to its verdict; and to its end where the watch ends it."""
+    """One run with one fault, to its verdict, and to its end if the watch ends it."""
     case = Case(kind.name, rank, step)
     run, where = folder / "run", Where(rank, step, folder / "fault-at")
     flags = ["--run.dir", str(run), *FLAGS, *more]
@@ -140,13 +140,13 @@ def once(kind: Kind, rank: int, step: int, folder: Path, more: Sequence[str] = (
 
 
 def kill_node(pids: Sequence[int]) -> None:
-    """Its ranks, and the monitor that is a child of one of them; the node itself still answers."""
+    """Kills its ranks, and the monitor that is a child of one of them; the node itself still answers."""
     for pid in [*(child for rank in pids for child in children(rank)), *pids]:
         os.kill(pid, signal.SIGKILL)
 
 
 def ending(kind: Kind) -> Kind:
-    """The same, waited for until its end."""
+    """The same, and waits for its end."""
     return replace(kind, ends=True)
 
 
@@ -216,13 +216,13 @@ def faults(options: argparse.Namespace) -> int:
 
 
 def kept() -> list[Case]:
-    """What earlier calls have found."""
+    """The results of earlier calls."""
     file = RESULTS / "faults.json"
     return [Case(**one) for one in json.loads(file.read_text())["cases"]] if file.exists() else []
 
 
 def keep(cases: Sequence[Case], options: argparse.Namespace) -> None:
-    """After each case: a call that is cut off loses one."""
+    """Writes after each case, so that an interrupted call loses one."""
     write(
         "faults",
         title="Injected faults: rank and kind reported, seconds to the verdict",

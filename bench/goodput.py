@@ -48,7 +48,7 @@ class Ran:
 
 
 def moments(seconds: float, mean_s: float, seed: int) -> list[float]:
-    """When ranks die, as a Poisson process draws it."""
+    """The times of the kills, drawn from a Poisson process."""
     draw, at, found = random.Random(seed), 0.0, []
     while (at := at + draw.expovariate(1 / mean_s)) < seconds:
         found.append(at)

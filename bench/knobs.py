@@ -87,7 +87,7 @@ SHORT_GROUP = "recompute"
 
 
 class Ranks(Team):
-    """The ranks of our own run with some flags."""
+    """The ranks of one shardrun run with some flags."""
 
     def __init__(self, flags: str, work: str, ranks: int, threads: int) -> None:
         self._flags = flags
@@ -115,7 +115,7 @@ class Ranks(Team):
         return _Rank(process, os.fdopen(ear), log)
 
     def peak_bytes(self) -> tuple[int, int]:
-        """Of the fullest rank: what its account says, and what was resident and anonymous at the end of a
+        """Of the rank with most memory: its account's peak, and resident and anonymous memory at the end of a
         phase.
         """
         files = Path(self._folder.name, "run", "profile").glob("rank*_memory.json")
@@ -151,7 +151,7 @@ def as_a_rank(work: str, flags: Sequence[str]) -> None:
 
 
 def measure(work: str, knobs: Sequence[str], ranks: int, rounds: int) -> dict[str, Seen]:
-    """The defaults, named "", and each of the knobs; those that are refused say why."""
+    """The defaults, named "", and each option; refused ones have the reason."""
     threads = max(1, len(os.sched_getaffinity(0)) // 2 // ranks)
     seen = {knob: Seen() for knob in ("", *knobs)}
     teams: dict[str, Ranks] = {}
@@ -170,7 +170,7 @@ def measure(work: str, knobs: Sequence[str], ranks: int, rounds: int) -> dict[st
 
 
 def begin(knob: str, one: Seen, work: str, ranks: int, threads: int, teams: dict[str, Ranks]) -> None:
-    """Starts a run and takes its first steps, in which memory is accounted and units are compiled."""
+    """Starts a run and takes its first steps, in which memory is measured and units are compiled."""
     from fsdp import config
     from fsdp.base.errors import ConfigError
 
@@ -191,7 +191,7 @@ def begin(knob: str, one: Seen, work: str, ranks: int, threads: int, teams: dict
 
 
 def rows(seen: Mapping[str, Seen], work: str) -> list[dict[str, Any]]:
-    """A row a knob: medians, and beside the defaults of the same rounds."""
+    """A row for each option: medians, and ratios to the defaults of the same rounds."""
     from bench.peers.work import Place
 
     place = Place(WORKS[work], 0, 1)
@@ -212,7 +212,7 @@ def rows(seen: Mapping[str, Seen], work: str) -> list[dict[str, Any]]:
 
 
 def mfu(place: Any, step_s: float) -> float | None:
-    """On CUDA; what is trained is the whole model's arithmetic, recomputation not counted."""
+    """On CUDA, from the whole model's arithmetic; recomputation is not counted."""
     import torch
 
     from fsdp.run.flops import flops_per_sample, peak_flops

@@ -28,11 +28,11 @@ ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception)\b.*)$
 
 
 class Ended(RuntimeError):
-    """The command ended, or stood still, before it came so far; in the line that it told of it."""
+    """The command ended or made no progress before the expected step; holds the line with the reason."""
 
 
 class Launched:
-    """`steps` grows as lines come in: (seconds since the start, step)."""
+    """`steps` grows with the output: (seconds since the start, step)."""
 
     def __init__(
         self, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
@@ -75,11 +75,11 @@ class Launched:
 
     @property
     def newest(self) -> int:
-        """The highest step that was ever done."""
+        """The highest step done so far."""
         return max((step for _, step in self.steps), default=0)
 
     def wait_for(self, step: int, timeout_s: float) -> float:
-        """When a step this high was first said; Ended where it never is."""
+        """When a step this high was first printed; raises Ended if it never is."""
         with self._changed:
             self._changed.wait_for(lambda: self.newest >= step or not self._reader.is_alive(), timeout_s)
             for when, done in self.steps:
@@ -94,17 +94,17 @@ class Launched:
         return sorted(children(self.process.pid))
 
     def kill_one(self, draw: random.Random) -> float:
-        """SIGKILL to a rank that is drawn; when."""
+        """Sends SIGKILL to a random rank; returns the time."""
         victim = draw.choice(self.ranks())
         os.kill(victim, signal.SIGKILL)
         return self.now()
 
     def heard(self) -> None:
-        """After its end: all that it said has been read."""
+        """After its end: reads the remaining output."""
         self._reader.join(10)
 
     def end(self) -> None:
-        """Every process that the command started."""
+        """Ends every process that the command started."""
         pids = [self.process.pid, *_below(self.process.pid)]
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -125,7 +125,7 @@ def _below(pid: int) -> set[int]:
 
 
 def torchrun(ranks: int, words: Sequence[str], *, restarts: int = 0, python: str = "") -> list[str]:
-    """A rendezvous on a free port of its own: nothing to collide with."""
+    """torchrun with a rendezvous on its own free port."""
     import sys
 
     head = [
@@ -139,16 +139,14 @@ def torchrun(ranks: int, words: Sequence[str], *, restarts: int = 0, python: str
 
 
 def with_restarts() -> dict[str, str]:
-    """On torch 2.13 with gloo a restarted group reads the addresses of the dead one from the shared store
-    without this.
+    """Without this, on torch 2.13 with gloo, a restarted group reads the dead group's addresses from the
+    shared store.
     """
     return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def that_run(names: Sequence[str]) -> list[str]:
-    """Those of `names` that can be started here: ours under its own launcher always, peers once they are set
-    up.
-    """
+    """Those of `names` that can start here: shardrun's own launcher always, peers once they are set up."""
     return [name for name in names if name.startswith("local") or ready([name])]
 
 

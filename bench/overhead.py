@@ -41,7 +41,7 @@ WARM = 2
 
 @dataclass
 class Clock:
-    """Seconds of each turn, by whose it was."""
+    """Seconds of each turn, by contender."""
 
     turn: int
     rounds: int
@@ -57,8 +57,8 @@ class Clock:
 
 
 class Turns:
-    """The Reporter of our run: after each turn of ours it takes one of the other's, in the same place of
-    every step.
+    """The Reporter of shardrun's run: after each of its turns it runs a turn of the other, at the same place
+    of every step.
     """
 
     def __init__(self, other: Any, batches: Any, clock: Clock, profile: cProfile.Profile | None) -> None:
@@ -152,7 +152,7 @@ def measure(work: str, rounds: int, profiled: bool = False) -> list[dict[str, An
 
 
 def check_same(found: Sequence[Mapping[str, Any]]) -> None:
-    """Both must have trained the same, or no figure means anything. The bare loop's loss is a rank's own:
+    """Both must have trained the same, or the figures mean nothing. The bare loop's loss is per rank and
     averaged here.
     """
     ours = found[0]["losses"]["ours"][:3]
@@ -163,8 +163,8 @@ def check_same(found: Sequence[Mapping[str, Any]]) -> None:
 
 
 def figures(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Rank 0's rounds: ranks wait for each other at every step, so one clock is all clocks. Processor time is
-    all ranks'.
+    """Rank 0's rounds: ranks wait for each other at every step, so one clock is enough. Processor time is of
+    all ranks.
     """
     wall = found[0]["wall_s"]
     cpu = {
@@ -231,7 +231,7 @@ def main(argv: Sequence[str]) -> int:
         "rounds",
         "hand-written, ms a step",
         "ours",
-        "ours − it, µs",
+        "difference, µs",
         "processor µs a rank",
         "throughput ratio",
         "bar",

@@ -58,7 +58,7 @@ class Row:
 
     @property
     def says_fits_and_does_not(self) -> bool:
-        """At a limit that the run just exceeds, a plan with the margin must not say that it fits."""
+        """Whether a plan with the margin fits a limit that the run just exceeds: it must not."""
         return self.predicted * (1 + MARGIN) < self.measured.tensors
 
 

@@ -105,14 +105,14 @@ def _one(dice: random.Random) -> Case:
 
 
 def planned(case: Case) -> Peaks:
-    """From the flags alone; a bench's batches are not read ahead."""
+    """The plan from the flags alone; a bench's batches are not read ahead."""
     config = load([*case.flags, "--plan.gpus", "1", "--plan.gpu", "h100"])
     memory = memory_of(count(ask_for(config, 1)), apart=True, offload=config.memory.cpu_offload)
     return Peaks(memory.peak, memory.reserved)
 
 
 def measured(case: Case) -> Peaks:
-    """In a process that has used no device yet: what is reserved is never given back."""
+    """Measures in a process that has used no device yet, because reserved memory is never returned."""
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     with tempfile.TemporaryDirectory(prefix="plan-") as folder:

@@ -31,7 +31,7 @@ GLOBAL_BATCH = 64
 
 
 class AppState(Stateful):
-    """As the tutorial wraps model and optimizer for DCP."""
+    """Model and optimizer wrapped for DCP as in the tutorial."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer

@@ -43,7 +43,7 @@ class Seen:
 
 
 class Watch:
-    """A command from its start to its end: when each line came, and the most memory that its processes held
+    """Observes a command from start to end: the time of each line, and the peak memory of its processes
     together.
     """
 
@@ -89,7 +89,7 @@ class Watch:
 
 
 def _tree(root: int) -> set[int]:
-    """A process and all under it; Ray's daemons are the driver's children, its workers the raylet's."""
+    """A process and its descendants; Ray's daemons are the driver's children, its workers the raylet's."""
     parents: dict[int, int] = {}
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
@@ -103,7 +103,7 @@ def _tree(root: int) -> set[int]:
 
 
 def _pss(pid: int) -> int:
-    """Memory of a process, what it shares divided among those who share it."""
+    """Memory of a process, with shared memory divided among those who share it."""
     with contextlib.suppress(OSError, StopIteration):
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()
         return int(next(line for line in text.splitlines() if line.startswith("Pss:")).split()[1]) * 1024

@@ -92,7 +92,7 @@ def one_kill(name: str, ranks: int, every: int, at: int, draw: random.Random) ->
 def one_round(
     names: Sequence[str], nth: int, ranks: int, every: int, left_out: dict[str, str]
 ) -> dict[str, Back]:
-    """One kill each, after the same step. One that does not come back takes no further part."""
+    """One kill for each contender, after the same step. One that does not recover is dropped."""
     at, backs = random.Random(nth).randint(every + 2, 3 * every), {}
     for name in tables.turned(list(names), nth):
         try:
@@ -123,7 +123,7 @@ def shown(seen: dict[str, list[Back]]) -> str:
 
 
 def verdict(seen: dict[str, list[Back]], every: int) -> str:
-    """Whether ours is where it wants to be: a third of the bare script's time, one interval lost at most."""
+    """Whether shardrun reaches the bar: a third of the bare script's time, at most one interval lost."""
     said = []
     for name in ("local", "ours"):
         if name in seen:

@@ -36,7 +36,7 @@ from fsdp.optim.train_state import TrainState
 
 @dataclass(frozen=True)
 class Size:
-    """`every`: steps of a round, which has one save. `rounds`, `saves`: how many where nothing is said."""
+    """`every`: steps of a round, which has one save. `rounds`, `saves`: the defaults."""
 
     args: dict[str, Any]
     preset: str = ""
@@ -119,7 +119,7 @@ class Bench:
         self.state.step += 1
 
     def hold(self, call: Callable[[], Any]) -> Any:
-        """Whatever the training thread waits for on account of a save."""
+        """Measures what the training thread waits for because of a save."""
         started = time.perf_counter()
         result = call()
         self.held_s += time.perf_counter() - started
@@ -149,7 +149,7 @@ class Bench:
         return str(self.place / "dcp" / str(self.state.step))
 
     def finish(self) -> None:
-        """Nothing is in flight when the next way begins."""
+        """Waits until nothing is in flight before the next way begins."""
         if self.future is not None:
             self.future.result()
             self.future = None
@@ -182,8 +182,8 @@ class Bench:
     # ---- memory and loading
 
     def memory(self, saves: int) -> list[float]:
-        """Host memory after each save, MiB above what there was before the first; the process's own, not the
-        page cache.
+        """Host memory after each save, MiB above that before the first; the process's own, without the page
+        cache.
         """
         gc.collect()
         fresh = Checkpointer(
@@ -204,7 +204,7 @@ class Bench:
         return peaks
 
     def load(self, size: Size) -> dict[str, float]:
-        """Seconds and bytes read, of files that no cache holds."""
+        """Seconds and bytes read, from files in no cache."""
         self.ours.save(self.state, metrics={}, reason="bench", wait=True)
         folder, theirs = Path(self.ours.sealed()[-1].path), self.place / "dcp" / "load"
         dcp.save(self.their_state(), checkpoint_id=str(theirs), process_group=self.gloo)
@@ -248,7 +248,7 @@ class Bench:
 
 
 def own_memory(peak: bool = False) -> int:
-    """Bytes that are this process's alone, now or at the most since reset_peak."""
+    """Bytes private to this process, now or at the peak since reset_peak."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     now = sum(int(status[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
     return now + (int(status["VmHWM"].split()[0]) - int(status["VmRSS"].split()[0])) * 1024 if peak else now
@@ -268,7 +268,7 @@ def measured(call: Callable[[], object]) -> tuple[float, int]:
 
 
 def forget(*folders: Path) -> None:
-    """Put files out of the page cache."""
+    """Removes files from the page cache."""
     for file in (file for folder in folders for file in folder.iterdir()):
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)

@@ -18,7 +18,7 @@ from bench.save_rank import SIZES
 
 
 def summarise(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
-    """A step is as slow as its slowest rank, and so is a stall."""
+    """A step's time is its slowest rank's, and so is a stall's."""
     rows = {
         way: _row([result["ways"][way] for result in results], [r["ways"]["none"] for r in results])
         for way in options.ways
@@ -38,7 +38,7 @@ def summarise(results: Sequence[dict[str, Any]], options: argparse.Namespace) ->
 
 
 def _row(ranks: Sequence[dict[str, Any]], none: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Compared round by round with the steps of the same round that saved nothing."""
+    """Compares round by round with the steps of the same round without a save."""
     steps = [max(times) for times in zip(*(rank["steps_s"] for rank in ranks), strict=True)]
     cuts = statistics.quantiles(steps, n=100)
 
@@ -58,7 +58,7 @@ def _row(ranks: Sequence[dict[str, Any]], none: Sequence[dict[str, Any]]) -> dic
 
 
 def _interval(ranks: Sequence[dict[str, Any]], none: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The mean step over that of the rounds that saved nothing, less one: 95% of resampled rounds lie between
+    """The mean step over that of the rounds without a save, minus one: 95% of resampled rounds are between
     low and high.
     """
 

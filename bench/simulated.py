@@ -52,8 +52,8 @@ def shapes_of(preset: str) -> dict[str, tuple[int, ...]]:
 
 
 def pieces_of(rank: int, ranks: int, shapes: dict[str, tuple[int, ...]]) -> Iterator[Described]:
-    """What a rank of pure FSDP holds: rows of each parameter and of both moments, and Adam's steps, as every
-    rank has them.
+    """The pieces of a rank of pure FSDP: rows of each parameter and of both moments, and Adam's steps, which
+    every rank has.
     """
     for kind in ("model", "exp_avg", "exp_avg_sq", "step"):
         for name, shape in shapes.items():

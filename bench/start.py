@@ -97,7 +97,7 @@ def _watch(commands: Sequence[Sequence[str]], places: Sequence[dict[str, str]]) 
 
 
 def forget(*places: Path) -> None:
-    """Put a tree's files out of the page cache; what a running process has mapped stays."""
+    """Removes a tree's files from the page cache; what a running process has mapped stays."""
     for folder in places:
         for file in folder.rglob("*"):
             if file.is_file() and not file.is_symlink():

@@ -75,7 +75,7 @@ def transformer(model: dict[str, Any]) -> Any:
 
 
 def sizes_of(root: Any) -> dict[str, float]:
-    """Shard and one of the repeated blocks in MB of fp32."""
+    """The shard, and one of the repeated blocks, in MB of fp32."""
     block = sum(p.numel() for p in root.blocks[0].parameters())
     total = sum(p.numel() for p in root.parameters())
     return {"parameters": total, "shard_mb": total * 4 / RANKS / 2**20, "block_mb": block * 4 / 2**20}

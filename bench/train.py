@@ -52,7 +52,7 @@ class Seen:
 def measure(
     work: str, ranks: int, names: Sequence[str], rounds: int, threads: int, within_s: float = float("inf")
 ) -> dict[str, Seen]:
-    """No round begins after `within_s`, where that is less than all of them take."""
+    """No round starts after `within_s`, if that is less than all of them take."""
     seen = {name: Seen() for name in names}
     teams: dict[str, Team] = {}
     try:
@@ -74,7 +74,7 @@ def measure(
 
 
 def weigh(work: str, ranks: int, seen: dict[str, Seen], threads: int) -> None:
-    """Each contender's peak, in processes of their own."""
+    """Each contender's peak memory, in separate processes."""
     for nth in range(WEIGHINGS.get(work, 1)):
         for name in tables.turned(list(seen), nth):
             with Team(name, work, ranks, threads=threads, honest_memory=True) as team:
@@ -83,7 +83,7 @@ def weigh(work: str, ranks: int, seen: dict[str, Seen], threads: int) -> None:
 
 
 def check_same(seen: dict[str, Seen]) -> None:
-    """All must have trained the same thing, or no figure means anything."""
+    """All must have trained the same, or the figures mean nothing."""
     wanted = seen["bare"].losses
     for name, one in seen.items():
         for step, (theirs, losses) in enumerate(zip(wanted, one.losses, strict=True), start=1):
@@ -151,7 +151,7 @@ def _share(work: str, per_s: Sequence[float]) -> str:
 
 
 def piece(work: str, ranks: int, names: list[str], options: argparse.Namespace) -> None:
-    """What was timed is written before memory is weighed: that starts everybody again."""
+    """Timings are written before memory is measured, which starts every contender again."""
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)
     print(f"\n{WORKS[work].what}; {ranks} ranks", flush=True)
     about = tables.machine()
@@ -203,7 +203,7 @@ DENSE_BF16 = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
 
 def mfu(work: str, per_s: float) -> float | None:
-    """Of the device's dense bf16 rate: 6 operations a parameter and token, and attention's 12 · layers ·
+    """Over the device's dense bf16 rate: 6 operations a parameter and token, and attention's 12 · layers ·
     width · length.
     """
     import torch

@@ -48,7 +48,7 @@ def told() -> dict[str, float]:
     original = dist.all_reduce
 
     def nothing(tensor: torch.Tensor) -> None:
-        """In place of a collective."""
+        """Replaces a collective."""
 
     dist.all_reduce = nothing  # type: ignore[assignment]
     tensor, names = torch.ones(4), ("data", "forward", "backward", "reduce", "optimizer", "record")
@@ -68,7 +68,7 @@ def told() -> dict[str, float]:
 
 
 def counted(folder: Path) -> dict[str, float]:
-    """A real run of two ranks: collectives and phases a step, its step time, and the monitor's share of a
+    """A real run of two ranks: collectives and phases a step, step time, and the monitor's share of a
     processor.
     """
     address, pids = ("127.0.0.1", free_port()), []

@@ -1,7 +1,6 @@
-"""The ranks of one contender as seen from the bench: started once, they sleep between their turns.
+"""The ranks of one contender, controlled by the bench: started once, asleep between their turns.
 
-Several teams live side by side, so that rounds can be short and what else the machine does falls on all
-alike.
+Several teams exist at once, so that rounds can be short and other load affects all alike.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ WAIT_S = 240.0
 
 
 class TeamError(RuntimeError):
-    """A rank did not answer: with the end of what it printed."""
+    """A rank did not answer; holds the end of its output."""
 
 
 @dataclass
@@ -74,8 +73,8 @@ class Team:
         return _Rank(process, os.fdopen(ear), log)
 
     def steps(self, count: int) -> dict[str, Any]:
-        """A turn: seconds a step, of the slowest rank; processor seconds a step, the mean over ranks; the
-        mean losses.
+        """One turn: seconds a step of the slowest rank, mean processor seconds a step of the ranks, mean
+        losses.
         """
         answers = self._ask({"do": "steps", "steps": count})
         return {

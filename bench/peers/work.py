@@ -1,8 +1,8 @@
-"""The same work for all: one configuration of ours gives the model with its weights, and the samples of each
-step.
+"""The work that all contenders share: one shardrun configuration gives the model with its weights, and the
+samples of each step.
 
-Contenders get the batches made beforehand, so their data cost them nothing; ours reads its own, behind the
-steps.
+Contenders receive batches made beforehand, so data costs them nothing; shardrun reads its own in the
+background.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COMMON = (
 
 @dataclass(frozen=True)
 class Work:
-    """`flags` say the model, the data and the global batch, as train.py takes them."""
+    """`flags` select the model, the data and the global batch, as in train.py."""
 
     name: str
     what: str
@@ -105,7 +105,7 @@ WORKS = {
 
 
 class Place:
-    """One rank's model, units and batches, from a work."""
+    """One rank's model, units and batches for a work."""
 
     def __init__(self, work: Work, rank: int, ranks: int, flags: tuple[str, ...] = ()) -> None:
         self.config = configuration.load([*work.all_flags, *flags])
@@ -121,7 +121,7 @@ class Place:
         )
 
     def batches(self, made: int = 32) -> Iterator[tuple[Tensor, Tensor]]:
-        """Those of our own steps 1, 2, …; after `made` of them the first ones again."""
+        """The batches of steps 1, 2, …; after `made` of them they repeat."""
         loader = Loader(
             self.job.data.train,
             self.job.cursor,
@@ -139,10 +139,10 @@ class Place:
 
     @property
     def samples_a_step(self) -> int:
-        """Images, or tokens where there are some, over all ranks."""
+        """Images, or tokens for language models, over all ranks."""
         return self.config.train.global_batch * max(1, self.job.data.info.tokens_per_sample)
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:
-    """The blocks that ours shards by, so that all cut alike."""
+    """The blocks that shardrun shards by, so that all have the same units."""
     return blocks_of(find_units(model, "auto"))
