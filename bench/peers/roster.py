@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
 from dataclasses import dataclass
@@ -79,9 +80,14 @@ def settings(names: list[str]) -> list[str]:
         if source is None:
             said.append(f"{entry.label}: defaults" + (f", {' '.join(entry.flags)}" if entry.flags else ""))
         else:
-            line = next(
-                line for line in source.read_text().splitlines() if line.strip().startswith("settings = ")
-            )
             packages = f" ({' '.join(setup.PEERS[entry.peer].packages)})" if entry.peer else ""
-            said.append(f"{entry.label}{packages}: " + line.partition("=")[2].strip().lstrip("f").strip('"'))
+            said.append(f"{entry.label}{packages}: {_settings_in(source)}")
     return said
+
+
+def _settings_in(source: Path) -> str:
+    """The text of the class's `settings = …`; of an f-string the template."""
+    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "settings":
+            return ast.unparse(node.value).lstrip("f").strip("'\"")
+    raise AssertionError(f"{source} states no settings")
