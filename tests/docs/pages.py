@@ -27,8 +27,8 @@ def commands(page: Path) -> Iterator[str]:
 
 
 def all_commands() -> dict[str, Path]:
-    """Each printed command, with a page that prints it."""
-    return {command: page for page in PAGES for command in commands(page)}
+    """Each printed command, with a page that prints it. The change log names commands of the past."""
+    return {command: page for page in PAGES if page.stem != "CHANGELOG" for command in commands(page)}
 
 
 def anchors(page: Path) -> set[str]:
