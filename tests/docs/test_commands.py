@@ -27,7 +27,6 @@ RUN = {
     "python train.py --config recipes/text.toml --dry-run": 0,
     "python -m fsdp.checkpoint RUN": 0,
     "python -m fsdp.checkpoint RUN verify": 0,
-    "python -m fsdp.checkpoint RUN export": 0,
     "python -m fsdp.checkpoint RUN export --format both --out FOLDER": 0,
     "python -m fsdp.checkpoint RUN prune --keep-last 2": 0,
     "python -m fsdp.predict RUN": 0,

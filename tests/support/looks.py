@@ -1,4 +1,4 @@
-"""What can be asked of a page in a browser: does it fit, can it be read, does it keep to itself."""
+"""Checks of a page in a browser: it fits, it is readable, it loads nothing from elsewhere."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Which of many alike cases stand for all of them: in the quick part, in the whole test command, and in the
-full form.
-"""
+"""Marks for samples of similar cases: in the quick part, in the whole test command, and in the full form."""
 
 from __future__ import annotations
 

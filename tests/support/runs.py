@@ -1,4 +1,4 @@
-"""A whole run of fsdp.run.loop.train on the pool's ranks, and what it leaves behind."""
+"""A whole run of fsdp.run.loop.train on the pool's ranks, and its files."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def settings(*more: str) -> Config:
 
 
 def on_a_rank(env: DistEnv, words: list[str]) -> str | None:
-    """None, or what was raised, as a person would read it."""
+    """None, or the error as a user reads it."""
     try:
         train(configuration.load(words), env)
     except Exception as error:

@@ -25,7 +25,7 @@ DEFAULT_TIMEOUT_S = 120.0
 
 
 class WorldError(AssertionError):
-    """What the ranks raised, first failure first."""
+    """The errors of the ranks, the first failure first."""
 
 
 class _Rank:
