@@ -131,7 +131,7 @@ def named_soon(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-# ---------------------------------------------------------------- nothing wrong, nothing said
+# ---------------------------------------------------------------- ordinary training
 
 
 def ordinary(options: argparse.Namespace) -> int:

@@ -91,7 +91,7 @@ def wait_for(found: Any, what: str) -> Any:
 def verdict_of(run: Path) -> dict[str, Any] | None:
     file = run / "watch" / "verdicts.jsonl"
     found = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    # cut in two, each half says what it sees; the first rank's node is asked
+    # in a partition each half judges by itself; the first rank's node counts
     return next((one for one in found if one.get("by") in (socket.gethostname(), "n1")), None)
 
 

@@ -200,7 +200,7 @@ def faults(options: argparse.Namespace) -> int:
             if sum(case.kind == kind.name for case in cases) > number:
                 continue
             if time.monotonic() > until:
-                print(f"{options.minutes:g} minutes are over; the same command goes on")
+                print(f"{options.minutes:g} minutes are over; the same command continues")
                 return summed_up(cases, options)
             dice = random.Random(f"{options.seed} {kind.name} {number}")
             case = tried(kind, dice.randrange(RANKS), dice.randrange(10, options.steps))

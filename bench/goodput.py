@@ -66,7 +66,7 @@ def storm(name: str, options: argparse.Namespace) -> Ran:
             killed, draw = 0, random.Random(options.seed)
             for when in moments(options.seconds, options.mean, options.seed):
                 time.sleep(max(0.0, begin + when - run.now()))
-                # while all of them are being started again there may be nobody to kill
+                # during a restart there may be no rank to kill
                 if run.ranks():
                     run.kill_one(draw)
                     killed += 1

@@ -42,7 +42,7 @@ class Row:
     predicted_process: float
     measured: Measured
     torchs: float | None
-    """What torch's FSDPMemTracker says of the same step; None where it does not run."""
+    """torch's FSDPMemTracker on the same step; None if it does not run."""
 
     @property
     def error(self) -> float:
@@ -96,7 +96,7 @@ def main(argv: list[str]) -> int:
     small, big = ([kept[case] for case in some if case in kept] for some in (drawn, large()))
     lines = [
         *_memory_text(small, big),
-        *([f"{left} runs are left: the same command goes on.", ""] if left else []),
+        *([f"{left} runs are left: the same command continues.", ""] if left else []),
     ]
     print("\n".join(lines))
     (RESULTS / "plan.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -147,7 +147,7 @@ def _kept() -> dict[Case, Row]:
     return {row.case: row for row in rows}
 
 
-# ---------------------------------------------------------------- what is said of them
+# ---------------------------------------------------------------- tables
 
 
 def _memory_text(rows: list[Row], big: list[Row]) -> list[str]:

@@ -99,7 +99,7 @@ class Ranks:
 
 
 def _start() -> tuple[Any, Any]:
-    # Without these glibc keeps what is freed, and the kernel's count says nothing of a step.
+    # Without these glibc keeps freed blocks, and the kernel's count shows nothing of a step.
     os.environ |= {
         "MALLOC_MMAP_THRESHOLD_": "131072",
         "MALLOC_TRIM_THRESHOLD_": "131072",

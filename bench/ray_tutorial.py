@@ -81,7 +81,7 @@ class Watch:
         gaps = [after - before for before, after in zip(self._came, self._came[1:], strict=False)][
             : STEPS - 1
         ]
-        # a save stands between its step's line and the next one's
+        # a save is between its step's line and the next one's
         saving = [gaps[at - 1] for at in range(EVERY, STEPS, EVERY)]
         plain = [gap for at, gap in enumerate(gaps, start=1) if at % EVERY]
         usual = statistics.median(plain)

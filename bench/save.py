@@ -102,7 +102,7 @@ def _run_ranks(options: argparse.Namespace) -> list[dict[str, Any]]:
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": "0",
     }
-    # glibc keeps freed blocks: without this a process's size says nothing.
+    # Without this glibc keeps freed blocks, and a process's size shows nothing.
     common |= {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
     ranks = [
         subprocess.Popen(

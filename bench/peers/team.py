@@ -21,9 +21,7 @@ from bench.peers.roster import ROSTER
 from bench.ports import free_port
 
 HONEST = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
-"""glibc keeps freed blocks; told so, it gives them back and a process's size says something. It costs page
-faults.
-"""
+"""Has glibc return freed blocks, so that a process's size shows its use. Costs page faults."""
 WAIT_S = 240.0
 
 

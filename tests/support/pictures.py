@@ -1,5 +1,5 @@
-"""Remakes docs/pictures from real runs: the report of a run that was stopped, failed and continued, the doctor
-on a Slurm with one unfit node, and the memory page. Takes minutes, a browser, and Slurm as root.
+"""Remakes docs/pictures from real runs: the report of a run that was stopped, failed and continued, the
+doctor on a Slurm with one unfit node, and the memory page. Takes minutes, a browser, and Slurm as root.
 
     python -m tests.support.pictures                    into docs/pictures
     python -m tests.support.pictures --to FOLDER --keep RUN      elsewhere; the run is kept
