@@ -24,7 +24,7 @@ WIDTH, ROW, TOP, LEFT = 980, 66, 46, 150
 BOX_W, BOX_H, GAP, LANE, PORT = 104, 32, 44, 22, 13
 SWEEPS = 24
 NAMES = {
-    0: "0  standard library",
+    0: "0  basics",
     1: "1  model, ranks, files",
     2: "2  what a step needs",
     3: "3  sharding, saving",
