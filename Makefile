@@ -1,20 +1,26 @@
-# make train · make test · make bench: each sets up what it needs, in .venv, once.
+# make train · make test · make bench: each sets up .venv on first use. make help lists the targets.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 LINT := .cache/lint/bin
-# Tests in three processes: those of Slurm and Ray mostly wait.
+# Tests run in three processes: those of Slurm and Ray mostly wait.
 SHARED := -n 3 --dist loadfile --no-loadscope-reorder
-# Ranks share the cores; torchrun would say so on every start.
+# Ranks share the cores. Without this torchrun warns at every start.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-quick test-full test-torch bench lint setup clean help
+.PHONY: train test test-quick test-full test-torch bench lint architecture setup clean help
 help:
-	@echo "make train   the default job on every GPU, or on two processes of the CPU: set-up, training, held-out accuracy, what to type next"
-	@echo "make test    the tests that this machine can run; make test-quick the short ones; make test-full what make test leaves out"
-	@echo "make test-torch TORCH=2.15.0   the quick tests on another torch; TESTS=\"tests/dist tests/optim\" for some of them"
-	@echo "make bench   side by side with what one would use instead; make lint format, lint and types"
+	@echo "make setup         .venv from requirements.txt"
+	@echo "make train         the default job on every GPU, or on two CPU processes; prints accuracy and next commands"
+	@echo "make test          the tests that this machine can run"
+	@echo "make test-quick    without Slurm, Ray and slow tests"
+	@echo "make test-full     what make test leaves out"
+	@echo "make test-torch    TORCH=2.15.0: the quick tests on another torch; TESTS=\"tests/dist tests/optim\" for some of them"
+	@echo "make lint          format, lint and types"
+	@echo "make bench         short benchmarks beside other tools; bench/results has the full ones"
+	@echo "make architecture  docs/architecture.svg from the imports"
+	@echo "make clean         removes .venv and caches"
 
 setup: $(READY)
 
@@ -34,8 +40,8 @@ test: $(READY)
 test-quick: $(READY)
 	@$(BIN)/python -m pytest tests -m "not slow and not slurm and not ray" $(SHARED)
 
-# What make test leaves out: the other cases of the alike, what is long by itself, and what needs a package of .ci/requirements.txt
-# or an S3 server. Tests that bring up a cluster run one by one: three at once on two cores starve each other.
+# What make test leaves out: the remaining similar cases, long tests, and tests that need a package of
+# .ci/requirements.txt or an S3 server. Tests that start a cluster run one by one: three at once overload two cores.
 test-full: $(READY)
 	@SHARDRUN_FULL=1 $(BIN)/python -m pytest tests -m "(long or needs) and not slurm and not ray" $(SHARED)
 	@SHARDRUN_FULL=1 $(BIN)/python -m pytest tests -m "long and (slurm or ray)"
@@ -60,11 +66,14 @@ test-torch: $(OTHER)/.ready
 bench: $(READY)
 	@$(BIN)/python -m bench --short
 
-# Format, lint and types from an environment of their own: what they install is never what a test finds by accident.
+# Format, lint and types in an environment of their own, so that tests never import their packages by accident.
 lint: $(READY)
 	@test -x $(LINT)/python || $(PYTHON) -m venv .cache/lint
 	@$(LINT)/python -m pip install --quiet --disable-pip-version-check -r .ci/lint-requirements.txt
 	@$(LINT)/ruff format --check . && $(LINT)/ruff check . && $(LINT)/mypy --python-executable $(BIN)/python
+
+architecture: $(READY)
+	@$(BIN)/python -m tests.house_picture
 
 clean:
 	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .mypy_cache

@@ -1,10 +1,9 @@
-"""make bench: the short form of each bench, one table after another, meant for ten minutes on two cores that
-are theirs alone.
+"""The short form of each bench, one table after another (`make bench`). Planned for ten minutes on two free
+cores.
 
-python -m bench [--short]        bench.NAME alone takes the full form: python -m bench.save --help
+    python -m bench [--short]        python -m bench.NAME runs one in full: python -m bench.save --help
 
-On a machine so slow or busy that nine minutes are over, those that did not begin are named with their
-commands and left out.
+After nine minutes no further bench starts; those left out are listed with their commands.
 """
 
 from __future__ import annotations
@@ -51,7 +50,8 @@ def main(argv: list[str]) -> int:
     whole = time.monotonic() - began
     print("\n== which took: " + ", ".join(f"{name} {seconds:.0f} s" for name, (_, seconds) in took.items()))
     print(
-        f"== {whole / 60:.1f} of {MINUTES} minutes; the tables again: bench/results/*-short.md; full forms: bench/results/*.md"
+        f"== {whole / 60:.1f} of {MINUTES} minutes; the tables again: bench/results/*-short.md; full "
+        f"forms: bench/results/*.md"
     )
     for name in SHORT[len(took) :]:
         print(f"== left out, {LAST_BEGIN} minutes were over: python -m bench.{name} --short")

@@ -1,10 +1,9 @@
-"""What FSDP tutorials say, tried: each claim of docs/claims.md that a few lines can show, as a command.
+"""Commands that check the claims of FSDP tutorials listed in docs/claims.md.
 
     python -m bench.claims                 all of them, a line each
-    python -m bench.claims half_storage    one, with what was done
+    python -m bench.claims half_storage    one, with the details
 
-A claim that is about time or memory at a size is shown by bench.knobs instead. Nothing here needs a GPU or
-the network.
+Claims about time or memory at a size are measured by bench.knobs instead. No GPU and no network is needed.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ RANKS = 2
 
 @dataclass(frozen=True)
 class Seen:
-    """Whether the claim holds here, and what was seen."""
+    """Whether the claim holds here, and what happened."""
 
     holds: bool
     what: str
@@ -42,7 +41,7 @@ CLAIMS: dict[str, Claim] = {}
 
 
 def claim(says: str, ranks: int = 1) -> Callable[[Callable[[], Seen]], Callable[[], Seen]]:
-    """Registers a function under its own name. With ranks, every rank runs it and rank 0's word counts."""
+    """Registers a function under its own name. With ranks, every rank runs it and rank 0's result counts."""
 
     def register(function: Callable[[], Seen]) -> Callable[[], Seen]:
         CLAIMS[function.__name__] = Claim(says, function, ranks)
@@ -52,7 +51,7 @@ def claim(says: str, ranks: int = 1) -> Callable[[Callable[[], Seen]], Callable[
 
 
 def error_of(act: Callable[[], Any]) -> str:
-    """What it raised, in one line; empty where it did not."""
+    """The exception in one line; empty without one."""
     try:
         act()
     except Exception as error:
@@ -170,7 +169,7 @@ def half_storage() -> Seen:
 
 @claim("fp16 needs no more than the policy: stability is maintained")
 def half_gradients() -> Seen:
-    """A gradient of 1e-8, which fp32 and bf16 hold and fp16 does not, with a loss scale and without."""
+    """A gradient of 1e-8 with a loss scale and without: fp32 and bf16 can hold it, fp16 cannot."""
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -186,7 +185,8 @@ def half_gradients() -> Seen:
         other = gradient(torch.bfloat16, 1.0)
     return Seen(
         bare > 0,
-        f"a gradient of 1e-8 arrives as {bare:.1g} in fp16, {scaled:.1e} with a loss scale, {other:.1e} in bf16",
+        f"a gradient of 1e-8 arrives as {bare:.1g} in fp16, {scaled:.1e} with a loss scale, {other:.1e} in "
+        f"bf16",
     )
 
 
@@ -302,10 +302,11 @@ def vit_parameters() -> Seen:
 
 
 @claim(
-    "a trained classifier may be given test_data.data[0].float(), though it was trained on Normalize((0.5,), (0.5,))"
+    "a trained classifier may be given test_data.data[0].float(), though it was trained on "
+    "Normalize((0.5,), (0.5,))"
 )
 def unnormalised() -> Seen:
-    """The same weights on the same held-out digits, prepared as in training and as bytes that were only cast."""
+    """The same weights on the same held-out digits: normalised as in training, and as cast bytes."""
     import torch
     import torch.nn.functional as F
 
@@ -347,7 +348,7 @@ def _everything(samples: Any) -> tuple[Any, Any]:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """A world of this process, where there is none yet."""
+    """A world of this process, unless there is one."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -361,9 +362,12 @@ def alone() -> Iterator[None]:
 
 
 ACCOUNTED = (
-    "--model.name", "transformer", "--data.name", "synthetic", "--data.args.kind", "tokens", "--model.args.width", "128",
-    "--model.args.layers", "4", "--model.args.heads", "4", "--model.args.vocab_size", "256", "--data.seq_len", "64",
-    "--data.args.heldout", "0", "--train.global_batch", "16", "--train.steps", "3", "--checkpoint.every_steps", "0",
+    "--model.name", "transformer", "--data.name", "synthetic", "--data.args.kind", "tokens",
+    "--model.args.width", "128",
+    "--model.args.layers", "4", "--model.args.heads", "4", "--model.args.vocab_size", "256",
+    "--data.seq_len", "64",
+    "--data.args.heldout", "0", "--train.global_batch", "16", "--train.steps", "3",
+    "--checkpoint.every_steps", "0",
     "--checkpoint.export", "false", "--profile.memory", "true", "--profile.steps", "2:2",
 )  # fmt: skip
 
@@ -409,7 +413,7 @@ def _on_a_rank(name: str, rank: int, store: str, answers: Any) -> None:
 
 
 def check(name: str) -> Seen:
-    """On as many ranks as the claim is about."""
+    """Runs a claim on the number of ranks that it needs."""
     if CLAIMS[name].ranks == 1:
         return CLAIMS[name].try_it()
     context = multiprocessing.get_context("spawn")
@@ -435,7 +439,8 @@ def main(argv: list[str]) -> int:
     for name in argv or list(claims.CLAIMS):
         seen = claims.check(name)
         print(
-            f"{name}: {claims.CLAIMS[name].says}\n  {'holds' if seen.holds else 'does not hold'}: {seen.what}",
+            f"{name}: {claims.CLAIMS[name].says}\n  {'holds' if seen.holds else 'does not hold'}: "
+            f"{seen.what}",
             flush=True,
         )
     return 0

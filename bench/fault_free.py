@@ -1,8 +1,8 @@
-"""Runs of bench.faults in which nothing breaks: a rank that is only a tenth slower, and hours in which
-nothing may be said.
+"""Runs of bench.faults without a fault: a rank slowed by a tenth, and ordinary training in which no verdict
+is expected.
 
-`--late N` and `--ordinary MINUTES` of python -m bench.faults; with --keep what they find is added to
-bench/results/watch_late and watch_ordinary, so that an hour can be put together from several sittings.
+`--late N` and `--ordinary MINUTES` of python -m bench.faults. With --keep the results are added to
+bench/results/watch_late and watch_ordinary, so that an hour can be collected in several calls.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def keep(
 
 
 def named_late(rank: int, ranks: int, folder: Path) -> Row:
-    """Whom the watch names, by how much, and how many slow steps were done when it had said so."""
+    """The ranks named late, by how much, and the number of slow steps until then."""
     run, where = folder / "run", Where(rank, SLOW_FROM, folder / "fault-at")
     address = ("127.0.0.1", free_port())
     flags = ["--run.dir", str(run), *SMALL_STEPS]
@@ -120,16 +120,18 @@ def named_soon(rows: Sequence[Row]) -> str:
             row["after_steps"] if row["named"] else "none in 120",
         )
         lines.append(
-            f"| {row['ranks']} | rank {row['rank']} | {named} | {row['percent']:.0f}% | {after} | {row['load']} |"
+            f"| {row['ranks']} | rank {row['rank']} | {named} | {row['percent']:.0f}% | {after} | "
+            f"{row['load']} |"
         )
     good = [row["after_steps"] for row in rows if soon(row)]
     lines.append(
-        f"\n{len(good)} of {len(rows)} named alone and within {WITHIN} steps, median {median(good or [-1]):.0f} steps."
+        f"\n{len(good)} of {len(rows)} named alone and within {WITHIN} steps, median "
+        f"{median(good or [-1]):.0f} steps."
     )
     return "\n".join(lines)
 
 
-# ---------------------------------------------------------------- nothing wrong, nothing said
+# ---------------------------------------------------------------- ordinary training
 
 
 def ordinary(options: argparse.Namespace) -> int:
@@ -147,7 +149,8 @@ def ordinary(options: argparse.Namespace) -> int:
     log, said = (folder / "log").read_text(errors="replace"), verdict_of(run)
     late = run / "watch" / "late.jsonl"
     row = {
-        "minutes": round(minutes, 1), "ranks": options.ranks, "steps": last_step(run), "saves": log.count(" sealed: "),
+        "minutes": round(minutes, 1), "ranks": options.ranks, "steps": last_step(run),
+        "saves": log.count(" sealed: "),
         "evaluations": log.count("eval_loss"), "verdict": said["what"] if said else "", "codes": codes,
         "late": late.read_text().splitlines() if late.exists() else [], "load": round(os.getloadavg()[0], 1),
     }  # fmt: skip
@@ -159,7 +162,7 @@ def ordinary(options: argparse.Namespace) -> int:
         "watch_ordinary",
         rows,
         options,
-        "Ordinary training, compiled, with evaluation and saves: nothing may be said",
+        "Ordinary training, compiled, with evaluation and saves: no verdict expected",
         "python -m bench.faults --ordinary MINUTES --ranks R --keep",
         sittings(rows),
     )

@@ -1,8 +1,7 @@
-"""What can be done to a rank on purpose: each kind as a function that is called in the rank that shall have
-it.
+"""The faults that bench.faults injects: one function for each kind, called in the affected rank.
 
-A fault is put into a running step: where the loop enters a phase, where the data are read, where a file is
-written. The rank says when by writing the time into a file; then it is as broken as it would be by itself.
+A fault is injected into a running step: where the loop enters a phase, reads data or writes a file. The rank
+first writes the time into a file, then fails as it would by itself.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ EVER_S = 3600.0
 
 @dataclass(frozen=True)
 class Where:
-    """Which rank, from which step on, and the file that hears when."""
+    """Which rank, from which step on, and the file that receives the time."""
 
     rank: int
     step: int
@@ -164,7 +163,7 @@ def not_a_number(where: Where, mine: bool) -> None:
 
 
 class _Storage:
-    """The os of fsdp/checkpoint/local_store.py, with one thing else."""
+    """The os of fsdp/checkpoint/local_store.py, with one function replaced."""
 
     def __init__(self, **other: Any) -> None:
         self._other = other
@@ -174,7 +173,7 @@ class _Storage:
 
 
 def _saves(path: Path, step: int) -> bool:
-    """Is it a rank's file of a save at `step` or after it?"""
+    """Whether this is a rank's file of a save at `step` or after it."""
     found = re.match(r"step-(\d+)", path.parent.name)
     return path.suffix == ".distcp" and found is not None and int(found[1]) >= step
 
@@ -204,11 +203,11 @@ def full_disk(where: Where, mine: bool) -> None:
 
 
 def nothing(where: Where, mine: bool) -> None:
-    """What happens to a node happens outside of the ranks."""
+    """Does nothing: faults of a node are injected from outside the ranks."""
 
 
 def slowed(where: Where, mine: bool, share: float = 0.1) -> None:
-    """From the step on, in each forward, a tenth more of the time that its own computing took before."""
+    """From the step on, each forward takes a tenth more of its usual computing time."""
     enter, clock = Phases.enter, time.thread_time
     took: list[float] = []
     began = [0.0]

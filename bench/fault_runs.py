@@ -1,4 +1,6 @@
-"""The ranks of a run with a fault, and without: forked from the bench, watched, and ended."""
+"""Starts, observes and ends the ranks of a run, with or without an injected fault. Ranks are forked from the
+bench.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ PATIENCE_S = 150.0
 
 
 def import_once() -> None:
-    """Before the ranks are forked, so that each need not."""
+    """Imports before the ranks are forked, so that no rank has to."""
     importlib.import_module("fsdp.run.loop")
     importlib.import_module("train")
 
@@ -36,7 +38,7 @@ def fork_rank(
     enter: Sequence[int] = (),
     ranks: int = RANKS,
 ) -> int:
-    """One rank as a child. `enter` are namespaces of a host of its own."""
+    """One rank as a child process. `enter` are the namespaces of its host."""
     pid = os.fork()
     if pid:
         return pid
@@ -64,7 +66,8 @@ def _be(
 
     nodes = 2 if kind is not None and kind.two_nodes else 1
     variables = {
-        "RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank % (ranks // nodes), "LOCAL_WORLD_SIZE": ranks // nodes,
+        "RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank % (ranks // nodes),
+        "LOCAL_WORLD_SIZE": ranks // nodes,
         "GROUP_RANK": rank // (ranks // nodes), "GROUP_WORLD_SIZE": nodes,
         "MASTER_ADDR": address[0], "MASTER_PORT": address[1],
     }  # fmt: skip
@@ -88,7 +91,7 @@ def wait_for(found: Any, what: str) -> Any:
 def verdict_of(run: Path) -> dict[str, Any] | None:
     file = run / "watch" / "verdicts.jsonl"
     found = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    # cut in two, each half says what it sees; the first rank's node is asked
+    # in a partition each half judges by itself; the first rank's node counts
     return next((one for one in found if one.get("by") in (socket.gethostname(), "n1")), None)
 
 
@@ -98,7 +101,7 @@ def steps_of(run: Path) -> int:
 
 
 def ended(pids: list[int], seconds: float) -> list[int]:
-    """Exit codes, negative a signal's; only of those that have ended by themselves, which must be all."""
+    """Exit codes, negative for a signal. Every rank must have ended by itself."""
     codes: dict[int, int] = {}
     deadline = time.monotonic() + seconds
     while len(codes) < len(pids) and time.monotonic() < deadline:

@@ -1,14 +1,17 @@
-"""Faults put in on purpose, on four ranks: does the watch name the right rank and the right kind, and how
-soon?
+"""Faults injected into four ranks: does the watch report the right rank and kind, and how soon?
 
-    python -m bench.faults [--times N] [--kinds SIGKILL,"slow storage"]     each kind N times at a random step and rank
-    python -m bench.faults --times N --keep [--minutes M]     the same, added to what bench/results/faults.{json,md} hold
-    python -m bench.faults --late N [--ranks R]      a rank slowed by a tenth, N times: whom, and after how many steps
-    python -m bench.faults --ordinary MINUTES [--ranks R]     training with evaluation, saves and compile: nothing may be said
+    python -m bench.faults [--times N] [--kinds SIGKILL,"slow storage"]
+                                              each kind N times at a random step and rank
+    python -m bench.faults --times N --keep [--minutes M]
+                                              the same, added to bench/results/faults.{json,md}
+    python -m bench.faults --late N [--ranks R]
+                                              a rank slowed by a tenth, N times: the rank named, and when
+    python -m bench.faults --ordinary MINUTES [--ranks R]
+                                              training with evaluation, saves and compile: no verdict expected
 
-Each case is a real run of four rank processes, forked from this one so that nobody waits for imports; the
-partitioned node is a network namespace (root) whose cable is pulled, the killed node one whose processes are
-all killed. Seconds count from fault to verdict.
+Each case is a real run of four rank processes, forked from this one to avoid import time. The partitioned
+node is a network namespace (needs root) whose link is taken down; the killed node is one whose processes are
+all killed. Seconds count from the fault to the verdict.
 """
 
 from __future__ import annotations
@@ -47,13 +50,14 @@ from fsdp.base import proc
 
 FLAGS = (
     "--model.name", "mlp", "--model.args.hidden", "64", "--data.name", "digits", "--train.steps", "100000",
-    "--train.global_batch", "16", "--checkpoint.every_steps", "4", "--checkpoint.export", "false", "--data.workers", "1",
+    "--train.global_batch", "16", "--checkpoint.every_steps", "4", "--checkpoint.export", "false",
+    "--data.workers", "1",
 )  # fmt: skip
 
 
 @dataclass
 class Case:
-    """What was done, and what was said."""
+    """An injected fault and the reported verdict."""
 
     kind: str
     rank: int
@@ -71,7 +75,7 @@ class Case:
 
 @contextmanager
 def two_hosts(folder: Path) -> Iterator[Any]:
-    """Two hosts with a cable each to one bridge: (namespaces of host i, pull(i)). Root only."""
+    """Two hosts with a link each to one bridge: (namespaces of host i, pull(i)). Needs root."""
     from tests.slurm.host import Host
 
     with ExitStack() as stack:
@@ -107,7 +111,7 @@ def two_hosts(folder: Path) -> Iterator[Any]:
 
 
 def once(kind: Kind, rank: int, step: int, folder: Path, more: Sequence[str] = ()) -> Case:
-    """One run with one fault, to its verdict; and to its end where the watch ends it."""
+    """One run with one fault, to its verdict, and to its end if the watch ends it."""
     case = Case(kind.name, rank, step)
     run, where = folder / "run", Where(rank, step, folder / "fault-at")
     flags = ["--run.dir", str(run), *FLAGS, *more]
@@ -136,13 +140,13 @@ def once(kind: Kind, rank: int, step: int, folder: Path, more: Sequence[str] = (
 
 
 def kill_node(pids: Sequence[int]) -> None:
-    """Its ranks, and the monitor that is a child of one of them; the node itself still answers."""
+    """Kills its ranks, and the monitor that is a child of one of them; the node itself still answers."""
     for pid in [*(child for rank in pids for child in proc.children(rank)), *pids]:
         os.kill(pid, signal.SIGKILL)
 
 
 def ending(kind: Kind) -> Kind:
-    """The same, waited for until its end."""
+    """The same, and waits for its end."""
     return replace(kind, ends=True)
 
 
@@ -172,14 +176,16 @@ def table(cases: Sequence[Case]) -> str:
             right = sum(case.right(kind) for case in own)
             times = [case.seconds for case in own if case.seconds >= 0] or [float("nan")]
             lines.append(
-                f"| {kind.name} | {kind.verdict} | {len(own)} | {right} | {statistics.median(times):.1f} | {max(times):.1f} "
+                f"| {kind.name} | {kind.verdict} | {len(own)} | {right} | {statistics.median(times):.1f} | "
+                f"{max(times):.1f} "
                 f"| {own[-1].what[:110].replace('|', '/')} |"
             )
     by_name = {kind.name: kind for kind in KINDS}
     right = sum(case.right(by_name[case.kind]) for case in cases)
     times = [case.seconds for case in cases if case.seconds >= 0] or [float("nan")]
     lines.append(
-        f"\n{right} of {len(cases)} right ({100 * right / len(cases):.1f}%); median {statistics.median(times):.1f} s."
+        f"\n{right} of {len(cases)} right ({100 * right / len(cases):.1f}%); median "
+        f"{statistics.median(times):.1f} s."
     )
     return "\n".join(lines)
 
@@ -194,7 +200,7 @@ def faults(options: argparse.Namespace) -> int:
             if sum(case.kind == kind.name for case in cases) > number:
                 continue
             if time.monotonic() > until:
-                print(f"{options.minutes:g} minutes are over; the same command goes on")
+                print(f"{options.minutes:g} minutes are over; the same command continues")
                 return summed_up(cases, options)
             dice = random.Random(f"{options.seed} {kind.name} {number}")
             case = tried(kind, dice.randrange(RANKS), dice.randrange(10, options.steps))
@@ -202,25 +208,27 @@ def faults(options: argparse.Namespace) -> int:
             if options.keep:
                 keep(cases, options)
             print(
-                f"{number + 1}. {kind.name}, rank {case.rank}, step {case.step}: {case.seconds:.1f} s  {case.what}",
+                f"{number + 1}. {kind.name}, rank {case.rank}, step {case.step}: {case.seconds:.1f} s  "
+                f"{case.what}",
                 flush=True,
             )
     return summed_up(cases, options)
 
 
 def kept() -> list[Case]:
-    """What earlier calls have found."""
+    """The results of earlier calls."""
     file = RESULTS / "faults.json"
     return [Case(**one) for one in json.loads(file.read_text())["cases"]] if file.exists() else []
 
 
 def keep(cases: Sequence[Case], options: argparse.Namespace) -> None:
-    """After each case: a call that is cut off loses one."""
+    """Writes after each case, so that an interrupted call loses one."""
     write(
         "faults",
-        title="Faults put in on purpose: who is named, as what, how soon",
+        title="Injected faults: rank and kind reported, seconds to the verdict",
         command=f"python -m bench.faults --times {options.times} --keep",
-        about=f"{RANKS} ranks, gloo, one machine with other work on it. {machine()}. Seconds from the fault to the verdict.",
+        about=f"{RANKS} ranks, gloo, one machine with other work on it. {machine()}. "
+        "Seconds from the fault to the verdict.",
         text=table(cases),
         numbers={"cases": [asdict(case) for case in cases]},
     )

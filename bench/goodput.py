@@ -1,12 +1,13 @@
-"""An hour of faults in minutes: ranks are killed at random on 4 ranks, and what counts is how many new steps
-come of the time.
+"""Training progress while ranks are killed at random: new steps in a given time, on 4 ranks.
 
-    python -m bench.goodput                      90 s of faults for each contender that can resume, a kill each 15 s on average
-    python -m bench.goodput --only local,bare --add        these anew, beside those that stand in bench/results
+    python -m bench.goodput
+                              90 s of faults for each contender that can resume, one kill in 15 s on average
+    python -m bench.goodput --only local,bare --add
+                              these again, beside the others in bench/results
 
-The same kills, by the seed, for all: the moments are drawn once, the rank each time. First an undisturbed
-stretch says how fast the contender is left alone. Useful over all: steps that were new over all that were
-done. Goodput: new steps over those that the undisturbed rate would have made in the same time.
+All contenders get the same kills: the times are drawn once from the seed, the rank at each kill. An
+undisturbed stretch first measures the contender's normal rate. Useful over all: new steps over all steps
+computed. Goodput: new steps over those that the undisturbed rate would have made in the same time.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Ran:
 
 
 def moments(seconds: float, mean_s: float, seed: int) -> list[float]:
-    """When ranks die, as a Poisson process draws it."""
+    """The times of the kills, drawn from a Poisson process."""
     draw, at, found = random.Random(seed), 0.0, []
     while (at := at + draw.expovariate(1 / mean_s)) < seconds:
         found.append(at)
@@ -65,7 +66,7 @@ def storm(name: str, options: argparse.Namespace) -> Ran:
             killed, draw = 0, random.Random(options.seed)
             for when in moments(options.seconds, options.mean, options.seed):
                 time.sleep(max(0.0, begin + when - run.now()))
-                # while all of them are being started again there may be nobody to kill
+                # during a restart there may be no rank to kill
                 if run.ranks():
                     run.kill_one(draw)
                     killed += 1
@@ -125,7 +126,8 @@ def main(argv: Sequence[str]) -> int:
         parser, options.only, list(LABELS), SHORT if options.short else list(LABELS), needs=()
     )
     flags = (
-        f"--ranks {options.ranks} --seconds {options.seconds:.0f} --mean {options.mean:.0f} --every {options.every} "
+        f"--ranks {options.ranks} --seconds {options.seconds:.0f} --mean {options.mean:.0f} --every "
+        f"{options.every} "
         f"--seed {options.seed}"
     )
     before = tables.standing("goodput", short=options.short) if options.add else {}
@@ -147,8 +149,8 @@ def main(argv: Sequence[str]) -> int:
             title="Goodput under random kills",
             short=options.short,
             command=f"python -m bench.goodput {flags}",
-            about=f"{machine}; {options.ranks} ranks, {options.seconds:.0f} s of faults each, a kill each {options.mean:.0f} s on "
-            f"average (seed {options.seed}), a checkpoint each {options.every} steps",
+            about=f"{machine}; {options.ranks} ranks, {options.seconds:.0f} s of faults each, a kill each "
+            f"{options.mean:.0f} s on average (seed {options.seed}), a checkpoint each {options.every} steps",
             text="\n\n".join([shown(seen), *left_out]),
             numbers={"machine": machine, "flags": flags, "ran": seen},
         )

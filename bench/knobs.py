@@ -1,17 +1,16 @@
-"""One model trained with each knob of memory and speed alone, and with combinations that go well together,
-beside the defaults.
+"""One model trained with the defaults, with each memory and speed option alone, and with useful combinations.
 
     python -m bench.knobs                       every group: a quarter of an hour on four cores
-    python -m bench.knobs --group recompute     one group: its rows in bench/results/knobs.* are replaced, the others stay
+    python -m bench.knobs --group recompute     one group; the other rows of bench/results/knobs.* stay
     python -m bench.knobs --short               one group, few rounds
 
 Within a group all runs are alive at once and take turns of some steps, the defaults among them; a ratio is
 taken round by round. The loss difference is the largest over the first steps, relative to the defaults' on
-the same samples. Peak memory is the account of --profile.memory on a step before the clock runs: bytes of
-tensors, those in files too, and on CUDA of the allocator's blocks. Where compiled code allocates by itself
-the CPU's account does not see it: left blank. "Anonymous" is what was resident of the process, Python and
-torch with it, and no file, at the end of a phase of that step. On a CUDA device one rank trains 124M and 1B
-parameters, with MFU against the device's dense bf16 peak; a figure that was not measured is left blank.
+the same samples. Peak memory is the account of --profile.memory on a step before timing starts: bytes of
+tensors, those in files too, and on CUDA of the allocator's blocks. It is blank where compiled code allocates
+by itself, which the CPU's account cannot see. "Anonymous" is the process's resident memory without files,
+Python and torch included, at the end of a phase of that step. On a CUDA device one rank trains 124M and 1B
+parameters, with MFU against the device's dense bf16 peak. Figures that were not measured are blank.
 """
 
 from __future__ import annotations
@@ -38,14 +37,17 @@ ROUNDS, SHORT_ROUNDS = 8, 2
 
 WORKS["knobs"] = Work(
     "knobs", "decoder, 6 layers of 256, 128 tokens × 8",
-    ("--model.name", "transformer", "--data.args.kind", "tokens", "--model.args.width", "256", "--model.args.layers", "6",
-     "--model.args.heads", "4", "--model.args.vocab_size", "1024", "--data.seq_len", "128", "--train.global_batch", "8"),
+    ("--model.name", "transformer", "--data.args.kind", "tokens", "--model.args.width", "256",
+     "--model.args.layers", "6",
+     "--model.args.heads", "4", "--model.args.vocab_size", "1024", "--data.seq_len", "128",
+     "--train.global_batch", "8"),
     "tokens",
 )  # fmt: skip
 for preset, batch in (("124m", 16), ("1b", 4)):
     WORKS[f"cuda-{preset}"] = Work(
         f"cuda-{preset}", f"{preset}, 1024 tokens × {batch}",
-        ("--model.name", "transformer", "--model.preset", preset, "--data.args.kind", "tokens", "--data.seq_len", "1024",
+        ("--model.name", "transformer", "--model.preset", preset, "--data.args.kind", "tokens",
+         "--data.seq_len", "1024",
          "--train.global_batch", str(batch), "--precision.param", "auto", "--speed.compile", "auto"),
         "tokens",
     )  # fmt: skip
@@ -59,28 +61,33 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "--memory.activation_offload true", f"--memory.activation_offload true {FULL}",
     ),
     "gather": (
-        "--mesh.reshard_after_forward false", "--speed.prefetch_forward 2 --speed.prefetch_backward 2", "--mesh.wrap root",
+        "--mesh.reshard_after_forward false", "--speed.prefetch_forward 2 --speed.prefetch_backward 2",
+        "--mesh.wrap root",
         "--mesh.strategy ddp",
     ),
     "accumulate": (
-        HALF, f"{HALF} --mesh.accumulate every", f"{HALF} --mesh.reshard_after_forward step", f"{HALF} {FULL}",
+        HALF, f"{HALF} --mesh.accumulate every", f"{HALF} --mesh.reshard_after_forward step",
+        f"{HALF} {FULL}",
     ),
     "precision": (
-        "--precision.param bf16", "--precision.param bf16 --precision.reduce bf16", f"--precision.param bf16 {OPS}",
+        "--precision.param bf16", "--precision.param bf16 --precision.reduce bf16",
+        f"--precision.param bf16 {OPS}",
         "--speed.float8 tensorwise --speed.float8_emulate true",
     ),
     "optimizer": (
-        "--optim.fused false", "--optim.state bf16", "--optim.state 8bit", "--memory.nvme optimizer --memory.nvme_dir DIR",
+        "--optim.fused false", "--optim.state bf16", "--optim.state 8bit",
+        "--memory.nvme optimizer --memory.nvme_dir DIR",
         "--memory.nvme all --memory.nvme_dir DIR", f"--memory.nvme all --memory.nvme_dir DIR {FULL}",
     ),
-    "compile": ("--speed.compile true", f"--speed.compile true {OPS}", "--speed.compile true --memory.activation_budget 0.5"),
+    "compile": ("--speed.compile true", f"--speed.compile true {OPS}",
+                "--speed.compile true --memory.activation_budget 0.5"),
     "parts": ("--model.frozen embedding.*", "--lora.rank 8", f"--lora.rank 8 {FULL}", "--data.workers 0"),
 }  # fmt: skip
 SHORT_GROUP = "recompute"
 
 
 class Ranks(Team):
-    """The ranks of our own run with some flags."""
+    """The ranks of one shardrun run with some flags."""
 
     def __init__(self, flags: str, work: str, ranks: int, threads: int) -> None:
         self._flags = flags
@@ -108,7 +115,7 @@ class Ranks(Team):
         return _Rank(process, os.fdopen(ear), log)
 
     def peak_bytes(self) -> tuple[int, int]:
-        """Of the fullest rank: what its account says, and what was resident and anonymous at the end of a
+        """Of the rank with most memory: its account's peak, and resident and anonymous memory at the end of a
         phase.
         """
         files = Path(self._folder.name, "run", "profile").glob("rank*_memory.json")
@@ -144,7 +151,7 @@ def as_a_rank(work: str, flags: Sequence[str]) -> None:
 
 
 def measure(work: str, knobs: Sequence[str], ranks: int, rounds: int) -> dict[str, Seen]:
-    """The defaults, named "", and each of the knobs; those that are refused say why."""
+    """The defaults, named "", and each option; refused ones have the reason."""
     threads = max(1, len(os.sched_getaffinity(0)) // 2 // ranks)
     seen = {knob: Seen() for knob in ("", *knobs)}
     teams: dict[str, Ranks] = {}
@@ -163,7 +170,7 @@ def measure(work: str, knobs: Sequence[str], ranks: int, rounds: int) -> dict[st
 
 
 def begin(knob: str, one: Seen, work: str, ranks: int, threads: int, teams: dict[str, Ranks]) -> None:
-    """Starts a run and takes its first steps, in which memory is accounted and units are compiled."""
+    """Starts a run and takes its first steps, in which memory is measured and units are compiled."""
     from fsdp import config
     from fsdp.base.errors import ConfigError
 
@@ -184,7 +191,7 @@ def begin(knob: str, one: Seen, work: str, ranks: int, threads: int, teams: dict
 
 
 def rows(seen: Mapping[str, Seen], work: str) -> list[dict[str, Any]]:
-    """A row a knob: medians, and beside the defaults of the same rounds."""
+    """A row for each option: medians, and ratios to the defaults of the same rounds."""
     from bench.peers.work import Place
 
     place = Place(WORKS[work], 0, 1)
@@ -197,14 +204,15 @@ def rows(seen: Mapping[str, Seen], work: str) -> list[dict[str, Any]]:
             row |= {
                 "step_ms": [1e3 * s for s in one.wall_s], "per_s": place.samples_a_step / step_s,
                 "time": tables.ratio(one.wall_s, base.wall_s), "mfu": mfu(place, step_s),
-                "loss_difference": max(abs(a - b) / abs(b) for a, b in zip(one.losses, base.losses, strict=True)),
+                "loss_difference": max(abs(a - b) / abs(b) for a,
+                b in zip(one.losses, base.losses, strict=True)),
             }  # fmt: skip
         found.append(row)
     return found
 
 
 def mfu(place: Any, step_s: float) -> float | None:
-    """On CUDA; what is trained is the whole model's arithmetic, recomputation not counted."""
+    """On CUDA, from the whole model's arithmetic; recomputation is not counted."""
     import torch
 
     from fsdp.run.flops import flops_per_sample, peak_flops
@@ -276,7 +284,8 @@ def piece(group: str, work: str, ranks: int, rounds: int, short: bool) -> None:
         about=about,
         text=text,
         numbers={"rows": found},
-        notes="Medians of rounds with the smallest and largest; ratios round by round with their 95% interval.",
+        notes="Medians of rounds with the smallest and largest; "
+        "ratios round by round with their 95% interval.",
     )
 
 

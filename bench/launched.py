@@ -1,7 +1,7 @@
-"""A command that trains, watched from outside: when each step was said, which processes are its ranks, how
-much they held.
+"""Observes a training command from outside: when each step ends, which processes are its ranks, how much
+memory they hold.
 
-Every contender says `step N/M` when a step is done. Ranks are the direct children of what was started
+Every contender prints `step N/M` after a step. Ranks are the direct children of the started process
 (torchrun's workers, the launcher's forks), or the processes themselves.
 """
 
@@ -29,11 +29,11 @@ ERROR = re.compile(r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception)\b.*)$
 
 
 class Ended(RuntimeError):
-    """The command ended, or stood still, before it came so far; in the line that it told of it."""
+    """The command ended or made no progress before the expected step; holds the line with the reason."""
 
 
 class Launched:
-    """`steps` grows as lines come in: (seconds since the start, step)."""
+    """`steps` grows with the output: (seconds since the start, step)."""
 
     def __init__(
         self, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
@@ -76,11 +76,11 @@ class Launched:
 
     @property
     def newest(self) -> int:
-        """The highest step that was ever done."""
+        """The highest step done so far."""
         return max((step for _, step in self.steps), default=0)
 
     def wait_for(self, step: int, timeout_s: float) -> float:
-        """When a step this high was first said; Ended where it never is."""
+        """When a step this high was first printed; raises Ended if it never is."""
         with self._changed:
             self._changed.wait_for(lambda: self.newest >= step or not self._reader.is_alive(), timeout_s)
             for when, done in self.steps:
@@ -95,17 +95,17 @@ class Launched:
         return sorted(proc.children(self.process.pid))
 
     def kill_one(self, draw: random.Random) -> float:
-        """SIGKILL to a rank that is drawn; when."""
+        """Sends SIGKILL to a random rank; returns the time."""
         victim = draw.choice(self.ranks())
         os.kill(victim, signal.SIGKILL)
         return self.now()
 
     def heard(self) -> None:
-        """After its end: all that it said has been read."""
+        """After its end: reads the remaining output."""
         self._reader.join(10)
 
     def end(self) -> None:
-        """Every process that the command started."""
+        """Ends every process that the command started."""
         pids = [self.process.pid, *proc.descendants(self.process.pid)]
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -115,7 +115,7 @@ class Launched:
 
 
 def torchrun(ranks: int, words: Sequence[str], *, restarts: int = 0, python: str = "") -> list[str]:
-    """A rendezvous on a free port of its own: nothing to collide with."""
+    """torchrun with a rendezvous on its own free port."""
     import sys
 
     head = [
@@ -129,23 +129,22 @@ def torchrun(ranks: int, words: Sequence[str], *, restarts: int = 0, python: str
 
 
 def with_restarts() -> dict[str, str]:
-    """On torch 2.13 with gloo a restarted group reads the addresses of the dead one from the shared store
-    without this.
+    """Without this, on torch 2.13 with gloo, a restarted group reads the dead group's addresses from the
+    shared store.
     """
     return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def that_run(names: Sequence[str]) -> list[str]:
-    """Those of `names` that can be started here: ours under its own launcher always, peers once they are set
-    up.
-    """
+    """Those of `names` that can start here: shardrun's own launcher always, peers once they are set up."""
     return [name for name in names if name.startswith("local") or ready([name])]
 
 
 def ours(folder: Path, steps: int, every: int) -> list[str]:
     """The flags of train.py for the work of bench/peers/alone.py."""
     return [
-        "--run.dir", str(folder), "--data.name", "synthetic", "--data.args.heldout", "0", "--train.steps", str(steps),
+        "--run.dir", str(folder), "--data.name", "synthetic", "--data.args.heldout", "0",
+        "--train.steps", str(steps),
         "--checkpoint.every_steps", str(every), "--checkpoint.export", "false", "--run.log_every_steps", "1",
     ]  # fmt: skip
 

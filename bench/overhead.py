@@ -1,13 +1,12 @@
-"""What the step loop costs: the product's own loop beside a hand-written fully_shard loop, in the same
-processes.
+"""Cost of the step loop: shardrun's loop beside a hand-written fully_shard loop in the same processes.
 
-    python -m bench.overhead [--rounds 60] [--short] [--profile]      about two minutes with four quiet cores
+    python -m bench.overhead [--rounds 60] [--short] [--profile]      about two minutes with four free cores
 
-Both have the same model, units, weights, samples and optimizer in one process group, and take turns: some
-steps of ours, as many of the other, and again. A difference is taken within a round. The hand-written loop
-(bench/peers/bare.py) clips too, is given batches made beforehand, and writes nothing; ours reads its data,
-weighs the loss by tokens, agrees on stopping, looks for what is not finite, and writes metrics.jsonl and
-TensorBoard events at every step. --profile prints where ours spends it.
+Both have the same model, units, weights, samples and optimizer in one process group, and alternate: some
+steps of one, as many of the other. Differences are taken within a round. The hand-written loop
+(bench/peers/bare.py) also clips, receives batches made beforehand, and writes nothing. shardrun's reads its
+data, weighs the loss by tokens, votes on stopping, checks for non-finite numbers, and writes metrics.jsonl
+and TensorBoard events at every step. --profile prints where it spends its time.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ WARM = 2
 
 @dataclass
 class Clock:
-    """Seconds of each turn, by whose it was."""
+    """Seconds of each turn, by contender."""
 
     turn: int
     rounds: int
@@ -58,8 +57,8 @@ class Clock:
 
 
 class Turns:
-    """The Reporter of our run: after each turn of ours it takes one of the other's, in the same place of
-    every step.
+    """The Reporter of shardrun's run: after each of its turns it runs a turn of the other, at the same place
+    of every step.
     """
 
     def __init__(self, other: Any, batches: Any, clock: Clock, profile: cProfile.Profile | None) -> None:
@@ -153,7 +152,7 @@ def measure(work: str, rounds: int, profiled: bool = False) -> list[dict[str, An
 
 
 def check_same(found: Sequence[Mapping[str, Any]]) -> None:
-    """Both must have trained the same, or no figure means anything. The bare loop's loss is a rank's own:
+    """Both must have trained the same, or the figures mean nothing. The bare loop's loss is per rank and
     averaged here.
     """
     ours = found[0]["losses"]["ours"][:3]
@@ -164,8 +163,8 @@ def check_same(found: Sequence[Mapping[str, Any]]) -> None:
 
 
 def figures(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Rank 0's rounds: ranks wait for each other at every step, so one clock is all clocks. Processor time is
-    all ranks'.
+    """Rank 0's rounds: ranks wait for each other at every step, so one clock is enough. Processor time is of
+    all ranks.
     """
     wall = found[0]["wall_s"]
     cpu = {
@@ -232,7 +231,7 @@ def main(argv: Sequence[str]) -> int:
         "rounds",
         "hand-written, ms a step",
         "ours",
-        "ours − it, µs",
+        "difference, µs",
         "processor µs a rank",
         "throughput ratio",
         "bar",
@@ -244,7 +243,8 @@ def main(argv: Sequence[str]) -> int:
             title="What the step loop costs",
             command="python -m bench.overhead",
             short=options.short,
-            about=f"{about}. {RANKS} ranks, gloo, one thread each; medians over rounds, with the 95% interval of the median.",
+            about=f"{about}. {RANKS} ranks, gloo, one thread each; "
+            "medians over rounds, with the 95% interval of the median.",
             text=text,
             numbers=numbers,
         )

@@ -1,15 +1,15 @@
-"""The planner's predictions beside real runs: bytes of tensors, the process's true peak, torch's own tracker,
+"""The planner's predictions beside real runs: tensor bytes, the process's true peak, torch's tracker,
 published speeds.
 
-    python -m bench.plan               56 runs on CPU drawn at random (gloo, 1, 2 and 4 ranks), and 8 large ones
-    python -m bench.plan --minutes 4   as many of them as that takes; typed again it goes on, with --again from the first
-    python -m bench.plan --short       6 of them, kept nowhere
+    python -m bench.plan               56 random runs on CPU (gloo, 1, 2 and 4 ranks), and 8 large ones
+    python -m bench.plan --minutes 4   as many as fit in the time; repeat to continue, --again to start over
+    python -m bench.plan --short       6 of them; nothing is written
     python -m bench.plan --published   the published rows alone; nothing is run
 
-A prediction is made before its run and from the flags alone. Measured tensor bytes are those of every storage
-that a real step makes, of four steps the least, of all ranks the most; the true peak is what the kernel
-counts above the idle process, with malloc told to give memory back. Results: bench/results/plan.json and
-plan.md, plan_published.md.
+A prediction is made before its run, from the flags alone. Measured tensor bytes cover every storage that a
+real step creates: the least of four steps, the most of all ranks. The true peak is the kernel's count above
+the idle process, with malloc set to return freed memory. Results: bench/results/plan.json and plan.md,
+plan_published.md.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Row:
     predicted_process: float
     measured: Measured
     torchs: float | None
-    """What torch's FSDPMemTracker says of the same step; None where it does not run."""
+    """torch's FSDPMemTracker on the same step; None if it does not run."""
 
     @property
     def error(self) -> float:
@@ -58,7 +58,7 @@ class Row:
 
     @property
     def says_fits_and_does_not(self) -> bool:
-        """At a limit that the run just exceeds, a plan with the margin must not say that it fits."""
+        """Whether a plan with the margin fits a limit that the run just exceeds: it must not."""
         return self.predicted * (1 + MARGIN) < self.measured.tensors
 
 
@@ -96,7 +96,7 @@ def main(argv: list[str]) -> int:
     small, big = ([kept[case] for case in some if case in kept] for some in (drawn, large()))
     lines = [
         *_memory_text(small, big),
-        *([f"{left} runs are left: the same command goes on.", ""] if left else []),
+        *([f"{left} runs are left: the same command continues.", ""] if left else []),
     ]
     print("\n".join(lines))
     (RESULTS / "plan.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -113,7 +113,8 @@ def run(cases: Sequence[Case]) -> Iterator[Row]:
             theirs = "-" if row.torchs_error is None else f"{row.torchs_error:+.2%}"
             print(
                 f"{at:3d} {case}: {row.measured.tensors / 2**20:.1f} MiB, {row.error:+.2%}; "
-                f"process {row.measured.process / 2**20:.0f} MiB, {row.process_error:+.1%}; torch's tracker {theirs}; "
+                f"process {row.measured.process / 2**20:.0f} MiB, {row.process_error:+.1%}; torch's "
+                f"tracker {theirs}; "
                 f"{time.monotonic() - began:.1f} s",
                 flush=True,
             )
@@ -146,7 +147,7 @@ def _kept() -> dict[Case, Row]:
     return {row.case: row for row in rows}
 
 
-# ---------------------------------------------------------------- what is said of them
+# ---------------------------------------------------------------- tables
 
 
 def _memory_text(rows: list[Row], big: list[Row]) -> list[str]:
@@ -173,16 +174,19 @@ def _table(rows: list[Row]) -> list[str]:
     for row in rows:
         other = "does not run" if row.torchs_error is None else f"{row.torchs_error:+.2%}"
         lines.append(
-            f"| {row.case} | {row.measured.tensors / 2**20:.2f} | {row.predicted / 2**20:.2f} | {row.error:+.3%} | {other} |"
+            f"| {row.case} | {row.measured.tensors / 2**20:.2f} | {row.predicted / 2**20:.2f} | "
+            f"{row.error:+.3%} | {other} |"
         )
     lines += [
         "",
-        f"{len(rows)} runs: median error {statistics.median(ours):.3%}, worst {max(ours):.3%}; said to fit at a margin of "
+        f"{len(rows)} runs: median error {statistics.median(ours):.3%}, worst {max(ours):.3%}; said to fit "
+        f"at a margin of "
         f"{MARGIN:.0%} and did not: {wrong}.",
     ]
     if theirs:
         lines.append(
-            f"torch's FSDPMemTracker on the {len(theirs)} of them that it runs: median {statistics.median(theirs):.3%}, "
+            f"torch's FSDPMemTracker on the {len(theirs)} of them that it runs: median "
+            f"{statistics.median(theirs):.3%}, "
             f"worst {max(theirs):.3%}."
         )
     return lines

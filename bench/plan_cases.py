@@ -1,4 +1,4 @@
-"""The runs that bench.plan draws: models, meshes and knobs at random from a seed, and some large ones."""
+"""The runs of bench.plan: models, meshes and options drawn from a seed, and some large ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Case:
 
 
 def half_frozen(vocab_size: int = 256, width: int = 64, layers: int = 4) -> nn.Module:
-    """A decoder of which embedding and every other block are not trained."""
+    """A decoder whose embedding and every other block are frozen."""
     model = Transformer(TransformerSizes(vocab_size=vocab_size, width=width, layers=layers))
     for part in [model.embedding, *model.blocks[::2]]:
         part.requires_grad_(False)
@@ -35,12 +35,12 @@ def half_frozen(vocab_size: int = 256, width: int = 64, layers: int = 4) -> nn.M
 
 
 def draw(dice: random.Random, count: int) -> list[Case]:
-    """What train.py would refuse is drawn again."""
+    """Draws again what train.py would refuse."""
     return _allowed(lambda: _one(dice), count)
 
 
 def draw_more(dice: random.Random, count: int) -> list[Case]:
-    """Transformers on several ranks with two knobs more."""
+    """Transformers on several ranks with two more options."""
 
     def one() -> Case:
         case = _one(dice)
@@ -126,7 +126,8 @@ def _mesh(dice: random.Random, ranks: int) -> list[str]:
 
 
 _MORE = [
-    ["--lora.rank", "4"], ["--optim.state", "bf16"], ["--optim.state", "8bit"], ["--memory.activation_budget", "0.5"],
+    ["--lora.rank", "4"], ["--optim.state", "bf16"], ["--optim.state", "8bit"],
+    ["--memory.activation_budget", "0.5"],
     ["--memory.activation_offload", "true"], ["--comm.divide_by", "4"], ["--precision.reduce", "bf16"],
 ]  # fmt: skip
 
@@ -144,8 +145,9 @@ def _knobs(dice: random.Random, ranks: int, *, units: bool) -> list[str]:
 
 
 def large() -> list[Case]:
-    """From 100M parameters on, where what a process holds beside tensors is small."""
-    words = ("--model.name", "transformer", "--data.name", "synthetic", "--data.args.kind", "tokens", "--data.seq_len", "256",
+    """Cases from 100M parameters on, where the process's memory beside tensors is small."""
+    words = ("--model.name", "transformer", "--data.name", "synthetic", "--data.args.kind", "tokens",
+    "--data.seq_len", "256",
              "--data.args.vocab_size", "8192")  # fmt: skip
     small = (*words, "--model.args.width", "1024", "--model.args.layers", "8", "--model.args.heads", "8")
     wide = (*words, "--model.args.width", "1536", "--model.args.layers", "8", "--model.args.heads", "12")

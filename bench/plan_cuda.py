@@ -1,11 +1,11 @@
-"""The planner's peaks beside a CUDA device's own counters, one rank a case, each in a process of its own.
+"""The planner's peaks beside a CUDA device's own counters, one rank a case, each in its own process.
 
     python -m bench.plan_cuda              24 configurations drawn from a seed
     python -m bench.plan_cuda --cases 4    fewer
 
-max_memory_allocated beside what is planned for tensors, max_memory_reserved beside what is planned to be
-held. cuBLAS keeps its workspaces in the same memory and a plan does not count them: they stand in the numbers
-as they are. Results: bench/results/plan_cuda.json and plan_cuda.md.
+max_memory_allocated is compared with the plan's tensors, max_memory_reserved with the plan's reserved memory.
+cuBLAS workspaces are part of the counters and not of a plan; the figures are not corrected for them. Results:
+bench/results/plan_cuda.json and plan_cuda.md.
 """
 
 from __future__ import annotations
@@ -105,14 +105,14 @@ def _one(dice: random.Random) -> Case:
 
 
 def planned(case: Case) -> Peaks:
-    """From the flags alone; a bench's batches are not read ahead."""
+    """The plan from the flags alone; a bench's batches are not read ahead."""
     config = load([*case.flags, "--plan.gpus", "1", "--plan.gpu", "h100"])
     memory = memory_of(count(ask_for(config, 1)), apart=True, offload=config.memory.cpu_offload)
     return Peaks(memory.peak, memory.reserved)
 
 
 def measured(case: Case) -> Peaks:
-    """In a process that has used no device yet: what is reserved is never given back."""
+    """Measures in a process that has used no device yet, because reserved memory is never returned."""
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     with tempfile.TemporaryDirectory(prefix="plan-") as folder:
@@ -145,7 +145,8 @@ def table(rows: list[Row], where: str) -> list[str]:
         errors = [abs(row.errors[at]) for row in rows]
         lines += [
             "",
-            f"{name}: median error {statistics.median(errors):.2%}, worst {max(errors):.2%} of {len(rows)} runs.",
+            f"{name}: median error {statistics.median(errors):.2%}, worst {max(errors):.2%} of {len(rows)} "
+            f"runs.",
         ]
     return lines
 

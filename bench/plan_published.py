@@ -1,8 +1,7 @@
-"""Published training speeds beside what the planner says of the same jobs. Nothing in the planner was fitted
-to them.
+"""Published training speeds beside the planner's for the same jobs. Nothing in the planner is fitted to them.
 
-Each row names its source. Where a source's job differs from what is planned (a model of other parts with the
-same sizes, FSDP1, another choice of what is recomputed), the row says so.
+Each row names its source, and where the job differs from the planned one: a model of other parts with the
+same sizes, FSDP1, another choice of what is recomputed.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ FOUNDRY = "github.com/mosaicml/llm-foundry scripts/train/benchmarking/README.md"
 
 # Their H100 has HBM2e at 2.4 TB/s and a limit of 500 W of 700. Dynamic power grows with the cube of the
 # clock; 100 W are idle.
-_H100_500W = ("--plan.gpu", "h100", "--plan.memory_gb_s", "2400", "--plan.tflops", str(round(794.5 * (400 / 600) ** (1 / 3))),
+_H100_500W = ("--plan.gpu", "h100", "--plan.memory_gb_s", "2400",
+              "--plan.tflops", str(round(794.5 * (400 / 600) ** (1 / 3))),
               "--plan.memory_gib", "94")  # fmt: skip
 _FSDP = ("--mesh.strategy", "fsdp")
 _LLAMA_8B = ("--model.name", "transformer", "--model.preset", "llama-8b", "--data.seq_len", "8192", *_FSDP)
@@ -180,7 +180,8 @@ def predict(row: Published) -> tuple[float, float]:
 def published_table() -> list[str]:
     lines = [
         "# Speed: published rows, none of them fitted to", "",
-        "Where a job recomputes by operation it saves each other product of two. Here all are saved: memory is more, and the "
+        "Where a job recomputes by operation it saves each other product of two. Here all are saved: "
+        "memory is more, and the "
         "time to compute the others again is added. float8's memory is bf16's.", "",
     ]  # fmt: skip
     for title, rows in (("FSDP2", FSDP2), ("FSDP1", FSDP1)):
@@ -200,7 +201,8 @@ def _rows(rows: Sequence[Published]) -> list[str]:
         name = f"{row.name} ({row.note})" if row.note else row.name
         shown = f"{row.gib} | {gib:.1f}" if row.gib else " | "
         lines.append(
-            f"| {name} | {row.tokens_s:,.0f} | {speed:,.0f} | {speed / row.tokens_s - 1:+.1%} | {shown} | {row.source} |"
+            f"| {name} | {row.tokens_s:,.0f} | {speed:,.0f} | {speed / row.tokens_s - 1:+.1%} | {shown} | "
+            f"{row.source} |"
         )
     return [
         *lines,

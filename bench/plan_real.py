@@ -1,5 +1,5 @@
-"""Real rank processes for bench.plan: a run's step watched by the planner's tracker, and the kernel's count
-of the process.
+"""Real rank processes for bench.plan: a step measured by the planner's tracker and by the kernel's count of
+the process.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ have it at the same place.
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes of the rank that holds most."""
+    """Bytes of the rank with most."""
 
     tensors: float
     process: float
 
 
 class Ranks:
-    """A pool of processes; each case is a process group of its own among the first of them."""
+    """A pool of processes; each case is a process group of the first of them."""
 
     def __enter__(self) -> Ranks:
         self._members: list[tuple[Any, Any]] = []
@@ -71,7 +71,7 @@ class Ranks:
             process.join()
 
     def predict(self, case: Case) -> tuple[float, float]:
-        """Of all ranks the worst: tensor bytes, and what the process would hold."""
+        """The worst of all ranks: tensor bytes, and the process's memory."""
         found = self._ask(0, ("predict", case.flags, case.ranks))
         return found[0], found[1]
 
@@ -103,7 +103,7 @@ class Ranks:
 
 
 def _start() -> tuple[Any, Any]:
-    # Without these glibc keeps what is freed, and the kernel's count says nothing of a step.
+    # Without these glibc keeps freed blocks, and the kernel's count shows nothing of a step.
     os.environ |= {
         "MALLOC_MMAP_THRESHOLD_": "131072",
         "MALLOC_TRIM_THRESHOLD_": "131072",
@@ -150,7 +150,7 @@ def _predict(flags: tuple[str, ...], ranks: int) -> tuple[float, float]:
 
 
 def _torchs(flags: tuple[str, ...], ranks: int) -> float | None:
-    """torch's own tracker on the same fake step; it knows modules of FSDP2 only."""
+    """torch's own tracker on the same fake step; it supports FSDP2 modules only."""
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
     ask = _asks(flags, ranks)[0]
@@ -184,7 +184,7 @@ def _measure(flags: tuple[str, ...], ranks: int, rank: int, store: str) -> tuple
 
 @dataclass(frozen=True)
 class Built:
-    """A real run up to its first step. `idle` is the process before there was a model."""
+    """A real run up to its first step. `idle` is the process before the model exists."""
 
     watched: TracedSetup
     subject: Subject
@@ -196,12 +196,12 @@ class Built:
 
     @property
     def micro_batches(self) -> int:
-        """More are like the second of three."""
+        """Three stand for any number: further ones are like the second."""
         return min(self.batch.accumulation, 3)
 
 
 def build(flags: tuple[str, ...], ranks: int, rank: int, device: torch.device) -> Built:
-    """As fsdp/run/loop.py does; the process group is there."""
+    """As in fsdp/run/loop.py; the process group exists."""
     config = load(list(flags))
     sizes, subject = resolve(config.mesh, ranks), subject_of(config.model, config.data)
     mesh = build_mesh(sizes, device)

@@ -1,8 +1,7 @@
-"""A port where the ranks of one start meet, kept for them: no other process is given it between its choice
-and their listening.
+"""Reserves a free port for the rendezvous of a start, until the ranks listen on it.
 
-The socket that keeps it is bound and does not listen, so the ranks' store may (both say SO_REUSEADDR), while
-a process that asks for any free port gets another. Kept until this process ends.
+The reserving socket is bound and does not listen, so the ranks' store can bind the port too (both set
+SO_REUSEADDR), while a process that requests any free port gets another. Reserved until this process ends.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Ray's FSDP2 tutorial's own way of training, on our data and our model: the other side of
+"""Training as in Ray's FSDP2 tutorial, on this project's data and model: the contender of
 bench/ray_tutorial.py.
 
     python -m bench.ray_peer FOLDER --steps 60 --every 20
 
-Each worker builds the whole model and then shards it; a DataLoader that Ray prepares; DCP into a temporary
-folder that ray.train.report copies into the storage. Written from the API, with nothing of this project's
-training in it.
+Each worker builds the whole model and then shards it; Ray prepares a DataLoader; DCP writes into a temporary
+folder that ray.train.report copies into the storage. Written from the API, without this project's training
+code.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GLOBAL_BATCH = 64
 
 
 class AppState(Stateful):
-    """As the tutorial wraps model and optimizer for DCP."""
+    """Model and optimizer wrapped for DCP as in the tutorial."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer

@@ -1,10 +1,10 @@
-"""Ray's own FSDP2 tutorial beside `train.py --backend ray`: the same ViT, data and number of workers, each on
-a Ray of its own.
+"""Ray's FSDP2 tutorial beside `train.py --backend ray`: the same ViT, data and number of workers, each on its
+own Ray.
 
     python -m bench.ray_tutorial            three rounds, some minutes; --short is one
 
-Read from outside, the same way for both: a line of metrics a step, and the memory of every process that the
-command started. The two take turns, so that what else the machine does falls on both. Printed, and written to
+Both are measured from outside in the same way: one line of metrics a step, and the memory of every process
+that the command started. They alternate, so that other load affects both. Results are printed and written to
 bench/results/ray_tutorial.*.
 """
 
@@ -43,7 +43,7 @@ class Seen:
 
 
 class Watch:
-    """A command from its start to its end: when each line came, and the most memory that its processes held
+    """Observes a command from start to end: the time of each line, and the peak memory of its processes
     together.
     """
 
@@ -67,7 +67,8 @@ class Watch:
             time.sleep(LOOK_S)
         if self._process.returncode:
             raise SystemExit(
-                f"{self._process.args!r} ended with {self._process.returncode}:\n{self._log.read_text()[-2500:]}"
+                f"{self._process.args!r} ended with "
+                f"{self._process.returncode}:\n{self._log.read_text()[-2500:]}"
             )
         return self._told()
 
@@ -80,7 +81,7 @@ class Watch:
         gaps = [after - before for before, after in zip(self._came, self._came[1:], strict=False)][
             : STEPS - 1
         ]
-        # a save stands between its step's line and the next one's
+        # a save is between its step's line and the next one's
         saving = [gaps[at - 1] for at in range(EVERY, STEPS, EVERY)]
         plain = [gap for at, gap in enumerate(gaps, start=1) if at % EVERY]
         usual = statistics.median(plain)
@@ -167,7 +168,8 @@ def main(argv: Sequence[str]) -> int:
         print("Ray's tutorial: not run, ray is not installed. HINT: pip install 'ray[train]'")
         return 0
     before = tables.standing("ray_tutorial", short=options.short) if options.add else {}
-    about = f"{tables.machine()}; Ray {importlib.metadata.version('ray')}, 2 workers, the default ViT on the digits, CPU"
+    version = importlib.metadata.version("ray")
+    about = f"{tables.machine()}; Ray {version}, 2 workers, the default ViT on the digits, CPU"
     seen = measure(options.rounds or (1 if options.short else 3))
     if before:
         seen = {name: [Seen(**one) for one in before["runs"][name]] + more for name, more in seen.items()}

@@ -1,11 +1,10 @@
-"""A rank is killed: how long until a step is done that was not done before, and how many steps are done
-again.
+"""Time from the kill of a rank to the next new step, and the number of repeated steps.
 
     python -m bench.restart [--rounds 5] [--ranks 4] [--every 10] [--add]
 
-The vision transformer on 4 ranks, a checkpoint each 10 steps, SIGKILL to a random rank at a random step. Ours
-under its own launcher and under torchrun; a bare script and the frameworks' under `torchrun --max-restarts`.
-Contenders take turns. --add adds its rounds to those that stand in bench/results.
+The vision transformer on 4 ranks, a checkpoint each 10 steps, SIGKILL to a random rank at a random step.
+shardrun under its own launcher and under torchrun; a bare script and the frameworks under
+`torchrun --max-restarts`. Contenders alternate. --add adds rounds to those in bench/results.
 """
 
 from __future__ import annotations
@@ -27,8 +26,10 @@ STEPS = 100_000
 BAR = 1 / 3
 LABELS = {
     "local": "shardrun, python -m launch.local", "ours": "shardrun, torchrun --max-restarts",
-    "bare": "bare script with dcp.save, torchrun --max-restarts", "accelerate": "Accelerate, torchrun --max-restarts",
-    "fabric": "Lightning Fabric, torchrun --max-restarts", "ddp": "DDP script with torch.save, torchrun --max-restarts",
+    "bare": "bare script with dcp.save, torchrun --max-restarts",
+    "accelerate": "Accelerate, torchrun --max-restarts",
+    "fabric": "Lightning Fabric, torchrun --max-restarts",
+    "ddp": "DDP script with torch.save, torchrun --max-restarts",
     "local-ddp": "shardrun --mesh.strategy ddp, python -m launch.local",
 }  # fmt: skip
 DDP = ("--mesh.strategy", "ddp")
@@ -91,7 +92,7 @@ def one_kill(name: str, ranks: int, every: int, at: int, draw: random.Random) ->
 def one_round(
     names: Sequence[str], nth: int, ranks: int, every: int, left_out: dict[str, str]
 ) -> dict[str, Back]:
-    """One kill each, after the same step. One that does not come back takes no further part."""
+    """One kill for each contender, after the same step. One that does not recover is dropped."""
     at, backs = random.Random(nth).randint(every + 2, 3 * every), {}
     for name in tables.turned(list(names), nth):
         try:
@@ -122,7 +123,7 @@ def shown(seen: dict[str, list[Back]]) -> str:
 
 
 def verdict(seen: dict[str, list[Back]], every: int) -> str:
-    """Whether ours is where it wants to be: a third of the bare script's time, one interval lost at most."""
+    """Whether shardrun reaches the bar: a third of the bare script's time, at most one interval lost."""
     said = []
     for name in ("local", "ours"):
         if name in seen:
@@ -130,7 +131,8 @@ def verdict(seen: dict[str, list[Back]], every: int) -> str:
             lost = max(b.lost for b in seen[name])
             reached = "reached" if over.value <= BAR and lost <= every else "not reached"
             said.append(
-                f"{LABELS[name]}: {over.value:.2f} of the bare script's time, {lost} steps lost at most: {reached}."
+                f"{LABELS[name]}: {over.value:.2f} of the bare script's time, {lost} steps lost at most: "
+                f"{reached}."
             )
     return f"The bar is {BAR:.2f} of the bare script's time and {every} steps. " + " ".join(said)
 

@@ -1,17 +1,17 @@
-"""What a save costs the training step, and what a load costs: ours beside dcp.save and dcp.async_save, in one
+"""Cost of a save to the training step, and of a load: shardrun beside dcp.save and dcp.async_save, in one
 run.
 
     python -m bench.save            124M parameters, Adam, 2 ranks; about half an hour
     python -m bench.save --size 500m    457M parameters, four ways, three rounds; 16 GiB of memory
-    python -m bench.save --short    6M parameters, some minutes: the same table, for a look
-    python -m bench.save --ways none,ours --rounds 20 --saves 1     only what a save adds to the mean step, with its interval
+    python -m bench.save --short    6M parameters, some minutes: the same table
+    python -m bench.save --ways none,ours --rounds 20 --saves 1
+                                    only what a save adds to the mean step, with its interval
 
-Each round runs every way of saving for ten steps with one save, in an order that turns from round to round,
-so that what else the machine does falls on all alike. A stall is the time that the training thread spends in
-a save or waiting for one. Results are printed, and written to bench/results/save.json and save.md
-(save-short.*).
+Each round runs every way of saving for ten steps with one save. The order rotates from round to round, so
+that other load affects all alike. A stall is the time that the training thread spends in a save or waiting
+for one. Results are printed and written to bench/results/save.json and save.md (save-short.*).
 
-Here: the command, and its ranks' start. What a rank does is save_rank.py's, the table save_table.py's.
+This module parses the command and starts the ranks; save_rank.py measures, save_table.py makes the table.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _run_ranks(options: argparse.Namespace) -> list[dict[str, Any]]:
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": "0",
     }
-    # glibc keeps freed blocks: without this a process's size says nothing.
+    # Without this glibc keeps freed blocks, and a process's size shows nothing.
     common |= {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
     ranks = [
         subprocess.Popen(

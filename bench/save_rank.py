@@ -1,8 +1,7 @@
-"""One rank of `python -m bench.save`: a model, a round of steps with one save, and the meters of stalls,
+"""One rank of `python -m bench.save`: a model, a round of steps with one save, and the measurement of stalls,
 memory and reads.
 
-Here is what is measured. Not here: who starts the ranks (save.py), and what their figures come to
-(save_table.py).
+save.py starts the ranks; save_table.py computes the figures.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from fsdp.optim.train_state import TrainState
 
 @dataclass(frozen=True)
 class Size:
-    """`every`: steps of a round, which has one save. `rounds`, `saves`: how many where nothing is said."""
+    """`every`: steps of a round, which has one save. `rounds`, `saves`: the defaults."""
 
     args: dict[str, Any]
     preset: str = ""
@@ -121,7 +120,7 @@ class Bench:
         self.state.step += 1
 
     def hold(self, call: Callable[[], Any]) -> Any:
-        """Whatever the training thread waits for on account of a save."""
+        """Measures what the training thread waits for because of a save."""
         started = time.perf_counter()
         result = call()
         self.held_s += time.perf_counter() - started
@@ -151,7 +150,7 @@ class Bench:
         return str(self.place / "dcp" / str(self.state.step))
 
     def finish(self) -> None:
-        """Nothing is in flight when the next way begins."""
+        """Waits until nothing is in flight before the next way begins."""
         if self.future is not None:
             self.future.result()
             self.future = None
@@ -184,8 +183,8 @@ class Bench:
     # ---- memory and loading
 
     def memory(self, saves: int) -> list[float]:
-        """Host memory after each save, MiB above what there was before the first; the process's own, not the
-        page cache.
+        """Host memory after each save, MiB above that before the first; the process's own, without the page
+        cache.
         """
         gc.collect()
         fresh = Checkpointer(
@@ -206,7 +205,7 @@ class Bench:
         return peaks
 
     def load(self, size: Size) -> dict[str, float]:
-        """Seconds and bytes read, of files that no cache holds."""
+        """Seconds and bytes read, from files in no cache."""
         self.ours.save(self.state, metrics={}, reason="bench", wait=True)
         folder, theirs = Path(self.ours.sealed()[-1].path), self.place / "dcp" / "load"
         dcp.save(self.their_state(), checkpoint_id=str(theirs), process_group=self.gloo)
@@ -224,7 +223,8 @@ class Bench:
         dist.barrier()
         (theirs_s, theirs_bytes) = measured(lambda: self._load_theirs(fresh, theirs))
         return {
-            "ours_s": ours_s, "dcp_s": theirs_s, "unique_bytes": unique, "ours_bytes": ours_bytes, "dcp_bytes": theirs_bytes,
+            "ours_s": ours_s, "dcp_s": theirs_s, "unique_bytes": unique, "ours_bytes": ours_bytes,
+            "dcp_bytes": theirs_bytes,
             "state_mib": own_mib,
         }  # fmt: skip
 
@@ -262,7 +262,7 @@ def measured(call: Callable[[], object]) -> tuple[float, int]:
 
 
 def forget(*folders: Path) -> None:
-    """Put files out of the page cache."""
+    """Removes files from the page cache."""
     for file in (file for folder in folders for file in folder.iterdir()):
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)

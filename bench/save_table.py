@@ -1,6 +1,4 @@
-"""What the ranks of `python -m bench.save` measured, as one report and its table. Pure, but for what
-machine() looks up.
-"""
+"""Report and table from what the ranks of `python -m bench.save` measured. Pure, except for machine()."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from fsdp.base import proc
 
 
 def summarise(results: Sequence[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
-    """A step is as slow as its slowest rank, and so is a stall."""
+    """A step's time is its slowest rank's, and so is a stall's."""
     rows = {
         way: _row([result["ways"][way] for result in results], [r["ways"]["none"] for r in results])
         for way in options.ways
@@ -32,13 +30,15 @@ def summarise(results: Sequence[dict[str, Any]], options: argparse.Namespace) ->
     }
     load |= {key: sum(result["load"][key] for result in results) for key in ("ours_bytes", "dcp_bytes")}
     return {
-        "machine": machine(), "torch": torch.__version__, "ranks": len(results), "parameters": results[0]["parameters"],
-        "rounds": options.rounds, "save_every": SIZES[options.size].every, "ways": rows, "memory_mib": memory, "load": load,
+        "machine": machine(), "torch": torch.__version__, "ranks": len(results),
+        "parameters": results[0]["parameters"],
+        "rounds": options.rounds, "save_every": SIZES[options.size].every, "ways": rows, "memory_mib": memory,
+        "load": load,
     }  # fmt: skip
 
 
 def _row(ranks: Sequence[dict[str, Any]], none: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Compared round by round with the steps of the same round that saved nothing."""
+    """Compares round by round with the steps of the same round without a save."""
     steps = [max(times) for times in zip(*(rank["steps_s"] for rank in ranks), strict=True)]
     cuts = statistics.quantiles(steps, n=100)
 
@@ -58,7 +58,7 @@ def _row(ranks: Sequence[dict[str, Any]], none: Sequence[dict[str, Any]]) -> dic
 
 
 def _interval(ranks: Sequence[dict[str, Any]], none: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The mean step over that of the rounds that saved nothing, less one: 95% of resampled rounds lie between
+    """The mean step over that of the rounds without a save, minus one: 95% of resampled rounds are between
     low and high.
     """
 
@@ -86,13 +86,16 @@ def markdown(report: dict[str, Any]) -> str:
     about, rows, load = report["machine"], report["ways"], report["load"]
     reference = rows["dcp.save"]["stall_s"] if "dcp.save" in rows else 0.0
     lines = [
-        f"# Saving and loading {report['parameters'] / 1e6:.0f}M parameters with Adam on {report['ranks']} ranks",
+        f"# Saving and loading {report['parameters'] / 1e6:.0f}M parameters with Adam on {report['ranks']} "
+        f"ranks",
         "",
-        f"{about['cpu']}, {about['cores']} cores, {about['memory_gib']} GiB, torch {report['torch']}, {about['when']}, "
+        f"{about['cpu']}, {about['cores']} cores, {about['memory_gib']} GiB, torch {report['torch']}, "
+        f"{about['when']}, "
         f"load average {about['load_average']:.1f} at the end; {report['rounds']} rounds, "
         f"a save every {report['save_every']} steps.",
         "",
-        "| way | step held up, s a save | of dcp.save's | step p50, s | p99, s | mean, s | inflation, median of rounds | "
+        "| way | step held up, s a save | of dcp.save's | step p50, s | p99, s | mean, s | inflation, "
+        "median of rounds | "
         "of the mean, 95% | processor, s a save and rank |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
@@ -101,7 +104,8 @@ def markdown(report: dict[str, Any]) -> str:
             f"1/{reference / row['stall_s']:.0f}" if way != "none" and 0 < row["stall_s"] < reference else "—"
         )
         lines.append(
-            f"| {way} | {row['stall_s']:.4f} | {share} | {row['p50_s']:.3f} | {row['p99_s']:.3f} | {row['mean_s']:.3f} | "
+            f"| {way} | {row['stall_s']:.4f} | {share} | {row['p50_s']:.3f} | {row['p99_s']:.3f} | "
+            f"{row['mean_s']:.3f} | "
             f"{row['inflation']:+.1%} | {row['low']:+.1%} to {row['high']:+.1%} | {row['cpu_s']:+.2f} |"
         )
     memory = report["memory_mib"]
@@ -109,10 +113,13 @@ def markdown(report: dict[str, Any]) -> str:
         lines += ["", "The process of dcp.async_save's process mode is not in the last column."]
     lines += [
         "",
-        f"Load: ours {load['ours_s']:.2f} s, every byte verified; dcp.load {load['dcp_s']:.2f} s. Bytes read over bytes there: "
-        f"ours {load['ours_bytes'] / load['unique_bytes']:.3f}, dcp.load {load['dcp_bytes'] / load['unique_bytes']:.3f}.",
+        f"Load: ours {load['ours_s']:.2f} s, every byte verified; dcp.load {load['dcp_s']:.2f} s. Bytes "
+        f"read over bytes there: "
+        f"ours {load['ours_bytes'] / load['unique_bytes']:.3f}, dcp.load "
+        f"{load['dcp_bytes'] / load['unique_bytes']:.3f}.",
         "",
-        f"Memory of a save, at most over {len(memory)} of them: {max(memory):.0f} MiB above none, where a rank's own state is "
+        f"Memory of a save, at most over {len(memory)} of them: {max(memory):.0f} MiB above none, where a "
+        f"rank's own state is "
         f"{load['state_mib']:.0f} MiB; after the first {memory[0]:.0f}, after the last {memory[-1]:.0f}.",
         "",
     ]

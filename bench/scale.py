@@ -1,13 +1,12 @@
-"""How cost grows: with the number of ranks, with the number of parameters, and at thousands of simulated
-ranks.
+"""Cost against the number of ranks, the number of parameters, and at thousands of simulated ranks.
 
     python -m bench.scale                        everything; a quarter of an hour
-    python -m bench.scale --part simulated       ranks, parameters or simulated alone; the other parts stay as they were
+    python -m bench.scale --part simulated       ranks, parameters or simulated alone; the other tables stay
     python -m bench.scale --short
 
-Ranks: a decoder so small that a step is the host's work, at 1, 2, 4 and 8 ranks of one thread each (more than
-there are cores, in the end: processor time counts, not the wall). Parameters: 1M to 100M on 2 ranks under
-launch.local, started, stepped, saved. Simulated: bench/simulated.py.
+Ranks: a small decoder whose step is mostly the host's work, at 1, 2, 4 and 8 ranks of one thread each. That
+is more ranks than cores, so processor time is measured, not wall time. Parameters: 1M to 100M on 2 ranks
+under launch.local, started, stepped, saved. Simulated: bench/simulated.py.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ def one_run(size: tuple[int, int, int]) -> dict[str, float]:
 
 
 def told(steps: Sequence[tuple[float, int]]) -> dict[str, float]:
-    """A save stands between its step's line and the next one's."""
+    """A save is between its step's line and the next one's."""
     gaps = {step: after - before for (before, step), (after, _) in itertools.pairwise(steps)}
     usual = statistics.median(gap for step, gap in gaps.items() if step % SAVE_EVERY and step > 2)
     saving = [gap for step, gap in gaps.items() if step % SAVE_EVERY == 0]

@@ -1,7 +1,8 @@
-"""What rank 0 does for a checkpoint at thousands of ranks, without the ranks: the product's own planning,
-metadata, manifest and reading, given what each rank would have sent. Part of bench/scale.py.
+"""Rank 0's work for a checkpoint at thousands of ranks, without the ranks: the product's planning, metadata,
+manifest and reading, on what each rank would have sent. Part of bench/scale.py.
 
-    python -m bench.simulated 4096 [--preset 124m]        one size, in a process of its own: it takes gigabytes at the largest
+    python -m bench.simulated 4096 [--preset 124m]
+                                   one size, in its own process: the largest takes several gigabytes
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def shapes_of(preset: str) -> dict[str, tuple[int, ...]]:
 
 
 def pieces_of(rank: int, ranks: int, shapes: dict[str, tuple[int, ...]]) -> Iterator[Described]:
-    """What a rank of pure FSDP holds: rows of each parameter and of both moments, and Adam's steps, as every
-    rank has them.
+    """The pieces of a rank of pure FSDP: rows of each parameter and of both moments, and Adam's steps, which
+    every rank has.
     """
     for kind in ("model", "exp_avg", "exp_avg_sq", "step"):
         for name, shape in shapes.items():
@@ -132,7 +133,8 @@ def simulate(ranks: int, preset: str) -> dict[str, Any]:
     }
     return {
         "ranks": ranks, "preset": preset, "pieces": pieces, "metadata_mib": len(data) / 2**20,
-        "manifest_mib": len(sealed) / 2**20, "peak_mib": memory_mib("VmHWM"), "sums": sums, "took": clock.took,
+        "manifest_mib": len(sealed) / 2**20, "peak_mib": memory_mib("VmHWM"), "sums": sums,
+        "took": clock.took,
     }  # fmt: skip
 
 

@@ -1,12 +1,12 @@
-"""Start-up side by side: from the command to the first optimizer step, ours against a bare script and every
-framework's.
+"""Start-up time from the command to the first optimizer step: shardrun beside a bare script and every
+framework.
 
     python -m bench.start [--rounds 5] [--ranks 2] [--cold] [--add]
 
-Each contender is a script that imports what it needs and no more, builds the same vision transformer, shards
-it and takes one step (bench/peers/alone.py); ours is train.py, and launch.local, with all that they write.
-Rounds are interleaved; what counts is the extra over the bare script. --cold puts the files of all packages
-out of the page cache before each start. --add adds its rounds to those that stand in bench/results.
+Each contender is a script with its necessary imports alone, which builds the same vision transformer, shards
+it and takes one step (bench/peers/alone.py). shardrun is train.py, and launch.local, with everything they
+write. Rounds are interleaved; the result is the extra time over the bare script. --cold removes the files of
+all packages from the page cache before each start. --add adds rounds to those in bench/results.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ from bench.peers.roster import ROSTER, absent
 from bench.ports import free_port
 
 LABELS = {
-    "bare": "bare fully_shard script", "ours": "shardrun, train.py", "local": "shardrun, python -m launch.local",
-    "tutorial": "PyTorch's FSDP2 tutorial", "accelerate": "Accelerate, FSDP2", "fabric": "Lightning Fabric, ModelParallel",
+    "bare": "bare fully_shard script", "ours": "shardrun, train.py",
+    "local": "shardrun, python -m launch.local",
+    "tutorial": "PyTorch's FSDP2 tutorial", "accelerate": "Accelerate, FSDP2",
+    "fabric": "Lightning Fabric, ModelParallel",
     "zero3": "DeepSpeed ZeRO-3", "ddp": "DDP",
 }  # fmt: skip
 FRAMEWORKS = ("accelerate", "fabric", "zero3")
@@ -95,7 +97,7 @@ def _watch(commands: Sequence[Sequence[str]], places: Sequence[dict[str, str]]) 
 
 
 def forget(*places: Path) -> None:
-    """Put a tree's files out of the page cache; what a running process has mapped stays."""
+    """Removes a tree's files from the page cache; what a running process has mapped stays."""
     for folder in places:
         for file in folder.rglob("*"):
             if file.is_file() and not file.is_symlink():
@@ -154,7 +156,8 @@ def _verdict(extras: dict[str, tables.Interval]) -> list[str]:
         return []
     fastest = min(frameworks, key=lambda name: frameworks[name])
     said = [
-        f"The fastest framework, {LABELS[fastest]}, takes {frameworks[fastest]:+.2f} s over the bare script; the bar is half."
+        f"The fastest framework, {LABELS[fastest]}, takes {frameworks[fastest]:+.2f} s over the bare "
+        f"script; the bar is half."
     ]
     for name in ("ours", "local"):
         if name in extras:

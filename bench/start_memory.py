@@ -1,12 +1,12 @@
-"""Peak host memory of rank 0 while a 500M-parameter transformer is made on 4 ranks: ours drawn, ours sent,
-torch's usual way.
+"""Peak host memory of rank 0 while a 500M-parameter transformer is created on 4 ranks: weights drawn by
+shardrun, sent by shardrun, and sent by torch's broadcast_from_rank0.
 
-    python -m bench.start_memory            about a minute, 5 GB; writes bench/results/start_memory.json and .md
+    python -m bench.start_memory            about a minute, 5 GB; writes bench/results/start_memory.*
     python -m bench.start_memory --short    125M parameters
 
-Each way has processes of its own, with glibc told to give freed blocks back (else its cache hides
-everything). Idle is before the model is built, the peak VmHWM from there. Bound: the shard, one block and 150
-MB above idle.
+Each way runs in processes of its own, with glibc set to return freed blocks (its cache would hide
+everything). Idle is the memory before the model is built, the peak is VmHWM from there. Bound: the shard, one
+block and 150 MB above idle.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def transformer(model: dict[str, Any]) -> Any:
 
 
 def sizes_of(root: Any) -> dict[str, float]:
-    """Shard and one of the repeated blocks in MB of fp32."""
+    """The shard, and one of the repeated blocks, in MB of fp32."""
     block = sum(p.numel() for p in root.blocks[0].parameters())
     total = sum(p.numel() for p in root.parameters())
     return {"parameters": total, "shard_mb": total * 4 / RANKS / 2**20, "block_mb": block * 4 / 2**20}
@@ -150,17 +150,20 @@ def table(found: dict[str, list[dict[str, float]]]) -> str:
     first = next(iter(found.values()))[0]
     bound = first["shard_mb"] + first["block_mb"] + 150
     lines = [
-        f"{first['parameters'] / 1e6:.0f}M parameters in fp32 on {RANKS} ranks, gloo, CPU. Bound for rank 0: shard "
+        f"{first['parameters'] / 1e6:.0f}M parameters in fp32 on {RANKS} ranks, gloo, CPU. Bound for rank "
+        f"0: shard "
         f"{first['shard_mb']:.0f} + block {first['block_mb']:.0f} + 150 = {bound:.0f} MB above idle.",
         "",
-        "| way | rank 0 peak, MB above idle | others' peak | rank 0 afterwards | seconds | within the bound |",
+        "| way | rank 0 peak, MB above idle | others' peak | rank 0 afterwards | seconds | within the "
+        "bound |",
         "|---|---|---|---|---|---|",
     ]
     for way, ranks in found.items():
         peak, others = ranks[0]["peak_mb"], max(rank["peak_mb"] for rank in ranks[1:])
         within = "yes" if peak <= bound else "no"
         lines.append(
-            f"| {way} | {peak:.0f} | {others:.0f} | {ranks[0]['rest_mb']:.0f} | {ranks[0]['seconds']:.1f} | {within} |"
+            f"| {way} | {peak:.0f} | {others:.0f} | {ranks[0]['rest_mb']:.0f} | {ranks[0]['seconds']:.1f} "
+            f"| {within} |"
         )
     return "\n".join(lines)
 

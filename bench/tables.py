@@ -1,9 +1,8 @@
-"""What every bench does with its numbers: medians and spread, ratios with their interval, a table, files
-under bench/results.
+"""Statistics and files shared by every bench: medians and spread, ratios with their interval, tables,
+bench/results.
 
-Rounds are interleaved, so a ratio is taken round by round and then its median, with a 95% interval by
-bootstrap over rounds. Two contenders whose interval holds 1 are called equal. Not here: how anything is
-measured.
+Rounds are interleaved, so a ratio is taken round by round; reported is its median, with a 95% interval by
+bootstrap over rounds. Two contenders whose interval contains 1 are called equal. Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Interval:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
     def verdict(self, more_is_better: bool = True) -> str:
-        """In a word, of the first of two: better, worse, or equal where the rounds cannot tell."""
+        """The first of two, in a word: better, worse, or equal if the rounds cannot tell."""
         if self.low <= 1 <= self.high:
             return "equal"
         return "better" if (self.low > 1) == more_is_better else "worse"
@@ -47,8 +46,8 @@ class Interval:
 def bootstrap(
     values: Sequence[float], estimate: Callable[[Sequence[float]], float] = statistics.median
 ) -> Interval:
-    """The estimate over rounds, and where it lies in 95 of 100 resamplings of them. The same rounds give the
-    same interval.
+    """The estimate over rounds, and its range in 95 of 100 resamplings. The same rounds give the same
+    interval.
     """
     draw = random.Random(len(values))
     estimates = sorted(estimate(draw.choices(values, k=len(values))) for _ in range(RESAMPLES))
@@ -69,11 +68,12 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
     """median (smallest to largest)"""
     if not values:
         return ""
-    return f"{short(statistics.median(values), digits)} ({short(min(values), digits)} to {short(max(values), digits)})"
+    median, least, most = statistics.median(values), min(values), max(values)
+    return f"{short(median, digits)} ({short(least, digits)} to {short(most, digits)})"
 
 
 def short(value: float, digits: int = 3) -> str:
-    """So many digits, without an exponent."""
+    """A number with so many digits, without an exponent."""
     text = f"{value:.{digits}g}"
     return f"{float(text):,.0f}" if "e+" in text or abs(value) >= 10**digits else text
 
@@ -111,7 +111,7 @@ def write(
     numbers: Mapping[str, Any],
     short: bool = False,
 ) -> str:
-    """Markdown and JSON of one bench; a short form stands beside the full one and never replaces it."""
+    """Writes Markdown and JSON of one bench; a short form is beside the full one and never replaces it."""
     stem = f"{stem}-short" if short else stem
     page = f"# {title}\n\n`{command}`\n\n{about}\n\n{text}\n"
     RESULTS.mkdir(exist_ok=True)
@@ -122,7 +122,7 @@ def write(
 
 
 def standing(stem: str, *, piece: str = "", short: bool = False) -> dict[str, Any]:
-    """What was written before, of one piece or of all; empty where nothing was. --add begins with it."""
+    """Earlier results, of one piece or of all; empty without any. --add starts from them."""
     path = RESULTS / f"{stem}{'-short' if short else ''}.json"
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     return found.get("pieces", {}).get(piece, {}) if piece else found
@@ -135,7 +135,7 @@ def chosen(
     otherwise: Sequence[str],
     needs: Sequence[str] = ("bare",),
 ) -> list[str]:
-    """The contenders that --only names, or the usual ones; with those that the others are compared with."""
+    """The contenders that --only names, or the defaults; with those that the others are compared with."""
     names = only.split(",") if only else list(otherwise)
     for name in names:
         if name not in known:
@@ -152,15 +152,16 @@ def chosen(
 def check_add(
     parser: argparse.ArgumentParser, before: Mapping[str, Any] | None, names: Sequence[str]
 ) -> None:
-    """Rounds are added for all contenders alike, or a ratio would be of other rounds than its neighbour's."""
+    """Rounds are added for all contenders alike: otherwise ratios would come from different rounds."""
     if before and set(before) != set(names):
         parser.error(
-            f"--add: what stands has {','.join(before)}, these are {','.join(names)}. HINT: --only {','.join(before)}"
+            f"--add: what stands has {','.join(before)}, these are {','.join(names)}. HINT: --only "
+            f"{','.join(before)}"
         )
 
 
 def joined(before: str, now: str) -> str:
-    """Machine and load of rounds that were taken in several sittings."""
+    """Machine and load of rounds taken in several calls."""
     return f"{before}; then {now.rpartition('load ')[1]}{now.rpartition('load ')[2]}" if before else now
 
 
@@ -177,9 +178,7 @@ def write_piece(
     numbers: Mapping[str, Any],
     short: bool = False,
 ) -> None:
-    """One part of a bench that is run in parts: its section is replaced, the others stay as they were
-    measured.
-    """
+    """Replaces one section of a bench that runs in parts; the others stay as they were measured."""
     path = RESULTS / f"{stem}{'-short' if short else ''}.json"
     kept = json.loads(path.read_text())["pieces"] if path.exists() else {}
     kept[key] = {"title": piece_title, "command": command, "about": about, "text": text, **numbers}

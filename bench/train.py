@@ -1,15 +1,14 @@
-"""Training side by side: throughput, host time a step and peak memory, ours beside every contender that runs
-here.
+"""Training throughput, host time a step and peak memory: shardrun beside every contender that runs here.
 
     python -m bench.train                            all works at 2 and 4 ranks; about half an hour
-    python -m bench.train --work decoder --ranks 2   one piece: its rows in bench/results/train.* are replaced, the others stay
+    python -m bench.train --work decoder --ranks 2   one piece; the other rows of bench/results/train.* stay
     python -m bench.train --short                    two works, few rounds, few contenders
 
-All contenders of a piece are started once and take turns of some steps, in an order that moves on with each
-round: the same weights, samples, global batch, dtype, optimizer and threads. Ours is the product's own loop
-with all that it writes; the others are loops that write nothing, and their batches were made beforehand. A
-round's ratio is taken within the round. Memory is measured in processes of their own, told to give freed
-blocks back, above what each holds when its packages are imported.
+All contenders of a piece are started once and take turns of some steps, in an order that rotates with each
+round: the same weights, samples, global batch, dtype, optimizer and threads. shardrun runs its own loop with
+everything it writes; the others are loops that write nothing, with batches made beforehand. Ratios are taken
+within a round. Memory is measured in separate processes, set to return freed blocks, above what each holds
+when its packages are imported.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class Seen:
 def measure(
     work: str, ranks: int, names: Sequence[str], rounds: int, threads: int, within_s: float = float("inf")
 ) -> dict[str, Seen]:
-    """No round begins after `within_s`, where that is less than all of them take."""
+    """No round starts after `within_s`, if that is less than all of them take."""
     seen = {name: Seen() for name in names}
     teams: dict[str, Team] = {}
     try:
@@ -75,7 +74,7 @@ def measure(
 
 
 def weigh(work: str, ranks: int, seen: dict[str, Seen], threads: int) -> None:
-    """Each contender's peak, in processes of their own."""
+    """Each contender's peak memory, in separate processes."""
     for nth in range(WEIGHINGS.get(work, 1)):
         for name in tables.turned(list(seen), nth):
             with Team(name, work, ranks, threads=threads, honest_memory=True) as team:
@@ -84,7 +83,7 @@ def weigh(work: str, ranks: int, seen: dict[str, Seen], threads: int) -> None:
 
 
 def check_same(seen: dict[str, Seen]) -> None:
-    """All must have trained the same thing, or no figure means anything."""
+    """All must have trained the same, or the figures mean nothing."""
     wanted = seen["bare"].losses
     for name, one in seen.items():
         for step, (theirs, losses) in enumerate(zip(wanted, one.losses, strict=True), start=1):
@@ -99,7 +98,8 @@ def rows(seen: dict[str, Seen], samples: int) -> list[dict[str, Any]]:
     for name, one in seen.items():
         own = "ours" if ROSTER[name].shards or "ours-ddp" not in seen else "ours-ddp"
         row: dict[str, Any] = {
-            "name": name, "per_s": [samples / wall for wall in one.wall_s], "step_ms": [1e3 * wall for wall in one.wall_s],
+            "name": name, "per_s": [samples / wall for wall in one.wall_s],
+            "step_ms": [1e3 * wall for wall in one.wall_s],
             "cpu_ms": [1e3 * cpu for cpu in one.cpu_s], "peaks_mib": one.peaks_mib,
         }  # fmt: skip
         if name not in ("ours", "ours-ddp"):
@@ -151,7 +151,7 @@ def _share(work: str, per_s: Sequence[float]) -> str:
 
 
 def piece(work: str, ranks: int, names: list[str], options: argparse.Namespace) -> None:
-    """What was timed is written before memory is weighed: that starts everybody again."""
+    """Timings are written before memory is measured, which starts every contender again."""
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)
     print(f"\n{WORKS[work].what}; {ranks} ranks", flush=True)
     about = tables.machine()
@@ -203,7 +203,7 @@ DENSE_BF16 = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
 
 def mfu(work: str, per_s: float) -> float | None:
-    """Of the device's dense bf16 rate: 6 operations a parameter and token, and attention's 12 · layers ·
+    """Over the device's dense bf16 rate: 6 operations a parameter and token, and attention's 12 · layers ·
     width · length.
     """
     import torch

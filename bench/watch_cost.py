@@ -1,10 +1,10 @@
-"""What the watch costs a step on the training thread, and its monitor a processor.
+"""Cost of the watch: time a step on the training thread, and processor time of its monitor.
 
     python -m bench.watch_cost
 
-A phase told and a collective told are timed alone, a hundred thousand times, and multiplied by how many a
-real step of two ranks has; the bar is 0.2% of a step of 20 ms, 40 µs. The monitor's processor time is read
-while that run goes on.
+Recording a phase and recording a collective are timed alone, a hundred thousand times, and multiplied by
+their number in a real step of two ranks. The bar is 0.2% of a step of 20 ms, 40 µs. The monitor's processor
+time is read during that run.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def told() -> dict[str, float]:
     original = dist.all_reduce
 
     def nothing(tensor: torch.Tensor) -> None:
-        """In place of a collective."""
+        """Replaces a collective."""
 
     dist.all_reduce = nothing  # type: ignore[assignment]
     tensor, names = torch.ones(4), ("data", "forward", "backward", "reduce", "optimizer", "record")
@@ -69,7 +69,7 @@ def told() -> dict[str, float]:
 
 
 def counted(folder: Path) -> dict[str, float]:
-    """A real run of two ranks: collectives and phases a step, its step time, and the monitor's share of a
+    """A real run of two ranks: collectives and phases a step, step time, and the monitor's share of a
     processor.
     """
     address, pids = ("127.0.0.1", free_port()), []
@@ -107,8 +107,10 @@ def _rank(rank: int, address: tuple[str, int], folder: Path) -> int:
             monitor = proc.stat(self._monitor.pid) if self._monitor else None
             used = monitor.cpu_s if monitor is not None else 0.0
             counts = {
-                "calls": numbers[status_page.BEGUN] / numbers[status_page.STEPS], "phases": entered[0] / numbers[status_page.STEPS],
-                "step_ms": 1e3 * seconds / numbers[status_page.STEPS], "monitor_percent": 100 * used / seconds,
+                "calls": numbers[status_page.BEGUN] / numbers[status_page.STEPS],
+                "phases": entered[0] / numbers[status_page.STEPS],
+                "step_ms": 1e3 * seconds / numbers[status_page.STEPS],
+                "monitor_percent": 100 * used / seconds,
             }  # fmt: skip
             (folder / "counts").write_text(json.dumps(counts))
         leave(self, *error)  # type: ignore[arg-type]
@@ -116,7 +118,8 @@ def _rank(rank: int, address: tuple[str, int], folder: Path) -> int:
     Phases.enter = counting  # type: ignore[method-assign]
     Watch.__exit__ = leaving  # type: ignore[method-assign, assignment]
     quiet = (
-        "--checkpoint.every_steps", "0", "--checkpoint.export", "false", "--train.global_batch", "16", "--train.steps",
+        "--checkpoint.every_steps", "0", "--checkpoint.export", "false", "--train.global_batch", "16",
+        "--train.steps",
         str(STEPS),
     )  # fmt: skip
     os.dup2(os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_CREAT), 1)
@@ -131,9 +134,11 @@ def main() -> int:
     cost = one["call_us"] * counts["calls"] + one["phase_us"] * counts["phases"]
     row = {**one, **counts, "step_us": cost, "percent_of_20_ms": cost / 200, "load": os.getloadavg()[0]}
     text = (
-        f"a collective told {one['call_us']:.2f} µs × {counts['calls']:.1f}, a phase told {one['phase_us']:.2f} µs × "
+        f"a collective told {one['call_us']:.2f} µs × {counts['calls']:.1f}, a phase told "
+        f"{one['phase_us']:.2f} µs × "
         f"{counts['phases']:.1f} = {cost:.1f} µs a step: {cost / 200:.3f}% of 20 ms (bar 0.2%)\n"
-        f"the monitor took {counts['monitor_percent']:.1f}% of one processor beside steps of {counts['step_ms']:.0f} ms"
+        f"the monitor took {counts['monitor_percent']:.1f}% of one processor beside steps of "
+        f"{counts['step_ms']:.0f} ms"
     )
     print(text)
     about = f"Two ranks. {machine()}."

@@ -1,6 +1,7 @@
-"""The order of the tests, which of them wait for the full form or need what may be absent, and no GPU for
-those that test none. `make test` distributes their files over pytest's processes (pytest-xdist): a file stays
-in one, and the longest start first. `pytest tests` runs the same tests in one process.
+"""Order of the tests, skips (full form, absent packages and servers), and no GPU except for tests of CUDA.
+
+`make test` distributes the files over pytest's processes (pytest-xdist): a file stays in one process, and the
+longest start first. `pytest tests` runs the same tests in one process.
 """
 
 from __future__ import annotations
@@ -15,17 +16,16 @@ from tests.support import needs
 HERE = Path(__file__).parent
 LONGEST = (
     "slurm/test_jobs.py", "ray/test_joined.py", "ray/test_faults.py", "run/test_knob_pairs.py",
-    "parity/test_parity.py", "parity/test_parity_command.py", "parity/test_parity_finds.py", "launch/test_local.py",
+    "parity/test_parity.py", "parity/test_parity_command.py", "parity/test_parity_finds.py",
+    "launch/test_local.py",
     "checkpoint/test_two_nodes.py", "memory/test_oom.py", "plan/test_memory.py", "watch/test_faults.py",
     "checkpoint/test_killed.py", "checkpoint/test_exact.py", "checkpoint/test_s3.py", "plan/test_command.py",
 )  # fmt: skip
-"""Of Slurm and Ray, which mostly wait, beside those that compute."""
+"""Slurm and Ray tests, which mostly wait, alternate with those that compute."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """The same tests on a machine with GPUs: only `pytest -m cuda` sees them, in this process and in all that
-    it starts.
-    """
+    """Hides GPUs from this process and its children, except under `pytest -m cuda`."""
     if config.getoption("markexpr") != "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 

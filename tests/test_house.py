@@ -1,7 +1,6 @@
-"""The house, read from the sources: rooms and levels, who may import whom, one class a name, private names of
-torch in one place, lines a person can read.
+"""Checks on the sources: rooms, levels, who may import whom, one class a name, torch's private names, line length.
 
-docs/architecture.md describes what is held here.
+docs/architecture.md describes the rules.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ LEVELS = {
 }
 LEVEL = {name: level for level, names in LEVELS.items() for name in names.split()}
 COMMAND_LEVEL = 5
-"""A room's __main__.py is a command: it may import what the rooms of commands may."""
+"""The level of a room's __main__.py, which is a command."""
 WIDTH = 110
 RANK_VARIABLE = re.compile(
     r"^(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|NODE_RANK)$|^(SLURM|MASTER)_"
@@ -56,7 +55,7 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def said(path: Path, line: int) -> str:
+def spot(path: Path, line: int) -> str:
     return f"{path.relative_to(ROOT)}:{line}"
 
 
@@ -64,14 +63,14 @@ def said(path: Path, line: int) -> str:
 def imports(path: Path) -> tuple[tuple[int, str], ...]:
     """(line, module) of every import, in functions too, and of importlib.import_module("…").
 
-    Imports under TYPE_CHECKING count: a reader follows them as any other.
+    Imports under TYPE_CHECKING count too.
     """
     found: list[tuple[int, str]] = []
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{said(path, node.lineno)}: a relative import"
+            assert node.level == 0, f"{spot(path, node.lineno)}: a relative import"
             assert node.module is not None
             # `from fsdp.dist import mesh` names a module; `from fsdp.dist.mesh import AXES` has one already.
             found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
@@ -100,7 +99,7 @@ def room_of_module(module: str) -> str | None:
 
 
 def file_of_module(module: str) -> Path | None:
-    """The file that `module`, or the module that has this name in it, is."""
+    """The file of `module`, or of the module that contains this name."""
     parts = module.split(".")
     for count in (len(parts), len(parts) - 1):
         place = ROOT.joinpath(*parts[:count])
@@ -115,21 +114,21 @@ def test_fsdp_has_rooms_and_no_loose_module() -> None:
     assert not loose, f"move these into a room (docs/architecture.md): {loose}"
 
 
-def test_every_room_has_a_level_and_says_what_it_holds() -> None:
+def test_every_room_has_a_level_and_a_docstring() -> None:
     rooms = {path.parent for path in files("fsdp") if path.parent != ROOT / "fsdp"}
     unknown = {room(path) for path in PRODUCT} - LEVEL.keys() - {"__init__"}
-    assert not unknown, f"say in tests/test_house.py which level these have: {unknown}"
+    assert not unknown, f"add the level of these to tests/test_house.py: {unknown}"
     assert not [place for place in rooms if not ast.get_docstring(tree_of(place / "__init__.py"))]
 
 
-def test_every_module_says_what_it_holds() -> None:
+def test_every_module_has_a_docstring() -> None:
     silent = [path for path in PRODUCT if path.stat().st_size and not ast.get_docstring(tree_of(path))]
     assert not silent
 
 
-def test_house_go_down_or_stay_level() -> None:
+def test_rooms_import_their_own_level_and_those_below() -> None:
     wrong = [
-        f"{said(path, line)}: {room(path)} ({level(path)}) imports {module} ({LEVEL[target]})"
+        f"{spot(path, line)}: {room(path)} ({level(path)}) imports {module} ({LEVEL[target]})"
         for path in PRODUCT
         if room(path) != "__init__"
         for line, module in imports(path)
@@ -146,7 +145,7 @@ def test_no_two_rooms_import_each_other() -> None:
         for line, module in imports(path):
             target = room_of_module(module)
             if target in LEVEL and target != room(path):
-                edges[room(path), str(target)] = said(path, line)
+                edges[room(path), str(target)] = spot(path, line)
     mutual = [f"{at} and {edges[b, a]}" for (a, b), at in edges.items() if a < b and (b, a) in edges]
     assert not mutual, "\n".join(mutual)
 
@@ -187,19 +186,19 @@ def cycles(graph: dict[Path, set[Path]]) -> Iterator[list[Path]]:
 
 def importers(places: list[Path], *modules: str) -> list[str]:
     return [
-        f"{said(path, line)}: {module}"
+        f"{spot(path, line)}: {module}"
         for path in places
         for line, module in imports(path)
         if any(module == one or module.startswith(one + ".") for one in modules)
     ]
 
 
-def test_launchers_are_imported_under_launch_alone() -> None:
+def test_launchers_are_imported_under_launch_only() -> None:
     assert not importers(files("fsdp", "train.py"), "ray", "submitit")
     assert not importers(files("fsdp"), "launch", "train")
 
 
-def test_models_know_no_process_group() -> None:
+def test_models_import_no_process_group() -> None:
     assert not importers(files("fsdp/models"), "torch.distributed")
 
 
@@ -224,7 +223,7 @@ def test_train_py_imports_a_launcher_where_it_is_chosen() -> None:
 
 def test_rank_variables_are_read_in_one_file() -> None:
     found = [
-        f"{said(path, node.lineno)}: {node.value}"
+        f"{spot(path, node.lineno)}: {node.value}"
         for path in files("fsdp", "train.py")
         if path != ROOT / "fsdp/dist/env.py"
         for node in ast.walk(tree_of(path))
@@ -236,7 +235,7 @@ def test_rank_variables_are_read_in_one_file() -> None:
 @pytest.mark.parametrize(
     "name", ["torchvision", "transformers", "safetensors", "s3fs", "psutil", "matplotlib"]
 )
-def test_heavy_things_are_imported_where_they_are_used(name: str) -> None:
+def test_heavy_packages_are_imported_where_they_are_used(name: str) -> None:
     """At the top of no module that a run imports: start-up pays for what it uses."""
     for path in files("fsdp", "train.py"):
         named = [a.name for n in top_imports(path) if isinstance(n, ast.Import) for a in n.names]
@@ -249,7 +248,7 @@ def test_a_class_name_means_one_thing() -> None:
     for path in PRODUCT:
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ClassDef):
-                places[node.name].append(said(path, node.lineno))
+                places[node.name].append(spot(path, node.lineno))
     twice = {name: where for name, where in places.items() if len(where) > 1}
     assert not twice, twice
 
@@ -327,7 +326,7 @@ def private_uses(path: Path, ours: frozenset[str]) -> Iterator[tuple[int, str]]:
 def test_private_names_of_torch_are_used_in_one_place() -> None:
     ours = frozenset(name for path in PRODUCT for name in defined_in(path))
     found = [
-        f"{said(path, line)}: {name}"
+        f"{spot(path, line)}: {name}"
         for path in PRODUCT
         if TORCH_PRIVATE not in path.parents
         for line, name in private_uses(path, ours)
@@ -362,7 +361,7 @@ def test_each_way_to_use_a_private_name_is_found(tmp_path: Path) -> None:
 
 def test_lines_are_short_enough_to_read() -> None:
     long = [
-        f"{said(path, at)}: {len(line)} characters"
+        f"{spot(path, at)}: {len(line)} characters"
         for path in EVERYTHING
         for at, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if len(line) > WIDTH
@@ -370,10 +369,10 @@ def test_lines_are_short_enough_to_read() -> None:
     assert not long, "\n".join(long)
 
 
-def test_fmt_skip_is_for_tables_alone() -> None:
+def test_fmt_skip_is_for_tables_only() -> None:
     """A table: a display of four rows or more, each a literal or a call, over several lines."""
     wrong = [
-        said(path, at)
+        spot(path, at)
         for path in EVERYTHING
         if path != Path(__file__)
         for at, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)

@@ -1,10 +1,10 @@
-"""A contender as a person's own script: torchvision's vision transformer, saved each so many steps, resumed
-where it stands.
+"""A contender as a standalone script: torchvision's vision transformer, saved every few steps, resumed from
+its newest save.
 
     torchrun --nproc_per_node 4 bench/peers/alone.py NAME --steps 20 [--every 5 --folder DIR]
 
-Says `step N/M` after each step, as train.py does. Imports what NAME needs and no more: its start is timed.
-Interleaved runs of several such scripts are bench/start.py's and bench/goodput.py's.
+Prints `step N/M` after each step, as train.py does. Imports only what NAME needs, because its start is timed.
+bench/start.py and bench/goodput.py interleave runs of several such scripts.
 """
 
 from __future__ import annotations

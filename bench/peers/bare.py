@@ -1,6 +1,4 @@
-"""The floor: what a person writes who has read fully_shard's page: shard, clip, step. DCP, blocking, for
-checkpoints.
-"""
+"""The hand-written loop: fully_shard, clip, step, as its page shows. Blocking DCP for checkpoints."""
 
 from __future__ import annotations
 

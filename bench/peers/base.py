@@ -1,8 +1,8 @@
-"""What every contender is given and what it must do. Knows torch alone: a contender's process imports nothing
-of shardrun.
+"""The interface of a contender: what it receives and what it must do. Imports torch alone: a contender's
+process imports nothing of shardrun.
 
 A contender wraps one model and takes steps: forward, mean cross entropy, backward, gradients clipped at norm
-1, AdamW (fused), gradients away. `save` and `load` are its own way to keep and find its state.
+1, AdamW (fused), gradients freed. `save` and `load` are its own way to store and find its state.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Contender(Protocol):
         ...
 
     def save(self, folder: Path, step: int) -> None:
-        """All ranks: keep everything that a restart needs."""
+        """All ranks: store everything that a restart needs."""
         ...
 
     def load(self, folder: Path) -> int:
-        """All ranks: go on from the newest that is whole; its step, or 0."""
+        """All ranks: continue from the newest complete save; returns its step, or 0."""
         ...
 
 
@@ -66,7 +66,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def prepare_units(given: Given) -> Any:
-    """Compiled where that is asked for; returns the precision that fully_shard is to be told."""
+    """Compiles the units if requested; returns the precision for fully_shard."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     for unit in given.units if given.compile else ():
@@ -81,7 +81,7 @@ def mesh_of(given: Given) -> Any:
 
 
 def kept(folder: Path, proof: str) -> list[tuple[int, Path]]:
-    """Saves that are whole, the oldest first: `proof` is what the way of saving writes last."""
+    """Complete saves, the oldest first: `proof` is the file that the way of saving writes last."""
     found = [
         (int(one.name.partition("-")[2]), one) for one in folder.glob("step-*") if one.name[5:].isdigit()
     ]
@@ -89,14 +89,14 @@ def kept(folder: Path, proof: str) -> list[tuple[int, Path]]:
 
 
 def prune(folder: Path, proof: str, keep: int = 2) -> None:
-    """Rank 0: the newest stay."""
+    """Rank 0 deletes all but the newest."""
     if dist.get_rank() == 0:
         for _, old in kept(folder, proof)[:-keep]:
             shutil.rmtree(old, ignore_errors=True)
 
 
 def same_everywhere(step: int) -> int:
-    """Rank 0's newest step, on every rank."""
+    """Broadcasts rank 0's newest step."""
     told = torch.tensor(step)
     dist.broadcast(told, src=0)
     return int(told)

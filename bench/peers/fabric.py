@@ -1,6 +1,6 @@
-"""Lightning Fabric with ModelParallelStrategy: fully_shard given by us, everything around it Fabric's.
+"""Lightning Fabric with ModelParallelStrategy: fully_shard is given by us, the rest is Fabric's.
 
-Its default sizes leave data_parallel at the number of nodes, which is no sharding at all: both are passed.
+By default data_parallel is the number of nodes, which does not shard at all: both sizes are passed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ from bench.peers.base import (  # noqa: E402
 
 
 class Fabric:
-    settings = "ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1), fully_shard a block; fabric.save"
+    settings = (
+        "ModelParallelStrategy(data_parallel_size=ranks, tensor_parallel_size=1), fully_shard a block; "
+        "fabric.save"
+    )
 
     def __init__(self, given: Given) -> None:
         units, policy = list(given.units), prepare_units(given)

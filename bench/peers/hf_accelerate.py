@@ -1,8 +1,8 @@
 """Hugging Face Accelerate with its FSDP2 plugin (fsdp_version=2), blocks wrapped by class, sharded state
 dicts.
 
-On a CPU Accelerate leaves the plugin out without a word and trains DDP. Here its distributed type is set to
-FSDP after it is made, and the rest is Accelerate's own; on CUDA nothing is set.
+On a CPU Accelerate silently ignores the plugin and trains DDP. Here its distributed type is set to FSDP after
+it is created, and the rest is Accelerate's own; on CUDA nothing is set.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Who takes part: each contender by name, with its module and the environment that it runs in. Ours are
-fsdp.run.loop.train.
-"""
+"""The contenders by name, each with its module and environment. shardrun's are fsdp.run.loop.train."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
 from dataclasses import dataclass
@@ -52,21 +51,21 @@ ROSTER = {
 
 
 def ready(names: list[str]) -> list[str]:
-    """Those of `names` that can be run here; peers that were never set up are, first."""
+    """Those of `names` that can run here; sets up peers that were never set up."""
     setup.set_up_all(ROSTER[name].peer for name in names if ROSTER[name].peer)
     return [name for name in names if not ROSTER[name].missing]
 
 
 def absent(names: list[str]) -> list[str]:
-    """A line for each that cannot be run, with the reason."""
+    """A line with the reason for each that cannot run."""
     return [
         f"{ROSTER[name].label}: not run, {ROSTER[name].missing}" for name in names if ROSTER[name].missing
     ]
 
 
 def settings(names: list[str]) -> list[str]:
-    """What each was set to, for under a table; read from the source, since a peer's own packages are not ours
-    to import.
+    """The settings of each, for the note under a table. Read from the source: peers' packages are not
+    importable here.
     """
     said = []
     for name in names:
@@ -81,9 +80,14 @@ def settings(names: list[str]) -> list[str]:
         if source is None:
             said.append(f"{entry.label}: defaults" + (f", {' '.join(entry.flags)}" if entry.flags else ""))
         else:
-            line = next(
-                line for line in source.read_text().splitlines() if line.strip().startswith("settings = ")
-            )
             packages = f" ({' '.join(setup.PEERS[entry.peer].packages)})" if entry.peer else ""
-            said.append(f"{entry.label}{packages}: " + line.partition("=")[2].strip().lstrip("f").strip('"'))
+            said.append(f"{entry.label}{packages}: {_settings_in(source)}")
     return said
+
+
+def _settings_in(source: Path) -> str:
+    """The text of the class's `settings = …`; of an f-string the template."""
+    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "settings":
+            return ast.unparse(node.value).lstrip("f").strip("'\"")
+    raise AssertionError(f"{source} states no settings")

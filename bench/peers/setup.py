@@ -1,11 +1,10 @@
-"""An environment for each peer: its own pinned packages first, then those of the interpreter that runs this
-(the same torch).
+"""An environment for each peer: its own pinned packages first, then those of this interpreter (the same
+torch).
 
-    python -m bench.peers.setup [NAME …]        into .cache/peers/NAME; a second call finds them there
+    python -m bench.peers.setup [NAME …]        into .cache/peers/NAME; a second call reuses them
 
-What cannot be installed or cannot run on a machine is told with the reason, here and under every table. A
-bench sets its peers up on the way, within a bound; one that failed is not tried again until this command is
-typed.
+A peer that cannot be installed or run is listed with the reason, here and under every table. A bench sets its
+peers up within a time limit; one that failed is not retried until this command is run.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ BOUND_S = 90.0
 
 @dataclass(frozen=True)
 class Peer:
-    """What pip installs, what proves that it is there, and why it may not run."""
+    """Packages to install, code that tests the installation, and a reason if it cannot run."""
 
     packages: tuple[str, ...]
     proof: str
@@ -42,11 +41,13 @@ PEERS = {
     "accelerate": Peer(("accelerate==1.15.0",), "import accelerate"),
     "lightning": Peer(("lightning==2.6.6",), "import bench.peers.fabric"),
     "deepspeed": Peer(
-        ("deepspeed==0.19.8",), "import deepspeed", environment=(("DS_ACCELERATOR", "cpu"), ("DS_IGNORE_CUDA_DETECTION", "1"))
+        ("deepspeed==0.19.8",), "import deepspeed",
+        environment=(("DS_ACCELERATOR", "cpu"), ("DS_IGNORE_CUDA_DETECTION", "1"))
     ),
     "torchtitan": Peer(
         ("torchtitan==0.3.0",), "import torchtitan",
-        why_not="it trains on CUDA devices only: the one attention that it has, FlexAttention, has no backward on a CPU",
+        why_not="it trains on CUDA devices only: the one attention that it has, FlexAttention, "
+        "has no backward on a CPU",
     ),
 }  # fmt: skip
 
@@ -60,7 +61,7 @@ def environment_of(name: str) -> dict[str, str]:
 
 
 def missing(name: str) -> str:
-    """Why this peer cannot be run here; empty where it can."""
+    """Why this peer cannot run here; empty if it can."""
     peer, home = PEERS[name], HOME / name
     if peer.why_not:
         return peer.why_not
@@ -72,18 +73,18 @@ def missing(name: str) -> str:
 
 
 def _of_this_interpreter(home: Path) -> bool:
-    """Whether it was tried, and beside the torch that ours is run with."""
+    """Whether it was set up beside the torch of this interpreter."""
     tried = (home / "READY").exists() or (home / "REASON").exists()
     return tried and (home / "BESIDE").exists() and (home / "BESIDE").read_text() == _beside()
 
 
 def _beside() -> str:
-    """The packages of the interpreter that runs this, which come after the peer's own."""
+    """The packages of this interpreter, searched after the peer's own."""
     return sysconfig.get_path("purelib") + "\n"
 
 
 def set_up_all(names: Iterable[str], bound_s: float = BOUND_S) -> None:
-    """Those that were not tried yet, one after another, within the bound."""
+    """Sets up those that were not tried yet, one after another, within the limit."""
     deadline = time.monotonic() + bound_s
     for name in names:
         if not PEERS[name].why_not and not _of_this_interpreter(HOME / name):
@@ -91,7 +92,7 @@ def set_up_all(names: Iterable[str], bound_s: float = BOUND_S) -> None:
 
 
 def set_up(name: str, bound_s: float | None = None) -> str:
-    """Install and try one peer; why not, or nothing."""
+    """Installs and tests one peer; returns the reason of a failure."""
     peer, home = PEERS[name], HOME / name
     if peer.why_not or ((home / "READY").exists() and _of_this_interpreter(home)):
         return peer.why_not
@@ -107,9 +108,7 @@ def set_up(name: str, bound_s: float | None = None) -> str:
 
 
 def _install(name: str, peer: Peer, deadline: float | None) -> str:
-    """Its environment, its packages, its import; what went wrong. Past the deadline:
-    subprocess.TimeoutExpired.
-    """
+    """Environment, packages, import; returns the error. Past the deadline: subprocess.TimeoutExpired."""
     environment, python = (
         {**os.environ, **environment_of(name), "PYTHONPATH": str(ROOT)},
         str(python_of(name)),
@@ -119,7 +118,8 @@ def _install(name: str, peer: Peer, deadline: float | None) -> str:
         [
             python,
             "-c",
-            f"import sysconfig as s, pathlib as p; p.Path(s.get_path('purelib'), {PTH!r}).write_text({_beside()!r})",
+            f"import sysconfig as s, pathlib as p; p.Path(s.get_path('purelib'), "
+            f"{PTH!r}).write_text({_beside()!r})",
         ],
         [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *peer.packages],
         [python, "-c", f"{peer.proof}; import torch; print(torch.__version__)"],

@@ -1,7 +1,6 @@
-"""The ranks of one contender as seen from the bench: started once, they sleep between their turns.
+"""The ranks of one contender, controlled by the bench: started once, asleep between their turns.
 
-Several teams live side by side, so that rounds can be short and what else the machine does falls on all
-alike.
+Several teams exist at once, so that rounds can be short and other load affects all alike.
 """
 
 from __future__ import annotations
@@ -22,14 +21,12 @@ from bench.peers.roster import ROSTER
 from bench.ports import free_port
 
 HONEST = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
-"""glibc keeps freed blocks; told so, it gives them back and a process's size says something. It costs page
-faults.
-"""
+"""Has glibc return freed blocks, so that a process's size shows its use. Costs page faults."""
 WAIT_S = 240.0
 
 
 class TeamError(RuntimeError):
-    """A rank did not answer: with the end of what it printed."""
+    """A rank did not answer; holds the end of its output."""
 
 
 @dataclass
@@ -46,7 +43,8 @@ class Team:
         self.name, self.ranks = name, ranks
         self._folder = tempfile.TemporaryDirectory(prefix=f"bench-{name}-")
         common = {
-            **os.environ, **setup.environment_of(ROSTER[name].peer), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+            **os.environ, **setup.environment_of(ROSTER[name].peer), "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": str(threads),
             "PYTHONPATH": str(setup.ROOT), **(HONEST if honest_memory else {}),
         }  # fmt: skip
@@ -73,8 +71,8 @@ class Team:
         return _Rank(process, os.fdopen(ear), log)
 
     def steps(self, count: int) -> dict[str, Any]:
-        """A turn: seconds a step, of the slowest rank; processor seconds a step, the mean over ranks; the
-        mean losses.
+        """One turn: seconds a step of the slowest rank, mean processor seconds a step of the ranks, mean
+        losses.
         """
         answers = self._ask({"do": "steps", "steps": count})
         return {
@@ -86,7 +84,7 @@ class Team:
         }
 
     def memory(self, count: int) -> dict[str, float]:
-        """The peak in so many steps and what rests after them, MiB above the idle process, of the worst rank."""
+        """Peak during the steps and memory after them, MiB above the idle process, of the worst rank."""
         answers = self._ask({"do": "memory", "steps": count})
         return {key: max(one[key] for one in answers) for key in ("peak_mib", "rest_mib")}
 

@@ -1,5 +1,5 @@
-"""PyTorch's FSDP2 tutorial in shape: a model on meta, sharded, filled from a full state dict; prefetch by
-hand; blocking DCP.
+"""Training as in PyTorch's FSDP2 tutorial: a model on meta, sharded, filled from a full state dict; explicit
+prefetch; blocking DCP.
 
 Written after docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html, with `--explicit-prefetching`.
 """

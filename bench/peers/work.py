@@ -1,8 +1,8 @@
-"""The same work for all: one configuration of ours gives the model with its weights, and the samples of each
-step.
+"""The work that all contenders share: one shardrun configuration gives the model with its weights, and the
+samples of each step.
 
-Contenders get the batches made beforehand, so their data cost them nothing; ours reads its own, behind the
-steps.
+Contenders receive batches made beforehand, so data costs them nothing; shardrun reads its own in the
+background.
 """
 
 from __future__ import annotations
@@ -25,16 +25,19 @@ from fsdp.models.unsharded import build_real
 from fsdp.run.job import Job, prepare
 
 COMMON = (
-    "--train.steps", "1000000", "--optim.schedule", "constant", "--optim.warmup_steps", "0", "--optim.lr", str(base.LR),
-    "--train.clip_grad_norm", str(base.CLIP), "--optim.beta1", str(base.BETAS[0]), "--optim.beta2", str(base.BETAS[1]),
+    "--train.steps", "1000000", "--optim.schedule", "constant", "--optim.warmup_steps", "0",
+    "--optim.lr", str(base.LR),
+    "--train.clip_grad_norm", str(base.CLIP), "--optim.beta1", str(base.BETAS[0]),
+    "--optim.beta2", str(base.BETAS[1]),
     "--optim.weight_decay", str(base.DECAY), "--checkpoint.every_steps", "0", "--checkpoint.export", "false",
-    "--precision.param", "fp32", "--speed.compile", "false", "--data.name", "synthetic", "--data.args.heldout", "0",
+    "--precision.param", "fp32", "--speed.compile", "false", "--data.name", "synthetic",
+    "--data.args.heldout", "0",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Work:
-    """`flags` say the model, the data and the global batch, as train.py takes them."""
+    """`flags` select the model, the data and the global batch, as in train.py."""
 
     name: str
     what: str
@@ -65,7 +68,8 @@ def decoder(width: int, layers: int, vocab: int, tied: str = "false") -> tuple[s
 
 
 _ON_CUDA = (
-    "--model.name", "transformer", "--data.args.kind", "tokens", "--precision.param", "bf16", "--speed.compile", "true",
+    "--model.name", "transformer", "--data.args.kind", "tokens", "--precision.param", "bf16",
+    "--speed.compile", "true",
     "--run.log_every_steps", "10",
 )  # fmt: skip
 """Ours looks at its numbers when it prints: a turn on a device is a multiple of ten steps."""
@@ -89,17 +93,19 @@ WORKS = {
     ),
     "124m-cuda": Work(
         "124m-cuda", "decoder, preset 124m, 1024 tokens × 32, bf16, compiled",
-        (*_ON_CUDA, "--model.preset", "124m", "--data.seq_len", "1024", "--train.global_batch", "32"), "tokens", cuda=True,
+        (*_ON_CUDA, "--model.preset", "124m", "--data.seq_len", "1024", "--train.global_batch", "32"),
+        "tokens", cuda=True,
     ),
     "1b-cuda": Work(
         "1b-cuda", "decoder, preset 1b, 2048 tokens × 8, bf16, compiled",
-        (*_ON_CUDA, "--model.preset", "1b", "--data.seq_len", "2048", "--train.global_batch", "8"), "tokens", cuda=True,
+        (*_ON_CUDA, "--model.preset", "1b", "--data.seq_len", "2048", "--train.global_batch", "8"), "tokens",
+        cuda=True,
     ),
 }  # fmt: skip
 
 
 class Place:
-    """One rank's model, units and batches, from a work."""
+    """One rank's model, units and batches for a work."""
 
     def __init__(self, work: Work, rank: int, ranks: int, flags: tuple[str, ...] = ()) -> None:
         self.config = configuration.load([*work.all_flags, *flags])
@@ -115,7 +121,7 @@ class Place:
         )
 
     def batches(self, made: int = 32) -> Iterator[tuple[Tensor, Tensor]]:
-        """Those of our own steps 1, 2, …; after `made` of them the first ones again."""
+        """The batches of steps 1, 2, …; after `made` of them they repeat."""
         loader = Loader(
             self.job.data.train,
             self.job.cursor,
@@ -133,10 +139,10 @@ class Place:
 
     @property
     def samples_a_step(self) -> int:
-        """Images, or tokens where there are some, over all ranks."""
+        """Images, or tokens for language models, over all ranks."""
         return self.config.train.global_batch * max(1, self.job.data.info.tokens_per_sample)
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:
-    """The blocks that ours shards by, so that all cut alike."""
+    """The blocks that shardrun shards by, so that all have the same units."""
     return blocks_of(find_units(model, "auto"))

@@ -1,9 +1,9 @@
-"""One rank of one contender, doing what it is told: `steps N`, `memory N`, `end`. Started by
+"""One rank of one contender, which executes orders: `steps N`, `memory N`, `end`. Started by
 bench/peers/team.py.
 
-A line of JSON comes in on stdin, a line of answer goes out through the pipe whose number is in BENCH_ANSWERS:
-frameworks print. Ours is the product's own train(); its reporter, which is called after each step on each
-rank, is where it waits for orders.
+A line of JSON comes in on stdin; the answer goes out through the pipe whose number is in BENCH_ANSWERS,
+because frameworks print to stdout. shardrun's contender is train(); its reporter, called after each step on
+each rank, waits for orders.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HEAVY = (
 
 
 class Orders:
-    """Turns of so many steps; the clock runs from the order to the end of its last step."""
+    """Turns of some steps; time runs from the order to the end of the last step."""
 
     def __init__(self) -> None:
         self._answers = os.fdopen(int(os.environ["BENCH_ANSWERS"]), "w")
@@ -44,7 +44,7 @@ class Orders:
         self.losses: list[float | torch.Tensor] = []
 
     def after_step(self, loss: float | torch.Tensor) -> bool:
-        """Whether to go on; waits for the next order where the last is done."""
+        """Whether to continue; waits for the next order after the last step of a turn."""
         self.losses.append(loss)
         self._left -= 1
         if self._left <= 0:

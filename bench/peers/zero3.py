@@ -1,6 +1,4 @@
-"""DeepSpeed ZeRO-3: the engine does what fully_shard does. torch's AdamW, as the others have, and clipping by
-the engine.
-"""
+"""DeepSpeed ZeRO-3: its engine shards and clips; the optimizer is torch's AdamW, as in the others."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""What each bench makes of its measurements, on numbers made up here; all of them take their flags; the cheap
-ones in short.
-"""
+"""What each bench computes from given measurements, its flags, and the cheap ones in short."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ HERE = (*whole.SHORT, "simulated")
 
 
 @pytest.mark.parametrize("name", HERE)
-def test_each_says_how_it_is_called(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_each_shows_its_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         importlib.import_module(f"bench.{name}").main(["--help"])
     assert ended.value.code == 0
@@ -30,7 +28,7 @@ def test_each_says_how_it_is_called(name: str, capsys: pytest.CaptureFixture[str
     assert name == "simulated" or "--short" in said
 
 
-def test_make_bench_takes_no_other_word(capsys: pytest.CaptureFixture[str]) -> None:
+def test_make_bench_refuses_other_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert whole.main(["--long"]) == 2
     assert "python -m bench" in capsys.readouterr().err
 
@@ -70,7 +68,7 @@ def test_a_higher_throughput_and_less_processor_time_are_better() -> None:
     assert "0.500 [0.500, 0.500] better" in text
 
 
-def test_replicated_is_held_against_replicated() -> None:
+def test_ddp_is_compared_with_ddp() -> None:
     def seen(wall_s: float) -> train.Seen:
         return train.Seen(wall_s=[wall_s] * 3, cpu_s=[1.0] * 3)
 
@@ -83,7 +81,7 @@ def test_replicated_is_held_against_replicated() -> None:
     }
 
 
-def test_another_work_is_no_comparison() -> None:
+def test_different_losses_are_not_compared() -> None:
     with pytest.raises(SystemExit, match="not the same work"):
         train.check_same({"bare": train.Seen(losses=[2.0, 1.0]), "ours": train.Seen(losses=[2.0, 1.01])})
 
@@ -169,7 +167,7 @@ def test_rounds_are_added_for_the_same_contenders_alone(
     assert "--rounds 3`" in (tmp_path / "restart.md").read_text()
 
 
-def test_one_that_does_not_come_back_is_left_out_with_the_reason(
+def test_a_contender_that_does_not_recover_is_left_out_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
@@ -189,7 +187,7 @@ def test_one_that_does_not_come_back_is_left_out_with_the_reason(
     assert {name: len(one) for name, one in kills.items()} == {"bare": 2}
 
 
-def test_the_line_that_says_why_a_command_ended(tmp_path: Path) -> None:
+def test_an_ended_command_is_reported_with_its_error_line(tmp_path: Path) -> None:
     words = "print('step 1/9', flush=True); raise ValueError('no such rank')"
     run = launched.Launched([sys.executable, "-c", words], tmp_path / "log")
     with pytest.raises(launched.Ended, match="step 2 never came: ValueError: no such rank"):
@@ -199,7 +197,7 @@ def test_the_line_that_says_why_a_command_ended(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- peers
 
 
-def test_a_peer_that_takes_too_long_is_listed_and_not_waited_for_again(
+def test_a_peer_that_takes_too_long_is_listed_and_not_retried(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(setup, "HOME", tmp_path)
@@ -223,7 +221,7 @@ def test_a_peer_beside_another_torch_is_not_ready(monkeypatch: pytest.MonkeyPatc
     assert setup.missing("lightning").startswith("not installed here: python -m bench.peers.setup lightning")
 
 
-def test_a_peer_that_nobody_knows_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_peer_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert setup.main(["lightnin"]) == 2
     assert "HINT: python -m bench.peers.setup accelerate lightning" in capsys.readouterr().err
 

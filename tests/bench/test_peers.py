@@ -44,13 +44,13 @@ def test_one_that_cannot_run_is_listed_with_the_reason() -> None:
     assert [line for line in absent(["torchtitan"]) if line.startswith("torchtitan: not run, ")]
 
 
-def test_settings_of_each_are_told() -> None:
+def test_settings_of_each_are_listed() -> None:
     said = settings(["bare", "ours", "ours-ddp"])
     assert said[0].startswith("bare fully_shard loop: fully_shard on each block")
     assert said[2].endswith("defaults, --mesh.strategy ddp")
 
 
-def test_a_save_is_what_stands_behind_its_step() -> None:
+def test_a_save_holds_the_state_after_its_step() -> None:
     ends = [1.0]
     for step in range(1, 20):
         ends.append(ends[-1] + (0.5 if step % 6 == 0 else 0.1))
@@ -63,7 +63,7 @@ def test_the_same_seed_kills_at_the_same_moments() -> None:
     assert 300 < len(moments(10_000, 25, 3)) < 500
 
 
-def test_a_watched_command_says_when_its_steps_were_done(tmp_path: object) -> None:
+def test_a_launched_command_records_when_steps_end(tmp_path: object) -> None:
     from pathlib import Path
 
     run = launched.Launched(

@@ -1,4 +1,4 @@
-"""The arithmetic under every table of the benches."""
+"""The statistics of the benches' tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bench import tables
 
 
 def test_a_ratio_is_taken_round_by_round() -> None:
-    """A machine that is twice as slow in half of the rounds says nothing about either."""
+    """A machine twice as slow in half of the rounds does not change the ratio."""
     theirs = [1.0, 2.0, 1.0, 2.0, 1.0, 2.0]
     found = tables.ratio([1.1 * one for one in theirs], theirs)
     assert found.value == pytest.approx(1.1)
@@ -20,13 +20,13 @@ def test_a_ratio_is_taken_round_by_round() -> None:
     assert found.verdict(more_is_better=False) == "worse"
 
 
-def test_what_cannot_be_told_apart_is_equal() -> None:
+def test_indistinguishable_contenders_are_equal() -> None:
     found = tables.ratio([1.02, 0.97, 1.01, 0.99, 1.03, 0.98, 1.0], [1.0] * 7)
     assert found.low < 1 < found.high
     assert found.verdict() == "equal"
 
 
-def test_the_interval_holds_the_truth_about_as_often_as_it_says() -> None:
+def test_the_intervals_coverage_is_about_nominal() -> None:
     import random
 
     draw = random.Random(5)
@@ -51,7 +51,7 @@ def test_figures_are_short(value: float, text: str) -> None:
     assert tables.short(value) == text
 
 
-def test_a_piece_replaces_its_own_section_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_piece_replaces_only_its_own_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
 
     def write(key: str, text: str) -> None:

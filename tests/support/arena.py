@@ -1,8 +1,9 @@
-"""A holder of a claim and two who want it, all in the namespaces that this program was started in.
+"""Three processes that take the lock of one run directory, all in the namespaces of this program.
 
-    python -m tests.support.arena UID STALE_S      in the run directory; prints as JSON what came of the second and of the third
+    python -m tests.support.arena UID STALE_S      in the run directory; prints two results as JSON
 
-The second comes while the holder lives, the third when it has been killed. Both are of user UID.
+The first takes the lock. The second tries while the first lives, the third after the first was killed. Both
+run as user UID.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A real browser for tests: headless Chromium, spoken to over a pipe in its own protocol. No driver, no
-library, no port.
+"""Headless Chromium for tests, controlled over a pipe by its DevTools protocol. No driver, no library, no
+port.
 
     with Browser() as browser:
         page = browser.open(file, width=390, scheme="dark")
         page.ask("document.title")
 
-A page keeps what it printed to its console, what it threw, and every address that it asked for.
+A page records its console output, its exceptions, and every address that it requests.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class Browser:
         theirs_in, self._to = os.pipe()
         self._from, theirs_out = os.pipe()
         command = [
-            program, "--headless=new", "--remote-debugging-pipe", f"--user-data-dir={self._home.name}", "--no-sandbox",
+            program, "--headless=new", "--remote-debugging-pipe", f"--user-data-dir={self._home.name}",
+            "--no-sandbox",
             "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--disable-background-networking",
             "--disable-component-update", "--hide-scrollbars", "--force-color-profile=srgb", "about:blank",
         ]  # fmt: skip
@@ -108,7 +109,7 @@ class Browser:
                 return dict(answer["result"])
 
     def next(self) -> dict[str, Any]:
-        """The next thing that the browser says; events are kept too."""
+        """The browser's next message; events are also recorded."""
         deadline = time.monotonic() + TIMEOUT_S
         while b"\0" not in self._unread:
             ready, _, _ = select.select([self._from], [], [], max(0.0, deadline - time.monotonic()))
@@ -162,14 +163,14 @@ class Page:
         ]
 
     def ask(self, expression: str) -> Any:
-        """What an expression is worth in the page."""
+        """The value of an expression in the page."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
     @property
     def complaints(self) -> list[str]:
-        """Errors and warnings of the console, and what was thrown."""
+        """Errors and warnings of the console, and exceptions."""
         thrown = [one["exceptionDetails"]["text"] for one in self._heard("Runtime.exceptionThrown")]
         printed = [
             str(one["args"])
@@ -185,7 +186,7 @@ class Page:
 
     @property
     def addresses(self) -> list[str]:
-        """Everything that it asked for."""
+        """Every requested address."""
         return [one["request"]["url"] for one in self._heard("Network.requestWillBeSent")]
 
     def picture(self, file: Path, *, whole: bool = True, top: int = 0, height: int = 0) -> None:

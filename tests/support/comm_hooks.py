@@ -1,4 +1,4 @@
-"""Communication as a person writes it, for --comm.*: torch's own collectives, counted or doubled."""
+"""User-written communication for --comm.*: torch's own collectives, counted or doubled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def gather(
 
 
 class Scatter:
-    """As a class, with memory of its own."""
+    """As a class, with its own memory."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.zeros(*size, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""A Hugging Face model from its config, as a person writes the factory."""
+"""A Hugging Face model built from its config by a user's factory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be asked of a page in a browser: does it fit, can it be read, does it keep to itself."""
+"""Checks of a page in a browser: it fits, it is readable, it loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -23,17 +23,20 @@ FAINT = """(() => {
   const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   while (texts.nextNode()) {
     const element = texts.currentNode.parentElement, style = getComputedStyle(element);
-    if (!texts.currentNode.data.trim() || !element.checkVisibility() || ["SCRIPT", "STYLE"].includes(element.tagName)) continue;
+    if (!texts.currentNode.data.trim() || !element.checkVisibility() || ["SCRIPT",
+    "STYLE"].includes(element.tagName)) continue;
     const [a, b] = [light(parse(style.color).slice(0, 3)), light(behind(element))].sort((x, y) => y - x);
     const ratio = (a + 0.05) / (b + 0.05);
-    if (ratio < 4.5) faint.push(element.className + " " + texts.currentNode.data.trim().slice(0, 30) + ": " + ratio.toFixed(2));
+    if (ratio < 4.5) faint.push(element.className + " " + texts.currentNode.data.trim()
+      .slice(0, 30) + ": " + ratio.toFixed(2));
   }
   return faint;
 })()"""
 """Text of less contrast than WCAG's AA asks of small text: 4.5."""
 
 WIDE = """[...document.querySelectorAll("body *")]
-  .filter((e) => e.checkVisibility() && e.getBoundingClientRect().right > document.documentElement.clientWidth + 1)
+  .filter((e) => e.checkVisibility())
+  .filter((e) => e.getBoundingClientRect().right > document.documentElement.clientWidth + 1)
   .filter((e) => !e.closest("svg, .wide, .xs"))
   .map((e) => e.tagName + "." + e.className)"""
 """What sticks out on the right; the last label under a chart may, by half its own width, within the page's

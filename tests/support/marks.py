@@ -1,6 +1,4 @@
-"""Which of many alike cases stand for all of them: in the quick part, in the whole test command, and in the
-full form.
-"""
+"""Marks for samples of similar cases: in the quick part, in the whole test command, and in the full form."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ def quick_are(kept: Iterable[Any], cases: Iterable[Any], sample: Iterable[Any] |
 
 
 def sample_are(sample: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
-    """The cases for parametrize of a test that is slow by itself: all but the sample wait for the full form."""
+    """Cases for parametrize of a slow test: all but the sample are part of the full form only."""
     return quick_are([], cases, sample)
 
 

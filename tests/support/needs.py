@@ -1,5 +1,5 @@
-"""What some tests need beside requirements.txt. Where it is absent they skip and say why; where
-SHARDRUN_CI_REQUIRE names it, they fail instead, so that CI cannot pass by skipping.
+"""What some tests need beside requirements.txt. If it is absent they skip with the reason; if
+SHARDRUN_CI_REQUIRE names it they fail instead, so that CI cannot pass by skipping.
 
     @pytest.mark.needs("transformers")       a package of .ci/requirements.txt, or a server named in ABSENT
 """
@@ -38,7 +38,7 @@ ABSENT: dict[str, Callable[[], str]] = {
 
 
 def skip_or_fail(name: str, reason: str) -> NoReturn:
-    """Skip the running test, or fail it where SHARDRUN_CI_REQUIRE names what it needs."""
+    """Skip the running test, or fail it if SHARDRUN_CI_REQUIRE names what it needs."""
     if name in os.environ.get("SHARDRUN_CI_REQUIRE", "").split(","):
         pytest.fail(f"SHARDRUN_CI_REQUIRE names {name}, but {reason}")
     pytest.skip(reason)

@@ -1,9 +1,8 @@
-"""The pictures in docs/pictures, made anew from real runs: the report of one that was stopped, broken and
-gone on with, the doctor on a Slurm one of whose nodes is sick, and what memory held. Takes minutes, a
-browser, and Slurm as root.
+"""Remakes docs/pictures from real runs: the report of a run that was stopped, failed and continued, the
+doctor on a Slurm with one unfit node, and the memory page. Takes minutes, a browser, and Slurm as root.
 
     python -m tests.support.pictures                    into docs/pictures
-    python -m tests.support.pictures --to FOLDER --keep RUN      elsewhere; the run stays to be looked at
+    python -m tests.support.pictures --to FOLDER --keep RUN      elsewhere; the run is kept
 """
 
 from __future__ import annotations
@@ -99,8 +98,8 @@ def take(folder: Path, wanted: list[Shot]) -> None:
 
 
 def a_night(run: Path) -> None:
-    """Asked to stop, gone on with at another learning rate; a rank stopped by SIGSTOP, begun again by its
-    launcher, done.
+    """A run stopped on request, continued at another learning rate, with a rank stopped by SIGSTOP, restarted
+    and finished.
     """
     shutil.rmtree(run, ignore_errors=True)
     started(run, "--train.stop_after", "200", "--profile.memory", "true", "--profile.steps", "3:5").wait()

@@ -31,7 +31,7 @@ class Trained:
 
 
 def train_plainly(config: Config, *, dtype: str, steps: int = 20) -> Trained:
-    """`dtype` is computed in; parameters are kept in fp32, or fp64 for fp64."""
+    """`dtype` is the dtype of computation; parameters are in fp32, or fp64 for fp64."""
     data = build_dataset(config.data)
     master = torch.float64 if dtype == "fp64" else torch.float32
     model = build_real(resolve(config.model, data.info.facts), config.run.seed).to(master)
@@ -96,5 +96,5 @@ def relative_difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]
 
 
 def worst_parameter(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
-    """The same of each parameter alone, the largest of them."""
+    """The largest relative difference of a single parameter."""
     return max(relative_difference({name: ours[name]}, {name: expected}) for name, expected in theirs.items())

@@ -1,4 +1,7 @@
-"""What tests ask of processes that are not their own children: has it come about, who runs where. Linux only."""
+"""State of processes that are not children of the test: conditions to wait for, who runs where.
+
+Linux only.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ T = TypeVar("T")
 
 
 def eventually(what: str, condition: Callable[[], T], timeout_s: float, tell: Callable[[], str] = str) -> T:
-    """Poll until condition() is true, and give what it gave; the failure says what was waited for, and what
-    `tell` knows.
+    """Polls until condition() is true and returns its value; a failure names the condition and adds `tell`'s
+    text.
     """
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):

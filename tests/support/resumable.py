@@ -1,5 +1,5 @@
-"""When a run may be killed by a test that says how much is lost: a checkpoint is sealed behind the steps, in
-its own time.
+"""When a test may kill a run and still bound its loss: a checkpoint is sealed in the background, some time
+after its step.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from fsdp.rundir.paths import RunDir
 
 
 def resumable_at(run: Path, step: int, every: int) -> int:
-    """The step that the run has come to, if that is `step` or later and no more than an interval lies behind
-    what is sealed; else 0.
+    """The run's step, if it is `step` or later and at most an interval after the newest sealed checkpoint;
+    else 0.
     """
     reached = max(
         (int(record["step"]) for record in line_files.read_records(RunDir(run).metrics) if "loss" in record),
@@ -23,6 +23,6 @@ def resumable_at(run: Path, step: int, every: int) -> int:
 
 
 def newest_sealed(run: Path) -> int:
-    """The step from which the next start goes on; 0 where there is no checkpoint."""
+    """The step from which the next start continues; 0 without a checkpoint."""
     found = (file_names.parse(folder.name) for folder in (run / "checkpoints").glob("step-*"))
     return max((name.step for name in found if name is not None and name.kind == "final"), default=0)

@@ -1,4 +1,4 @@
-"""A whole run of fsdp.run.loop.train on the pool's ranks, and what it leaves behind."""
+"""A whole run of fsdp.run.loop.train on the pool's ranks, and its files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tests.support.world import run_world
 
 # one save at the end, which the export needs
 QUIET = (
-    "--train.steps", "20", "--checkpoint.every_steps", "1000", "--train.global_batch", "12", "--optim.lr", "1e-2",
+    "--train.steps", "20", "--checkpoint.every_steps", "1000", "--train.global_batch", "12",
+    "--optim.lr", "1e-2",
     "--data.name", "tests.support.user_code:vectors", "--model.name", "tests.support.user_code:Uneven",
     # a process beside each of a thousand short runs; tests/watch turns it on
     "--watch.enabled", "false",
@@ -41,7 +42,7 @@ def settings(*more: str) -> Config:
 
 
 def on_a_rank(env: DistEnv, words: list[str]) -> str | None:
-    """None, or what was raised, as a person would read it."""
+    """None, or the error as a user reads it."""
     try:
         train(configuration.load(words), env)
     except Exception as error:

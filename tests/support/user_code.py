@@ -1,4 +1,4 @@
-"""A person's own models and data, as --model.name and --data.name take them: nothing here knows of shardrun."""
+"""Models and data of a user, as --model.name and --data.name take them; without any import of shardrun."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.utils.data import Dataset
 
 
 class Vectors(Dataset[tuple[Tensor, int]]):
-    """Noise of 12 numbers and a label that follows from it."""
+    """Noise of 12 numbers and a label derived from it."""
 
     def __init__(self, count: int, spoil: int = -1) -> None:
         generator = torch.Generator().manual_seed(5)
@@ -25,7 +25,7 @@ class Vectors(Dataset[tuple[Tensor, int]]):
 
 
 def vectors(count: int = 50) -> Vectors:
-    """In batches of 12 the epoch ends with two samples: on four ranks two of them have none."""
+    """In batches of 12 the epoch ends with two samples: two of four ranks have none."""
     return Vectors(count)
 
 
@@ -38,7 +38,7 @@ def spoilt_vectors(count: int = 48, spoil: int = 7) -> Vectors:
 
 
 class Sentences(Dataset[tuple[Tensor, Tensor]]):
-    """Nine tokens, of which some targets are masked: more in one sentence than in another."""
+    """Nine tokens with some masked targets, a different number in each sentence."""
 
     def __init__(self, count: int) -> None:
         generator = torch.Generator().manual_seed(6)
@@ -70,7 +70,7 @@ class Block(nn.Module):
 
 
 class Uneven(nn.Module):
-    """No protocol, and no width that two, three or four divide."""
+    """No protocol, and no width divisible by two, three or four."""
 
     def __init__(self, width: int = 13) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Uneven(nn.Module):
 
 
 class Wide(Uneven):
-    """Widths in sixteens, as float8's products want them."""
+    """Widths in multiples of 16, for float8's products."""
 
     def __init__(self) -> None:
         super().__init__(32)
@@ -95,7 +95,7 @@ class Wide(Uneven):
 
 
 class Sixteens(Uneven):
-    """Rows as every knob wants them: in sixteens for float8, long enough for moments in 8 bits."""
+    """Rows that every option accepts: multiples of 16 for float8, long enough for moments in 8 bits."""
 
     def __init__(self) -> None:
         super().__init__(64)
@@ -160,7 +160,7 @@ class TiedWords(nn.Module):
 
 
 class OwnLoss(Uneven):
-    """Takes the targets and returns its loss."""
+    """Takes the targets and returns its own loss."""
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         logits = super().forward(x)
@@ -180,7 +180,7 @@ class Grouped(Uneven):
 
 
 class Unfilled(Uneven):
-    """One parameter is left as memory was."""
+    """One parameter is left uninitialised."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class ForgetsBuffer(Uneven):
 
 
 class ForgetsInit(Uneven):
-    """param_inits names all but one parameter; the registry would refuse it, so the proof is tried by itself."""
+    """param_inits omits one parameter. The registry would refuse the model, so the check is tested alone."""
 
     def param_inits(self) -> dict[str, object]:
         from fsdp.models.init import Normal
@@ -212,7 +212,7 @@ class ForgetsInit(Uneven):
 
 
 class Waves(Uneven):
-    """A constant that no state dict holds."""
+    """A constant that is in no state dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ class Buffers(Uneven):
 
 
 class PersistentTable(Uneven):
-    """A buffer that init_buffers starts and training changes: a state dict carries it."""
+    """A buffer that init_buffers fills and training changes; it is in the state dict."""
 
     def __init__(self) -> None:
         super().__init__()

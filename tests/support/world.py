@@ -1,10 +1,9 @@
-"""Real rank processes for tests: one pool, started once, lent to each test that asks for n ranks.
+"""Real rank processes for tests: one pool, started once, from which each test takes n ranks.
 
-    results = run_world(2, my_function, argument)      # my_function(env, argument) on each rank; results by rank
+    results = run_world(2, my_function, argument)  # my_function(env, argument) on each rank; results by rank
 
-The function lives at a module's top level and returns what pickles. A rank that raises fails the test with
-its own traceback; a world that hangs is ended and the pool made anew, so that no test meets another's
-remains.
+The function is at a module's top level and its result is picklable. A rank that raises fails the test with
+its own traceback. A world that hangs is ended and the pool recreated, so that tests do not affect each other.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ DEFAULT_TIMEOUT_S = 120.0
 
 
 class WorldError(AssertionError):
-    """What the ranks raised, first failure first."""
+    """The errors of the ranks, the first failure first."""
 
 
 class _Rank:

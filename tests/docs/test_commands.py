@@ -1,0 +1,192 @@
+"""Each command that README, CONTRIBUTING and docs/ print is run here as typed, or is listed with the reason.
+
+RUN and LONG (the full form) run in a copy of the repository, with this Python behind `python` and `torchrun`.
+RUN, A and B are run directories, NOT_RUN names why a command is left out. What is left out still has its
+modules, recipes and flags checked.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fsdp import config as configuration
+from tests.docs.pages import ROOT, all_commands
+
+RUN = {
+    "python train.py --help": 0,
+    "python train.py --batch_size 32": 2,
+    "python train.py --config recipes/text.toml --dry-run": 0,
+    "python -m fsdp.checkpoint RUN": 0,
+    "python -m fsdp.checkpoint RUN verify": 0,
+    "python -m fsdp.checkpoint RUN export --format both --out FOLDER": 0,
+    "python -m fsdp.checkpoint RUN prune --keep-last 2": 0,
+    "python -m fsdp.predict RUN": 0,
+    "python -m fsdp.report RUN": 0,
+    "python -m fsdp.report A B --out both.html": 0,
+    "python -m bench.claims vit_parameters": 0,
+    "python -m tests.house_picture": 0,
+}
+"""Exit code by command, in this order."""
+
+LONG = {
+    "torchrun --nproc_per_node=2 train.py --config recipes/text.toml --run.dir runs/first": 0,
+    "torchrun --nproc_per_node=4 train.py --config runs/first/config.toml --run.dir runs/first "
+    "--train.steps 400": 0,
+    "torchrun --nproc_per_node=2 train.py": 0,
+    "torchrun --nproc_per_node=2 train.py --config recipes/text.toml": 0,
+    "torchrun --nproc_per_node=2 train.py --config recipes/text.toml --data.name notes/": 0,
+    "torchrun --nproc_per_node=2 train.py --data.name mine:build --data.args.folder corpus": 0,
+    "torchrun --nproc_per_node=2 train.py --model.name mine:build --data.name text": 0,
+    "torchrun --nproc_per_node=2 train.py --profile.memory true --profile.steps 3:5": 0,
+    "torchrun --nproc_per_node=4 train.py --config RUN/config.toml --run.dir RUN": 0,
+    "python -m launch.local --ranks 2 --config recipes/text.toml": 0,
+    "python train.py": 0,
+    "python -m fsdp.plan --config recipes/text.toml --plan.gpu h100": 0,
+    "python -m fsdp.doctor --ranks 2": 0,
+    "python -m fsdp.doctor": 0,
+    "python -m fsdp.parity --model.name mine:build --data.name text": 0,
+}  # fmt: skip
+
+NOT_RUN = {
+    r"make ": "sets up an environment; .ci/run runs make train, test, lint and test-full in a fresh clone",
+    r"pytest ": "tests",
+    r"(LAUNCHER=srun )?sbatch ": "needs Slurm: tests/slurm submits these scripts to a real one",
+    r"python -m launch\.submit": "needs Slurm: tests/slurm/test_submit.py",
+    r"python train\.py --backend ray": "starts or joins a Ray: tests/ray",
+    r"torchrun train\.py$": "names the program",
+    r"torchrun --max-restarts=N$": "names a flag of torchrun",
+    r"torchrun --tee$": "names a flag of torchrun",
+    r"torchrun --nproc_per_node=8 ": "eight ranks, for a machine with eight GPUs",
+    r"python -m bench\.claims ": "tests/memory/test_claims.py runs each claim",
+    r"python -m bench\.": "minutes to an hour; tests/bench runs the short parts",
+    r"python -m fsdp\.plan --model\.name ": "tests/plan/test_command.py runs it as typed",
+    r"python -m fsdp\.plan --config recipes/llama": "tests/plan/test_recipes.py plans every recipe",
+    r"python -m fsdp\.report RUN --trust-code": "names a person's package; tests/security/test_named_code.py",
+    r"python -m fsdp\.(plan|parity|predict|report)$": "names the tool; other commands run it",
+    r"python -m launch\.agent$": "the job scripts' torchrun: tests/slurm",
+    r"python -m tests\.memory\.bound$": "minutes; .ci/run runs it",
+    r"python -m tests\.support\.pictures$": "minutes; writes the committed pictures",
+    r"python -m tests\.slurm\.cluster ": "needs Slurm: tests/slurm/test_cluster.py",
+    r"python -m$": "names the option",
+}
+
+COPIED = ("train.py", "fsdp", "launch", "slurm", "recipes", "bench", "tests", "docs")
+MINE = """
+from torch import arange, nn
+from torch.utils.data import Dataset
+
+
+class Words(Dataset):
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return ((arange(784.0) + index) / 784).view(1, 28, 28), index % 10
+
+
+def build(folder=None, width: int = 64, vocab_size: int = 256):
+    if folder is not None:
+        return Words(folder)
+    return nn.Sequential(nn.Embedding(vocab_size, width), nn.Linear(width, vocab_size))
+"""
+
+
+def listed_for(command: str) -> list[str]:
+    patterns = [pattern for pattern in NOT_RUN if re.match(pattern, command)]
+    return patterns if command not in RUN and command not in LONG else [command]
+
+
+def test_every_printed_command_is_run_or_listed() -> None:
+    assert [command for command in all_commands() if not listed_for(command)] == []
+
+
+def test_every_listed_command_is_printed() -> None:
+    printed = all_commands()
+    assert [command for command in (*RUN, *LONG) if command not in printed] == []
+    assert [pattern for pattern in NOT_RUN if not any(re.match(pattern, one) for one in printed)] == []
+
+
+@pytest.mark.parametrize("command", [one for one in all_commands() if one not in RUN])
+def test_modules_recipes_and_flags_of_a_command_exist(command: str) -> None:
+    words = shlex.split(command.replace("…", ""))
+    for recipe in [word for word in words if word.startswith("recipes/")]:
+        assert (ROOT / recipe).is_file()
+    if "-m" in words[:-1]:
+        assert importlib.util.find_spec(words[words.index("-m") + 1]) is not None
+    scripts = [at for at, word in enumerate(words) if word.endswith((".sbatch", "train.py")) or word == "--"]
+    first = scripts[-1] + 1 if scripts else len(words)
+    own = [word for word in words[first:] if word not in ("--dry-run", "--preflight", "--help")]
+    if own and "--batch_size" not in own and not own[1].startswith(("RUN/", "runs/")):
+        configuration.load(own)
+
+
+# ---------------------------------------------------------------- as typed
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the repository, two run directories in it, and what a person would have beside them."""
+    folder = tmp_path_factory.mktemp("typed")
+    for name in COPIED:
+        source = ROOT / name
+        copy = shutil.copytree if source.is_dir() else shutil.copy
+        copy(source, folder / name)
+    (folder / "mine.py").write_text(MINE)
+    for name in ("notes", "corpus"):
+        (folder / name).mkdir()
+        (folder / name / "a.md").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
+    programs = folder / "bin"
+    programs.mkdir()
+    for name, before in (("python", ""), ("torchrun", " -m torch.distributed.run --standalone")):
+        (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}"{before} "$@"\n')
+        (programs / name).chmod(0o755)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(place: Path) -> Path:
+    flags = "--config recipes/text.toml --train.steps 3 --checkpoint.every_steps 1 --watch.enabled false"
+    done = typed(f"python train.py {flags} --run.dir RUN", place)
+    assert done.returncode == 0, done.stderr
+    shutil.copytree(place / "runs/A", place / "runs/B")
+    return place / "runs/A"
+
+
+def typed(command: str, place: Path) -> subprocess.CompletedProcess[str]:
+    filled = re.sub(r"\b(RUN|A)\b", "runs/A", command)
+    filled = re.sub(r"\bB\b", "runs/B", filled).replace("FOLDER", "exported")
+    environment = {
+        **os.environ,
+        "PATH": f"{place / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+    }
+    return subprocess.run(
+        filled, shell=True, cwd=place, env=environment, capture_output=True, text=True, timeout=500
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", RUN)
+def test_as_typed(command: str, place: Path, run: Path) -> None:
+    done = typed(command, place)
+    assert done.returncode == RUN[command], done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("command", LONG)
+def test_as_typed_and_long(command: str, place: Path, run: Path) -> None:
+    done = typed(command, place)
+    assert done.returncode == LONG[command], done.stdout + done.stderr
