@@ -1,6 +1,4 @@
-"""A sum over the ranks that is begun behind a backward: not before it, not twice, and not forgotten where
-none comes.
-"""
+"""A sum over the ranks that a backward starts: after the last gradient, once, and also without a backward."""
 
 from __future__ import annotations
 

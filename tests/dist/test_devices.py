@@ -1,5 +1,5 @@
-"""Which device a rank takes, and what follows where two ranks of a node have one GPU. This machine has none:
-torch.cuda's answers are a stand-in's, the store and the ranks are real.
+"""The device of a rank, and two ranks of a node with one GPU. torch.cuda is replaced by a stand-in; the store
+and the ranks are real.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def test_the_flag_as_typed() -> None:
 
 
 def refusal(env: DistEnv, launcher: str, devices: list[str]) -> str:
-    """What each of the ranks, on these devices, is told; empty where they may train."""
+    """The error of each rank on these devices; empty if they may train."""
     store = dist.PrefixStore("devices", dist.distributed_c10d._get_default_store())
     there = replace(env, launcher=launcher)
     try:
@@ -135,7 +135,7 @@ def devices_set(env: DistEnv) -> list[str]:
     return chosen
 
 
-def test_a_rank_selects_its_device_though_the_group_is_somebody_elses() -> None:
+def test_a_rank_selects_its_device_with_an_existing_process_group() -> None:
     assert run_world(2, devices_set) == [["cuda:0"], ["cuda:1"]]
 
 

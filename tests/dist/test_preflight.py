@@ -1,6 +1,4 @@
-"""What every start looks at: on real ranks whose programs, names or folders differ, and on none of them for
-long.
-"""
+"""The checks before training, on real ranks whose versions, names or folders differ, and their duration."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ def on_two_nodes(env: DistEnv, run: str, blind: str) -> tuple[str, list[str]]:
     return checked(env, blind if blind and not env.is_main else run, patience_s=0.3)
 
 
-def test_ranks_of_two_torches_do_not_train(tmp_path: Path) -> None:
+def test_ranks_with_different_torch_versions_do_not_train(tmp_path: Path) -> None:
     for said, _ in run_world(2, checked, str(tmp_path), "another torch"):
         assert "torch is" in said
         assert "rank 1 on" in said
@@ -53,7 +51,7 @@ def test_ranks_of_two_torches_do_not_train(tmp_path: Path) -> None:
         assert "HINT:" in said
 
 
-def test_equal_ranks_say_nothing_and_leave_nothing(tmp_path: Path) -> None:
+def test_equal_ranks_log_nothing_and_leave_no_file(tmp_path: Path) -> None:
     assert run_world(2, checked, str(tmp_path)) == [("", []), ("", [])]
     assert run_world(2, on_two_nodes, str(tmp_path), "") == [("", []), ("", [])]
     assert list(tmp_path.iterdir()) == []
@@ -76,7 +74,7 @@ def trained(env: DistEnv, run: str) -> str:
     return ""
 
 
-def test_every_start_looks(tmp_path: Path) -> None:
+def test_every_start_runs_the_checks(tmp_path: Path) -> None:
     for said in run_world(2, trained, str(tmp_path / "run")):
         assert "torch is" in said
     assert not (tmp_path / "run" / "history.jsonl").exists()
@@ -91,8 +89,8 @@ def seconds(env: DistEnv, run: str) -> list[float]:
     return took
 
 
-def test_it_costs_a_start_next_to_nothing(tmp_path: Path) -> None:
-    """The least of some: what it takes, and not what else the machine does."""
+def test_the_checks_take_less_than_20_ms(tmp_path: Path) -> None:
+    """The minimum of several runs, without the machine's other load."""
     took = [max(both) for both in zip(*run_world(2, seconds, str(tmp_path)), strict=True)]
     assert min(took) < 0.02, took
 
@@ -120,10 +118,10 @@ def two_nodes() -> DistEnv:
         ("127.0.1.1", "10.0.0.7", "resolves to 127.0.1.1, which only"),
         ("", "10.0.0.7", "does not resolve"),
         ("127.0.1.1", "127.0.0.1", ""),  # all on one machine
-        ("", "", ""),  # the meeting's own error will say it
+        ("", "", ""),  # the rendezvous reports its own error
     ],
 )
-def test_a_name_that_other_nodes_cannot_use_is_said_before_they_wait(
+def test_a_host_name_that_other_nodes_cannot_use_is_an_error(
     own: str, towards: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
@@ -158,7 +156,7 @@ def fact(rank: int, **changes: object) -> RankFacts:
 @pytest.mark.parametrize(
     ("name", "fatal"), [("torch", True), ("nccl", True), ("cuda", True), ("driver", False), ("device", False)]
 )
-def test_the_odd_one_is_found_and_weighed(name: str, fatal: bool) -> None:
+def test_a_differing_rank_is_found(name: str, fatal: bool) -> None:
     everyone = [fact(0), fact(1), fact(2, **{name: "other"})]
     (one,) = differences(everyone)
     assert one.fatal is fatal

@@ -1,4 +1,4 @@
-"""Whoever asks, all ranks stop behind the same step; and what is no request stops nobody."""
+"""All ranks stop after the same step, whichever rank has the request; other signals stop no rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 def steps_until_stop(
     stopper: Stopper, before_step: dict[int, object], most: int = 6
 ) -> tuple[int, str | None]:
-    """Run empty steps; what `before_step` holds for a step is called while it runs."""
+    """Run empty steps; the function of `before_step` for a step is called during it."""
     for step in range(most):
         stopper.begin(step)
         stopper.sum_with(torch.zeros((), dtype=torch.float64))
@@ -68,11 +68,11 @@ def handlers(env: DistEnv, run_dir: str) -> bool:
     return signal.signal(signal.SIGUSR1, mine) is signal.SIG_IGN
 
 
-def test_close_gives_the_handlers_back(tmp_path: Path) -> None:
+def test_close_restores_the_signal_handlers(tmp_path: Path) -> None:
     assert run_world(1, handlers, str(tmp_path)) == [True]
 
 
-def test_a_reason_is_known_by_the_text_that_runs_have_written() -> None:
+def test_a_reason_is_read_from_the_text_of_a_run() -> None:
     for reason in StopReason:
         assert StopReason.read(str(reason)) is reason
         assert StopReason.read(f"{reason} at step 3") is reason
@@ -166,7 +166,7 @@ def asked_between_batches(env: DistEnv, run_dir: str) -> tuple[StopDecision, Sto
     return before, after
 
 
-def test_an_evaluation_hears_of_it_between_two_batches(tmp_path: Path) -> None:
+def test_a_request_is_seen_between_two_batches_of_an_evaluation(tmp_path: Path) -> None:
     after = StopDecision(StopReason.SIGTERM, save=False)
     assert run_world(2, asked_between_batches, str(tmp_path)) == [(StopDecision(None, False), after)] * 2
 
@@ -184,7 +184,7 @@ def at_other_steps(env: DistEnv, run_dir: str) -> str:
     return "nothing"
 
 
-def test_ranks_at_different_steps_are_told_so(tmp_path: Path) -> None:
+def test_ranks_at_different_steps_fail(tmp_path: Path) -> None:
     first, second = run_world(2, at_other_steps, str(tmp_path))
     assert first.startswith("rank 0 is at step 4, others are not")
     assert second.startswith("rank 1 is at step 5, others are not")
@@ -201,7 +201,7 @@ stopper = stop.Stopper(StopSection(), from_environment({}), Path(sys.argv[1]), l
 print("ready", flush=True)
 if sys.argv[3] == "stuck":
     mutex = (ctypes.c_char * 64)()
-    # the second never returns and hears no signal
+    # the second lock never returns, and no handler runs
     for _ in range(2): ctypes.CDLL(None).pthread_mutex_lock(mutex)
 while stopper._signals.first is None: pass
 sys.stdin.read()
@@ -224,10 +224,10 @@ def interrupt_twice(tmp_path: Path, again_s: float, how: str) -> tuple[int, str]
         return process.returncode, out
 
 
-def test_a_second_ctrl_c_leaves_at_once_even_while_the_main_thread_hangs_in_c(tmp_path: Path) -> None:
+def test_a_second_ctrl_c_exits_at_once_even_while_the_main_thread_hangs_in_c(tmp_path: Path) -> None:
     code, _ = interrupt_twice(tmp_path, 0.01, "stuck")
     assert code == 130
 
 
-def test_the_ctrl_c_that_torchrun_passes_on_is_not_a_second_one(tmp_path: Path) -> None:
+def test_the_ctrl_c_that_torchrun_forwards_is_not_a_second_one(tmp_path: Path) -> None:
     assert interrupt_twice(tmp_path, 1000.0, "free") == (0, "marked SIGINT\n")

@@ -1,4 +1,4 @@
-"""A disk that is full: training goes on without its records, and a start without room says so in one line.
+"""A full disk: training continues without its records, and a start without room is refused in one line.
 
 The disk is a tmpfs of its own, in a mount namespace that a sleeping process holds open.
 """
@@ -196,11 +196,11 @@ def test_a_start_on_a_full_disk_is_refused_in_one_line_with_a_hint(disk: SmallDi
     for command in (f"df -h {run}", f"df -i {run}"):
         assert command in line
         assert disk.start(*command.split()).returncode == 0
-    assert disk.names("run") == ["logs", "tensorboard"], "what could not be written is cleared away"
+    assert disk.names("run") == ["logs", "tensorboard"], "partial files are removed"
 
 
-def test_a_claim_that_does_not_fit_is_named_and_cleared_away(disk: SmallDisk) -> None:
-    """The last block goes between the look at the folder and the claim."""
+def test_a_lock_file_that_does_not_fit_is_named_and_removed(disk: SmallDisk) -> None:
+    """The disk fills up between the check of the folder and the lock."""
     fill(disk.outside / "ballast")
     name = Claim.__name__
     take = f"from pathlib import Path; from fsdp.rundir.lock import {name}; "

@@ -1,5 +1,5 @@
-"""Line files after a kill or a full disk: what is torn is left out and named once, and no later record is
-lost with it.
+"""Line files after a kill or a full disk: torn lines are left out and named once, and no later record is
+lost.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def test_metrics_with_a_torn_line_are_read_cut_and_go_on(torn: bytes, run: RunDi
     assert history.last_step(run) == 5
     history.truncate_metrics(run, 4)
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4], "the resumed run draws step 5 itself"
+    assert [line["step"] for line in lines] == [1, 2, 3, 4], "the resumed run records step 5 again"
 
 
 def test_a_record_behind_nuls_in_its_line_is_read(run: RunDir) -> None:
@@ -92,7 +92,7 @@ def test_a_torn_end_is_ended_before_the_next_record(torn: bytes, run: RunDir) ->
 
 
 @pytest.mark.parametrize("torn", [b'{"event": "en', b"\0" * 64])
-def test_a_job_script_s_verdict_stands_on_what_can_be_read(torn: bytes, run: RunDir) -> None:
+def test_a_job_script_decides_by_the_readable_records(torn: bytes, run: RunDir) -> None:
     line_files.append(run.history, {"event": "start", "from_step": 0})
     for file in (run.history, run.metrics):
         with file.open("ab") as stream:
@@ -129,8 +129,8 @@ def test_a_torn_run_resumes(tmp_path: Path) -> None:
 
 @contextmanager
 def room_for(size: int) -> Iterator[None]:
-    """No file of this process grows beyond: a write that crosses it is cut off, the next one fails, as on a
-    full disk.
+    """Limit the size of this process's files: a write beyond it is cut off and the next fails, as on a full
+    disk.
     """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -154,7 +154,7 @@ def test_an_append_without_room_leaves_no_torn_line(tmp_path: Path) -> None:
     assert steps(file) == [1]
 
 
-def test_records_wait_for_room_and_are_told_once(
+def test_records_wait_for_room_and_are_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(line_files, "RETRY_S", 0.0)
@@ -173,7 +173,7 @@ def test_records_wait_for_room_and_are_told_once(
     ]
 
 
-def test_what_is_kept_has_a_bound_and_what_is_lost_is_counted(
+def test_kept_records_are_limited_and_lost_ones_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(line_files, "KEPT_BYTES", 40)
@@ -192,9 +192,7 @@ def test_what_is_kept_has_a_bound_and_what_is_lost_is_counted(
     assert caplog.records[-1].getMessage().endswith("3 records kept until now, 7 records lost")
 
 
-def test_a_full_disk_is_asked_again_only_now_and_then(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_retried_at_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
     real = line_files._write_whole
 
@@ -223,7 +221,7 @@ def test_a_file_that_cannot_be_replaced_stays_as_it_was(tmp_path: Path) -> None:
     ("number", "kind"),
     [(errno.ENOSPC, CheckpointError), (errno.EDQUOT, CheckpointError), (errno.EROFS, ConfigError)],
 )
-def test_what_a_start_cannot_write_is_one_line_that_names_the_file(
+def test_a_file_that_a_start_cannot_write_is_named_in_one_line(
     number: int, kind: type[Exception], tmp_path: Path
 ) -> None:
     with (
