@@ -1,10 +1,10 @@
-"""Data sets, and the one global cursor every rank slices.
+"""Data sets, and the one global cursor that every rank slices.
 
-    DataSet      train samples, held-out samples, and what a model and a person need to know of them (DataInfo)
-    Cursor       (seed, step, global batch) → sample indices; knows no world size
+    DataSet      train samples, held-out samples, and their description (DataInfo)
+    Cursor       (seed, step, global batch) → sample indices; independent of the world size
     Loader       a step's micro-batches for one rank, read ahead by threads
 
-A data set is one file here, named as --data.name names it. Not here: how a batch becomes a loss
+Each data set is one file here, named as in --data.name. Not here: how a batch becomes a loss
 (fsdp/models/loss.py).
 """
 
@@ -14,5 +14,6 @@ from fsdp.data.registry import BUILT_INS, build_dataset
 from fsdp.data.types import Batch, DataInfo, DataSet, Samples, StepBatch
 
 __all__ = [
-    "BUILT_INS", "Batch", "Cursor", "DataInfo", "DataSet", "Loader", "Samples", "StepBatch", "build_dataset", "heldout_batches",
+    "BUILT_INS", "Batch", "Cursor", "DataInfo", "DataSet", "Loader", "Samples", "StepBatch", "build_dataset",
+    "heldout_batches",
 ]  # fmt: skip

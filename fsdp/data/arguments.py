@@ -1,5 +1,5 @@
-"""The arguments of a data set: those that every data set may read (Where), and --data.args checked against a
-function's keyword-only parameters, their types and ranges.
+"""The arguments of a data set: the common ones (Where), and checks of --data.args against a function's
+keyword-only parameters, their types and ranges.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ from fsdp.models.factory import unknown_argument
 
 @dataclass(frozen=True)
 class Where:
-    """What every data set may read beside its own arguments: --data.dir, --data.seq_len, and what the model
-    says.
-    """
+    """Arguments common to all data sets: --data.dir, --data.seq_len, and the model's facts."""
 
     dir: str
     seq_len: int
     model_facts: Args
     flag: str = "--data.dir"
-    """Which flag names `dir`: --data.name where that is a path."""
+    """The flag that gave `dir`: --data.name if that is a path."""
     skip_unreadable: int = 0
 
     def __str__(self) -> str:
@@ -34,7 +32,7 @@ class Where:
 
 
 def check_args(function: Callable[..., Any], given: Args, owner: str) -> dict[str, Any]:
-    """--data.args against the keyword-only parameters of a function and their types."""
+    """Checks --data.args against the keyword-only parameters of a function and their types."""
     hints = typing.get_type_hints(function)
     known = [n for n, p in inspect.signature(function).parameters.items() if p.kind is p.KEYWORD_ONLY]
     for name in given:
@@ -74,7 +72,7 @@ def _example(kinds: tuple[Any, ...]) -> str:
 
 
 def check_range(name: str, value: float, low: float, high: float | None = None) -> None:
-    """One argument of a data set within its range."""
+    """Raises ConfigError if an argument of a data set is out of range."""
     if value < low or (high is not None and value > high):
         bounds = f"at least {low}" if high is None else f"between {low} and {high}"
         raise ConfigError(

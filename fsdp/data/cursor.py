@@ -1,9 +1,9 @@
-"""The one global cursor: (seed, step, global batch) → sample indices. It knows no world size.
+"""The one global cursor: (seed, step, global batch) → sample indices, independent of the world size.
 
-An epoch's order is a keyed permutation of 0…n-1 that is computed where it is looked at: a generalised Feistel
-network on a grid of a × b ≥ n cells, a number outside 0…n-1 walking on until it falls inside (Black and
-Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). No array of n, nothing to save, any step in the same
-time. Not here: which rank takes what.
+An epoch's order is a keyed permutation of 0…n-1 that is computed on demand: a generalised Feistel network on
+a grid of a × b ≥ n cells, applied repeatedly until a number falls inside 0…n-1 (cycle walking: Black and
+Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). It needs no array of n and no saved state, and any
+step takes the same time. Not here: how ranks share a batch.
 """
 
 from __future__ import annotations
@@ -18,17 +18,13 @@ from fsdp.base.errors import ConfigError
 
 ROUNDS = 8
 AT_ONCE = 512
-"""Positions looked up together where batches are small: a permutation of eight costs as much as one of
-hundreds.
-"""
+"""Positions computed together if batches are smaller: a permutation of 8 costs as much as one of hundreds."""
 _M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _S1, _S2, _S3 = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
 def mix(values: np.ndarray, key: int) -> np.ndarray:
-    """uint64 → uint64, each value with a key: splitmix64's finisher. Any position alone, with no generator to
-    advance.
-    """
+    """Mixes each uint64 with a key: splitmix64's finisher. Random access, without a generator's state."""
     x = values + np.uint64(key)
     x ^= x >> _S1
     x *= _M1
@@ -39,13 +35,13 @@ def mix(values: np.ndarray, key: int) -> np.ndarray:
 
 
 def stream_key(*parts: int | str) -> int:
-    """64 bits that name a stream, the same on every machine."""
+    """Returns a 64-bit key for a named stream, the same on every machine."""
     text = "/".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 class Permutation:
-    """A keyed bijection of 0…n-1, evaluated at the positions asked for."""
+    """A keyed bijection of 0…n-1, evaluated at the given positions."""
 
     def __init__(self, n: int, key: tuple[int, ...]) -> None:
         self.n = n
@@ -55,7 +51,7 @@ class Permutation:
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
         values = self._shuffle(positions.astype(np.uint64))
-        # The grid has fewer than √n cells too many: hardly ever a second walk, never many.
+        # The grid has fewer than √n cells too many: a second pass is rare, and never many follow.
         while (outside := np.flatnonzero(values >= self.n)).size:
             values[outside] = self._shuffle(values[outside])
         return values.astype(np.int64)
@@ -70,9 +66,7 @@ class Permutation:
 
 
 class Cursor:
-    """Which samples optimizer step 0, 1, 2 … takes: every sample once an epoch, the last batch of an epoch
-    short.
-    """
+    """The samples of optimizer step 0, 1, 2 …: every sample once per epoch; its last batch is shorter."""
 
     def __init__(self, *, seed: int, samples: int, global_batch: int) -> None:
         if samples < 1:
@@ -83,7 +77,7 @@ class Cursor:
         self._block = functools.lru_cache(maxsize=4)(self._look_up)
 
     def indices(self, step: int) -> np.ndarray:
-        """1 … global_batch sample indices, int64, in the order that ranks cut them."""
+        """Returns 1 … global_batch sample indices, int64, in the order in which ranks slice them."""
         epoch, place = divmod(step, self.steps_per_epoch)
         first = place * self.global_batch
         last = min(first + self.global_batch, self.samples)

@@ -1,16 +1,15 @@
-"""A person's own data: --data.name package.module:factory.
+"""User-defined data: --data.name package.module:factory.
 
-The factory takes --data.args as keyword arguments (and seq_len, dir, where it has such parameters) and
-returns
+The factory takes --data.args as keyword arguments (and seq_len, dir, if it has such parameters) and returns
 
     a torch map-style Dataset         or
     a pair (train, heldout) of them   or
-    a DataSet of fsdp.data            which says everything itself
+    a DataSet of fsdp.data, used as it is
 
-Items are (inputs, targets), or dicts with "inputs" (or "input_ids") and whatever else the model's forward
-takes. They are read by --data.workers threads at once. A Dataset with an attribute `classes` names its
-classes. One with an attribute `collate` makes the batches itself: collate(items) returns such a pair or dict,
-with a row for each item (docs/data.md).
+Items are (inputs, targets), or dicts with "inputs" (or "input_ids") and the other arguments of the model's
+forward. They are read by --data.workers threads concurrently. A Dataset's attribute `classes` holds the class
+names. With an attribute `collate` it builds the batches: collate(items) returns such a pair or dict, with a
+row for each item (docs/data.md).
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def build(name: str, where: Where, args: Args) -> DataSet:
         raise
     except Exception as error:
         raise ConfigError(
-            f"--data.name {name} failed: {blame(error)}.", "the line named is the factory's own"
+            f"--data.name {name} failed: {blame(error)}.", "the error is on that line of the factory"
         ) from error
     return as_dataset(name, made, where.skip_unreadable)
 
@@ -51,7 +50,7 @@ def _arguments(name: str, factory: Callable[..., Any], where: Where, args: Args)
     takes.check(args, "--data.args", name)
     if where.dir and not takes.accepts("dir"):
         raise ConfigError(
-            f"--data.dir {where.dir} says nothing to {name}: it has no parameter dir.",
+            f"--data.dir {where.dir} has no effect on {name}: it has no parameter dir.",
             "leave it out, or give it a parameter dir",
         )
     given = dict(args)
@@ -71,7 +70,7 @@ def as_dataset(name: str, made: Any, skip_unreadable: int = 0) -> DataSet:
     pair = made if isinstance(made, tuple) else (made, None)
     if len(pair) != 2:
         raise ConfigError(
-            f"--data.name {name} returned {len(pair)} things.",
+            f"--data.name {name} returned a tuple of {len(pair)}.",
             "return a Dataset, or the pair (train, heldout)",
         )
     for part in pair if pair[1] is not None else pair[:1]:
@@ -84,12 +83,13 @@ def as_dataset(name: str, made: Any, skip_unreadable: int = 0) -> DataSet:
 def _check_map_style(name: str, part: Any) -> None:
     if not hasattr(part, "__len__") or not hasattr(part, "__getitem__"):
         raise ConfigError(
-            f"--data.name {name} gives a {type(part).__name__}, which has no length or no items by index.",
+            f"--data.name {name} returned a {type(part).__name__}, which has no length or no items by index.",
             "give it __len__ and __getitem__: the order of samples must be the same at any number of ranks",
         )
     if not len(part):
         raise ConfigError(
-            f"--data.name {name} gives an empty {type(part).__name__}.", "look into what the factory reads"
+            f"--data.name {name} returned an empty {type(part).__name__}.",
+            "check the data that the factory reads",
         )
     hook = collate_of(part)
     if hook is not None and not callable(hook):
@@ -100,14 +100,14 @@ def _check_map_style(name: str, part: Any) -> None:
 
 
 def collate_of(items: Any) -> Any:
-    """The Dataset's attribute `collate`; of a torch Subset its Dataset's."""
+    """Returns the Dataset's attribute `collate`; for a torch Subset, that of its Dataset."""
     while not hasattr(items, "collate") and isinstance(items, Subset):
         items = items.dataset
     return getattr(items, "collate", None)
 
 
 class ItemSamples:
-    """A map-style Dataset's items, collated by its own `collate`, or as torch's DataLoader does by default."""
+    """A map-style Dataset's items, collated by its own `collate`, else by torch's default_collate."""
 
     def __init__(self, items: Any) -> None:
         self.items = items
@@ -138,7 +138,7 @@ class ItemSamples:
 
 
 def _unlike(rows: Sequence[Mapping[str, Any]], indices: np.ndarray) -> str | None:
-    """Two samples that differ in their keys or shapes, and in what."""
+    """Describes two samples that differ in their keys or shapes; None if all are alike."""
     first = rows[0]
     for row, index in zip(rows, indices, strict=True):
         if row.keys() != first.keys():
@@ -164,14 +164,14 @@ def _as_dict(item: Any, what: str = "an item") -> dict[str, Any]:
 
 
 def _value(value: Any) -> Any:
-    """default_collate would transpose lists of numbers, and make doubles of Python's floats."""
+    """Converts lists, which default_collate would transpose, and floats, which it would make doubles."""
     if isinstance(value, (list, tuple, float)):
         return torch.as_tensor(value)
     return value
 
 
 def _first(name: str, samples: Samples, skip_unreadable: int) -> dict[str, Tensor]:
-    """Sample 0, or the first that can be read where some need not be."""
+    """Returns sample 0, or the first readable one if --data.skip_unreadable allows it."""
     for index in range(min(skip_unreadable + 1, len(samples))):
         try:
             return samples.batch(np.array([index], np.int64))
@@ -185,12 +185,13 @@ def _first(name: str, samples: Samples, skip_unreadable: int) -> dict[str, Tenso
 
 
 def _info(name: str, samples: Samples, items: Any, skip_unreadable: int) -> DataInfo:
-    """What one sample tells of all."""
+    """Derives the description of all samples from one."""
     first = _first(name, samples, skip_unreadable)
     bad = [k for k, v in first.items() if not isinstance(v, Tensor)]
     if bad:
         raise ConfigError(
-            f"--data.name {name}: {bad[0]} of an item is no number, array or tensor.", f"leave {bad[0]} out"
+            f"--data.name {name}: {bad[0]} of an item is not a number, array or tensor.",
+            f"leave {bad[0]} out",
         )
     inputs = first["inputs"]
     classes = tuple(map(str, getattr(items, "classes", ())))
@@ -199,7 +200,7 @@ def _info(name: str, samples: Samples, items: Any, skip_unreadable: int) -> Data
     if inputs.dim() == 4 and inputs.is_floating_point() and inputs.shape[2] == inputs.shape[3]:
         kind, facts = "images", facts | {"channels": inputs.shape[1], "image_size": inputs.shape[2]}
     elif inputs.dim() == 2 and not inputs.is_floating_point():
-        # One class for a whole text is no text to go on with.
+        # One class per text is classification, not language modelling.
         kind = "other" if first.get("targets", inputs).dim() == 1 else "text"
         facts = facts | {"seq_len": inputs.shape[1]}
     tokens = inputs.shape[1] if kind == "text" else 0

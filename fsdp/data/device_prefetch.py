@@ -1,5 +1,6 @@
-"""A step's batch on its way to a CUDA device, on a stream of its own, while the step before it computes. Not
-here: reading.
+"""Copies a step's batch to a CUDA device on a separate stream while the previous step computes.
+
+Not here: reading.
 """
 
 from __future__ import annotations
@@ -10,9 +11,7 @@ from fsdp.data.types import StepBatch
 
 
 class DevicePrefetch:
-    """`send` on the thread that reads, `receive` on the one that trains; between them nobody waits on the
-    host.
-    """
+    """`send` runs on a reader thread, `receive` on the training thread; the host waits in neither."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -29,7 +28,7 @@ class DevicePrefetch:
         computing.wait_event(batch.arrived)
         for micro in batch.micro:
             for tensor in (*micro.data.values(), micro.valid):
-                # Made on the copying stream: without this its memory could be given out again while it is
+                # Allocated on the copy stream: without this the allocator could reuse the memory while it is
                 # still read.
                 tensor.record_stream(computing)
         return batch

@@ -1,8 +1,8 @@
-"""digits: 1,797 real handwritten digits, kept beside this file and drawn to 28×28. Source and licence:
-digits.LICENSE.md.
+"""digits: 1,797 real handwritten digits, stored beside this file and scaled to 28×28.
 
-The middle one of each ten of a class is held out: 179 of 1,797, the same for every seed. The writers of the
-held-out digits also wrote training digits, so that this measures reading, not reading a new hand.
+Source and licence: digits.LICENSE.md. The middle one of each ten of a class is held out: 179 of 1,797, the
+same for every seed. The writers of the held-out digits also wrote training digits, so the held-out accuracy
+does not measure reading the hand of a new writer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MEAN, STD = (0.5,), (0.5,)
 def build(where: Where) -> DataSet:
     if where.dir:
         raise ConfigError(
-            f"--data.dir {where.dir} says nothing to digits: they come with this code.", "leave it out"
+            f"--data.dir {where.dir} has no effect on digits: they are part of this package.", "leave it out"
         )
     with np.load(FILE, allow_pickle=False) as file:
         images, labels = file["images"], file["labels"].astype(np.int64)
@@ -46,15 +46,15 @@ def build(where: Where) -> DataSet:
 
 
 def draw(images: np.ndarray) -> np.ndarray:
-    """[n, 8, 8] of 0…16 → [n, 28, 28], bilinear, in whole numbers that fp32 holds: the same bits on every
-    processor.
+    """Scales [n, 8, 8] of 0…16 to [n, 28, 28], bilinear, in whole numbers exact in fp32: the same bits on
+    every processor.
     """
     weights, _ = _weights()
     return (weights @ images.astype(np.float32) @ weights.T).astype(np.int16)
 
 
 def _weights() -> tuple[np.ndarray, int]:
-    """Rows of 8 weights that sum to `total`: output pixel i looks at (4i − 5) / 14 of the source (half-pixel
+    """Rows of 8 weights that sum to `total`: output pixel i samples the source at (4i − 5) / 14 (half-pixel
     centres).
     """
     total = 14
@@ -67,5 +67,5 @@ def _weights() -> tuple[np.ndarray, int]:
 
 
 def brightness_steps() -> int:
-    """The largest value that draw() gives: full ink in both directions' weights."""
+    """The largest value that draw() returns: full ink times the weights of both directions."""
     return INK * _weights()[1] ** 2

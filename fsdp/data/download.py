@@ -1,8 +1,7 @@
-"""Files fetched once a node: one process downloads, the others wait, and what is half there never has the
-real name.
+"""Downloads files once per node, by one process while the others wait. Partial files have temporary names.
 
-fetch() is called by every rank. A lock file in the folder decides who works; a rank that waited for one that
-failed reports the same failure and does not try again. Not here: which files, or what is in them.
+Every rank calls fetch(). A lock file in the folder selects the one that downloads; a rank that waited for one
+that failed reports the same failure and does not retry. Not here: which files, and their contents.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ LOCK = ".download.lock"
 
 
 class DownloadError(Exception):
-    """One line: what could not be fetched, and why."""
+    """One line: which file could not be downloaded, and why."""
 
 
 def fetch(folder: Path, missing: Callable[[], list[str]], get: Callable[[str, Path], Path]) -> None:
-    """Until missing() is empty: get(name, folder for its work) gives a whole file, which then appears in
+    """Calls get(name, work folder) for each file of missing(), and moves the whole file that it returns to
     `folder`.
 
-    OSError where the folder cannot be written; DownloadError where a file cannot be had.
+    Raises OSError if the folder cannot be written, DownloadError if a file cannot be downloaded.
     """
     if not missing():
         return
@@ -52,7 +51,7 @@ def fetch(folder: Path, missing: Callable[[], list[str]], get: Callable[[str, Pa
 
 
 def _take(descriptor: int) -> bool:
-    """Hold the lock until the file is closed or the process ends; whether someone else held it."""
+    """Takes the lock until the file is closed or the process ends; returns whether it had to wait."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return False
@@ -60,8 +59,7 @@ def _take(descriptor: int) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         return True
     except OSError as error:
-        # A file system without locks: each rank then downloads for itself, and each rename is of a whole
-        # file.
+        # A file system without locks: each rank downloads for itself, and renames a whole file.
         log.warning("no lock on this file system (%s): each rank downloads for itself", error.strerror)
         return False
 
@@ -76,7 +74,7 @@ def _fill(folder: Path, names: list[str], get: Callable[[str, Path], Path]) -> N
 
 
 def download(url: str, path: Path) -> None:
-    """The whole of a URL in a file, or DownloadError."""
+    """Downloads a URL to a file; DownloadError if it is not complete."""
     try:
         with _opened(url) as answer, path.open("wb") as file:
             shutil.copyfileobj(answer, file, 1 << 20)
@@ -92,7 +90,7 @@ def download(url: str, path: Path) -> None:
             f"{url}: {getattr(error, 'reason', None) or error or type(error).__name__}"
         ) from error
     if promised is not None and path.stat().st_size != int(promised):
-        raise DownloadError(f"{url}: {path.stat().st_size} bytes came of {promised}")
+        raise DownloadError(f"{url}: {path.stat().st_size} of {promised} bytes received")
 
 
 @contextlib.contextmanager

@@ -1,8 +1,7 @@
-"""fashion_mnist: 60,000 and 10,000 pictures of clothes, 28×28, normalised to −1 … 1: torchvision's files and
-folders.
+"""fashion_mnist: 60,000 and 10,000 images of clothes, 28×28, normalised to −1 … 1, in torchvision's layout.
 
-DIR/FashionMNIST/raw holds them (or DIR itself), plain or .gz. Where they are missing they are downloaded,
-once a node. Read here and not through torchvision, whose import costs more than the reading.
+The files are in DIR/FashionMNIST/raw (or DIR itself), plain or .gz; missing ones are downloaded once per
+node. They are not read through torchvision, whose import takes longer than reading them.
 """
 
 from __future__ import annotations
@@ -68,19 +67,20 @@ def default_dir() -> Path:
 
 
 def _obtain(base: Path, mirror: str) -> Path:
-    """The folder where the four files lie; downloaded into torchvision's place where they lie nowhere."""
+    """Returns the folder of the four files; downloads them to torchvision's place if there is none."""
     raw = base / "FashionMNIST" / "raw"
     for folder in (raw, base):
         if not _missing(folder):
             return folder
     source = (mirror or MIRROR).rstrip("/") + "/"
     try:
-        # The published sums are of the published files: a mirror of one's own may hold others.
+        # The published checksums apply to the published files: a user's mirror may hold others.
         fetch(raw, functools.partial(_missing, raw), functools.partial(_get, source, check_sums=not mirror))
     except (DownloadError, OSError) as error:
         raise ConfigError(
             f"FashionMNIST is not in {raw} and cannot be downloaded: {error}.",
-            f"copy {', '.join(f'{name}.gz' for name in FILES)} to FOLDER/FashionMNIST/raw and give --data.dir FOLDER",
+            f"copy {', '.join(f'{name}.gz' for name in FILES)} to FOLDER/FashionMNIST/raw and give "
+            "--data.dir FOLDER",
         ) from error
     return raw
 
@@ -90,7 +90,7 @@ def _missing(folder: Path) -> list[str]:
 
 
 def _get(source: str, name: str, work: Path, *, check_sums: bool) -> Path:
-    """One file downloaded, checked and unpacked in a folder for its work."""
+    """Downloads, checks and unpacks one file in the work folder."""
     packed, plain = work / f"{name}.gz", work / name
     download(f"{source}{name}.gz", packed)
     if check_sums and hashlib.md5(packed.read_bytes(), usedforsecurity=False).hexdigest() != FILES[name]:
@@ -100,7 +100,7 @@ def _get(source: str, name: str, work: Path, *, check_sums: bool) -> Path:
             shutil.copyfileobj(file, out, 1 << 20)
         read_idx(plain)
     except (OSError, EOFError, zlib.error, ConfigError) as error:
-        raise DownloadError(f"{source}{name}.gz is not whole ({error})") from error
+        raise DownloadError(f"{source}{name}.gz is not complete ({error})") from error
     return plain
 
 
@@ -118,7 +118,8 @@ def _samples(folder: Path, split: str) -> PixelSamples:
         or labels.max() >= len(CLASSES)
     ):
         raise ConfigError(
-            f"{folder}: {split} holds images {list(images.shape)} and labels {list(labels.shape)}, not FashionMNIST.",
+            f"{folder}: {split} holds images {list(images.shape)} and labels {list(labels.shape)}, not "
+            "FashionMNIST.",
             "give the FashionMNIST folder as --data.dir",
         )
     return PixelSamples(images[:, None], labels.astype(np.int64), 255, MEAN, STD)
@@ -129,8 +130,8 @@ def _present(folder: Path, name: str) -> Path:
 
 
 def read_idx(path: Path) -> np.ndarray:
-    """A file of the idx format, bytes only: two zeros, 8 (unsigned byte), the number of axes, their sizes,
-    the values.
+    """Reads a file of the idx format, bytes only: two zeros, 8 (unsigned byte), the number of axes, their
+    sizes, the values.
     """
     try:
         if path.suffix == ".gz":
@@ -144,5 +145,5 @@ def read_idx(path: Path) -> np.ndarray:
         return np.asarray(content[4 + 4 * axes :]).reshape(shape)
     except (OSError, EOFError, ValueError, zlib.error, struct.error) as error:
         raise ConfigError(
-            f"{path} is not a whole idx file: {error}.", f"rm {path} and start again to download it"
+            f"{path} is not a complete idx file: {error}.", f"rm {path} and start again to download it"
         ) from error

@@ -1,8 +1,7 @@
-"""folder: pictures in folders named as their classes, torchvision's ImageFolder layout: DIR/train/CLASS/… and
-DIR/val/CLASS/….
+"""folder: images in one folder per class, as torchvision's ImageFolder: DIR/train/CLASS/…, DIR/val/CLASS/….
 
-Without a train folder, DIR/CLASS/… is all there is and the middle one of each ten of a class is held out.
-Pictures are decoded when their batch is read, with Pillow. Not here: how a picture becomes a tensor
+Without a train folder, the images are in DIR/CLASS/…, and the middle one of each ten of a class is held out.
+Pillow decodes an image when its batch is read. Not here: converting an image to a tensor
 (fsdp/data/images.py).
 """
 
@@ -78,9 +77,9 @@ def _normalisation(channels: int, mean: list | None, std: list | None) -> dict[s
 
 
 def _root(folder: str) -> Path:
-    hint = "--data.dir FOLDER with FOLDER/CLASS/picture.png, or FOLDER/train and FOLDER/val of those"
+    hint = "--data.dir FOLDER with FOLDER/CLASS/image.png, or FOLDER/train and FOLDER/val of those"
     if not folder:
-        raise ConfigError("--data.name folder needs the folder of your pictures.", hint)
+        raise ConfigError("--data.name folder needs a folder of images in --data.dir.", hint)
     root = Path(folder).expanduser()
     if not root.is_dir():
         raise ConfigError(f"--data.dir {folder} is not a folder.", hint)
@@ -92,14 +91,15 @@ def _classes(root: Path) -> list[str]:
         entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith(".")
     )
     if not classes:
-        raise ConfigError(f"{root} has no folder of a class in it.", f"put pictures into {root}/CLASS/")
+        raise ConfigError(f"{root} has no folder per class.", f"put images into {root}/CLASS/")
     return classes
 
 
 def _check_same_classes(root: Path, classes: list[str]) -> None:
     if unknown := [name for name in _classes(root) if name not in classes]:
         raise ConfigError(
-            f"{root} has class {unknown[0]}, which train has not.", f"add {unknown[0]} to train, or remove it"
+            f"{root} has class {unknown[0]}, which train does not have.",
+            f"add {unknown[0]} to train, or remove it",
         )
 
 
@@ -110,7 +110,7 @@ def _find(root: Path, classes: list[str]) -> tuple[list[str], np.ndarray]:
         found = list(_pictures(str(root / name)))
         if not found and (root / name).is_dir():
             raise ConfigError(
-                f"{root / name} has no picture in it ({', '.join(SUFFIXES)}).", f"rmdir {root / name}"
+                f"{root / name} has no image in it ({', '.join(SUFFIXES)}).", f"rmdir {root / name}"
             )
         paths += found
         labels += [label] * len(found)
@@ -124,7 +124,7 @@ def _pictures(folder: str) -> Iterator[str]:
 
 
 class ImageFiles:
-    """One file a sample."""
+    """Samples of one image file each."""
 
     def __init__(self, paths: list[str], labels: np.ndarray, preprocess: Mapping[str, Any]) -> None:
         self.paths, self.labels, self.preprocess = paths, labels, preprocess

@@ -1,8 +1,6 @@
-"""Pictures as samples: whole-number pixels kept in memory and normalised by table, and one picture made ready
-for a model.
+"""Images as samples: integer pixels in memory, normalised by table; and one image converted to a tensor.
 
-prepare() is training's own way from a picture to a tensor: folder.py and fsdp/predict/images.py both call it.
-Not here: files.
+prepare() converts an image as in training; folder.py and fsdp/predict/images.py call it. Not here: files.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def normalise_table(steps: int, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
-    """[channels, steps + 1]: what a pixel value becomes, to the bit as ToTensor and Normalize compute it in
+    """Returns [channels, steps + 1], the normalised pixel values: the same bits as ToTensor and Normalize in
     fp32.
     """
     values = np.arange(steps + 1, dtype=np.float32) / np.float32(steps)
@@ -27,7 +25,7 @@ def normalise_table(steps: int, mean: Sequence[float], std: Sequence[float]) -> 
 
 
 class PixelSamples:
-    """Pictures [n, channels, height, width] of whole numbers 0 … steps, with labels."""
+    """Images [n, channels, height, width] of whole numbers 0 … steps, with labels."""
 
     def __init__(
         self, pixels: np.ndarray, labels: np.ndarray, steps: int, mean: Sequence[float], std: Sequence[float]
@@ -43,15 +41,13 @@ class PixelSamples:
         chosen = self.pixels[indices]
         inputs = np.empty(chosen.shape, np.float32)
         for channel, table in enumerate(self._table):
-            # "raise" would copy through a buffer
+            # mode "raise" would copy through a buffer
             np.take(table, chosen[:, channel], out=inputs[:, channel], mode="clip")
         return {"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(self.labels[indices])}
 
 
 def every_tenth(labels: np.ndarray) -> np.ndarray:
-    """A mask of the middle one of each ten of a class: a fixed tenth, the classes in proportion, no seed in
-    it.
-    """
+    """Returns a mask of the middle one of each ten of a class: a fixed tenth, independent of the seed."""
     held = np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):
         held[np.flatnonzero(labels == label)[4::10]] = True
@@ -59,22 +55,22 @@ def every_tenth(labels: np.ndarray) -> np.ndarray:
 
 
 def prepare(image: Image, preprocess: Mapping[str, Any]) -> np.ndarray:
-    """A picture as the model saw them in training: float32 [channels, size, size]."""
+    """Converts an image as in training: float32 [channels, size, size]."""
     pixels = to_pixels(image, preprocess)
     table = normalise_table(255, preprocess["mean"], preprocess["std"])
     return np.stack([table[c][pixels[..., c]] for c in range(pixels.shape[-1])])
 
 
 def to_pixels(image: Image, preprocess: Mapping[str, Any]) -> np.ndarray:
-    """uint8 [size, size, channels]: the middle square, scaled; by way of the source's own size where that was
+    """Returns uint8 [size, size, channels]: the middle square, scaled; through the source's size if that is
     smaller.
     """
     from PIL import Image as Pillow
     from PIL import ImageOps
 
     size, source = preprocess["image_size"], preprocess.get("source_size")
-    upright = ImageOps.exif_transpose(image)  # a photograph's rotation is a note in its file
-    if upright.mode.startswith("I;16"):  # convert() would cut each value off at 255
+    upright = ImageOps.exif_transpose(image)  # a photograph's rotation is in its EXIF data
+    if upright.mode.startswith("I;16"):  # convert() would clip each value at 255
         upright = Pillow.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
     plain = upright.convert("L" if preprocess["channels"] == 1 else "RGB")
     if source:
@@ -84,7 +80,7 @@ def to_pixels(image: Image, preprocess: Mapping[str, Any]) -> np.ndarray:
 
 
 def to_picture(inputs: np.ndarray, preprocess: Mapping[str, Any]) -> np.ndarray:
-    """The way back, for a person to look at: uint8 [height, width, channels]."""
+    """Converts a tensor back to an image for display: uint8 [height, width, channels]."""
     shape = (-1, 1, 1)
     mean, std = (np.asarray(preprocess[name], np.float32).reshape(shape) for name in ("mean", "std"))
     return np.rint(np.clip((inputs * std + mean) * 255, 0, 255)).astype(np.uint8).transpose(1, 2, 0)

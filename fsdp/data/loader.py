@@ -1,9 +1,8 @@
-"""A step's micro-batches for one rank, read ahead by threads; and the held-out samples, each once over all
-ranks.
+"""A step's micro-batches for one rank, read ahead by threads; and held-out samples, each once over all ranks.
 
-A global batch is cut into contiguous near-equal parts, one a rank, and a part into near-equal micro-batches,
-so that padding is spread. Padding repeats a sample and is marked; all ranks always get the same number of
-micro-batches. Not here: the order (fsdp/data/cursor.py) and the device.
+A global batch is split into contiguous near-equal parts, one per rank, and a part into near-equal
+micro-batches, which spreads the padding. Padding repeats a sample and is marked; all ranks always get the
+same number of micro-batches. Not here: the order (fsdp/data/cursor.py) and the device.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from fsdp.models.loss import count_tokens
 
 
 class SampleOrder(Protocol):
-    """What the loader asks of a cursor."""
+    """The loader's view of a cursor."""
 
     def indices(self, step: int) -> np.ndarray: ...
 
 
 def slices(indices: np.ndarray, rank: DataRank, accumulation: int) -> list[np.ndarray]:
-    """This rank's indices of a global batch, one array a micro-batch; the first ranks and micro-batches hold
-    the odd ones.
+    """Returns this rank's indices of a global batch, one array per micro-batch; the first ranks and
+    micro-batches hold the remainder.
     """
     own = _part(indices, rank.index, rank.count)
     return [_part(own, place, accumulation) for place in range(accumulation)]
@@ -44,7 +43,7 @@ def _part(array: np.ndarray, place: int, parts: int) -> np.ndarray:
 
 
 def pad(indices: np.ndarray, rows: int, spare: int) -> np.ndarray:
-    """Filled to `rows` with its own first index, or with `spare` where it has none."""
+    """Pads to `rows` with the first index, or with `spare` if there is none."""
     if len(indices) == rows:
         return indices
     filling = indices[0] if len(indices) else spare
@@ -52,9 +51,7 @@ def pad(indices: np.ndarray, rows: int, spare: int) -> np.ndarray:
 
 
 class Loader:
-    """step(k) gives step k's batch and starts on the next ones; a step out of turn is simply where it goes on
-    from.
-    """
+    """step(k) returns step k's batch and starts reading the next ones; any order of steps works."""
 
     def __init__(
         self,
@@ -69,24 +66,24 @@ class Loader:
         pin: bool,
         device: torch.device | None = None,
     ) -> None:
-        """`device`: where batches are copied while they are read ahead; None leaves them on the host."""
+        """Batches are copied to `device` while they are read ahead; None leaves them on the host."""
         self.samples, self.cursor = samples, cursor
         self.micro_batch, self.accumulation, self.rank = micro_batch, accumulation, rank
         self._pin = pin
         masks = [torch.arange(micro_batch) < rows for rows in range(micro_batch + 1)]
-        # From memory that is not pinned a copy to the device makes the host wait, however small it is.
+        # A copy to the device from unpinned memory blocks the host, however small it is.
         self._masks = [mask.pin_memory() for mask in masks] if pin else masks
         self._carrier = maybe_carrier(device if workers else None)
-        # A step each in hand, or a thread would have nothing to do.
+        # At least one step per thread, or a thread would be idle.
         self._readers = Readers(self._read, workers, ahead=max(prefetch, workers)) if workers else None
 
     def step(self, step: int) -> StepBatch:
-        """Raises what its reading raised, with the rank and the sample named."""
+        """Raises the error of reading it, with the rank and the sample."""
         batch = self._readers.get(step) if self._readers else self._read(step)
         return batch if self._carrier is None else self._carrier.receive(batch)
 
     def close(self) -> None:
-        """Waits for what is being read; no thread is left."""
+        """Waits for reads in progress and ends the threads."""
         if self._readers:
             self._readers.close()
 
@@ -108,7 +105,7 @@ class Loader:
 
 
 def read_batch(samples: Samples, indices: np.ndarray, where: str) -> dict[str, Tensor]:
-    """samples.batch, and what it raises as one line that names the sample to look at."""
+    """Calls samples.batch; an error becomes one line that names the sample."""
     try:
         data = samples.batch(indices)
     except ShardrunError as error:
@@ -118,12 +115,12 @@ def read_batch(samples: Samples, indices: np.ndarray, where: str) -> dict[str, T
         raise _named(samples, indices, where, error) from error
     short = {name: len(value) for name, value in data.items() if len(value) != len(indices)}
     if short:
-        raise OneRankError(f"{where}: {len(indices)} samples were asked for, and {short} rows came.")
+        raise OneRankError(f"{where}: {len(indices)} samples were requested, but {short} rows were returned.")
     return data
 
 
 def _named(samples: Samples, indices: np.ndarray, where: str, error: Exception) -> OneRankError:
-    """Each sample alone once more, to find those that cannot be read: only ever on the way out."""
+    """Reads each sample alone, to find those that fail. Called only when the run is about to fail."""
     bad = []
     for index in np.unique(indices):
         try:
@@ -136,9 +133,7 @@ def _named(samples: Samples, indices: np.ndarray, where: str, error: Exception) 
 
 
 class _EvenlySpread:
-    """`count` of `available` held-out samples in their order, evenly spread: the first ones alone may be of
-    one class.
-    """
+    """`count` of `available` held-out samples, evenly spread: the first ones may all be of one class."""
 
     def __init__(self, available: int, count: int, at_once: int) -> None:
         self.chosen = np.arange(count, dtype=np.int64) * available // max(count, 1)
@@ -160,9 +155,7 @@ def heldout_batches(
     pin: bool = False,
     device: torch.device | None = None,
 ) -> Iterator[Batch]:
-    """Every rank as many batches as the others, each held-out sample in one of them; limit 0 takes all
-    samples.
-    """
+    """Yields as many batches on every rank, with each held-out sample in one of them; limit 0 takes all."""
     count = min(limit or len(samples), len(samples))
     order = _EvenlySpread(len(samples), count, batch * rank.count)
     loader = Loader(

@@ -1,7 +1,7 @@
-"""Threads that make step k+1, k+2 … while step k computes. Not here: what is made.
+"""Threads that prepare steps k+1, k+2 … while step k computes. Not here: what they prepare.
 
-Two C queues and a dict rather than an executor's futures: get() is in every step, and a future costs it ten
-times as much.
+Uses two C queues and a dict instead of an executor's futures: get() runs in every step, and a future costs
+ten times as much.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ T = TypeVar("T")
 
 
 class Readers(Generic[T]):
-    """get(k) returns make(k), or raises what it raised; `ahead` later ones are in hand. A jump forgets what
-    was in hand.
-    """
+    """get(k) returns make(k), or raises its error; `ahead` later ones are prepared. A jump discards them."""
 
     def __init__(self, make: Callable[[int], T], threads: int, *, ahead: int) -> None:
         self._make, self._ahead = make, ahead
@@ -27,9 +25,9 @@ class Readers(Generic[T]):
         self._made: SimpleQueue[tuple[int, int, T | None, BaseException | None]] = SimpleQueue()
         self._ready: dict[int, tuple[T | None, BaseException | None]] = {}
         self._expected: int | None = None
-        self._device = thread_device()  # the threads pin and copy there
-        self._jumps = 0  # names a run of consecutive steps: what was made for an earlier one is dropped
-        # Daemons: a read that hangs does not keep a process that is about to end.
+        self._device = thread_device()  # the device to which the threads pin and copy
+        self._jumps = 0  # numbers each sequence of consecutive steps: results of an earlier one are dropped
+        # Daemons: a read that hangs does not keep the process from ending.
         self._threads = [
             threading.Thread(target=self._work, name=f"reader-{n}", daemon=True) for n in range(threads)
         ]
@@ -69,7 +67,7 @@ class Readers(Generic[T]):
                 self._made.put((jumps, step, None, error))
 
     def close(self) -> None:
-        """Ends the threads, after what each is making."""
+        """Ends the threads, each after its current task."""
         self._jumps += 1
         for _ in self._threads:
             self._tasks.put(None)

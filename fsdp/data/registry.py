@@ -1,10 +1,7 @@
-"""From --data.name to a DataSet: a function whose keyword arguments are --data.args, the built-in ones or a
-person's own.
+"""Builds the DataSet of --data.name, by a built-in or user-defined function of --data.args.
 
-A name that is a path selects the built-in reader of what lies there: tokens, text or folder.
-
-A data set's module is imported when it is asked for and not before: no other's imports are paid for. Not
-here: any data.
+A name that is a path selects the built-in reader for its files: tokens, text or folder. A data set's module
+is imported only when it is selected. Not here: any data.
 """
 
 from __future__ import annotations
@@ -24,11 +21,11 @@ from fsdp.data.arguments import Where, check_args
 from fsdp.data.types import DataSet
 
 BUILT_INS = ("digits", "fashion_mnist", "text", "tokens", "folder", "synthetic")
-LOOKED_AT = 1000  # files of a folder, to know pictures from text
+LOOKED_AT = 1000  # files of a folder, to tell images from text
 
 
 def build_dataset(section: DataSection, model_facts: Mapping[str, Any] | None = None) -> DataSet:
-    """A pure function of the section and the files: each rank calls it and gets the same."""
+    """Depends on the section and the files only: each rank calls it and gets the same."""
     name, where = section.name, _where(section, model_facts or {})
     if name and name not in BUILT_INS and Path(name).exists():
         name, where = _at_path(section, where)
@@ -49,8 +46,9 @@ def _unknown(name: str) -> ConfigError:
     near = difflib.get_close_matches(name, BUILT_INS, n=1, cutoff=0.5)
     there = f"ls {Path(name).parent}" if os.sep in name else ""
     return ConfigError(
-        f"--data.name {name} is not {', '.join(BUILT_INS)}, a file or folder here, or package.module:factory.",
-        there or f"--data.name {near[0] if near else 'package.module:factory for data of yours'}",
+        f"--data.name {name} is not {', '.join(BUILT_INS)}, a file or folder here, or "
+        "package.module:factory.",
+        there or f"--data.name {near[0] if near else 'package.module:factory for your own data'}",
     )
 
 
@@ -58,7 +56,7 @@ def _unknown(name: str) -> ConfigError:
 
 
 def _at_path(section: DataSection, where: Where) -> tuple[str, Where]:
-    """The built-in data set that reads what lies there."""
+    """Returns the built-in data set that reads the files at the path."""
     if section.dir:
         raise ConfigError(
             f"--data.name {section.name} is a path, and --data.dir {section.dir} is another.",
@@ -75,7 +73,7 @@ def _reader_of(path: Path) -> str:
 
 
 def _mostly_pictures(root: Path) -> bool:
-    """Of the first files in folders below; one picture beside many texts is an illustration."""
+    """Whether most of the first files in subfolders are images; one image among many texts does not count."""
     suffixes = importlib.import_module("fsdp.data.folder").SUFFIXES
     below = (name for folder, _, names in os.walk(root) if Path(folder) != root for name in names)
     first = list(itertools.islice(below, LOOKED_AT))

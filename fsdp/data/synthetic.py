@@ -1,7 +1,7 @@
-"""synthetic: pictures or tokens of no meaning, for measuring.
+"""synthetic: random images or tokens, for measurements.
 
-A sample is a slice of one table of noise, at a place that its index says: making one costs a copy. Not for
-learning: there is nothing to learn but the labels by heart.
+A sample is a slice of one table of noise, at a position derived from its index: producing one costs a copy.
+Not for learning: a model can only memorise the labels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fsdp.data.cursor import mix, stream_key
 from fsdp.data.text import shifted
 from fsdp.data.types import DataInfo, DataSet
 
-PLACES = 1 << 16  # how many different slices there are
+PLACES = 1 << 16  # number of different slices
 
 
 def build(
@@ -34,7 +34,7 @@ def build(
 ) -> DataSet:
     if where.dir:
         raise ConfigError(
-            f"--data.dir {where.dir} says nothing to synthetic: it reads no file.", "leave it out"
+            f"--data.dir {where.dir} has no effect on synthetic: it reads no file.", "leave it out"
         )
     given = {
         "image_size": image_size,
@@ -60,7 +60,8 @@ def build(
 def _images(sizes: dict[str, Any], seq_len: int, samples: int, heldout: int) -> DataSet:
     if "vocab_size" in sizes:
         raise ConfigError(
-            f"--data.args.vocab_size {sizes['vocab_size']} says nothing to images.", "--data.args.kind tokens"
+            f"--data.args.vocab_size {sizes['vocab_size']} has no effect on images.",
+            "--data.args.kind tokens",
         )
     facts = {"image_size": 28, "channels": 1, "num_classes": 10, **sizes}
     shape = (facts["channels"], facts["image_size"], facts["image_size"])
@@ -88,7 +89,7 @@ def _tokens(sizes: dict[str, Any], seq_len: int, samples: int, heldout: int) -> 
     for name in ("image_size", "channels", "num_classes"):
         if name in sizes:
             raise ConfigError(
-                f"--data.args.{name} {sizes[name]} says nothing to tokens.", "--data.args.kind images"
+                f"--data.args.{name} {sizes[name]} has no effect on tokens.", "--data.args.kind images"
             )
     facts = {"vocab_size": 256, "seq_len": seq_len, **sizes}
     noise = _generator().integers(0, facts["vocab_size"], seq_len + 1 + PLACES)

@@ -1,14 +1,13 @@
-"""text: UTF-8 bytes as tokens, 256 of them: a person's text files, or the sources of Python's standard
-library.
+"""text: UTF-8 bytes as tokens, a vocabulary of 256: text files, or the sources of Python's standard library.
 
---data.dir is a file or a folder. Of a folder every text file is read, in the order of names, up to max_mb:
+--data.dir is a file or a folder. In a folder every text file is read, in the order of names, up to max_mb:
 UTF-8 with or without a byte order mark, UTF-16 with one. Hidden files and binary ones (a zero byte near the
-beginning) are left out, and counted in the log. Every tenth file is held out, up to a bound; where those are
-too short, the last tenth of the text is.
+beginning) are skipped, and counted in the log. Every tenth file is held out, up to a bound; if those are too
+short, the last tenth of the text is held out.
 
-The library's bytes differ between versions of Python (and a distribution may leave files out):
-facts["fingerprint"] says which they were, so that a run that resumes under another Python, on other samples,
-is known.
+The library's bytes differ between versions of Python (and a distribution may omit files):
+facts["fingerprint"] identifies them, so that a run that resumes under another Python, on other samples, is
+detected.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from fsdp.data.types import DataInfo, DataSet
 
 log = logging.getLogger(__name__)
 
-# Tests are long lists of data; site-packages is whatever was installed.
+# Tests are long lists of data; site-packages depends on what is installed.
 SKIPPED = frozenset(
     {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "pydoc_data"}
 )
 SOURCES = "*.py"
 
-HELD_OUT = 1 << 18  # bytes at most: an evaluation shall not take longer than the training
+HELD_OUT = 1 << 18  # bytes at most, to keep an evaluation shorter than the training
 PROBED = 1 << 13
 UTF_16 = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
 
@@ -47,7 +46,7 @@ def build(where: Where, *, max_mb: float = 8.0, files: str = "*") -> DataSet:
     check_range("max_mb", max_mb, 0.001, 1000)
     root = Path(where.dir or sysconfig.get_paths()["stdlib"])
     limit = int(max_mb * 1e6)
-    # A folder's sources are read byte by byte, as the library is: runs that began on them resume on them.
+    # A folder's sources are read as bytes, as the library's are: existing runs on them can resume.
     contents = list(
         _read(root, limit) if not where.dir or files == SOURCES else _read_texts(where, files, limit)
     )
@@ -58,7 +57,8 @@ def build(where: Where, *, max_mb: float = 8.0, files: str = "*") -> DataSet:
     for split, text in (("train on", train), ("hold out", heldout)):
         if len(text) <= where.seq_len:
             raise ConfigError(
-                f"text under {root} has {len(text)} bytes to {split}, no sample of --data.seq_len {where.seq_len}.",
+                f"text under {root} has {len(text)} bytes to {split}, no sample of --data.seq_len "
+                f"{where.seq_len}.",
                 "a folder with more text as --data.dir, or a shorter --data.seq_len",
             )
     fingerprint = hashlib.sha256(train + heldout).hexdigest()[:16]
@@ -76,7 +76,7 @@ def build(where: Where, *, max_mb: float = 8.0, files: str = "*") -> DataSet:
 
 
 def _cut(text: bytes, seq_len: int) -> tuple[bytes, bytes]:
-    """All but the last tenth, and that; the last tenth is at least one sample."""
+    """Splits off the last tenth, which is at least one sample."""
     held = min(max(len(text) // 10, seq_len + 1), HELD_OUT)
     place = max(0, len(text) - held)
     return text[:place], text[place:]
@@ -95,7 +95,7 @@ def _read(root: Path, limit: int) -> Iterator[bytes]:
 
 
 def _sources(root: Path) -> Iterator[Path]:
-    """Every .py file below, in an order of names that no file system decides."""
+    """Yields every .py file below, ordered by name, independent of the file system."""
     for folder, names, files in os.walk(root):
         names[:] = sorted(name for name in names if name not in SKIPPED)
         yield from (Path(folder, name) for name in sorted(files) if name.endswith(".py"))
@@ -143,7 +143,7 @@ def _files(where: Where, pattern: str) -> Iterator[Path]:
 
 
 def _read_text(path: Path, limit: int, where: Where) -> bytes | None:
-    """At most `limit` bytes of UTF-8, or None for a binary file."""
+    """Returns at most `limit` bytes of UTF-8, or None for a binary file."""
     try:
         with path.open("rb") as file:
             raw = file.read(limit + 4)
@@ -154,10 +154,10 @@ def _read_text(path: Path, limit: int, where: Where) -> bytes | None:
     if encoding == "utf-8" and b"\0" in raw[:PROBED]:
         return None
     try:
-        # A character that the limit cuts in two is no mistake of the file's.
+        # A character cut in two by the limit is not an error of the file.
         text = codecs.getincrementaldecoder(encoding)().decode(raw, final=whole)
     except UnicodeDecodeError as error:
-        others = "; or --data.args.files '*.txt' reads those alone" if Path(where.dir).is_dir() else ""
+        others = "; or --data.args.files '*.txt' reads only those" if Path(where.dir).is_dir() else ""
         raise ConfigError(
             f"{path} is not {encoding.upper()} at byte {error.start}: {error.reason}.",
             f"iconv -f latin1 -t utf-8 {path} > {path}.utf8 && mv {path}.utf8 {path}{others}",
@@ -166,7 +166,7 @@ def _read_text(path: Path, limit: int, where: Where) -> bytes | None:
 
 
 class ByteSamples:
-    """Windows that lie side by side: the last target of one is the first input of the next."""
+    """Adjacent windows: the last target of one is the first input of the next."""
 
     def __init__(self, text: bytes, seq_len: int) -> None:
         self._bytes = np.frombuffer(text, np.uint8)
@@ -181,6 +181,6 @@ class ByteSamples:
 
 
 def shifted(windows: np.ndarray) -> dict[str, Tensor]:
-    """[n, seq_len + 1] tokens → inputs, and the token that follows each as targets."""
+    """Splits [n, seq_len + 1] tokens into inputs and targets, the token that follows each."""
     tokens = torch.from_numpy(windows.astype(np.int64))
     return {"inputs": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}

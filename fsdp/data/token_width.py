@@ -1,13 +1,15 @@
-"""How a raw token file was written: the dtype of its tokens, and where they begin.
+"""The format of a raw token file: the dtype of its tokens, and the offset of the first.
 
-A file's own statement comes first, in this order:
+Sources, in this order:
 
-    FILE.json or DIR/tokens.json    {"dtype": "uint32", "vocab_size": 128256, "tokens": 1000000}, the last two optional
-    llm.c's header                  256 int32 before the tokens: magic, version, count (its dev/data/data_common.py)
+    FILE.json or DIR/tokens.json    {"dtype": "uint32", "vocab_size": 128256, "tokens": 1000000};
+                                    the last two are optional
+    llm.c's header                  256 int32 before the tokens: magic, version, count
+                                    (its dev/data/data_common.py)
     FILE.idx beside FILE.bin        Megatron's index, whose 18th byte is a dtype code (its indexed_dataset.py)
 
-Then --data.args.dtype; else uint16, or uint32 where the vocabulary does not fit in it. nanoGPT's files state
-nothing. nanoGPT's meta.pkl is not read: unpickling runs code. Not here: the tokens.
+Then --data.args.dtype; else uint16, or uint32 if the vocabulary does not fit in it. nanoGPT's files have no
+such source. nanoGPT's meta.pkl is not read: unpickling runs code. Not here: the tokens.
 """
 
 from __future__ import annotations
@@ -34,14 +36,14 @@ MEGATRON_DTYPES = {1: "uint8", 4: "int32", 5: "int64", 8: "uint16"}
 
 LOOKED_AT = 1 << 16  # tokens at each end of a file that are examined before the run
 FEW = 16
-"""Fewer tokens than this show nothing about their width."""
+"""Fewer tokens than this do not show their width."""
 LARGEST_UPPER = 15
 """A vocabulary of a million leaves no more than this in the upper half of 32 bits."""
 
 
 @dataclass(frozen=True)
 class Stated:
-    """What a file's sidecar, header or index says of it; `source` is "" where nothing does."""
+    """The contents of a file's sidecar, header or index; `source` is "" if there is none."""
 
     source: str = ""
     dtype: str = ""
@@ -51,7 +53,7 @@ class Stated:
 
 
 def stated(path: Path) -> Stated:
-    """OSError and a malformed sidecar are a ConfigError that names the file."""
+    """Reads the first source that exists. An unreadable or malformed sidecar raises ConfigError."""
     for sidecar in (path.with_name(path.name + ".json"), path.with_name(FOLDERS_OWN)):
         if sidecar.is_file():
             # A count belongs to one file.
@@ -60,7 +62,8 @@ def stated(path: Path) -> Stated:
 
 
 def _of_sidecar(sidecar: Path, *, counted: bool) -> Stated:
-    hint = f"""echo '{{"dtype": "uint32", "vocab_size": 128256}}' > {sidecar}, with the dtype that the tokens were written in"""
+    example = '{"dtype": "uint32", "vocab_size": 128256}'
+    hint = f"echo '{example}' > {sidecar}, with the dtype that the tokens were written in"
     try:
         said: Any = json.loads(sidecar.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -102,10 +105,10 @@ def _of_index(index: Path) -> Stated | None:
 
 
 def dtype_of(path: Path, said: Stated, given: Dtype, vocab_size: int) -> np.dtype:
-    """The file's own statement, or the flag; they may not disagree."""
+    """Returns the dtype from the file's source, else from the flag; ConfigError if both exist and differ."""
     if said.source and given not in ("auto", said.dtype):
         raise ConfigError(
-            f"{said.source} says {said.dtype}, and --data.args.dtype says {given}.",
+            f"{said.source} gives {said.dtype}, but --data.args.dtype is {given}.",
             "leave --data.args.dtype out",
         )
     name = said.dtype or given
@@ -115,8 +118,8 @@ def dtype_of(path: Path, said: Stated, given: Dtype, vocab_size: int) -> np.dtyp
 
 
 def ends(tokens: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """(position, tokens) of a file's first and last tokens; the last from a multiple of four on: a wider
-    token's start.
+    """Yields (position, tokens) of a file's first and last tokens; the last start at a multiple of four,
+    where a wider token would start.
     """
     yield 0, tokens[:LOOKED_AT]
     if len(tokens) > LOOKED_AT:
@@ -125,10 +128,10 @@ def ends(tokens: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 
 
 def wider(tokens: np.ndarray) -> str:
-    """The wider dtype that these tokens were written in by the look of them, or "".
+    """Returns the wider dtype that these tokens appear to have been written in, or "".
 
-    Read at half their width, tokens of 32 bits are each followed by their own upper half: zeros, or a small
-    number.
+    Tokens of 32 bits that are read at half their width are each followed by their upper half: zeros, or a
+    small number.
     """
     for times in (4, 2):
         width = tokens.itemsize * times
@@ -149,7 +152,7 @@ def _interleaved(part: np.ndarray, times: int) -> bool:
 
 
 def fits_as(raw: np.ndarray, vocab_size: int) -> str:
-    """Another dtype in which these bytes (uint8) are tokens of the vocabulary, or "": a HINT's guess."""
+    """Guesses, for a HINT, a dtype in which these bytes (uint8) are tokens of the vocabulary, or ""."""
     for name in ("uint16", "uint32", "int64"):
         size = np.dtype(name).itemsize
         tokens = raw[: len(raw) // size * size].view(np.dtype(name).newbyteorder("<"))

@@ -1,9 +1,8 @@
-"""tokens: a person's own token files, mapped and never read whole. DIR/*.bin (raw) or DIR/*.npy, or one such
-file.
+"""tokens: memory-mapped token files, DIR/*.bin (raw) or DIR/*.npy, or one such file.
 
-The files, in the order of their names, are one long row of tokens, cut into windows of seq_len. val* files
-are held out; where there are none, the row's last part is. Not here: a tokenizer, and how wide a raw file's
-tokens are (token_width.py).
+The files, in the order of their names, form one long row of tokens, split into windows of seq_len. val* files
+are held out; without any, the last part of the row is. Not here: a tokenizer, and the width of a raw file's
+tokens (token_width.py).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class TokenFile:
     offset: int
     tokens: int
     guessed: bool = False
-    """Whether nothing in or beside the file says how wide its tokens are."""
+    """Whether the file has no source for the width of its tokens."""
 
     def open(self) -> np.ndarray:
         return np.memmap(self.path, self.dtype, "r", self.offset, (self.tokens,))
@@ -47,7 +46,9 @@ def build(where: Where, *, vocab_size: int = 0, dtype: Dtype = "auto", heldout: 
     vocab_size = vocab_size or max((one.vocab_size for one in said.values()), default=0)
     vocab_size = vocab_size or int(where.model_facts.get("vocab_size", 0))
     if vocab_size < 1:
-        raise ConfigError("tokens do not say how many kinds there are.", "--data.args.vocab_size 50257")
+        raise ConfigError(
+            "the token files do not give the size of their vocabulary.", "--data.args.vocab_size 50257"
+        )
     files = [_raw(path, said[path], dtype, vocab_size) if path in said else _npy(path) for path in paths]
     files = [file for file in files if file.tokens]
     for file in files:
@@ -80,7 +81,8 @@ def _windows(row: TokenRow, val: TokenRow, where: Where, heldout: float) -> tupl
     spared = 0 if len(val) else math.ceil(whole * heldout)
     if whole - spared < 1:
         raise ConfigError(
-            f"{where} has {len(row)} tokens to train on: not one sample of --data.seq_len {seq_len} and {spared} held out.",
+            f"{where} has {len(row)} tokens to train on: not one sample of --data.seq_len {seq_len} and "
+            f"{spared} held out.",
             f"--data.seq_len {max(1, (len(row) - 1) // 4)}, or more files",
         )
     train = Windows(row, 0, whole - spared, seq_len)
@@ -95,12 +97,12 @@ def _windows(row: TokenRow, val: TokenRow, where: Where, heldout: float) -> tupl
 def _paths(where: Where) -> list[Path]:
     hint = "--data.dir FOLDER with *.bin or *.npy in it"
     if not where.dir:
-        raise ConfigError("--data.name tokens needs the folder of your token files.", hint)
+        raise ConfigError("--data.name tokens needs a folder of token files in --data.dir.", hint)
     root = Path(where.dir)
     if root.is_file() and root.suffix in SUFFIXES:
         return [root]
     if not root.is_dir():
-        raise ConfigError(f"{where} is not a folder, nor a .bin or .npy file.", hint)
+        raise ConfigError(f"{where} is neither a folder nor a .bin or .npy file.", hint)
     return sorted(path for path in root.iterdir() if path.suffix in SUFFIXES)
 
 
@@ -109,13 +111,13 @@ def _raw(path: Path, said: Stated, given: Dtype, vocab_size: int) -> TokenFile:
     size = path.stat().st_size - said.offset
     if size % dtype.itemsize:
         raise ConfigError(
-            f"{path} has {size} bytes, not whole tokens of {dtype.itemsize}.",
+            f"{path} has {size} bytes, not a multiple of {dtype.itemsize} bytes per token.",
             "copy it again" if size % 2 else "--data.args.dtype uint16, or copy it again",
         )
     count = size // dtype.itemsize
     if said.tokens not in (-1, count):
         raise ConfigError(
-            f"{path} has {count} tokens, and {said.source} says {said.tokens}.", "copy it again"
+            f"{path} has {count} tokens, but {said.source} gives {said.tokens}.", "copy it again"
         )
     return TokenFile(path, dtype, said.offset, count, guessed=not said.source)
 
@@ -124,7 +126,7 @@ def _npy(path: Path) -> TokenFile:
     try:
         mapped = np.lib.format.open_memmap(path, mode="r")
     except (ValueError, OSError) as error:
-        raise ConfigError(f"{path} is not a whole .npy file: {error}.", "numpy.save it again") from None
+        raise ConfigError(f"{path} is not a complete .npy file: {error}.", "numpy.save it again") from None
     if mapped.ndim != 1 or mapped.dtype.kind not in "ui":
         raise ConfigError(
             f"{path} holds {mapped.dtype} {list(mapped.shape)}, not one row of whole numbers.",
@@ -134,18 +136,19 @@ def _npy(path: Path) -> TokenFile:
 
 
 def _check_width(file: TokenFile) -> None:
-    """A file that states its width is believed; one that does not may not look wider than it is read."""
+    """Raises ConfigError if the width is guessed and the tokens look wider than they are read."""
     if file.guessed and (found := wider(file.open())):
         own = f"""echo '{{"dtype": "{file.dtype.name}"}}' > {file.path}.json"""
         raise ConfigError(
-            f"{file.path} is read as {file.dtype.name} and looks like {found}: each token is followed by zeros or a small "
+            f"{file.path} is read as {file.dtype.name} and looks like {found}: each token is followed by "
+            "zeros or a small "
             "number.",
             f"--data.args.dtype {found}; or, if the tokens are {file.dtype.name}, {own}",
         )
 
 
 def _check_vocabulary(file: TokenFile, vocab_size: int) -> None:
-    """Both ends of each file; every batch is checked when it is read."""
+    """Checks both ends of each file; every batch is checked when it is read."""
     for start, part in ends(file.open()):
         if int(part.max()) >= vocab_size or int(part.min()) < 0:
             place = int(np.flatnonzero((part >= vocab_size) | (part < 0))[0])
@@ -153,7 +156,7 @@ def _check_vocabulary(file: TokenFile, vocab_size: int) -> None:
 
 
 def _beyond(file: TokenFile, place: int, token: int, vocab_size: int) -> tuple[str, str]:
-    """What is wrong, and the HINT."""
+    """Returns the message and the HINT."""
     said = f"{file.path}: the token at position {place} is {token}"
     other = fits_as(np.memmap(file.path, np.uint8, "r")[: 8 * LOOKED_AT], vocab_size) if file.guessed else ""
     if other and other != file.dtype.name:
@@ -164,7 +167,7 @@ def _beyond(file: TokenFile, place: int, token: int, vocab_size: int) -> tuple[s
     if token < 0:
         return (
             f"{said}; tokens are whole numbers from 0.",
-            f"write {file.path} again, with another number for what is masked",
+            f"write {file.path} again, with another number for masked tokens",
         )
     return (
         f"{said}, beyond --data.args.vocab_size {vocab_size}.",
@@ -173,7 +176,7 @@ def _beyond(file: TokenFile, place: int, token: int, vocab_size: int) -> tuple[s
 
 
 class TokenRow:
-    """Many files as one row: row(start, count), over their borders."""
+    """Several files as one row of tokens, read across their boundaries."""
 
     def __init__(self, files: list[TokenFile], vocab_size: int) -> None:
         self.files, self.vocab_size = files, vocab_size
@@ -186,7 +189,7 @@ class TokenRow:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def locate(self, start: int) -> tuple[TokenFile, int]:
-        """The file that holds the row's token, and its position there."""
+        """Returns the file that holds a token of the row, and the token's position in it."""
         place = int(np.searchsorted(self._ends, start, side="right"))
         return self.files[place], start - int(self._ends[place] - self.files[place].tokens)
 
@@ -202,7 +205,7 @@ class TokenRow:
 
 
 class Windows:
-    """`count` samples of a row from its window `first` on."""
+    """`count` samples of a row, starting at its window `first`."""
 
     def __init__(self, row: TokenRow, first: int, count: int, seq_len: int) -> None:
         self.row, self.first, self.count, self.seq_len = row, first, count, seq_len
@@ -214,7 +217,7 @@ class Windows:
         windows = np.empty((len(indices), self.seq_len + 1), np.int64)
         for out, index in zip(windows, indices, strict=True):
             self.row.read_into(out, (self.first + int(index)) * self.seq_len)
-        # An index beyond the embedding is garbage on CPU and a device-side assertion on CUDA, far from here.
+        # A later lookup beyond the embedding would return garbage on CPU, or fail a device-side assertion.
         if windows.max() >= self.row.vocab_size or windows.min() < 0:
             raise self._beyond(indices, windows)
         return shifted(windows)

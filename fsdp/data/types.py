@@ -1,6 +1,4 @@
-"""The words that data speaks: Samples, DataInfo, DataSet, Batch, StepBatch. Not here: any data, or how a
-batch is cut.
-"""
+"""The data types: Samples, DataInfo, DataSet, Batch, StepBatch. Not here: data, or how a batch is split."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from fsdp.models.loss import TokenCounts
 
 
 class Samples(Protocol):
-    """Samples by index. The same index gives the same sample on every rank, whichever thread asks."""
+    """Samples by index. An index selects the same sample on every rank and in every thread."""
 
     def __len__(self) -> int: ...
 
@@ -28,14 +26,14 @@ class Samples(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class DataInfo:
-    """What a model (facts), a person (class_names) and a prediction (preprocess) need to know of the data."""
+    """Describes the data: for the model (facts), for display (class_names), for prediction (preprocess)."""
 
     kind: Literal["images", "text", "other"]
     facts: Args = field(default_factory=dict)
     class_names: tuple[str, ...] = ()
     tokens_per_sample: int = 0
     masks_targets: bool = True
-    """False where no target is ever masked: a step's tokens are then known without counting."""
+    """False if no target is ever masked: a step's tokens then need no counting."""
     default_epochs: int = 0
     default_steps: int = 0
     preprocess: Args = field(default_factory=dict)
@@ -50,7 +48,7 @@ class DataSet:
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch: the first valid_rows rows count, the rest is padding that nothing may learn from."""
+    """One micro-batch: the first valid_rows rows are samples, the rest is padding excluded from the loss."""
 
     data: Mapping[str, Tensor]
     valid: Tensor
@@ -60,11 +58,11 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """What throughput counts."""
+        """Tokens, for throughput."""
         return next((one.all for one in self.counted.values()), 0)
 
     def to(self, device: torch.device) -> Batch:
-        """On the device; the copy from pinned memory does not wait."""
+        """Copies to the device; from pinned memory without blocking."""
         if device.type == "cpu":
             return self
         moved = {name: value.to(device, non_blocking=True) for name, value in self.data.items()}
@@ -73,9 +71,9 @@ class Batch:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """What one rank takes in one optimizer step; samples counts the valid ones of all ranks."""
+    """The micro-batches of one rank in one optimizer step; `samples` counts the valid ones of all ranks."""
 
     micro: list[Batch]
     samples: int
     arrived: Any = None
-    """On CUDA the event after which its tensors may be read (fsdp/data/device_prefetch.py)."""
+    """On CUDA, the event after which its tensors may be read (fsdp/data/device_prefetch.py)."""

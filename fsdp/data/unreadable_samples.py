@@ -1,10 +1,9 @@
 """--data.skip_unreadable N: samples that cannot be read are replaced, up to N different ones of a run.
 
-The stand-in is the next readable sample in the data's own order (index + 1, + 2 …, around the end). It
-follows from the data alone: any number of ranks, and a resumed run, train on the same samples. Each
-unreadable sample is a line in RUN/unreadable/, and the bound counts those of all ranks and all starts. A
-batch that fails although each of its samples can be read stops the run. Not here: how a batch is cut
-(loader.py).
+The replacement is the next readable sample in the data's order (index + 1, + 2 …, wrapping around). It
+depends on the data only: any number of ranks, and a resumed run, train on the same samples. Each unreadable
+sample is a line in RUN/unreadable/, and the bound counts those of all ranks and all starts. A batch that
+fails although each of its samples can be read stops the run. Not here: how a batch is split (loader.py).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ FOLDER = "unreadable"
 
 
 def maybe_skipping(data: DataSet, allowed: int, run: Path, rank: int) -> DataSet:
-    """The data as they are where nothing may be skipped."""
+    """Wraps the data to skip unreadable samples; unchanged if `allowed` is 0."""
     if not allowed:
         return data
     record = Unreadable(run / FOLDER, rank, allowed)
@@ -36,16 +35,14 @@ def maybe_skipping(data: DataSet, allowed: int, run: Path, rank: int) -> DataSet
 
 
 class Unreadable:
-    """The samples that no rank of this run could read. A file for each rank: appends of two nodes to one file
-    may be lost.
-    """
+    """Record of unreadable samples, a file per rank: appends of two nodes to one file may be lost."""
 
     def __init__(self, folder: Path, rank: int, allowed: int) -> None:
         self._folder, self._rank, self._allowed = folder, rank, allowed
         self._lock = threading.Lock()  # several threads read
 
     def add(self, kind: str, index: int, error: Exception) -> None:
-        """Raises where this one is beyond the bound."""
+        """Records a sample, and raises OneRankError if there are more than allowed."""
         what = " ".join(f"{type(error).__name__}: {error}".split())
         with self._lock:
             known = self._known()
@@ -57,8 +54,10 @@ class Unreadable:
                 known = self._known()
         if len(known) > self._allowed:
             raise OneRankError(
-                f"{kind} {index} cannot be read: {what}: {len(known)} by now, --data.skip_unreadable {self._allowed} allowed.",
-                f"--data.skip_unreadable {2 * len(known)}, or mend what {self._folder} lists and remove that folder",
+                f"{kind} {index} cannot be read: {what}: {len(known)} by now, --data.skip_unreadable "
+                f"{self._allowed} allowed.",
+                f"--data.skip_unreadable {2 * len(known)}, or repair what {self._folder} lists and remove "
+                "that folder",
             )
         log.warning(
             "%s %d cannot be read (%s): the next one replaces it; %d of %d allowed",
@@ -89,7 +88,7 @@ class ReadableSamples:
         try:
             return self._samples.batch(chosen)
         except (ShardrunError, MemoryError):
-            raise  # what these name is no matter of one sample
+            raise  # not an error of one sample
         except Exception:
             again = self._replaced(np.array([self._readable_from(int(index)) for index in chosen], np.int64))
             if np.array_equal(again, chosen):
@@ -102,7 +101,7 @@ class ReadableSamples:
         return np.array([self._stand_ins.get(int(index), int(index)) for index in indices], np.int64)
 
     def _readable_from(self, index: int) -> int:
-        """`index`, or the first after it that can be read."""
+        """Returns `index`, or the first readable one after it."""
         count, missed = len(self), []
         while (error := self._error_of(index)) is not None:
             self._record.add(self._kind, index, error)

@@ -1,12 +1,12 @@
 """Models: plain nn.Modules that run alone on one device, and the registry that finds them.
 
-A model hands over data about itself and imports no torch.distributed:
+A model describes itself as data, and imports no torch.distributed. All of it is optional:
 
-    units()               the modules to shard, as data: each a module, or a list of modules gathered together; optional
-    param_inits()         {parameter name: Init} says how each is drawn, so that a rank can draw its shard alone; optional
-    init_buffers(device)  fills the buffers (rotary tables), which neither checkpoint nor broadcast carries; optional
+    units()               the modules to shard, each a module or a list of modules gathered together
+    param_inits()         {parameter name: Init}, the distribution of each: a rank draws its shard alone
+    init_buffers(device)  fills the buffers (rotary tables), which are in no checkpoint and no broadcast
 
-A module that has none of it still trains.
+A module that has none of them still trains.
 """
 
 from fsdp.models.factory import load_attribute

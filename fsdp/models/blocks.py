@@ -1,8 +1,7 @@
-"""Which modules of a model become communication units: the model's own word, its repeated blocks, a class, a
-size.
+"""Selects the communication units: the model's units(), its repeated blocks, a class, or a size.
 
-A unit is a list of modules whose parameters are gathered together; what is in no unit is the root's. Here is
-only the choice, by looking at plain modules; what is done to a unit is fsdp/parallel/shard.py's.
+A unit is a list of modules whose parameters are gathered together; parameters in no unit belong to the root.
+Only the selection is here, on plain modules; fsdp/parallel/shard.py shards the units.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from fsdp.base.errors import ConfigError
 Unit = list[nn.Module]
 
 LARGE_LAYER = 1 << 20
-"""Parameters from which a single layer is worth a collective of its own; below it blocks of layers are."""
+"""Parameters from which a single layer gets its own collective; below it only blocks of layers do."""
 
 # They have no forward: nothing would gather them.
 _HOLDERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -28,7 +27,7 @@ _ROOT = -1
 
 
 def find_units(model: nn.Module, wrap: str = "auto") -> list[Unit]:
-    """The units that --mesh.wrap means, in forward order but inner ones first; the root is not among them."""
+    """Returns the units of --mesh.wrap, in forward order but inner ones first, without the root."""
     kind, _, what = wrap.partition(":")
     if kind == "class":
         found = _of_class(model, what.split(","))
@@ -44,13 +43,11 @@ def find_units(model: nn.Module, wrap: str = "auto") -> list[Unit]:
 
 
 def blocks_of(units: Sequence[Unit]) -> list[nn.Module]:
-    """The units worth recomputing in backward: one composite module each, not an embedding or a head with its
-    norm.
-    """
+    """Returns the units to recompute in backward: single composite modules, without embedding or head."""
     return [unit[0] for unit in units if len(unit) == 1 and any(True for _ in unit[0].children())]
 
 
-# ---------------------------------------------------------------- the model's own word
+# ---------------------------------------------------------------- the model's units()
 
 
 def _own_units(model: nn.Module) -> list[Unit]:
@@ -63,7 +60,7 @@ def _own_units(model: nn.Module) -> list[Unit]:
 
 
 def _member(module: Any, model: nn.Module, members: set[nn.Module]) -> nn.Module:
-    """One entry of units(): a module of this model, or its name."""
+    """Resolves one entry of units(): a module of this model, or its name."""
     whose = f"units() of {type(model).__name__}"
     if isinstance(module, str):
         named = dict(model.named_modules(remove_duplicate=False))
@@ -99,11 +96,11 @@ def _members(container: nn.Module) -> list[nn.Module]:
 
 
 def _repeated(module: nn.Module) -> Iterator[nn.Module]:
-    """Outermost repetition: members of one class in a list, at any depth; containers are looked into, not
-    taken.
+    """Yields the outermost repeated modules: members of one class in a list, at any depth. Containers are
+    searched, not yielded.
     """
     members = _members(module) if isinstance(module, _CONTAINERS) else []
-    # Occurrences and not distinct modules are counted: one block that is applied six times is repeated.
+    # Counts occurrences, not distinct modules: one block that is applied six times is repeated.
     counts = Counter(type(member) for member in members if _is_block(member))
     for child in module.children():
         if counts[type(child)] > 1 and _is_block(child):
@@ -113,8 +110,8 @@ def _repeated(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_block(module: nn.Module) -> bool:
-    """A composite module, or a layer too large to be gathered with its neighbours. Linear and ReLU in turn
-    are no blocks.
+    """Whether it is a composite module, or a layer too large to be gathered with its neighbours. Alternating
+    Linear and ReLU layers are not blocks.
     """
     if isinstance(module, _HOLDERS):
         return False
@@ -151,17 +148,17 @@ def _number(text: str) -> int:
 
 
 def _of_size(model: nn.Module, least: int) -> list[nn.Module]:
-    """FSDP1's size_based_auto_wrap_policy: from the leaves up, a module whose parameters that no unit has
-    reach `least`.
+    """As FSDP1's size_based_auto_wrap_policy: selects, from the leaves up, modules with `least` parameters
+    that are in no unit yet.
     """
     chosen: dict[nn.Module, None] = {}
 
     def visit(module: nn.Module) -> int:
-        """How many parameters of the module are in units."""
+        """Returns how many parameters of the module are in units."""
         numel = sum(parameter.numel() for parameter in module.parameters())
         if module in chosen:
             return numel
-        # FSDP1 leaves attention to what holds it: it uses its output projection's weight without calling it.
+        # As FSDP1: attention uses its output projection's weight without calling it, so its parent holds it.
         if numel < least or isinstance(module, nn.MultiheadAttention):
             return 0
         inside = sum(visit(child) for child in module.children())
@@ -174,11 +171,11 @@ def _of_size(model: nn.Module, least: int) -> list[nn.Module]:
     return list(chosen)
 
 
-# ---------------------------------------------------------------- what holds of any choice
+# ---------------------------------------------------------------- for every selection
 
 
 def _distinct(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:
-    """No root, no module twice, none beside a module that holds it, nothing without parameters."""
+    """Removes the root, duplicates, modules inside another of their unit, and modules without parameters."""
     seen: set[nn.Module] = {model}
     kept: list[Unit] = []
     for unit in units:
@@ -191,7 +188,7 @@ def _distinct(model: nn.Module, units: Sequence[Unit]) -> list[Unit]:
 
 
 def _levels(units: Sequence[Unit]) -> list[int]:
-    """How many other units each unit lies within."""
+    """Returns, for each unit, the number of units that contain it."""
     insides = [
         {inner for module in unit for inner in module.modules() if inner not in unit} for unit in units
     ]
@@ -199,14 +196,14 @@ def _levels(units: Sequence[Unit]) -> list[int]:
 
 
 def _inner_first(units: list[Unit]) -> list[Unit]:
-    # fully_shard leaves alone what an earlier call took, so an inner unit must come before its outer one.
+    # fully_shard skips parameters of an earlier call, so an inner unit must come before its outer one.
     levels = _levels(units)
     return [units[at] for at in sorted(range(len(units)), key=lambda at: -levels[at])]
 
 
 def _without_shared(model: nn.Module, units: list[Unit]) -> list[Unit]:
-    """A parameter that two groups would hold (tied, or a module used in both) must be in one: the inner units
-    of the two are given up, and their parameters fall to what surrounds them, in the end to the root.
+    """Drops units that share a parameter (tied, or a module used in both), which must be in one group: the
+    inner units are dropped, and their parameters go to the enclosing unit, finally to the root.
     """
     while True:
         levels = {_ROOT: _ROOT, **dict(enumerate(_levels(units)))}
@@ -221,7 +218,7 @@ def _without_shared(model: nn.Module, units: list[Unit]) -> list[Unit]:
 
 
 def _owners(model: nn.Module, units: Sequence[Unit]) -> dict[nn.Parameter, set[int]]:
-    """For each parameter the groups in which it is found, the innermost around each place that it is used."""
+    """Maps each parameter to its groups: the innermost one around each use."""
     unit_of = {module: at for at, unit in enumerate(units) for module in unit}
     owners: dict[nn.Parameter, set[int]] = {}
     seen: set[tuple[nn.Module, int]] = set()

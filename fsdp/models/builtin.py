@@ -1,7 +1,6 @@
-"""What a built-in model tells the registry: its sizes with their ranges, its presets, and what it takes from
-the data.
+"""Describes a built-in model: sizes with their ranges, presets, and facts from the data.
 
-Sizes are a frozen dataclass whose fields are the names of --model.args; they check themselves when made. Not
+Sizes are a frozen dataclass whose fields are the names of --model.args; it validates itself on creation. Not
 here: any model.
 """
 
@@ -24,24 +23,24 @@ Sizes = TypeVar("Sizes")
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltIn:
-    """The first preset is the default one."""
+    """A built-in model. The first preset is the default."""
 
     sizes: type[Any]
     presets: Mapping[str, Mapping[str, Any]]
     reads: str
-    """The fact that tells its kind of data: vocab_size for tokens, num_classes for images."""
+    """The fact that identifies its kind of data: vocab_size for tokens, num_classes for images."""
     from_facts: Callable[[Facts], dict[str, Any]]
     check_facts: Callable[[Any, Facts], None]
     build: Callable[[Any], nn.Module]
 
 
 def size(default: Any, low: float = 1, below: float | None = None) -> Any:
-    """A field of sizes with its range."""
+    """Declares a field of sizes with its range."""
     return dataclasses.field(default=default, metadata={"low": low, "below": below})
 
 
 def make_sizes(cls: type[Sizes], given: Mapping[str, Any], owner: str) -> Sizes:
-    """Sizes from free arguments: unknown names and wrong types are the person's to mend."""
+    """Builds sizes from free arguments; an unknown name or a wrong type is a ConfigError."""
     hints = typing.get_type_hints(cls)
     for name in given:
         if name not in hints:
@@ -65,7 +64,7 @@ def _typed(name: str, value: Any, kind: type) -> Any:
 
 
 def check_ranges(sizes: Any) -> None:
-    """Each field against the range that it was declared with."""
+    """Checks each field against its declared range."""
     for field in dataclasses.fields(sizes):
         value, low, below = getattr(sizes, field.name), field.metadata.get("low"), field.metadata.get("below")
         if low is not None and value < low:
@@ -81,7 +80,7 @@ def check_ranges(sizes: Any) -> None:
 
 
 def check_multiple(sizes: Any, whole: str, part: str) -> None:
-    """`whole` must be a multiple of `part`; the hint is the nearest value of `part` that divides."""
+    """Checks that `whole` is a multiple of `part`; the hint is the nearest smaller `part` that divides it."""
     total, piece = getattr(sizes, whole), getattr(sizes, part)
     if total % piece:
         fitting = max(n for n in range(1, min(piece, total) + 1) if total % n == 0)
@@ -92,7 +91,7 @@ def check_multiple(sizes: Any, whole: str, part: str) -> None:
 
 
 def check_covers(sizes: Any, name: str, facts: Facts, fact: str, what: str) -> None:
-    """The model must have room for what the data holds: at least as many classes, tokens, positions."""
+    """Checks that the model has at least as many classes, tokens or positions as the data."""
     value, needed = getattr(sizes, name), facts.get(fact)
     if needed is not None and value < needed:
         raise ConfigError(

@@ -1,7 +1,6 @@
-"""Does a model fit what is asked of it: parameters that FSDP shards, indices within its embeddings, a loss of
-one number.
+"""Checks of a model: parameters that FSDP can shard, indices within its embeddings, a scalar loss.
 
-A traceback of torch names none of them. Not here: how the loss is weighed (fsdp/models/loss.py).
+torch's own traceback names none of these. Not here: how the loss is weighted (fsdp/models/loss.py).
 """
 
 from __future__ import annotations
@@ -20,33 +19,32 @@ IGNORED = -100
 
 
 def check_parameters(model: nn.Module, name: str) -> None:
-    """Before anything is sharded: shapes that are known and numbers that FSDP reduces."""
+    """Checks, before sharding, that shapes are known and that FSDP can reduce the dtypes."""
     for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
             raise ConfigError(
-                f"--model.name {name}: {key} has no shape before the first forward, and is sharded before it.",
+                f"--model.name {name}: {key} has no shape before the first forward, "
+                "but sharding comes before it.",
                 "nn.Linear(IN, OUT) in place of nn.LazyLinear(OUT), and likewise for every lazy module",
             )
     for key, parameter in model.named_parameters():
         if parameter.is_complex():
             raise ConfigError(
-                f"--model.name {name}: parameter {key} is {str(parameter.dtype).removeprefix('torch.')}, which FSDP does "
-                "not reduce.",
+                f"--model.name {name}: parameter {key} is {str(parameter.dtype).removeprefix('torch.')}, "
+                "which FSDP does not reduce.",
                 "nn.Parameter(torch.view_as_real(VALUES)), and torch.view_as_complex(parameter) in forward",
             )
 
 
 def make_contiguous(model: nn.Module) -> None:
-    """Parameters in the order of their dimensions, as FSDP takes them; values and names stay."""
+    """Makes parameters contiguous, as FSDP needs them; values and names stay the same."""
     for parameter in model.parameters():
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
 
 
 def lacks_base(model: nn.Module) -> str | None:
-    """The first orthogonal parametrization whose base matrix was not made: on the meta device torch leaves it
-    out.
-    """
+    """Returns the first orthogonal parametrization without a base: torch omits it on the meta device."""
     return next(
         (
             f"{name}.base"
@@ -59,8 +57,8 @@ def lacks_base(model: nn.Module) -> str | None:
 
 
 def misfit(error: Exception, model: nn.Module) -> ConfigError | None:
-    """An error for people if a forward or its loss failed for indices that are out of range or targets that
-    are no classes; None for other errors. About one rank: others have other samples.
+    """Returns a ConfigError if a forward or its loss failed because of indices out of range or targets that
+    are not classes; None for other errors. It concerns one rank: others have other samples.
     """
     found = next(_embeddings(error), None)
     targets, logits = _cross_entropy(error)
@@ -81,8 +79,8 @@ def _beyond(embedding: nn.Embedding, ids: Tensor, model: nn.Module) -> ConfigErr
         return None
     name = next((name for name, module in model.named_modules() if module is embedding), "an embedding")
     return ConfigError(
-        f"{name} of the model is read at {high if high >= size else low}, and has rows 0 to {size - 1}: a token id or a "
-        "position of the data lies beyond it.",
+        f"{name} of the model is read at {high if high >= size else low}, but has rows 0 to {size - 1}: "
+        "a token id or a position of the data is out of range.",
         f"give the model {high + 1} rows there, or the data fewer tokens (--data.seq_len)"
         if high >= size
         else "ids are at least 0",
@@ -92,7 +90,8 @@ def _beyond(embedding: nn.Embedding, ids: Tensor, model: nn.Module) -> ConfigErr
 def _no_classes(targets: Tensor, logits: Tensor) -> ConfigError | None:
     if targets.is_floating_point() or targets.is_complex():
         return ConfigError(
-            f"targets are {str(targets.dtype).removeprefix('torch.')}, and cross entropy takes the numbers of classes.",
+            f"targets are {str(targets.dtype).removeprefix('torch.')}, but cross entropy needs class "
+            "indices.",
             "return targets.long() from the data, or let the model take targets and return its loss",
         )
     classes, counted = logits.shape[-1], targets[targets != IGNORED]
@@ -100,16 +99,17 @@ def _no_classes(targets: Tensor, logits: Tensor) -> ConfigError | None:
         return None
     wrong = int(counted.max()) if int(counted.max()) >= classes else int(counted.min())
     return ConfigError(
-        f"a target is {wrong}, and the model has logits for classes 0 to {classes - 1} ({IGNORED} masks a target).",
+        f"a target is {wrong}, but the model has logits for classes 0 to {classes - 1} "
+        f"({IGNORED} masks a target).",
         f"a model with {wrong + 1} classes" if wrong >= classes else f"targets from 0, or {IGNORED}",
     )
 
 
 def check_one_number(loss: Tensor) -> None:
-    """Of a micro-batch."""
+    """Raises ConfigError if the loss of a micro-batch is not a scalar."""
     if loss.numel() != 1:
         raise ConfigError(
-            f"the model's own loss has the shape {tuple(loss.shape)}, and a step takes one number.",
+            f"the model's own loss has the shape {tuple(loss.shape)}, not that of one number.",
             "return loss.mean()",
         )
 
@@ -132,7 +132,7 @@ def _embeddings(error: Exception) -> Iterator[tuple[nn.Embedding, Tensor]]:
 
 
 def _cross_entropy(error: Exception) -> tuple[Tensor | None, Tensor | None]:
-    """Targets and logits of torch's own function, if it was the one that failed."""
+    """Returns targets and logits of torch's cross_entropy, if it was the function that failed."""
     for frame in _frames(error):
         if frame.f_code is torch.nn.functional.cross_entropy.__code__:
             inside: Mapping[str, Any] = frame.f_locals

@@ -1,8 +1,6 @@
-"""A person's own callable, `package.module:factory`, for models, data and hooks alike: found, and asked what
-it takes.
+"""Loads a user's callable, `package.module:factory`, for models, data and hooks, and reads its signature.
 
-What goes wrong in it is said with the flag that named it and the line that failed. Not here: what it must
-return.
+An error in it is reported with the flag that named it and the line that failed. Not here: what it returns.
 """
 
 from __future__ import annotations
@@ -22,8 +20,8 @@ from fsdp.base.torchvision_import import prepare_torchvision
 
 
 def load_attribute(path: str, flag: str) -> Callable[..., Any]:
-    """What `package.module:attribute.of.it` names, with the current directory importable as for a script that
-    lies there.
+    """Returns the callable `package.module:attribute`, with the current directory importable as for a script
+    in it.
     """
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute:
@@ -52,7 +50,7 @@ def _import(module_name: str, path: str, flag: str) -> Any:
         if module_name == missing or module_name.startswith(missing + "."):
             raise ConfigError(
                 f"{flag} {path}: there is no module {missing}, neither installed nor in {Path.cwd()}.",
-                "start where the module lies, or set PYTHONPATH=FOLDER",
+                "start in the folder of the module, or set PYTHONPATH=FOLDER",
             ) from None
         raise ConfigError(
             f"{flag} {path}: {module_name} imports {missing}, which is not installed.",
@@ -77,18 +75,18 @@ def _unknown_attribute(owner: Any, name: str, path: str, flag: str) -> ConfigErr
 
 
 def blame(error: BaseException) -> str:
-    """An error in a person's code as one line with its place."""
+    """Formats an error in a user's code as one line with file and line number."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text} ({frame.filename}:{frame.lineno})"
 
 
-# ---------------------------------------------------------------- what it takes
+# ---------------------------------------------------------------- its parameters
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Those that a callable can be given by name; `any_name` where it takes **whatever besides."""
+    """Parameters of a callable that can be passed by name; `any_name` if it also accepts **kwargs."""
 
     named: Mapping[str, inspect.Parameter]
     any_name: bool
@@ -106,7 +104,7 @@ class Parameters:
 
 
 def parameters_of(factory: Callable[..., Any]) -> Parameters | None:
-    """None for a builtin that does not say."""
+    """Reads a callable's parameters; None for a builtin without a signature."""
     try:
         found = inspect.signature(factory).parameters
     except ValueError:
@@ -119,7 +117,7 @@ def parameters_of(factory: Callable[..., Any]) -> Parameters | None:
 
 def unknown_argument(name: str, known: list[str], flag: str, owner: str) -> ConfigError:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    takes = f"it takes {', '.join(known)}" if known else "it takes none"
+    takes = f"it accepts {', '.join(known)}" if known else "it accepts none"
     return ConfigError(
-        f"{flag}.{name} is no argument of {owner}.", f"{flag}.{near[0]} VALUE" if near else takes
+        f"{flag}.{name} is not an argument of {owner}.", f"{flag}.{near[0]} VALUE" if near else takes
     )

@@ -1,8 +1,8 @@
-"""How parameters are drawn: a few distributions as data, and counter-based streams to draw them from.
+"""Initial values of parameters: a few distributions as data, drawn from counter-based streams.
 
-Each parameter has a stream of its own, Philox keyed by (seed, name); element i of the parameter is element i
-of the stream. So a rank draws its own shard alone, and its bits are those of the whole however the whole is
-cut. Not here: which parameter is drawn how (`param_inits()` of each model), or who draws which part
+Each parameter has its own stream, Philox keyed by (seed, name); element i of the parameter is element i of
+the stream. So a rank draws its own shard alone, with the same bits however the parameter is sharded. Not
+here: the distribution of each parameter (`param_inits()` of each model), or which rank draws which part
 (fsdp/parallel/materialize.py).
 """
 
@@ -18,9 +18,7 @@ import numpy as np
 import torch
 
 BLOCK = 1 << 15
-"""Elements made at once, always at the same multiples: an element meets the same operations whatever is asked
-for.
-"""
+"""Elements computed together, always at the same multiples: an element has the same bits in any request."""
 
 _Bits: TypeAlias = "np.ndarray[Any, np.dtype[np.uint32]]"
 _Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
@@ -52,16 +50,12 @@ Init = Normal | Uniform | Constant
 def draw(
     init: Init, seed: int, name: str, start: int, numel: int, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """Elements start … start + numel of parameter `name`, flat. Drawn in float32; other dtypes are casts of
-    that.
-    """
+    """Returns elements start … start + numel of parameter `name`, flat; drawn in float32, then cast."""
     return draw_into(torch.empty(numel, dtype=dtype), init, seed, name, start)
 
 
 def draw_into(out: torch.Tensor, init: Init, seed: int, name: str, start: int = 0) -> torch.Tensor:
-    """Fill a contiguous tensor, on any device, with the elements from `start` on; needs about 1 MiB beside
-    it.
-    """
+    """Fills a contiguous tensor, on any device, with the elements from `start` on; needs about 1 MiB."""
     flat = out.detach().view(-1)
     if isinstance(init, Constant):
         flat.fill_(init.value)
@@ -74,11 +68,9 @@ def draw_into(out: torch.Tensor, init: Init, seed: int, name: str, start: int = 
 def _pieces(
     init: Normal | Uniform, seed: int, name: str, start: int, numel: int
 ) -> Iterator[tuple[int, _Floats]]:
-    """(offset in what was asked for, values), block by block of the stream; the next piece overwrites the
-    values.
-    """
+    """Yields (offset in the request, values) by blocks; the next piece overwrites the values."""
     stream = _stream(seed, name, start // BLOCK)
-    # Made once and written over: fresh arrays of this size can cost a page fault a page, block after block.
+    # Allocated once and reused: new arrays of this size can cost a page fault per page, in every block.
     bits, values, work = (
         np.empty(BLOCK, np.uint32),
         np.empty(BLOCK, np.float32),
@@ -97,11 +89,11 @@ def _pieces(
 
 
 def _stream(seed: int, name: str, block: int) -> np.random.Philox:
-    # hashlib and not hash(): the same on every rank and in every process.
+    # hashlib, not hash(): the same on every rank and in every process.
     key = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=16).digest()
     stream = np.random.Philox(key=int.from_bytes(key, "little"))
     if block:
-        stream.advance(block * (BLOCK // 8))  # one count of the counter is 256 bits
+        stream.advance(block * (BLOCK // 8))  # one step of the counter is 256 bits
     return stream
 
 
@@ -120,9 +112,9 @@ def _uniform(bits: _Bits, values: _Floats) -> None:
     values *= 2.0**-31
 
 
-# Box and Muller's transform with its logarithm, sine and cosine written out in +, -, ×, ÷ and √, each rounded
-# as IEEE 754 says: the bits do not depend on the processor or on numpy's choice of vector instructions, as
-# np.log's and np.sin's do. Coefficients: least greatest error over the interval, below 3e-8; lowest power
+# The Box-Muller transform, with logarithm, sine and cosine computed by +, -, ×, ÷ and √, each rounded
+# as in IEEE 754: the bits do not depend on the processor or on numpy's choice of vector instructions, as
+# those of np.log and np.sin do. Coefficients: minimax over the interval, error below 3e-8; lowest power
 # first.
 _LOG = (1.999999998614443, 0.6666681637195991, 0.39974756781544346, 0.2992651445744185)
 _COS = (0.9999999724233197, -0.4999985669584189, 0.04165502688395579, -0.00135859085068812)
@@ -131,8 +123,8 @@ _SQRT_HALF_BITS = 0x3F3504F3
 
 
 def _normal(bits: _Bits, values: _Floats, work: _Floats) -> None:
-    """The first half of the bits are radii, the second angles; the values' halves are the two that each pair
-    gives.
+    """Fills `values`: the first half of the bits gives radii, the second angles; each pair gives two values,
+    one in each half.
     """
     half = len(bits) // 2
     first, second, angles = values[:half], values[half:], bits[half:]
@@ -189,7 +181,7 @@ def _polynomial(x: _Floats, coefficients: tuple[float, ...], out: _Floats) -> No
 
 
 def fill_from_global(tensor: torch.Tensor, init: Init) -> None:
-    """The same distribution from torch's own generator: for a model that is built alone, with no protocol."""
+    """Draws from torch's own generator, with the same distribution: for a model that is built on its own."""
     with torch.no_grad():
         if isinstance(init, Constant):
             tensor.fill_(init.value)

@@ -1,9 +1,8 @@
-"""Key-value caches, which generation reads and training does not: turned off in a Hugging Face model's
-configurations.
+"""Turns off key-value caches, which only generation uses, in a Hugging Face model's configurations.
 
-Recomputation calls a block twice: with a cache the second call would append the same keys again. No
-transformers is imported here: a configuration is any object with `to_dict()` that is the `config` of a module
-or an attribute of such an object.
+Recomputation calls a block twice: with a cache the second call would append the same keys again. transformers
+is not imported: a configuration is any object with `to_dict()` that is the `config` of a module or an
+attribute of such an object.
 """
 
 from __future__ import annotations
@@ -15,16 +14,14 @@ from torch import nn
 
 
 def turn_caches_off(model: nn.Module) -> None:
-    """Set `use_cache` to False in the configuration of every module and in all configurations that these
-    hold.
-    """
+    """Sets `use_cache` to False in every module's configuration and in the configurations nested in it."""
     for config in _configs(model):
         if getattr(config, "use_cache", False):
             config.use_cache = False
 
 
 def _configs(model: nn.Module) -> Iterator[Any]:
-    """Each once: an encoder and a decoder have copies, most other modules share the model's own."""
+    """Yields each once: an encoder and a decoder have copies, most other modules share the model's."""
     found: dict[int, Any] = {}
     waiting = [module.config for module in model.modules() if _is_config(getattr(module, "config", None))]
     while waiting:

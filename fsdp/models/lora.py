@@ -1,8 +1,8 @@
-"""LoRA: a frozen linear layer W and a trained product of two thin ones beside it, y = W x + (α/r)·B A x.
+"""LoRA: a frozen linear layer W with a trained product of two thin matrices, y = W x + (α/r)·B A x.
 
-The adapters are two more parameters of the layer itself, so no name of the model changes and they lie in the
-communication group of their block. They are drawn from streams of their own: the base is drawn as without
-them. Not here: checkpoints of adapters alone (fsdp/checkpoint/adapter_weights.py).
+The adapters are two more parameters of the layer itself, so no name of the model changes and they are in the
+communication group of their block. They are drawn from their own streams: the base is drawn as without them.
+Not here: checkpoints of adapters alone (fsdp/checkpoint/adapter_weights.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ A, B = "lora_a", "lora_b"
 
 
 class LoraLinear(nn.Linear):
-    """Made by `apply_lora` out of an nn.Linear that stands in a model."""
+    """A layer that `apply_lora` makes from an nn.Linear of a model, in place."""
 
     lora_a: nn.Parameter
     lora_b: nn.Parameter
@@ -43,7 +43,7 @@ class LoraLinear(nn.Linear):
 
 
 def apply_lora(model: nn.Module, section: LoraSection) -> list[str]:
-    """Adapters at the layers that --lora.targets means; all else is frozen. Returns the layers' names."""
+    """Adds adapters to the layers of --lora.targets and freezes the rest. Returns the layers' names."""
     chosen = _targets(model, section)
     _keep_inits(model)
     model.requires_grad_(False)
@@ -62,7 +62,7 @@ def _adapt(layer: nn.Linear, section: LoraSection) -> None:
 
 
 def _keep_inits(model: nn.Module) -> None:
-    """A model that says how its parameters are drawn is asked before it has any that it does not know."""
+    """Keeps the model's param_inits() as it is before the adapters, which it does not know, are added."""
     owner: Any = model
     if callable(getattr(owner, "param_inits", None)):
         known = owner.param_inits()
@@ -70,10 +70,10 @@ def _keep_inits(model: nn.Module) -> None:
 
 
 def _targets(model: nn.Module, section: LoraSection) -> dict[str, nn.Linear]:
-    """Of the class nn.Linear itself: a subclass may never be called (nn.MultiheadAttention reads out_proj's
-    weight).
+    """Selects layers of class nn.Linear itself: a subclass may never be called (nn.MultiheadAttention reads
+    out_proj's weight).
     """
-    # LoRA's layers of an earlier call are no targets: adapters lie over plain weights.
+    # Layers that have adapters already are not targets.
     layers = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and name}
     shared = _shared(model)
     if not patterns(section.targets):
@@ -83,14 +83,15 @@ def _targets(model: nn.Module, section: LoraSection) -> dict[str, nn.Linear]:
     for name in chosen:
         if layers[name].weight in shared:
             raise ConfigError(
-                f"--lora.targets means {name}, whose weight is tied to another layer's: merged, it would change both.",
+                f"--lora.targets matches {name}, whose weight is tied to another layer's: "
+                "a merge would change both.",
                 "leave it out of --lora.targets",
             )
     return {name: layers[name] for name in chosen}
 
 
 def _form(pattern: str, names: Mapping[str, object]) -> str:
-    """`q_proj` alone means every layer of that name."""
+    """Expands a bare name: `q_proj` selects every layer of that name."""
     last = f"*.{pattern}"
     whole = any(fnmatchcase(name, pattern) for name in names)
     return last if not whole and any(fnmatchcase(name, last) for name in names) else pattern
@@ -102,18 +103,18 @@ def _shared(model: nn.Module) -> set[Tensor]:
 
 
 def _inner(model: nn.Module, layers: dict[str, nn.Linear], section: LoraSection) -> dict[str, nn.Linear]:
-    """By default the layers within the model's blocks; all layers where it has none."""
+    """Returns the default targets: the layers within the model's blocks, or all layers if it has none."""
     inside = {module for block in blocks_of(find_units(model)) for module in block.modules()}
     chosen = {name: layer for name, layer in layers.items() if layer in inside} or layers
     if not chosen:
         raise ConfigError(
-            f"--lora.rank {section.rank}: this model has no nn.Linear layer to lie beside.",
+            f"--lora.rank {section.rank}: this model has no nn.Linear layer for an adapter.",
             "--lora.rank 0, or --model.frozen",
         )
     return chosen
 
 
-# ---------------------------------------------------------------- asked of a model that has them
+# ---------------------------------------------------------------- models with adapters
 
 
 def adapted(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
@@ -121,7 +122,7 @@ def adapted(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
 
 
 def lora_inits(model: nn.Module) -> dict[str, Init]:
-    """B is zero: with its adapters the model begins as it was."""
+    """B is zero: adapters do not change the initial model."""
     inits: dict[str, Init] = {}
     for name, layer in adapted(model):
         inits[f"{name}.{A}"] = Uniform(1 / math.sqrt(layer.in_features))
@@ -130,29 +131,27 @@ def lora_inits(model: nn.Module) -> dict[str, Init]:
 
 
 def draw_adapters(model: nn.Module, seed: int) -> None:
-    """For a whole model in one process."""
+    """Draws the adapters of a whole model in one process."""
     parameters = dict(model.named_parameters())
     for name, init in lora_inits(model).items():
         draw_into(parameters[name], init, seed, name)
 
 
 def base_names(model: nn.Module) -> set[str]:
-    """All names of the parameters that a checkpoint of adapters leaves out; empty where there are no
-    adapters.
-    """
+    """Returns all names of the parameters that a checkpoint of adapters omits; empty without adapters."""
     if next(adapted(model), None) is None:
         return set()
     return {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """The plain weight that does what base and adapter do together; the product is taken in at least fp32."""
+    """Returns the weight equal to base plus adapter; the product is computed in at least fp32."""
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
     return (weight.to(wide) + (b.to(wide) @ a.to(wide)) * scale).to(weight.dtype)
 
 
 def merge(model: nn.Module) -> None:
-    """In place, one process: plain linear layers again."""
+    """Merges the adapters into plain linear layers, in place, in one process."""
     for _, layer in list(adapted(model)):
         with torch.no_grad():
             layer.weight.copy_(merged(layer.weight, layer.lora_a, layer.lora_b, layer.lora_scale))

@@ -1,13 +1,13 @@
-"""From a batch to the sum of its losses: how a model is called, and how what it returns is weighed.
+"""Computes the sum of a batch's losses: calls the model, and weights what it returns.
 
-A model gives logits (cross entropy is taken) or a loss of its own; no base class decides which, the output
-does. The sum and its weight are kept apart, so that a global batch is weighed by its samples or tokens and
-not by micro-batch.
+A model returns logits (cross entropy is computed) or its own loss; the output decides which, not a base
+class. The sum and its weight are kept separate: a global batch is weighted by its samples or tokens, not by
+micro-batch.
 
-A model that receives labels, as those of transformers do, returns a mean over the labels of one micro-batch
-that are not masked. Means of micro-batches do not add up to the mean of the global batch, so `learn` compares
-that loss with the cross entropy of the logits it came with. Where the two agree, the sum is taken from the
-logits, and its weight is the number of labels in it.
+A model that receives labels, as those of transformers do, returns a mean over one micro-batch's unmasked
+labels. Means of micro-batches do not add up to the mean of the global batch, so `learn` compares that loss
+with the cross entropy of the logits. If the two agree, the sum is computed from the logits, and its weight is
+the number of labels.
 """
 
 from __future__ import annotations
@@ -27,21 +27,19 @@ IGNORED = -100
 LABELS = ("labels", "targets")
 
 BY_SAMPLES = (
-    "The model's own loss is weighed by samples: it is no cross entropy of the logits it returns, or it returns none. The "
-    "result depends on the number of ranks and micro-batches where that loss is a mean over unmasked tokens. "
+    "The model's own loss is weighted by samples: it is not the cross entropy of returned logits. If it is "
+    "a mean over unmasked tokens, the result depends on the number of ranks and micro-batches. "
     "HINT: return the logits alone, or return {'loss': loss, 'logits': logits}."
 )
 AUXILIARY = (
-    "The model adds an auxiliary loss: it is taken over each micro-batch, and their mean is weighed by labels. It depends on "
-    "the number of ranks and micro-batches. HINT: --train.micro_batch sets what it is taken over."
+    "The model adds an auxiliary loss, computed over each micro-batch; their mean is weighted by labels. "
+    "It depends on the number of ranks and micro-batches. HINT: --train.micro_batch sets its batch size."
 )
 
 
 @dataclass(frozen=True)
 class LossParts:
-    """loss_sum over the weight of the whole global batch is the mean. correct is counted in evaluation, of
-    logits.
-    """
+    """loss_sum over the weight of the global batch is the mean. `correct` is counted in evaluation."""
 
     loss_sum: Tensor
     correct: Tensor | None
@@ -49,9 +47,7 @@ class LossParts:
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Unmasked tokens of one micro-batch: all of them, and those after each row's first, which a causal model
-    predicts.
-    """
+    """Unmasked tokens of one micro-batch: all, and those after each row's first (causal targets)."""
 
     all: int
     after_first: int
@@ -59,7 +55,7 @@ class TokenCounts:
 
 @dataclass(frozen=True)
 class Output:
-    """What of a model's output makes a loss."""
+    """The parts of a model's output that determine the loss."""
 
     loss: Tensor | None
     logits: Tensor | None
@@ -68,11 +64,11 @@ class Output:
 
 @dataclass(frozen=True)
 class OwnLoss:
-    """A model's own loss, as `learn` found it: cross entropy of its logits and `labels`, and a part of its
+    """A model's own loss, found by `learn`: cross entropy of logits and `labels`, plus `auxiliary` times its
     auxiliary loss.
 
-    shifted: logits of a position are those of the next label. withheld: the logits are the same without
-    labels, so that the model need not compute its loss.
+    shifted: the logits of a position predict the next label. withheld: the logits are the same without
+    labels, so the model need not compute its loss.
     """
 
     labels: str
@@ -82,9 +78,7 @@ class OwnLoss:
 
 
 class LossFunction:
-    """Calls one model the way its forward wants to be called. Made before sharding, while forward is still
-    the model's own.
-    """
+    """Calls a model with the arguments of its forward. Created before sharding, which replaces forward."""
 
     def __init__(self, model: nn.Module) -> None:
         parameters = inspect.signature(model.forward).parameters
@@ -96,26 +90,24 @@ class LossFunction:
         self._decodes_labels = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
         self._auxiliary_weight = _auxiliary_weight(model)
         self.may_own = self._accepts_all or not self._accepts.isdisjoint(LABELS)
-        """The model accepts labels: with data that have them it returns a loss of its own, which `learn` is
-        for.
-        """
+        """The model accepts labels: with data that have them it returns its own loss; see `learn`."""
         self.counts_tokens = False
-        """Known after the first call: what a batch is weighed by, unmasked tokens or samples."""
+        """Known after the first call: whether a batch is weighted by unmasked tokens, not by samples."""
         self.classifies = False
-        """Known after the first call: the model gives logits, so its predictions can be right or wrong."""
+        """Known after the first call: whether the model returns logits, so that accuracy is defined."""
 
     def __call__(
         self, model: nn.Module, data: Mapping[str, Tensor], valid: Tensor, valid_rows: int
     ) -> LossParts:
-        """`valid` marks the rows that count, the first `valid_rows` of them; a padded row adds nothing."""
+        """`valid` marks the first `valid_rows` rows; the others are padding and add nothing."""
         if valid_rows < len(valid) and self._cuts_padding:
-            # A loss of its own cannot be masked row by row: it never sees the padding.
+            # The model's own loss cannot be masked by row: it is called without the padding.
             data, valid = {k: v[: max(valid_rows, 1)] for k, v in data.items()}, valid[: max(valid_rows, 1)]
         output = read_output(
             self._call(model, data, withheld=self._own.labels if self._own and self._own.withheld else "")
         )
         if self._own is not None:
-            # Without the loss that came with them: what its backward would need is freed before this one's.
+            # Without the model's loss: the memory of its graph is freed before this loss is computed.
             return own_parts(self._own, Output(None, output.logits, output.auxiliary), data, valid)
         self._own_loss = output.loss is not None
         if output.loss is not None:
@@ -125,8 +117,8 @@ class LossFunction:
         return cross_entropy_parts(output.logits, data["targets"], valid)
 
     def learn(self, model: nn.Module, data: Mapping[str, Tensor]) -> str:
-        """What the model's own loss is, from one forward of these samples, without gradients and in eval
-        mode; the same samples on every rank. Returns what a person should know of it, or nothing.
+        """Determines the model's own loss from one forward of these samples, without gradients and in eval
+        mode; the same samples on every rank. Returns a warning for the user, or "".
         """
         name = self.gives_labels(data)
         data = _with_labels(data, name)
@@ -150,16 +142,16 @@ class LossFunction:
         return AUXILIARY if weight else ""
 
     def gives_labels(self, data: Mapping[str, Tensor]) -> str:
-        """Under which name of the data the model receives its labels; empty if it receives none."""
+        """Returns the name under which the model receives its labels; empty if it receives none."""
         return next((name for name in LABELS if name in data and self._passes(name)), "")
 
     @property
     def shifts(self) -> bool:
-        """Whether the first label of each row counts nowhere."""
+        """Whether the first label of each row is unused."""
         return self._own is not None and self._own.shifted
 
     def tokens(self, counted: Mapping[str, TokenCounts]) -> int:
-        """What a micro-batch weighs, of what was counted on the host."""
+        """Returns the weight of a micro-batch, from the tokens counted on the host."""
         names = [self._own.labels] if self._own is not None else ["targets", "labels"]
         found = next((counted[name] for name in names if name in counted), TokenCounts(0, 0))
         return found.after_first if self.shifts else found.all
@@ -190,9 +182,9 @@ class LossFunction:
         )
 
     def _cast(self, model: nn.Module, tensor: Tensor) -> Tensor:
-        """Numbers as the parameters are kept: FSDP casts inputs only where it computes in another dtype."""
+        """Casts to the parameters' stored dtype: FSDP casts inputs only if it computes in another dtype."""
         if self._dtype is None:
-            # At the first call, when no group is gathered yet in the dtype that is computed in.
+            # At the first call, before any group is gathered in the dtype of computation.
             self._dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
@@ -201,8 +193,8 @@ class LossFunction:
 
 
 def read_output(output: Any) -> Output:
-    """A scalar is a loss, another tensor logits; an object or mapping says which, and a tuple gives them in
-    this order.
+    """Reads loss and logits: a scalar is a loss, another tensor logits; an object or mapping names them, a
+    tuple has them in this order.
     """
     if isinstance(output, Tensor):
         return Output(output, None) if output.dim() == 0 else Output(None, output)
@@ -225,7 +217,7 @@ def read_output(output: Any) -> Output:
 
 
 def loss_or_logits(output: Any) -> tuple[Tensor | None, Tensor | None]:
-    """Its own loss where a model returns one, else its logits."""
+    """Returns the model's own loss if there is one, else its logits."""
     found = read_output(output)
     return (found.loss, None) if found.loss is not None else (None, found.logits)
 
@@ -234,8 +226,8 @@ def loss_or_logits(output: Any) -> tuple[Tensor | None, Tensor | None]:
 
 
 def matching_shift(output: Output, labels: Tensor, auxiliary_weight: float) -> bool | None:
-    """Whether the loss is the cross entropy of these logits with the next label or with each one's own; None
-    if neither.
+    """Whether the loss is the cross entropy of these logits with the next labels (True) or with the labels at
+    the same position (False); None if neither.
     """
     loss, logits = output.loss, output.logits
     assert loss is not None
@@ -266,7 +258,7 @@ def own_parts(own: OwnLoss, output: Output, data: Mapping[str, Tensor], valid: T
 
 
 def _auxiliary_weight(model: nn.Module) -> float:
-    """By what a mixture of experts multiplies its router's loss, under the names that transformers gives it."""
+    """Returns the factor of a mixture of experts' router loss, by the names that transformers uses."""
     config = getattr(model, "config", None)
     for place in (model, config, getattr(config, "text_config", None)):
         for name in ("router_aux_loss_coef", "aux_loss_coef"):
@@ -276,7 +268,7 @@ def _auxiliary_weight(model: nn.Module) -> float:
 
 
 def _with_labels(data: Mapping[str, Tensor], name: str) -> Mapping[str, Tensor]:
-    """Labels that are all masked would show nothing: class 0 stands in for them."""
+    """Replaces labels that are all masked, which would reveal nothing, by class 0."""
     labels = data.get(name)
     if (
         labels is None
@@ -289,14 +281,12 @@ def _with_labels(data: Mapping[str, Tensor], name: str) -> Mapping[str, Tensor]:
 
 
 def _by_samples(labels: Tensor) -> bool:
-    """A mean over labels is a mean over samples where each has one, or has as many numbers as the others."""
+    """Whether a mean over labels is a mean over samples: each has one label, or an equal count of numbers."""
     return labels.dim() < 2 or labels.is_floating_point()
 
 
 def _next(labels: Tensor) -> Tensor:
-    """The label of the position after each; the last has none. Shifting labels copies less than cutting
-    logits.
-    """
+    """Returns each position's next label. Shifting labels copies less than slicing logits."""
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
@@ -304,12 +294,12 @@ def _next(labels: Tensor) -> Tensor:
 
 
 def cross_entropy_parts(logits: Tensor, targets: Tensor, valid: Tensor) -> LossParts:
-    """Summed in at least fp32 over rows that are valid and targets that are not masked."""
+    """Sums in at least fp32 over valid rows and unmasked targets."""
     shape = [len(valid)] + [1] * (targets.dim() - 1)
     targets = torch.where(valid.view(shape), targets, IGNORED)
     flat, wanted = _flat(logits), targets.reshape(-1)
     loss_sum = F.cross_entropy(flat, wanted, reduction="sum", ignore_index=IGNORED)
-    # A pass over all logits: training does not ask for it.
+    # A pass over all logits, skipped in training.
     correct = None if torch.is_grad_enabled() else (flat.argmax(-1) == wanted).sum()
     return LossParts(loss_sum, correct)
 
@@ -320,9 +310,7 @@ def _flat(logits: Tensor) -> Tensor:
 
 
 def count_tokens(data: Mapping[str, Tensor], valid: Tensor) -> dict[str, TokenCounts]:
-    """Unmasked targets and labels, counted on the host before the copy to a device; empty where there are no
-    tokens.
-    """
+    """Counts unmasked targets and labels on the host, before the copy to a device; empty without tokens."""
     found = {name: data[name] for name in ("targets", "labels") if name in data}
     return {
         name: TokenCounts(int(marks.sum()), int(marks[:, 1:].sum()))

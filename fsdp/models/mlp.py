@@ -1,4 +1,4 @@
-"""Two linear layers with a ReLU between: 1024 → 1024 → 10, on whatever lies flat."""
+"""Two linear layers with a ReLU between: 1024 → 1024 → 10, on flattened inputs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Mlp(nn.Module):
         return self.output(relu(self.hidden(inputs.flatten(1))))
 
     def param_inits(self) -> dict[str, Init]:
-        """nn.Linear's own: weight and bias within 1/√inputs."""
+        """As nn.Linear: weight and bias within ±1/√inputs."""
         layers = {"hidden": self.hidden, "output": self.output}
         return {
             f"{name}.{part}": Uniform(1 / math.sqrt(layer.in_features))

@@ -1,8 +1,8 @@
-"""From --model.name to something that builds: the built-in models and a person's own factories.
+"""Resolves --model.name to a ModelSpec: the built-in models and users' factories.
 
 `package.module:factory` is any callable that returns an nn.Module. It is built once on the meta device when
-it is resolved, so that what a person got wrong is said before any process group exists. Not here: how the
-callable is found and asked what it takes (factory.py), weights, or how a model is sharded.
+it is resolved, so that errors are reported before any process group exists. Not here: loading the callable
+(factory.py), weights, or sharding.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ _DATA_FOR = {"num_classes": ("images", "digits"), "vocab_size": ("tokens", "text
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """build() makes the module on whatever device is torch's default; the real one draws from torch's global
-    generator.
-    """
+    """build() creates the module on torch's default device; on a real one it draws from torch's generator."""
 
     name: str
     build: Callable[[], nn.Module]
@@ -39,14 +37,14 @@ class ModelSpec:
 
 
 def resolve(section: ModelSection, facts: Facts) -> ModelSpec:
-    """The model that a section means for this data. Facts fill only what preset and args leave open."""
+    """Resolves the section for this data. Facts fill only what preset and args leave open."""
     if ":" in section.name:
         return _resolve_factory(section, facts)
     if section.name not in BUILT_INS:
         near = difflib.get_close_matches(section.name, BUILT_INS, n=1, cutoff=0.5)
         raise ConfigError(
             f"--model.name {section.name} is not {', '.join(BUILT_INS)} or package.module:factory.",
-            f"--model.name {near[0] if near else 'package.module:factory for a model of yours'}",
+            f"--model.name {near[0] if near else 'package.module:factory for your own model'}",
         )
     return _resolve_built_in(section, facts, importlib.import_module(f"fsdp.models.{section.name}").BUILT_IN)
 
@@ -56,7 +54,7 @@ def _resolve_built_in(section: ModelSection, facts: Facts, model: BuiltIn) -> Mo
     if preset not in model.presets:
         near = difflib.get_close_matches(preset, model.presets, n=1, cutoff=0.3)
         raise ConfigError(
-            f"--model.preset {preset} is none of {section.name}'s: {', '.join(model.presets)}.",
+            f"--model.preset {preset} is not one of {section.name}'s: {', '.join(model.presets)}.",
             f"--model.preset {near[0] if near else next(iter(model.presets))}",
         )
     _check_kind_of_data(section.name, model, facts)
@@ -72,12 +70,13 @@ def _check_kind_of_data(name: str, model: BuiltIn, facts: Facts) -> None:
     other = next((fact for fact in _DATA_FOR if fact != model.reads and fact in facts), None)
     if other is not None and model.reads not in facts:
         raise ConfigError(
-            f"--model.name {name} reads {_DATA_FOR[model.reads][0]}, but the data holds {_DATA_FOR[other][0]}.",
+            f"--model.name {name} reads {_DATA_FOR[model.reads][0]}, but the data holds "
+            f"{_DATA_FOR[other][0]}.",
             f"--data.name {_DATA_FOR[model.reads][1]}",
         )
 
 
-# ---------------------------------------------------------------- a person's own
+# ---------------------------------------------------------------- user factories
 
 
 def _resolve_factory(section: ModelSection, facts: Facts) -> ModelSpec:
@@ -93,14 +92,15 @@ def _resolve_factory(section: ModelSection, facts: Facts) -> ModelSpec:
 
 
 def _arguments(section: ModelSection, factory: Callable[..., Any], facts: Facts) -> dict[str, Any]:
-    """--model.args, then those facts that the factory has parameters for; checked against its signature."""
+    """--model.args, then the facts that the factory has parameters for; checked against its signature."""
     given, takes = dict(section.args), parameters_of(factory)
     if takes is None:
         return given
     if section.preset:
         if not takes.accepts("preset"):
             raise ConfigError(
-                f"--model.preset {section.preset} says nothing to {section.name}: it has no parameter preset.",
+                f"--model.preset {section.preset} has no effect on {section.name}: "
+                "it has no parameter preset.",
                 "leave it out, or give the factory a parameter preset",
             )
         given["preset"] = section.preset
@@ -125,9 +125,9 @@ class _Factory:
             raise
         except Exception as error:
             on_meta = (
-                "it is built on the meta device first, where tensors have shapes and no values: read none while building"
+                "it is built on the meta device first, where tensors have no values: read none while building"
                 if meta
-                else "the line named is the factory's own"
+                else "the error is on that line of the factory"
             )
             raise ConfigError(f"--model.name {self.path} failed: {blame(error)}.", on_meta) from error
         if not isinstance(model, nn.Module):
@@ -145,7 +145,7 @@ def _knows_inits(path: str, trial: nn.Module) -> bool:
     undrawn = [name for name, _ in trial.named_parameters() if name not in inits()]
     if undrawn:
         raise ConfigError(
-            f"--model.name {path}: its param_inits() says nothing of {undrawn[0]}.",
+            f"--model.name {path}: its param_inits() has no entry for {undrawn[0]}.",
             "name every parameter of named_parameters(), or leave param_inits() out",
         )
     if list(trial.buffers()) and not callable(getattr(trial, "init_buffers", None)):

@@ -1,6 +1,4 @@
-"""Which parts of a model are trained: names by pattern, and what they leave frozen. Not here: adapters
-(lora.py).
-"""
+"""Selects parameters by name pattern and freezes them. Not here: adapters (lora.py)."""
 
 from __future__ import annotations
 
@@ -14,13 +12,13 @@ from fsdp.base.errors import ConfigError
 
 
 def patterns(text: str) -> list[str]:
-    """`a.*, b` → the patterns, in their order."""
+    """Splits `a.*, b` into patterns, in their order."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def matching(wanted: Sequence[str], names: Sequence[str], flag: str, what: str) -> list[str]:
-    """The names that a pattern means, in the model's order; one that means none is an error that names its
-    neighbours.
+    """Returns the names that match a pattern, in the model's order; a pattern without a match is an error
+    with similar names as its hint.
     """
     for pattern in wanted:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -37,12 +35,12 @@ def _nothing(pattern: str, names: Sequence[str], flag: str, what: str) -> Config
     else:
         near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or list(names[:3])
     hint = f"{flag} {','.join(near)}" if near else f"leave {flag} out"
-    return ConfigError(f"{flag} {pattern} matches no {what} of this model ({len(names)} there are).", hint)
+    return ConfigError(f"{flag} {pattern} matches no {what} of this model (of {len(names)}).", hint)
 
 
 def freeze(model: nn.Module, text: str, flag: str = "--model.frozen") -> list[str]:
-    """Parameters whose names match are trained no more; returns them. A tied parameter is known under all of
-    its names.
+    """Freezes the parameters whose names match, and returns the names. A tied parameter matches by any of its
+    names.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
     frozen = matching(patterns(text), list(named), flag, "parameter")

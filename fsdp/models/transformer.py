@@ -1,8 +1,8 @@
-"""A decoder of today: RMSNorm, rotary positions, grouped-query attention, SwiGLU, embeddings tied or not.
+"""A decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU, embeddings tied or not.
 
-It runs alone on one device. Rotary tables are non-persistent buffers: `init_buffers` computes them, no
-checkpoint carries them. Half-split rotation and the order of the projections are Hugging Face's Llama's. Not
-here: the loss.
+It runs alone on one device. Rotary tables are non-persistent buffers: `init_buffers` computes them, and they
+are in no checkpoint. Half-split rotation and the order of the projections are those of Hugging Face's Llama.
+Not here: the loss.
 """
 
 from __future__ import annotations
@@ -48,22 +48,21 @@ class TransformerSizes:
         if self.width // self.heads % 2:
             raise ConfigError(
                 f"--model.args.width {self.width} over --model.args.heads {self.heads} gives heads of "
-                f"{self.width // self.heads}: rotary positions turn pairs, and that is odd.",
+                f"{self.width // self.heads}: rotary positions need an even size.",
                 f"--model.args.width {self.width + self.heads}",
             )
 
 
 class Rotary:
-    """The tables of one forward. No tuple and no dataclass: FSDP's mixed precision looks into those among a
-    block's arguments and casts their tensors, and in bf16 the slow pairs of neighbouring positions would be
-    the same.
+    """The rotary tables of one forward. Not a tuple or dataclass: FSDP's mixed precision casts the tensors of
+    those in a block's arguments, and in bf16 the slow pairs of neighbouring positions would be the same.
     """
 
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
         self.cos, self.sin = cos, sin
 
     def turn(self, x: Tensor) -> Tensor:
-        """x[…, position, head_dim]; the products are in float32, or x's own dtype where that is finer."""
+        """Rotates x[…, position, head_dim]; computes in float32, or in x's dtype if that is finer."""
         first, second = x.chunk(2, dim=-1)
         turned = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
         return torch.cat(turned, dim=-1).to(x.dtype)
@@ -144,7 +143,8 @@ class Transformer(ConvertedModule):
         length = tokens.shape[1]
         if length > self.sizes.max_seq_len:
             raise ConfigError(
-                f"a sequence of {length} tokens is longer than --model.args.max_seq_len {self.sizes.max_seq_len}.",
+                f"a sequence of {length} tokens is longer than --model.args.max_seq_len "
+                f"{self.sizes.max_seq_len}.",
                 f"--model.args.max_seq_len {length}",
             )
         rotary = Rotary(self.rotary_cos[:length], self.rotary_sin[:length])
@@ -154,17 +154,15 @@ class Transformer(ConvertedModule):
         return self.head(self.norm(x))
 
     def units(self) -> list[nn.Module | list[nn.Module]]:
-        """Tied, embedding and head are one parameter and stay together in the root's group, with the norm. So
-        do small ones: a collective of their own would cost more than their memory.
+        """A tied embedding and head are one parameter, in the root's group with the norm. So are small ones:
+        a separate collective would cost more than their memory.
         """
         if self.sizes.tied or self.sizes.vocab_size * self.sizes.width < LARGE_LAYER:
             return [*self.blocks]
         return [self.embedding, *self.blocks, [self.norm, self.head]]
 
     def param_inits(self) -> dict[str, Init]:
-        """0.02 everywhere; what is added to the residual stream is smaller by the root of how often that is
-        done.
-        """
+        """0.02; projections into the residual stream divide it by the root of their number."""
         residual = Normal(0.02 / math.sqrt(2 * self.sizes.layers))
         inits: dict[str, Init] = {}
         for name, parameter in self.named_parameters():
@@ -177,8 +175,8 @@ class Transformer(ConvertedModule):
         return inits
 
     def init_buffers(self, device: torch.device | str) -> None:
-        """Angles in float64 on the host, tables in float32 always: the same bits on every device and in every
-        precision.
+        """Computes angles in float64 on the host, tables in float32: the same bits on every device and in
+        every precision.
         """
         half = self.sizes.width // self.sizes.heads // 2
         frequencies = self.sizes.rope_theta ** -(torch.arange(half, dtype=torch.float64, device="cpu") / half)
@@ -195,7 +193,7 @@ class Transformer(ConvertedModule):
         self.init_buffers(self.embedding.weight.device)
 
     def after_conversion(self) -> None:
-        # model.to(torch.bfloat16) casts buffers too, and tables so rounded are wrong tables.
+        # model.to(torch.bfloat16) casts buffers too, and rounded tables are wrong.
         if self.rotary_cos.element_size() < 4:
             self.init_buffers(self.rotary_cos.device)
 
@@ -219,7 +217,7 @@ _LLAMA_70B = {**_LLAMA_8B, "width": 8192, "layers": 80, "heads": 64, "ffn": 28_6
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "toy": {"width": 128, "layers": 2, "heads": 4, "tied": True},
     "chapter": {"width": 512, "layers": 10, "heads": 8},
-    # GPT-2's small size in today's parts; 50,257 tokens rounded up to a multiple of 128
+    # GPT-2 small's sizes; 50,257 tokens rounded up to a multiple of 128
     "124m": {
         "vocab_size": 50_304,
         "width": 768,
@@ -228,7 +226,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "max_seq_len": 1024,
         "tied": True,
     },
-    # Llama 3.2's 1B, but for its stretched positions
+    # Llama 3.2's 1B, without its scaled positions
     "1b": {**_LLAMA_8B, "width": 2048, "layers": 16, "ffn": 8192, "tied": True},
     "8b": _LLAMA_8B,
     "llama-8b": _LLAMA_8B,

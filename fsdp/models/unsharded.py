@@ -1,6 +1,6 @@
-"""A model with its initial weights on one device and no process group.
+"""Builds a model with its initial weights on one device, without a process group.
 
-For prediction, for comparison with a sharded run, and as what rank 0 sends. Not here: shards
+Used for prediction, for comparison with a sharded run, and for rank 0's broadcast. Not here: shards
 (fsdp/parallel/materialize.py).
 """
 
@@ -22,9 +22,7 @@ from fsdp.models.registry import ModelSpec
 
 
 def build_real(spec: ModelSpec, seed: int, device: str | torch.device = "cpu") -> nn.Module:
-    """The weights that a run with this seed starts from. A model that says no inits is built on the host and
-    moved.
-    """
+    """Builds the model with a run's initial weights; on the host first if it has no param_inits()."""
     if not spec.knows_inits:
         with seeded(seed), torch.device("cpu"):
             return spec.build().to(device)
@@ -39,10 +37,9 @@ def build_real(spec: ModelSpec, seed: int, device: str | torch.device = "cpu") -
 def to_empty(
     model: nn.Module, device: str | torch.device, empty: Callable[[Tensor], Tensor] | None = None
 ) -> None:
-    """nn.Module.to_empty, but tied parameters and buffers stay tied: leaving meta, it makes each use a tensor
-    of its own.
+    """As nn.Module.to_empty, but keeps tied parameters and buffers tied, which that makes separate tensors.
 
-    `empty` makes each tensor's memory where it is to lie elsewhere than torch would put it.
+    `empty` allocates each tensor, if its memory is not torch's.
     """
     tied = [names for names in all_names(model).values() if len(names) > 1]
     convert_tensors(model, empty or (lambda tensor: torch.empty_like(tensor, device=device)))
@@ -56,13 +53,13 @@ def to_empty(
 
 
 def persistent(model: nn.Module) -> list[str]:
-    """The names of the parameters and buffers that a state dict holds."""
+    """Returns the names of the parameters and buffers in the state dict."""
     kept = model.state_dict().keys()
     return [name for name, _ in [*model.named_parameters(), *model.named_buffers()] if name in kept]
 
 
 def draw_parameters(model: nn.Module, seed: int) -> None:
-    """Each whole parameter by the name that named_parameters() gives it first: tied ones are drawn once."""
+    """Draws each whole parameter by its first name in named_parameters(): tied ones are drawn once."""
     inits: dict[str, Any] = model.param_inits()  # type: ignore[operator]
     for name, parameter in model.named_parameters():
         draw_into(parameter, inits[name], seed, name)
@@ -74,8 +71,8 @@ def fill_buffers(model: nn.Module, device: str | torch.device) -> None:
 
 
 def seed_streams(seed: int, device: torch.device) -> None:
-    """As torch.manual_seed does for this device. That one, where CUDA is not used, keeps a stack trace for
-    each call: a fifth of a millisecond a step.
+    """As torch.manual_seed, for this device only. If CUDA is not initialised, that keeps a stack trace per
+    call: a fifth of a millisecond a step.
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
@@ -84,7 +81,7 @@ def seed_streams(seed: int, device: torch.device) -> None:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """The host's random streams start from the seed within it, and go on as they were after it."""
+    """Context manager that seeds the host's random streams, and restores them afterwards."""
     python, arrays = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         try:

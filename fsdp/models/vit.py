@@ -1,7 +1,6 @@
-"""torchvision's VisionTransformer, its parameter names kept, with its units and its initial values as data.
+"""torchvision's VisionTransformer with its parameter names, its units and its initial values as data.
 
-torchvision is imported when a model is built and not before. Not here: the model's own code, which is
-torchvision's.
+torchvision is imported only when a model is built. Not here: the model's code, which is torchvision's.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def build(sizes: VitSizes) -> nn.Module:
 
 @functools.cache
 def _vit_class() -> Callable[[VitSizes], nn.Module]:
-    """Made on first use: its base class is torchvision's."""
+    """Creates the class on first use: its base class is torchvision's."""
     base: Any = import_torchvision().models.VisionTransformer
 
     class Vit(base):  # type: ignore[misc]
@@ -67,7 +66,7 @@ def _vit_class() -> Callable[[VitSizes], nn.Module]:
                 self.conv_proj = _stem(sizes)
 
         def units(self) -> list[nn.Module | list[nn.Module]]:
-            """Stem, class token, positions and head are small: the root's group."""
+            """Stem, class token, positions and head are small: they stay in the root's group."""
             return list(self.encoder.layers)
 
         def param_inits(self) -> dict[str, Init]:
@@ -77,7 +76,7 @@ def _vit_class() -> Callable[[VitSizes], nn.Module]:
 
 
 def _stem(sizes: VitSizes) -> nn.Conv2d:
-    """torchvision's first layer for other than three colours, drawn by its rule."""
+    """Replaces torchvision's first layer for a number of channels other than three, drawn by its rule."""
     stem = nn.Conv2d(sizes.channels, sizes.width, kernel_size=sizes.patch_size, stride=sizes.patch_size)
     nn.init.trunc_normal_(stem.weight, std=_stem_std(sizes))
     assert stem.bias is not None
@@ -90,9 +89,7 @@ def _stem_std(sizes: VitSizes) -> float:
 
 
 def _init_of(name: str, *, sizes: VitSizes) -> Init:
-    """torchvision 0.28's constructor as data. Its truncation at ±2 lies beyond eight deviations and is left
-    out.
-    """
+    """torchvision 0.28's constructor as data, without its truncation at ±2, more than eight deviations."""
     width, ffn = sizes.width, sizes.ffn
     if name.endswith("in_proj_weight"):
         return Uniform(math.sqrt(6 / (width + 3 * width)))

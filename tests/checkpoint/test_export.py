@@ -226,7 +226,7 @@ def test_an_export_of_a_damaged_checkpoint_fails_and_leaves_no_file(
     [
         (["/nowhere"], 4, "does not exist"),
         (["RUN", "list", "verify"], 2, "expected one RUN and at most one command"),
-        ([], 2, "usage"),
+        ([], 2, "RUN [list|verify|prune|export] is missing. HINT: python -m fsdp.checkpoint --help"),
     ],
 )
 def test_a_wrong_command_is_named(

@@ -107,9 +107,10 @@ OF_THE_JOB = {
     "--model.name no_module:f": "--model.name no_module:f: there is no module no_module",
     "--model.name tests.support.user_code:Unevn": "--model.name tests.support.user_code:Unevn: "
     "tests.support.user_code has no Unevn. HINT: --model.name",
-    "--model.preset smal": "--model.preset smal is none of vit's: small, wide, b16. HINT: --model.preset "
+    "--model.preset smal": "--model.preset smal is not one of vit's: small, wide, b16. HINT: --model.preset "
     "small",
-    "--model.args.widht 3": "--model.args.widht is no argument of --model.name vit. HINT: --model.args.width",
+    "--model.args.widht 3": "--model.args.widht is not an argument of --model.name vit."
+    " HINT: --model.args.width",
     "--model.args.width -1": "--model.args.width -1 is less than 1. HINT: --model.args.width 128",
     "--model.args.heads 3": "--model.args.width 128 is not a multiple of --model.args.heads 3. "
     "HINT: --model.args.heads 2",

@@ -151,7 +151,8 @@ RANK = """
 import sys; from pathlib import Path; from fsdp.config import DataSection; from fsdp.data import build_dataset
 print("ready", flush=True); sys.stdin.readline()
 try:
-    print(len(build_dataset(DataSection(name="fashion_mnist", dir=sys.argv[1], args={"mirror": sys.argv[2]})).train))
+    section = DataSection(name="fashion_mnist", dir=sys.argv[1], args={"mirror": sys.argv[2]})
+    print(len(build_dataset(section).train))
 except Exception as error:
     print(type(error).__name__, error)
 """
@@ -179,7 +180,7 @@ def test_of_several_ranks_one_downloads_and_all_read(tmp_path: Path, mirror: Mir
 
 def test_a_download_cut_short_is_never_taken_as_whole(tmp_path: Path, mirror: Mirror) -> None:
     mirror.cut = "t10k-images-idx3-ubyte.gz"
-    with pytest.raises(ConfigError, match=r"t10k-images-idx3-ubyte\.gz: .*bytes came of"):
+    with pytest.raises(ConfigError, match=r"t10k-images-idx3-ubyte\.gz: .*bytes received"):
         fashion(tmp_path, address(mirror))
     assert not list(tmp_path.rglob("t10k-images*"))
     mirror.cut = ""
@@ -197,7 +198,7 @@ def test_a_mirror_that_gives_something_else_is_refused(tmp_path: Path, mirror: M
         "another file": gzip.compress(b"<html>"),
         "not gzip": b"<html>",
     }[damage]
-    with pytest.raises(ConfigError, match=r"train-labels-idx1-ubyte\.gz is not whole"):
+    with pytest.raises(ConfigError, match=r"train-labels-idx1-ubyte\.gz is not complete"):
         fashion(tmp_path, address(mirror))
     assert not list(tmp_path.rglob("train-labels*"))
 
@@ -217,7 +218,8 @@ def test_where_neither_goes_the_hint_says_which_files_go_where(tmp_path: Path) -
         fashion(tmp_path / "new", "http://127.0.0.1:1/")
     message = str(caught.value)
     assert message.startswith(
-        f"FashionMNIST is not in {tmp_path}/new/FashionMNIST/raw and cannot be downloaded: http://127.0.0.1:1/"
+        f"FashionMNIST is not in {tmp_path}/new/FashionMNIST/raw and cannot be downloaded: "
+        "http://127.0.0.1:1/"
     )
     hint = message.split("HINT: ")[1]
     assert "--data.dir FOLDER" in hint
@@ -260,7 +262,9 @@ def test_a_damaged_file_that_lies_there_is_named(tmp_path: Path) -> None:
     raw = raw_of(tmp_path)
     for name, body in contents().items():
         (raw / name).write_bytes(body[: len(body) // 2] if "train-images" in name else body)
-    with pytest.raises(ConfigError, match=r"raw/train-images-idx3-ubyte is not a whole idx file.*HINT: rm "):
+    with pytest.raises(
+        ConfigError, match=r"raw/train-images-idx3-ubyte is not a complete idx file.*HINT: rm "
+    ):
         fashion(tmp_path)
 
 

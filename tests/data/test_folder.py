@@ -137,19 +137,19 @@ def test_arguments_that_cannot_be(tmp_path: Path, args: dict[str, Any], message:
 
 
 def test_folders_that_hold_nothing_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"needs the folder of your pictures.*HINT: --data.dir FOLDER"):
+    with pytest.raises(ConfigError, match=r"needs a folder of images.*HINT: --data.dir FOLDER"):
         build_dataset(DataSection(name="folder"))
     with pytest.raises(ConfigError, match=r"/none is not a folder"):
         folder(tmp_path / "none")
-    with pytest.raises(ConfigError, match=r"has no folder of a class"):
+    with pytest.raises(ConfigError, match=r"has no folder per class"):
         folder(tmp_path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r"/empty has no picture in it"):
+    with pytest.raises(ConfigError, match=r"/empty has no image in it"):
         folder(tmp_path)
 
 
 def test_a_class_that_only_val_has_is_named(tmp_path: Path) -> None:
     make_two_classes(tmp_path / "train", 2)
     paint(tmp_path / "val" / "green" / "0.png", (0, 255, 0))
-    with pytest.raises(ConfigError, match=r"val has class green, which train has not"):
+    with pytest.raises(ConfigError, match=r"val has class green, which train does not have"):
         folder(tmp_path)

@@ -158,7 +158,9 @@ def test_too_few_rows_are_not_trained_on() -> None:
             return {"inputs": torch.zeros(len(indices)), "targets": torch.zeros(len(indices) - 1)}
 
     loader = make(Short(8), Cursor(seed=0, samples=8, global_batch=4))
-    with pytest.raises(TrainingError, match=r"4 samples were asked for, and \{'targets': 3\} rows came"):
+    with pytest.raises(
+        TrainingError, match=r"4 samples were requested, but \{'targets': 3\} rows were returned"
+    ):
         loader.step(0)
 
 

@@ -30,12 +30,12 @@ def build(name: str, facts: dict[str, Any] | None = None, seq_len: int = 256, **
         (
             "digits",
             {"size": 3},
-            r"--data.args.size is no argument of --data.name digits. HINT: it takes none",
+            r"--data.args.size is not an argument of --data.name digits. HINT: it accepts none",
         ),
         (
             "synthetic",
             {"sample": 3},
-            r"no argument of --data.name synthetic. HINT: --data.args.samples VALUE",
+            r"not an argument of --data.name synthetic. HINT: --data.args.samples VALUE",
         ),
         (
             "synthetic",
@@ -49,11 +49,11 @@ def build(name: str, facts: dict[str, Any] | None = None, seq_len: int = 256, **
         ),
         ("synthetic", {"samples": True}, r"--data.args.samples True is not a whole number"),
         ("synthetic", {"kind": "sounds"}, r"--data.args.kind sounds is not auto or images or tokens"),
-        ("synthetic", {"kind": "tokens", "channels": 3}, r"--data.args.channels 3 says nothing to tokens"),
+        ("synthetic", {"kind": "tokens", "channels": 3}, r"--data.args.channels 3 has no effect on tokens"),
         (
             "synthetic",
             {"kind": "images", "vocab_size": 3},
-            r"--data.args.vocab_size 3 says nothing to images",
+            r"--data.args.vocab_size 3 has no effect on images",
         ),
         ("tokens", {"heldout": 2}, r"--data.args.heldout 2.0 is not between 0 and 0.5"),
         ("text", {"max_mb": "big"}, r"--data.args.max_mb big is not a number"),
@@ -275,22 +275,22 @@ def test_the_factory_is_offered_what_it_has_parameters_for() -> None:
         (
             "my_own_data:pairs",
             {"cuont": 3},
-            r"--data.args.cuont is no argument of my_own_data:pairs. HINT: --data.args.count VALUE",
+            r"--data.args.cuont is not an argument of my_own_data:pairs. HINT: --data.args.count VALUE",
         ),
         (
             "my_own_data:with_heldout",
             {},
             r"my_own_data:with_heldout needs count. HINT: --data.args.count VALUE",
         ),
-        ("my_own_data:stream", {}, r"gives a Stream, which has no length or no items by index"),
+        ("my_own_data:stream", {}, r"returned a Stream, which has no length or no items by index"),
         (
             "my_own_data:bad",
             {},
             r"sample 0 cannot be read: TypeError: an item is a tuple, neither \(inputs, targets\) nor a dict",
         ),
-        ("my_own_data:words", {}, r"inputs of an item is no number, array or tensor"),
-        ("my_own_data:empty", {}, r"gives an empty Pairs"),
-        ("my_own_data:three", {}, r"returned 3 things"),
+        ("my_own_data:words", {}, r"inputs of an item is not a number, array or tensor"),
+        ("my_own_data:empty", {}, r"returned an empty Pairs"),
+        ("my_own_data:three", {}, r"returned a tuple of 3"),
         ("my_own_data:broken", {}, r"failed: ZeroDivisionError: division by zero \(.*my_own_data.py:\d+\)"),
     ],
 )
@@ -302,7 +302,7 @@ def test_what_is_wrong_with_ones_own_is_said(factory: str, args: dict[str, Any],
 
 def test_a_folder_is_refused_where_the_factory_takes_none(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"--data.dir .* says nothing to my_own_data:pairs: it has no parameter dir"
+        ConfigError, match=r"--data.dir .* has no effect on my_own_data:pairs: it has no parameter dir"
     ):
         build_dataset(DataSection(name="my_own_data:pairs", dir=str(tmp_path)))
 
@@ -389,8 +389,10 @@ def all_in_one(data: DataSet) -> Loader:
 def test_samples_of_unlike_lengths_are_named_and_the_hint_names_the_hook() -> None:
     with pytest.raises(
         TrainingError,
-        match=r"^rank 0, step 0: inputs of sample \d+ is \[\d\] and of sample \d+ \[\d\]: samples of one batch must have one "
-        r"shape. HINT: give your Dataset a method collate\(items\) that pads them to one length: docs/data.md$",
+        match=r"^rank 0, step 0: inputs of sample \d+ is \[\d\] and of sample \d+ \[\d\]: samples of one "
+        r"batch must have one "
+        r"shape. HINT: give your Dataset a method collate\(items\) that pads them to one length: "
+        r"docs/data.md$",
     ):
         all_in_one(build("my_ragged_data:ragged")).step(0)
 
@@ -419,6 +421,7 @@ def test_a_collate_that_is_wrong_is_named() -> None:
     ):
         build("my_ragged_data:numbered")
     with pytest.raises(
-        TrainingError, match=r"12 samples were asked for, and \{'inputs': 11, 'targets': 11\} rows came"
+        TrainingError,
+        match=r"12 samples were requested, but \{'inputs': 11, 'targets': 11\} rows were returned",
     ):
         all_in_one(build("my_ragged_data:dropping")).step(0)

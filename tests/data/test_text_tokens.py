@@ -213,9 +213,9 @@ def test_the_models_vocabulary_is_taken_where_none_is_given(tmp_path: Path) -> N
 def test_without_files_the_message_says_what_to_put_where(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no token file to train on.*HINT: put \*\.bin"):
         tokens(tmp_path)
-    with pytest.raises(ConfigError, match=r"--data.dir .*/none is not a folder"):
+    with pytest.raises(ConfigError, match=r"--data.dir .*/none is neither a folder"):
         tokens(tmp_path / "none")
-    with pytest.raises(ConfigError, match=r"needs the folder.*HINT: --data.dir FOLDER"):
+    with pytest.raises(ConfigError, match=r"needs a folder.*HINT: --data.dir FOLDER"):
         build_dataset(DataSection(name="tokens", args={"vocab_size": 9}))
 
 
@@ -223,7 +223,8 @@ def test_a_vocabulary_too_small_is_seen_before_the_run(tmp_path: Path) -> None:
     np.array([1, 2, 3, 1500] * 20, dtype=np.uint16).tofile(tmp_path / "a.bin")
     with pytest.raises(
         ConfigError,
-        match=r"a.bin: the token at position 3 is 1500, beyond --data.args.vocab_size 1000. HINT: --data.args.vocab_size 1501",
+        match=r"a.bin: the token at position 3 is 1500, beyond --data.args.vocab_size 1000. HINT: "
+        r"--data.args.vocab_size 1501",
     ):
         tokens(tmp_path)
 
@@ -243,7 +244,7 @@ def test_a_token_beyond_the_vocabulary_deep_inside_is_seen_when_read(tmp_path: P
 def test_files_that_are_not_tokens_are_named(tmp_path: Path) -> None:
     (tmp_path / "odd.bin").write_bytes(b"123")
     with pytest.raises(
-        ConfigError, match=r"odd.bin has 3 bytes, not whole tokens of 2. HINT: copy it again$"
+        ConfigError, match=r"odd.bin has 3 bytes, not a multiple of 2 bytes per token. HINT: copy it again$"
     ):
         tokens(tmp_path)
     (tmp_path / "odd.bin").unlink()
@@ -251,7 +252,7 @@ def test_files_that_are_not_tokens_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"float.npy holds float64 \[100\]"):
         tokens(tmp_path)
     (tmp_path / "float.npy").write_bytes(b"no numpy file")
-    with pytest.raises(ConfigError, match=r"float.npy is not a whole .npy file"):
+    with pytest.raises(ConfigError, match=r"float.npy is not a complete .npy file"):
         tokens(tmp_path)
 
 
@@ -331,7 +332,7 @@ def test_a_sidecar_says_the_width_and_the_vocabulary(tmp_path: Path, sidecar: st
     assert data.info.facts == {"vocab_size": 1234, "seq_len": 8}
     assert np.array_equal(inputs_of(data), row[: len(data.train) * 8])
     with pytest.raises(
-        ConfigError, match=rf"{sidecar} says int64, and --data.args.dtype says uint16. HINT: leave"
+        ConfigError, match=rf"{sidecar} gives int64, but --data.args.dtype is uint16. HINT: leave"
     ):
         tokens(tmp_path, dtype="uint16")
 
@@ -345,7 +346,7 @@ def test_a_sidecar_says_the_width_and_the_vocabulary(tmp_path: Path, sidecar: st
         ('{"dtype": "uint16", "vocab_size": "big"}', r"a.bin.json: vocab_size \"big\" is not a whole number"),
         (
             '{"dtype": "uint16", "tokens": 4999}',
-            r"a.bin has 5000 tokens, and .*a.bin.json says 4999. HINT: copy it again",
+            r"a.bin has 5000 tokens, but .*a.bin.json gives 4999. HINT: copy it again",
         ),
     ],
 )
@@ -368,7 +369,7 @@ def test_llm_cs_header_is_read_and_is_no_token(tmp_path: Path, magic: int, versi
     assert np.array_equal(inputs_of(data), row[: len(data.train) * 8])
     header[2] -= 1
     (tmp_path / "a.bin").write_bytes(header.tobytes() + row.astype(dtype).tobytes())
-    with pytest.raises(ConfigError, match=r"a.bin has 5000 tokens, and .*a.bin's header says 4999"):
+    with pytest.raises(ConfigError, match=r"a.bin has 5000 tokens, but .*a.bin's header gives 4999"):
         tokens(tmp_path)
 
 

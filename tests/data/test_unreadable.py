@@ -53,8 +53,9 @@ def test_beyond_the_bound_it_stops_and_the_hint_names_the_record(tmp_path: Path)
     samples = skipping(tmp_path, 3).train
     with pytest.raises(
         OneRankError,
-        match=r"^sample 49 cannot be read: OSError: 49.png is truncated: 4 by now, --data.skip_unreadable 3 allowed. "
-        r"HINT: --data.skip_unreadable 8, or mend what .*unreadable lists and remove that folder$",
+        match=r"^sample 49 cannot be read: OSError: 49.png is truncated: 4 by now, --data.skip_unreadable "
+        r"3 allowed. "
+        r"HINT: --data.skip_unreadable 8, or repair what .*unreadable lists and remove that folder$",
     ):
         samples.batch(np.arange(50))
     skipping(tmp_path, 8).train.batch(np.arange(50))

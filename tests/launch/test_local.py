@@ -129,7 +129,7 @@ def test_numbers_that_are_not_finite_are_final_and_leave_a_marker(tmp_path: Path
     [
         (["--ranks", "many"], "--ranks many is not a whole number from 1. HINT: --ranks 1"),
         (["--ranks", "2", "--optim.lr", "x"], "--optim.lr x is not a number. HINT: --optim.lr 0.0005"),
-        (["--ranks"], "--ranks has no value is not"),
+        (["--ranks"], "--ranks has no value. HINT: --ranks 1"),
     ],
 )
 def test_a_wrong_flag_is_one_line(words: list[str], said: str) -> None:

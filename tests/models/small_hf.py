@@ -12,7 +12,8 @@ from torch.utils.data import Dataset
 
 WORDS = 31
 SIZES: dict[str, Any] = {
-    "vocab_size": WORDS, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 40,
+    "vocab_size": WORDS, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "intermediate_size": 40,
 }  # fmt: skip
 NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 LABELS: dict[str, Any] = {"num_labels": 5}

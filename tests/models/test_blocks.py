@@ -102,8 +102,14 @@ def test_the_blocks_to_recompute_are_units_of_several_layers() -> None:
         (nn.Sequential(stack(), stack()), ["body.0.0", "body.0.1", "body.1.0", "body.1.1"]),
         (Net(nn.ModuleList([Net(stack()), Net(stack())])), ["body.body.0", "body.body.1"]),
         (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), []),
-        (nn.Sequential(nn.Linear(4, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.Linear(1024, 1024)), ["body.2", "body.3"]),
-        (nn.Sequential(*[nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(2)]), ["body.0", "body.1"]),
+        (
+            nn.Sequential(nn.Linear(4, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.Linear(1024, 1024)),
+            ["body.2", "body.3"],
+        ),
+        (
+            nn.Sequential(*[nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(2)]),
+            ["body.0", "body.1"],
+        ),
         (nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)]), []),
         (nn.ModuleList([nn.Dropout(), nn.Dropout()]), []),
         (nn.ParameterList([torch.zeros(1 << 20) for _ in range(3)]), []),
@@ -216,7 +222,8 @@ def test_a_number_may_be_written_with_underscores() -> None:
 @pytest.mark.parametrize(
     ("wrap", "says", "hint"),
     [
-        ("class:Blok", "no such class with parameters, only Embedding, Block, RMSNorm", "--mesh.wrap class:Block"),
+        ("class:Blok", "no such class with parameters, only Embedding, Block, RMSNorm", "--mesh.wrap "
+            "class:Block"),
         ("class:Block,Dropout", "--mesh.wrap class:Dropout", "--mesh.wrap auto"),
         ("class:ModuleList", "--mesh.wrap class:ModuleList", "--mesh.wrap auto"),
         ("class:Transformer", "--mesh.wrap class:Transformer", "--mesh.wrap auto"),

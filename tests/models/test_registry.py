@@ -124,18 +124,18 @@ BAD_BUILT_IN: list[tuple[dict[str, Any], str, str]] = [
     ),
     (
         {"name": "vit", "preset": "smal"},
-        "--model.preset smal is none of vit's: small, wide",
+        "--model.preset smal is not one of vit's: small, wide",
         "--model.preset small",
     ),
     (
         {"name": "transformer", "preset": "125m"},
-        "--model.preset 125m is none of transformer's",
+        "--model.preset 125m is not one of transformer's",
         "--model.preset 124m",
     ),
-    ({"name": "transformer", "layer": 3}, "--model.args.layer is no argument", "--model.args.layers"),
+    ({"name": "transformer", "layer": 3}, "--model.args.layer is not an argument", "--model.args.layers"),
     (
         {"name": "mlp", "xyz": 3},
-        "--model.args.xyz is no argument of --model.name mlp",
+        "--model.args.xyz is not an argument of --model.name mlp",
         "in_features, hidden, classes",
     ),
     (
@@ -234,7 +234,7 @@ def test_a_wrong_size_is_one_line_with_a_hint(given: dict[str, Any], says: str, 
     "given", [given for given, _, hint in BAD_BUILT_IN if hint.startswith("--model.args.") and " " in hint]
 )
 def test_a_hint_works_as_typed(given: dict[str, Any]) -> None:
-    """Typing the hint over the wrong value is enough, or leads to the next thing wrong but not to the same."""
+    """Typing the hint instead of the wrong value is enough, or leads to a different error."""
     with pytest.raises(ConfigError) as error:
         spec(**given)
     flag, value = str(error.value.hint).split(" ", 1)
@@ -300,19 +300,23 @@ BAD_FACTORIES: list[tuple[dict[str, Any], str, str]] = [
     ({"name": "my_models:constant"}, "is a int, which cannot be called", "a class or a function"),
     (
         {"name": "my_models:net", "widht": 3, "facts": DIGITS},
-        "--model.args.widht is no argument of my_models:net",
+        "--model.args.widht is not an argument of my_models:net",
         "args.width",
     ),
     ({"name": "my_models:net"}, "my_models:net needs num_classes", "--model.args.num_classes VALUE"),
     (
         {"name": "my_models:net", "preset": "a", "facts": DIGITS},
-        "--model.preset a says nothing to my_models:net",
+        "--model.preset a has no effect on my_models:net",
         "leave it out",
     ),
     ({"name": "my_models:breaks"}, "RuntimeError: no such shape", "meta device"),
     ({"name": "my_models:reads_values"}, "failed: RuntimeError", "read none while building"),
     ({"name": "my_models:no_module"}, "returned a dict, not an nn.Module", "return the model"),
-    ({"name": "my_models:Drawn", "complete": False}, "param_inits() says nothing of bias", "every parameter"),
+    (
+        {"name": "my_models:Drawn", "complete": False},
+        "param_inits() has no entry for bias",
+        "every parameter",
+    ),
     ({"name": "my_models:Drawn", "buffer": True}, "nothing fills its buffer mask", "init_buffers(device)"),
     ({"name": "my_broken:net"}, "ZeroDivisionError: division by zero", "import my_broken"),
     ({"name": "my_needy:net"}, "imports not_a_package, which is not installed", "pip install not_a_package"),

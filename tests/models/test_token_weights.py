@@ -29,11 +29,13 @@ RATES = {"t5": 0.005}
 of the gradients (3 ranks: 2e-9 after steps of 0.05).
 """
 FLAGS = (
-    f"--train.steps {STEPS} --train.global_batch {BATCH} --train.clip_grad_norm 0 --precision.master fp64 --optim.name sgd "
+    f"--train.steps {STEPS} --train.global_batch {BATCH} --train.clip_grad_norm 0 --precision.master fp64 "
+    "--optim.name sgd "
     "--optim.momentum 0 --optim.schedule constant --optim.warmup_steps 0"
 )
 KINDS = {
-    "llama": "causal", "gpt2": "causal", "bert": "masked", "t5": "seq2seq", "mixtral": "causal", "classifier": "classes",
+    "llama": "causal", "gpt2": "causal", "bert": "masked", "t5": "seq2seq", "mixtral": "causal",
+    "classifier": "classes",
 }  # fmt: skip
 CASES = [(model, ranks, micro) for model in KINDS for ranks in (1, 2, 3) for micro in (1, 2)]
 SAMPLE = [

@@ -18,7 +18,8 @@ import sys, torch
 import pytest
 
 from fsdp.base.torchvision_import import prepare_torchvision
-print(prepare_torchvision(), prepare_torchvision(), hasattr(torch.ops.torchvision, "nms"), "torchvision" in sys.modules)
+first, second = prepare_torchvision(), prepare_torchvision()
+print(first, second, hasattr(torch.ops.torchvision, "nms"), "torchvision" in sys.modules)
 """
 
 

@@ -36,20 +36,29 @@ def test_the_order_of_a_parameter_in_memory_changes_nothing(tmp_path: Path) -> N
 
 
 REFUSED = {
-    "Complex": "Complex: parameter phase is complex64, which FSDP does not reduce. HINT: nn.Parameter(torch.view_as_real(",
-    "Lazy": "Lazy: stem.weight has no shape before the first forward, and is sharded before it. HINT: nn.Linear(IN, OUT)",
-    "PerSample": "the model's own loss has the shape (2,), and a step takes one number. HINT: return loss.mean()",
-    "Unused --mesh.strategy ddp": "does not depend on extra.weight (and 1 more), and --mesh.strategy ddp reduces every "
+    "Complex": "Complex: parameter phase is complex64, which FSDP does not reduce. HINT: "
+        "nn.Parameter(torch.view_as_real(",
+    "Lazy": "Lazy: stem.weight has no shape before the first forward, but sharding comes before it."
+        " HINT: nn.Linear(IN, OUT)",
+    "PerSample": "the model's own loss has the shape (2,), not that of one number. HINT: return "
+        "loss.mean()",
+    "Unused --mesh.strategy ddp": "does not depend on extra.weight (and 1 more), and --mesh.strategy ddp "
+        "reduces every "
     "gradient. HINT: --mesh.strategy fsdp, or --model.frozen extra.weight,extra.bias",
     "Words --model.args.words 20 --data.name {HERE}:sentences": "words of the model is read at ",
-    "Words --model.args.positions 5 --data.name {HERE}:sentences": "places of the model is read at 8, and has rows 0 to 4",
-    "Counting --memory.activation_checkpointing full": "--memory.activation_checkpointing full: the forward of blocks.0 "
+    "Words --model.args.positions 5 --data.name {HERE}:sentences": "places of the model is read at 8, but "
+        "has rows 0 to 4",
+    "Counting --memory.activation_checkpointing full": "--memory.activation_checkpointing full: the "
+        "forward of blocks.0 "
     "changes its own state, blocks.0.calls, and backward would change it a second time. "
     "HINT: --memory.activation_checkpointing none",
-    "Numbering --memory.activation_budget 0.5": "--memory.activation_budget 0.5: the forward of blocks.0 changes its own "
+    "Numbering --memory.activation_budget 0.5": "--memory.activation_budget 0.5: the forward of blocks.0 "
+        "changes its own "
     "state, blocks.0.calls,",
-    "Alternating --memory.activation_checkpointing full": "a unit's forward computes something else when backward repeats it",
-    "Alternating --memory.activation_checkpointing ops": "a unit's forward computes something else when backward repeats it",
+    "Alternating --memory.activation_checkpointing full": "a unit's forward computes something else when "
+        "backward repeats it",
+    "Alternating --memory.activation_checkpointing ops": "a unit's forward computes something else when "
+        "backward repeats it",
 }  # fmt: skip
 
 
@@ -59,9 +68,12 @@ def test_a_model_is_refused_in_a_line(words: str, tmp_path: Path) -> None:
 
 
 OTHERS = {
-    f"--data.name {HERE}:float_targets": "targets are float32, and cross entropy takes the numbers of classes. HINT: return t",
-    f"--data.name {HERE}:many_classes": "and the model has logits for classes 0 to 4 (-100 masks a target). HINT: a model with",
-    f"--comm.reduce_scatter {HERE}:without_default": "missing a required argument: 'async_op'. HINT: it is called with "
+    f"--data.name {HERE}:float_targets": "targets are float32, but cross entropy needs class "
+    "indices. HINT: return t",
+    f"--data.name {HERE}:many_classes": "but the model has logits for classes 0 to 4 (-100 masks a "
+    "target). HINT: a model with",
+    f"--comm.reduce_scatter {HERE}:without_default": "missing a required argument: 'async_op'. HINT: it is "
+    "called with "
     "(output, input, group, op, async_op=False)",
 }
 
