@@ -77,7 +77,8 @@ def _interval(ranks: Sequence[dict[str, Any]], none: Sequence[dict[str, Any]]) -
 def machine() -> dict[str, Any]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
-        "cpu": proc.processor_name() or platform.processor(), "cores": len(os.sched_getaffinity(0)), "memory_gib": round(memory, 1),
+        "cpu": proc.processor_name() or platform.processor(), "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(memory, 1),
         "load_average": os.getloadavg()[0], "when": time.strftime("%Y-%m-%d %H:%M"),
     }  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""Checks on the sources: rooms, levels, who may import whom, one class a name, torch's private names, line length.
+"""Checks on the sources: rooms, levels, who may import whom, one class a name, line length,
+private names of torch.
 
 docs/architecture.md describes the rules.
 """

@@ -1,6 +1,7 @@
 """Marks FSDP's own gathers, waits, reductions and the offload of activations in a Tracker.
 
-FSDP's methods are replaced while a step is watched (fsdp/base/torch_private/fsdp.py). Not here: what is counted of it (tracker.py).
+FSDP's methods are patched while a step is traced (fsdp/base/torch_private/fsdp.py), and restored after. Not
+here: what is counted (tracker.py).
 """
 
 from __future__ import annotations
