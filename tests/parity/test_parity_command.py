@@ -101,4 +101,4 @@ def test_the_plain_loop_shares_no_code_that_computes() -> None:
         for _, module in imports(ROOT / "fsdp/parity/reference.py")
         if module.startswith("fsdp.")
     }
-    assert named == {"parity", "config", "job", "models", "checkpoint"}
+    assert named == {"parity", "config", "run", "models", "checkpoint"}
