@@ -131,9 +131,7 @@ def _refuse_random(job: Job) -> None:
 
     from fsdp.run.job import meta_model
 
-    dropouts = (
-        nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
-    )  # fmt: skip
+    dropouts = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
     norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     for name, module in meta_model(job.spec).named_modules():
         if (isinstance(module, dropouts) and module.p) or (

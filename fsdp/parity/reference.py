@@ -40,7 +40,6 @@ class PlainLoop:
     def __init__(self, options: ParityOptions, job: Job, device: Any) -> None:
         import torch
 
-        from fsdp.base.torch_private.tensors import convert_tensors
         from fsdp.checkpoint.full_state import open_full_state
         from fsdp.models import build_real
         from fsdp.models.trainable import freeze
@@ -55,7 +54,9 @@ class PlainLoop:
         kept, computed = (
             (torch.float64,) * 2 if options.dtype == "fp64" else (torch.float32, _lower(options.dtype))
         )
-        convert_tensors(self.model, lambda tensor: tensor.to(kept) if tensor.is_floating_point() else tensor)
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.to(kept)
         self._start = {name: value.clone() for name, value in self.model.state_dict().items()}
         self.loss = Loss(self.model, computed, self._samples(0))
         self.rounds = (
