@@ -19,7 +19,7 @@ from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.config import Config
 from fsdp.dist.env import started_by
 from fsdp.record.console import flush_output
-from fsdp.watch.last_process import Farewell
+from fsdp.watch.last_process import ProcessExit
 
 
 def main(argv: list[str]) -> int:
@@ -83,7 +83,7 @@ def refused(error: ShardrunError) -> int:
 
 
 if __name__ == "__main__":
-    FAREWELL = Farewell()
+    FAREWELL = ProcessExit()
     code = FAREWELL.leave(main(sys.argv[1:]))
     flush_output()
     sys.exit(code)

@@ -133,7 +133,8 @@ def memory_timeline() -> Seen:
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         kinds = {"record_shapes": True, "profile_memory": True, "with_stack": True}
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], **kinds) as profile:  # type: ignore[arg-type]
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities, **kinds) as profile:  # type: ignore[arg-type]
             torch.ones(8, 8) @ torch.ones(8, 8)
         said = error_of(
             lambda: profile.export_memory_timeline(str(Path(folder, "memory.html")), device="cpu")

@@ -35,7 +35,7 @@ from fsdp.plan.fake_runs import count, peak_of
 from fsdp.plan.memory import memory_of, process_peak
 from fsdp.plan.model_shapes import Subject, subject_of
 from fsdp.plan.step import TracedSetup
-from fsdp.plan.step_trace import Ask, batches, stage
+from fsdp.plan.step_trace import FakeRun, batches, stage
 from fsdp.plan.trace import Segment, Trace
 from fsdp.plan.tracker import Tracker
 from fsdp.run.job import model_of
@@ -135,11 +135,11 @@ def _serve(pipe: Any) -> None:
 # ---------------------------------------------------------------- predicted
 
 
-def _asks(flags: tuple[str, ...], ranks: int) -> list[Ask]:
+def _asks(flags: tuple[str, ...], ranks: int) -> list[FakeRun]:
     config = load(list(flags))
     sizes, batch = resolve(config.mesh, ranks), plan_batch(config.train, ranks)
     return [
-        Ask(config, sizes, rank, batch.micro_batch, min(batch.accumulation, 3), 0, "cpu")
+        FakeRun(config, sizes, rank, batch.micro_batch, min(batch.accumulation, 3), 0, "cpu")
         for rank in range(ranks)
     ]
 

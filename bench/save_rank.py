@@ -96,7 +96,8 @@ class Bench:
         self.saved = 0
 
     def _checkpointer(self, mode: str) -> Checkpointer:
-        section = CheckpointSection(dir=str(self.place / mode), keep_last=1, mode=mode)  # type: ignore[arg-type]
+        folder = str(self.place / mode)
+        section = CheckpointSection(dir=folder, keep_last=1, mode=mode)  # type: ignore[arg-type]
         return Checkpointer(section, self.place, self.env, self.sizes, config_hash="bench")
 
     def _build(self, size: Size, seed: int) -> TrainState:

@@ -26,8 +26,8 @@ from fsdp.checkpoint.load import CheckpointSource, _tasks
 from fsdp.checkpoint.manifest import Manifest
 from fsdp.checkpoint.rank_file import Written
 from fsdp.checkpoint.snapshot import Piece
-from fsdp.checkpoint.tensor_keys import Want
-from fsdp.checkpoint.write_plan import Described, Part, WritePlan
+from fsdp.checkpoint.tensor_keys import LoadTarget
+from fsdp.checkpoint.write_plan import Part, PieceDescription, WritePlan
 from fsdp.config import ModelSection
 from fsdp.models.registry import resolve
 
@@ -51,7 +51,7 @@ def shapes_of(preset: str) -> dict[str, tuple[int, ...]]:
     return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
-def pieces_of(rank: int, ranks: int, shapes: dict[str, tuple[int, ...]]) -> Iterator[Described]:
+def pieces_of(rank: int, ranks: int, shapes: dict[str, tuple[int, ...]]) -> Iterator[PieceDescription]:
     """The pieces of a rank of pure FSDP: rows of each parameter and of both moments, and Adam's steps, which
     every rank has.
     """
@@ -60,16 +60,18 @@ def pieces_of(rank: int, ranks: int, shapes: dict[str, tuple[int, ...]]) -> Iter
             path = ("model", name) if kind == "model" else ("optim", "state", name, kind)
             keys = ((".".join(path), path),)
             if kind == "step":
-                yield Described(keys, (), (), (), torch.float32)
+                yield PieceDescription(keys, (), (), (), torch.float32)
                 continue
             rows = -(-shape[0] // ranks)
             first, last = min(rank * rows, shape[0]), min((rank + 1) * rows, shape[0])
             if last > first:
                 zeros = (0,) * (len(shape) - 1)
-                yield Described(keys, shape, (first, *zeros), (last - first, *shape[1:]), torch.float32)
+                yield PieceDescription(
+                    keys, shape, (first, *zeros), (last - first, *shape[1:]), torch.float32
+                )
 
 
-def written(rank: int, pieces: list[Described], share: list[Part]) -> Written:
+def written(rank: int, pieces: list[PieceDescription], share: list[Part]) -> Written:
     keys = [(pieces[part.index].keys[0][0], math.prod(pieces[part.index].size)) for part in share]
     return Written(
         file_names.data_file(rank), 1 << 20, rank, {key: (numel, 12345 + rank) for key, numel in keys}
@@ -121,7 +123,8 @@ def simulate(ranks: int, preset: str) -> dict[str, Any]:
     read = clock(".metadata read", lambda: metadata.read(data))
     # The rows of one rank of a run at half the size: a resume on other hardware.
     wants = list(_wants(ranks // 2, shapes))
-    source: Any = CheckpointSource(store=None, folder="", metadata=read, manifest=None)  # type: ignore[arg-type]
+    nothing: Any = None
+    source: Any = CheckpointSource(store=nothing, folder="", metadata=read, manifest=nothing)
     with garbage.held():  # as load does it
         clock("a rank finds its rows", lambda: [_tasks(source.metadata, want) for want in wants])
     once = ("rank 0 hears all", "who writes what", "where it lies", "first .metadata")
@@ -138,10 +141,10 @@ def simulate(ranks: int, preset: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _wants(ranks: int, shapes: dict[str, tuple[int, ...]]) -> Iterator[Want]:
+def _wants(ranks: int, shapes: dict[str, tuple[int, ...]]) -> Iterator[LoadTarget]:
     for one in pieces_of(0, ranks, shapes):
         key, path = one.keys[0]
-        yield Want(key, Piece(key, path, one.size, one.offsets, torch.empty(one.sizes)))
+        yield LoadTarget(key, Piece(key, path, one.size, one.offsets, torch.empty(one.sizes)))
 
 
 def main(argv: Sequence[str]) -> int:

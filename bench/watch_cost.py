@@ -41,7 +41,7 @@ def told() -> dict[str, float]:
     import torch.distributed as dist
 
     from fsdp.watch import status_page
-    from fsdp.watch.collective_calls import Calls
+    from fsdp.watch.collective_calls import CollectiveCounter
 
     page = status_page.create(f"shardrun-cost-{os.getpid()}.page")
     page.path.unlink()
@@ -54,7 +54,7 @@ def told() -> dict[str, float]:
     dist.all_reduce = nothing  # type: ignore[assignment]
     tensor, names = torch.ones(4), ("data", "forward", "backward", "reduce", "optimizer", "record")
     bare = microseconds(lambda: dist.all_reduce(tensor))
-    calls = Calls(writer)
+    calls = CollectiveCounter(writer)
     call = microseconds(lambda: dist.all_reduce(tensor)) - bare
     calls.close()
     dist.all_reduce = original  # type: ignore[assignment]

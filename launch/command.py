@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping
 
 from fsdp.config import Config, RaySection
-from fsdp.dist.env import DistEnv, meeting_address
+from fsdp.dist.env import DistEnv, rendezvous_host
 
 RENDEZVOUS_PORT = 29400
 """torchrun's own default for --rdzv-endpoint without a port."""
@@ -25,7 +25,7 @@ def rank_command(env: DistEnv, environ: Mapping[str, str] = os.environ) -> str:
         what = "gpus" if env.device.type == "cuda" else "ntasks"
         return f"{before}sbatch --nodes={nodes} --{what}-per-node={each} slurm/fsdp.sbatch"
     if env.launcher.startswith("torchrun"):
-        endpoint = f"{meeting_address(environ)}:{RENDEZVOUS_PORT}"
+        endpoint = f"{rendezvous_host(environ)}:{RENDEZVOUS_PORT}"
         where = f" --nnodes={nodes} --rdzv-backend=c10d --rdzv-endpoint={endpoint}"
         return f"torchrun{where if nodes > 1 else ''} --nproc_per_node={each} train.py"
     if env.launcher == "srun":

@@ -10,7 +10,7 @@ import sys
 import traceback
 from typing import TYPE_CHECKING
 
-from fsdp.base.errors import ConfigError, Elsewhere, RefusedError, ShardrunError, TrainingError
+from fsdp.base.errors import ConfigError, OtherRankFailed, RefusedError, ShardrunError, TrainingError
 from fsdp.config import Config
 from fsdp.dist.env import DistEnv, prints_shared_errors, wait_for_rank_0_to_print
 from fsdp.dist.lost_peer import is_lost_peer
@@ -61,12 +61,12 @@ def refuse(error: ShardrunError, program: str) -> int:
 
 def report(error: Exception, env: DistEnv, program: str, marker: Marker | None) -> int:
     """Write RUN/FAILED, print the error unless the monitor has printed it, and return the exit code."""
-    from fsdp.watch.rank import told
+    from fsdp.watch.rank import failure_was_printed
 
     failure = failure_of(error)
     if marker is not None:
         marker.write(failure, env.rank)
-    if isinstance(error, Elsewhere) or told(error):
+    if isinstance(error, OtherRankFailed) or failure_was_printed(error):
         return failure.code
     if isinstance(error, ShardrunError):
         if env.is_main or error.scope == "rank" or (error.scope == "node" and env.local_rank == 0):
@@ -84,7 +84,7 @@ def report(error: Exception, env: DistEnv, program: str, marker: Marker | None) 
 def failure_of(error: BaseException) -> Failure:
     """The kind, exit code and message of an exception, as launch/policy.py and RUN/FAILED need them."""
     if isinstance(error, ShardrunError):
-        echo = isinstance(error, Elsewhere)
+        echo = isinstance(error, OtherRankFailed)
         return Failure(Kind.ERROR if echo else _kind(error), error.exit_code, str(error), echo)
     first = str(error).partition("\n")[0]
     if is_lost_peer(error):

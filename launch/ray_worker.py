@@ -78,7 +78,7 @@ def dist_env() -> DistEnv:
     import ray.train.torch
 
     context = ray.train.get_context()
-    shares = dict(collectives.everyones((context.get_node_rank(), context.get_local_world_size())))
+    shares = dict(collectives.all_gather_objects((context.get_node_rank(), context.get_local_world_size())))
     # nodes with unequal numbers of workers cannot be a mesh axis: they count as one node
     even = len(set(shares.values())) == 1
     return DistEnv(

@@ -23,7 +23,7 @@ from fsdp import config as configuration
 from fsdp.base.errors import ConfigError, RefusedError, ShardrunError
 from fsdp.dist.env import slurm_start
 from fsdp.rundir import history
-from fsdp.rundir.lock import Claim
+from fsdp.rundir.lock import FolderLock
 from fsdp.rundir.paths import RunDir
 from launch.marker import TOKEN, Marker
 from launch.policy import EXIT_REFUSED, Act, Allocation, Decision, End, Kind, Past, decide, kind_of_stop
@@ -38,7 +38,7 @@ def holding(run: RunDir, start: str) -> Iterator[None]:
     """Hold the run directory's lock, or raise RefusedError with its holder. A later start of a Slurm job
     takes it from an earlier one.
     """
-    lock = Claim.acquire(run.path, "launch.slurm_job", start)
+    lock = FolderLock.acquire(run.path, "launch.slurm_job", start)
     try:
         yield
     finally:

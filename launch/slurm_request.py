@@ -93,7 +93,7 @@ def check(request: Request) -> None:
     if request.cluster not in ("slurm", "local", "debug"):
         raise ConfigError(f"--cluster {request.cluster} is not slurm, local or debug.", "--cluster slurm")
     for name in ("nodes", "gpus_per_node", "tasks_per_node", "cpus_per_task", "signal_s"):
-        if getattr(request, name) < (name == "number of nodes"):
+        if getattr(request, name) < (name == "nodes"):
             raise ConfigError(
                 f"--{name.replace('_', '-')} {getattr(request, name)} is too few.",
                 f"--{name.replace('_', '-')} 1",

@@ -57,4 +57,5 @@ class Tutorial:
 def _prefetch(layers: list[nn.Module]) -> None:
     for at, layer in enumerate(layers):
         layer.set_modules_to_forward_prefetch(layers[at + 1 : at + 1 + PREFETCH])  # type: ignore[operator]
-        layer.set_modules_to_backward_prefetch(layers[max(0, at - PREFETCH) : at][::-1])  # type: ignore[operator]
+        before = layers[max(0, at - PREFETCH) : at][::-1]
+        layer.set_modules_to_backward_prefetch(before)  # type: ignore[operator]

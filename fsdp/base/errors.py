@@ -65,7 +65,7 @@ class OneRankError(TrainingError):
     scope = "rank"
 
 
-class Elsewhere(TrainingError):
+class OtherRankFailed(TrainingError):
     """Another rank failed and prints its error; this rank ends with the same exit code."""
 
     def __init__(self, rank: int, message: str, exit_code: int) -> None:

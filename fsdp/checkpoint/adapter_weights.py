@@ -135,7 +135,8 @@ def peft_files(source: CheckpointSource, folder: Path, base: Base) -> dict[Path,
         layer, _, part = key.removeprefix("model.").rpartition(".")
         if key.startswith("model.") and part in (A, B):
             name = f"base_model.model.{layer}.{'lora_A' if part == A else 'lora_B'}.weight"
-            keys[name] = (key, Entry(name, about.properties.dtype, tuple(about.size)))  # type: ignore[union-attr]
+            entry = Entry(name, about.properties.dtype, tuple(about.size))  # type: ignore[union-attr]
+            keys[name] = (key, entry)
     layers = sorted({key.removeprefix("model.").rpartition(".")[0] for key, _ in keys.values()})
     config = {
         "peft_type": "LORA", "task_type": None,

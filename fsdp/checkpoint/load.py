@@ -23,7 +23,7 @@ from fsdp.checkpoint.crc import crc32
 from fsdp.checkpoint.manifest import Broken, Manifest
 from fsdp.checkpoint.snapshot import Piece
 from fsdp.checkpoint.store import Store
-from fsdp.checkpoint.tensor_keys import PendingState, Want
+from fsdp.checkpoint.tensor_keys import LoadTarget, PendingState
 from fsdp.checkpoint.tensor_reader import ByteRange, Task
 from fsdp.dist.collectives import ObjectGroup
 
@@ -46,7 +46,7 @@ class CheckpointSource:
 
 def fill(
     source: CheckpointSource,
-    targets: list[Want],
+    targets: list[LoadTarget],
     pending: PendingState | None,
     group: ObjectGroup,
     verify: bool,
@@ -63,7 +63,7 @@ def fill(
         pending.commit(values)
 
 
-def _choose_readers(targets: list[Want]) -> None:
+def _choose_readers(targets: list[LoadTarget]) -> None:
     """The replica with the least to read reads a piece; all ranks compute the same choice."""
     load: dict[Any, list[int]] = {}
     for target in targets:
@@ -73,7 +73,7 @@ def _choose_readers(targets: list[Want]) -> None:
             loads[target.reader] += target.piece.nbytes + 2048
 
 
-def _tasks(stored: Metadata, target: Want) -> list[Task]:
+def _tasks(stored: Metadata, target: LoadTarget) -> list[Task]:
     """A task for each stored chunk that overlaps this piece."""
     piece, tasks = target.piece, []
     entry = stored.state_dict_metadata[target.source]
@@ -109,7 +109,7 @@ def _tasks(stored: Metadata, target: Want) -> list[Task]:
 
 
 def _read_mine(
-    source: CheckpointSource, targets: list[Want], pending: PendingState | None, sums: bool
+    source: CheckpointSource, targets: list[LoadTarget], pending: PendingState | None, sums: bool
 ) -> tuple[list[ByteRange], dict[str, Any], Failure | None]:
     try:
         with garbage.held():
@@ -192,9 +192,9 @@ def _judge(
     return None
 
 
-def _send_to_replicas(targets: list[Want]) -> None:
+def _send_to_replicas(targets: list[LoadTarget]) -> None:
     """Sends each piece from its reader to the other holders: small pieces packed, large ones one by one."""
-    packs: dict[Any, list[Want]] = defaultdict(list)
+    packs: dict[Any, list[LoadTarget]] = defaultdict(list)
     for target in targets:
         if target.replicas is None or not target.piece.nbytes:
             continue
@@ -212,7 +212,7 @@ def _send_to_replicas(targets: list[Want]) -> None:
             target.piece.local.copy_(part.clone().view(target.piece.local.dtype).view(target.piece.sizes))
 
 
-def _send(target: Want, tensor: torch.Tensor) -> None:
+def _send(target: LoadTarget, tensor: torch.Tensor) -> None:
     assert target.replicas is not None
     whole = tensor.contiguous()
     dist.broadcast(whole.view(-1).view(torch.uint8), group=target.replicas.group, group_src=target.reader)
@@ -220,7 +220,7 @@ def _send(target: Want, tensor: torch.Tensor) -> None:
         tensor.copy_(whole)
 
 
-def _compare(manifest: Manifest, targets: list[Want], group: ObjectGroup) -> None:
+def _compare(manifest: Manifest, targets: list[LoadTarget], group: ObjectGroup) -> None:
     """Compares the digests of the loaded tensors, summed over ranks, with those of the save.
 
     Three sums for each tensor: the elements held, the readers' shares, all ranks' shares. The second must be
@@ -259,7 +259,7 @@ def whole(source: CheckpointSource, key: str) -> torch.Tensor:
     entry = source.metadata.state_dict_metadata[key]
     assert isinstance(entry, TensorStorageMetadata)
     tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-    target = Want(key, Piece(key, (key,), tuple(entry.size), (0,) * tensor.dim(), tensor))
+    target = LoadTarget(key, Piece(key, (key,), tuple(entry.size), (0,) * tensor.dim(), tensor))
     tensor_reader.run(
         source.store,
         source.folder,

@@ -20,7 +20,17 @@ from fsdp.base.errors import CheckpointError, RefusedError, error_number
 from fsdp.checkpoint.local_store import LocalStore
 from fsdp.checkpoint.object_store import ObjectStore, VersionedObject
 from fsdp.checkpoint.store import Store
-from fsdp.rundir.lock import FILE, STALE_S, Claim, Holder, here, is_sound, lives, succeeds, this_place
+from fsdp.rundir.lock import (
+    FILE,
+    STALE_S,
+    FolderLock,
+    Holder,
+    is_alive,
+    is_later_start,
+    is_valid_holder,
+    this_holder,
+    this_place,
+)
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +79,7 @@ class ObjectLock:
         stale_s: float = OBJECT_STALE_S,
     ) -> ObjectLock:
         """Takes the store's lock, or RefusedError with its holder. Watches a silent holder for `stale_s`."""
-        holder, took_over = here(launcher, job), ""
+        holder, took_over = this_holder(launcher, job), ""
         while True:
             found = store.get(FILE)
             if found is not None:
@@ -129,7 +139,7 @@ def _holder(data: bytes) -> Holder | None:
         holder = Holder(**json.loads(data.partition(b"\n")[0]))
     except (ValueError, TypeError, RecursionError):
         return None
-    return holder if is_sound(holder) else None
+    return holder if is_valid_holder(holder) else None
 
 
 def _clear_dead(store: ObjectStore, found: VersionedObject, stale_s: float, job: str) -> str:
@@ -151,9 +161,9 @@ def _known(holder: Holder | None, job: str) -> bool | None:
     """Whether a holder lives, by its job or its process; None if only watching the lock can tell."""
     if holder is None:
         return None
-    if succeeds(job, holder.job):
+    if is_later_start(job, holder.job):
         return False  # the scheduler ended the earlier start
-    return lives(holder) if holder.place and holder.place == this_place() else None
+    return is_alive(holder) if holder.place and holder.place == this_place() else None
 
 
 def _changes(store: ObjectStore, found: VersionedObject, stale_s: float) -> bool:
@@ -191,7 +201,7 @@ def hold(run_dir: Path | None, store: Store, launcher: str, job: str = "") -> Lo
     if run_dir is None or _same(store, run_dir):
         return Locks(_hold_store(store, launcher, job))
     before, began = _peek(store), time.monotonic()
-    run = Claim.acquire(run_dir, launcher, job)
+    run = FolderLock.acquire(run_dir, launcher, job)
     # The time that the run directory's lock was watched counts for the store's, if that did not change.
     watched = time.monotonic() - began if before is not None and _peek(store) == before else 0.0
     try:
@@ -222,7 +232,7 @@ def _hold_store(store: Store, launcher: str, job: str, watched_s: float = 0.0) -
             return ObjectLock.acquire(store, launcher, job, stale_s=max(0.0, OBJECT_STALE_S - watched_s))
         assert isinstance(store, LocalStore)
         store.make()
-        return Claim.acquire(store.root, launcher, job, stale_s=max(0.0, STALE_S - watched_s))
+        return FolderLock.acquire(store.root, launcher, job, stale_s=max(0.0, STALE_S - watched_s))
     except RefusedError as error:
         held = str(error).removesuffix(f" HINT: {error.hint}")
         raise RefusedError(held, "another --checkpoint.dir, or end that job") from None

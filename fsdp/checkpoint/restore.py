@@ -16,7 +16,7 @@ from fsdp.checkpoint.inspect import CheckpointListing
 from fsdp.checkpoint.manifest import Broken, Manifest
 from fsdp.checkpoint.open_store import open_store
 from fsdp.checkpoint.store import Store
-from fsdp.checkpoint.tensor_keys import PendingState, Prefixes, Want, of_model, of_optimizer
+from fsdp.checkpoint.tensor_keys import LoadTarget, PendingState, Prefixes, of_model, of_optimizer
 from fsdp.config import CheckpointSection
 from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.env import DistEnv
@@ -115,7 +115,7 @@ class Restore:
 
     def _load(self, state: TrainState, source: load.CheckpointSource, where: Prefixes, exact: bool) -> None:
         path = source.store.path(source.folder)
-        targets: list[Want] = of_model(state, source.metadata, where, exact, path)
+        targets: list[LoadTarget] = of_model(state, source.metadata, where, exact, path)
         pending: PendingState | None = None
         if where.optim is not None:
             more, pending = of_optimizer(state, source.metadata, where.optim, exact, path)
@@ -123,7 +123,7 @@ class Restore:
         load.fill(source, _distinct(targets), pending, self.group, self.section.verify)
 
 
-def _distinct(targets: list[Want]) -> list[Want]:
+def _distinct(targets: list[LoadTarget]) -> list[LoadTarget]:
     """One target for each memory: tied weights have two keys."""
     seen: set[tuple[int, tuple[int, ...]]] = set()
     kept = []

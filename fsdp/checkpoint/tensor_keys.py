@@ -32,7 +32,7 @@ class Replicas:
 
 
 @dataclass
-class Want:
+class LoadTarget:
     """A local piece to fill from the checkpoint's key `source`."""
 
     source: str
@@ -56,7 +56,7 @@ class Prefixes:
 
 def of_model(
     state: TrainState, metadata: Metadata, prefixes: Prefixes, exact: bool, where: str
-) -> list[Want]:
+) -> list[LoadTarget]:
     """A target for every parameter and persistent buffer."""
     tensors = model_tensors(state.model)
     stored = {key for key in metadata.state_dict_metadata if key.startswith(prefixes.model)}
@@ -68,7 +68,7 @@ def of_model(
     ]
 
 
-def _target(source: str, tensor: torch.Tensor, metadata: Metadata, exact: bool, where: str) -> Want:
+def _target(source: str, tensor: torch.Tensor, metadata: Metadata, exact: bool, where: str) -> LoadTarget:
     entry = metadata.state_dict_metadata.get(source)
     if not isinstance(entry, TensorStorageMetadata):
         raise _misfit(where, f"it does not hold {source}")
@@ -81,7 +81,7 @@ def _target(source: str, tensor: torch.Tensor, metadata: Metadata, exact: bool, 
             f"{where} keeps {source} in {entry.properties.dtype} and this run in {tensor.dtype}.",
             f"--precision.master {kind}",
         )
-    return Want(source, piece((source,), tensor), replicas(tensor))
+    return LoadTarget(source, piece((source,), tensor), replicas(tensor))
 
 
 def _misfit(where: str, what: str) -> CheckpointError:
@@ -115,12 +115,12 @@ def replicas(tensor: torch.Tensor) -> Replicas | None:
 
 def of_optimizer(
     state: TrainState, metadata: Metadata, prefix: str, exact: bool, where: str
-) -> tuple[list[Want], PendingState]:
+) -> tuple[list[LoadTarget], PendingState]:
     """Targets for the saved optimizer state; after the read `commit` gives it to the optimizer."""
     pending = PendingState(state.optimizer)
     names = parameter_names(state.model)
     stored = _by_parameter(metadata, prefix)
-    targets: list[Want] = []
+    targets: list[LoadTarget] = []
     for group in state.optimizer.param_groups:
         for parameter in group["params"]:
             for field, key in sorted(stored.pop(names[parameter], {}).items()):
@@ -152,14 +152,14 @@ class PendingState:
 
     def prepare(
         self, group: dict[str, Any], parameter: nn.Parameter, field: str, key: str, entry: Any
-    ) -> Iterator[Want]:
+    ) -> Iterator[LoadTarget]:
         if not isinstance(entry, TensorStorageMetadata):
             self.values.append((parameter, field, key))
             return
         old = self._optimizer.state.get(parameter, {}).get(field)
         tensor = old if _fits(old, entry) else _make(group, parameter, field, entry)
         self._state[parameter][field] = tensor
-        yield Want(key, piece((key,), tensor), replicas(tensor))
+        yield LoadTarget(key, piece((key,), tensor), replicas(tensor))
 
     def commit(self, values: dict[str, Any]) -> None:
         for parameter, field, key in self.values:

@@ -40,7 +40,7 @@ DCP_VERSION = "1.0.0"
 
 
 @dataclass(frozen=True)
-class Described:
+class PieceDescription:
     """The description of a piece that ranks exchange."""
 
     keys: tuple[tuple[str, KeyPath], ...]
@@ -78,9 +78,9 @@ class WritePlan:
     """The last save's `.metadata`, and the lengths of the values in that save."""
 
 
-def describe(piece: Piece) -> Described:
+def describe(piece: Piece) -> PieceDescription:
     keys = ((piece.key, piece.path), *piece.aliases)
-    return Described(keys, piece.size, piece.offsets, piece.sizes, piece.local.dtype, piece.buffer)
+    return PieceDescription(keys, piece.size, piece.offsets, piece.sizes, piece.local.dtype, piece.buffer)
 
 
 def fingerprint(pieces: Iterable[Piece]) -> str:
@@ -107,7 +107,7 @@ def make_plan(snapshot: Snapshot, known: WritePlan | None, group: ObjectGroup) -
     return plan
 
 
-def share_out(described: list[list[Described]]) -> list[list[Part]]:
+def share_out(described: list[list[PieceDescription]]) -> list[list[Part]]:
     """Each rank's parts, from the pieces of all ranks."""
     holders: dict[Any, list[tuple[int, int]]] = defaultdict(list)
     for rank, pieces in enumerate(described):
@@ -128,14 +128,14 @@ def share_out(described: list[list[Described]]) -> list[list[Part]]:
     return [sorted(share, key=lambda part: part.index) for share in shares]
 
 
-def box(one: Described, part: Part) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def box(one: PieceDescription, part: Part) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Offsets and sizes of a part within the whole tensor."""
     if not one.sizes:
         return one.offsets, one.sizes
     return (one.offsets[0] + part.first, *one.offsets[1:]), (part.last - part.first, *one.sizes[1:])
 
 
-def lay_out(described: list[list[Described]], shares: list[list[Part]]) -> tuple[Metadata, list[int]]:
+def lay_out(described: list[list[PieceDescription]], shares: list[list[Part]]) -> tuple[Metadata, list[int]]:
     """DCP's metadata of all tensors, and the end of each file."""
     tensors: dict[str, Any] = {}
     paths: dict[str, KeyPath] = {}

@@ -113,9 +113,13 @@ def _default(spec: FieldSpec) -> str:
 
 def _wrap(text: str, first: str, then: str) -> Iterator[str]:
     yield from textwrap.wrap(
-        text, WIDTH, initial_indent=first, subsequent_indent=then, break_on_hyphens=False,
+        text,
+        WIDTH,
+        initial_indent=first,
+        subsequent_indent=then,
+        break_on_hyphens=False,
         break_long_words=False,
-    )  # fmt: skip
+    )
 
 
 def _type_name(spec: FieldSpec) -> str:

@@ -1,8 +1,8 @@
 """Collectives on the default group: sums of tensors and numbers, objects broadcast from rank 0 or gathered.
 
 Sum, sum_over_ranks    a tensor or numbers, summed over the ranks
-from_main              rank 0's object on every rank
-everyones              every rank's object on every rank
+broadcast_object       rank 0's object on every rank
+all_gather_objects     every rank's object on every rank
 on_main                a function of rank 0: its result, or its error, on every rank
 """
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp.base.errors import CheckpointError, Elsewhere, ShardrunError, error_number
+from fsdp.base.errors import CheckpointError, OtherRankFailed, ShardrunError, error_number
 from fsdp.base.phases import Activity, announces
 from fsdp.base.torch_private.distributed import at_end_of_backward
 
@@ -79,14 +79,14 @@ def sum_over_ranks(*numbers: float) -> list[float]:
     return [float(v) for v in Sum(tensor).wait()]
 
 
-def from_main(value: T) -> T:
+def broadcast_object(value: T) -> T:
     """Rank 0's value, on every rank."""
     values = [value]
     dist.broadcast_object_list(values, src=0)
     return values[0]
 
 
-def everyones(value: Any) -> list[Any]:
+def all_gather_objects(value: Any) -> list[Any]:
     """Each rank's value, in rank order, on every rank."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
@@ -103,11 +103,11 @@ def on_main(rank: int, act: Callable[[], T]) -> T:
         except Exception as error:
             failure = error
     code = failure.exit_code if isinstance(failure, ShardrunError) else 1
-    result, message, code = from_main((value, None if failure is None else str(failure), code))
+    result, message, code = broadcast_object((value, None if failure is None else str(failure), code))
     if failure is not None:
         raise failure
     if message is not None:
-        raise Elsewhere(0, message, code)
+        raise OtherRankFailed(0, message, code)
     return result  # type: ignore[return-value]
 
 

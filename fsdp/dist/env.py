@@ -264,7 +264,7 @@ def init_method(env: DistEnv) -> str:
     return f"tcp://{address}:{port}"
 
 
-def meeting_address(environ: Mapping[str, str] = os.environ) -> str:
+def rendezvous_host(environ: Mapping[str, str] = os.environ) -> str:
     """The host of the rendezvous in the launcher's variables; empty for a single process."""
     if "MASTER_ADDR" in environ:
         return environ["MASTER_ADDR"]
@@ -282,7 +282,7 @@ def agent_serves_store(environ: Mapping[str, str] = os.environ) -> bool:
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def interface_is_given(environ: Mapping[str, str] = os.environ) -> bool:
+def gloo_interface_is_set(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether gloo's network interface is set, so that gloo does not resolve its own host's name."""
     return bool(environ.get("GLOO_SOCKET_IFNAME"))
 

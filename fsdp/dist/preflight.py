@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from fsdp.base.errors import LaunchError
 from fsdp.dist import collectives
-from fsdp.dist.env import DistEnv, interface_is_given, meeting_address
+from fsdp.dist.env import DistEnv, gloo_interface_is_set, rendezvous_host
 
 log = logging.getLogger(__name__)
 
@@ -168,9 +168,9 @@ def check_names(env: DistEnv) -> None:
     """
     if (
         env.num_nodes < 2
-        or interface_is_given()
+        or gloo_interface_is_set()
         or dist.is_initialized()
-        or not (towards := address_towards(meeting_address()))
+        or not (towards := address_towards(rendezvous_host()))
     ):
         return
     host = socket.gethostname()
@@ -208,7 +208,7 @@ def check(env: DistEnv, run: Path, patience_s: float = SAME_FILE_S) -> None:
         return
     token = collectives.on_main(env.rank, lambda: _create_probe(run)) if env.num_nodes > 1 else ""
     seen = not token or env.local_rank != 0 or _appears(run / token, patience_s)
-    found: list[tuple[RankFacts, bool]] = collectives.everyones((facts_of(env), seen))
+    found: list[tuple[RankFacts, bool]] = collectives.all_gather_objects((facts_of(env), seen))
     if token and env.is_main:
         (run / token).unlink(missing_ok=True)
     everyone = [facts for facts, _ in found]
@@ -254,6 +254,7 @@ def _appears(file: Path, patience_s: float) -> bool:
     while not file.exists():
         if time.monotonic() > deadline:
             return False
-        os.listdir(file.parent) if file.parent.is_dir() else None  # noqa: PTH208  refreshes NFS's cache; exists() does not
+        if file.parent.is_dir():
+            os.listdir(file.parent)  # noqa: PTH208  refreshes NFS's cache; exists() does not
         time.sleep(0.05)
     return True

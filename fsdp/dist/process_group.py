@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from fsdp.base.errors import LaunchError
 from fsdp.base.torch_private.distributed import abort_all_groups
-from fsdp.dist.env import DistEnv, agent_serves_store, init_method, meeting_address, rendezvous_port
+from fsdp.dist.env import DistEnv, agent_serves_store, init_method, rendezvous_host, rendezvous_port
 
 log = logging.getLogger(__name__)
 
@@ -139,14 +139,14 @@ def _default_store(env: DistEnv, timeout: timedelta) -> dist.Store:
     return dist.PrefixStore("default_pg", store)
 
 
-def meeting_store(env: DistEnv, timeout_s: float, *, serves: bool = True) -> dist.Store:
+def rendezvous_store(env: DistEnv, timeout_s: float, *, serves: bool = True) -> dist.Store:
     """The rendezvous store, opened without waiting for other ranks: a rank that is missing can be named.
 
     Under torchrun its agent serves the store; otherwise rank 0 does, if it `serves`.
     """
     if env.world_size == 1:
         return _store_of_one()
-    address = meeting_address()
+    address = rendezvous_host()
     if not address:
         raise LaunchError(f"rank {env.rank} has no MASTER_ADDR.", "start with torchrun, or srun")
     port = rendezvous_port()

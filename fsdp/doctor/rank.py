@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from fsdp.base.errors import LaunchError
 from fsdp.dist.env import from_environment
-from fsdp.dist.process_group import meeting_store
+from fsdp.dist.process_group import rendezvous_store
 from fsdp.doctor import stages, table
 from fsdp.doctor.findings import NodeReports, judge
 from fsdp.rundir.atomic_write import write_atomically
@@ -36,7 +36,7 @@ def as_rank(run: Path, limit_s: float, verdict_to: Path | None) -> int:
                     verdict_to.write_text(str(codes[0]))
         return codes[0] if verdict_to is None else 0
 
-    store = dist.PrefixStore("doctor", meeting_store(env, limit_s))
+    store = dist.PrefixStore("doctor", rendezvous_store(env, limit_s))
     exam = stages.RankExam(env, store, run, began + limit_s)
     incomplete = NOT_FIT if verdict_to is None else 0
     with stages.time_limit(exam, limit_s, report, incomplete):

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdp.dist.env import DistEnv, interface_is_given, meeting_address
+from fsdp.dist.env import DistEnv, gloo_interface_is_set, rendezvous_host
 from fsdp.dist.preflight import facts_of
-from fsdp.dist.process_group import meeting_store, process_group
+from fsdp.dist.process_group import process_group, rendezvous_store
 from fsdp.doctor import device, links, network, storage
 from fsdp.doctor.findings import NodeReports, can_form_group, slow_ranks
 
@@ -146,8 +146,8 @@ def _check_network(exam: RankExam) -> None:
     env, heads = exam.env, _heads(exam)
     if env.rank not in heads or len(heads) == 1:
         return
-    seen = network.check(exam.report["facts"]["host"], meeting_address()) | {
-        "interface": interface_is_given()
+    seen = network.check(exam.report["facts"]["host"], rendezvous_host()) | {
+        "interface": gloo_interface_is_set()
     }
     with network.listener() as port:
         exam.store.set(f"place/{env.rank}", json.dumps([seen["address"], port]))
@@ -221,7 +221,7 @@ def time_limit(
         code = late
         try:
             if exam.env.is_main:
-                store = meeting_store(exam.env, 10.0, serves=False)
+                store = rendezvous_store(exam.env, 10.0, serves=False)
                 code = report(reports_so_far(exam, dist.PrefixStore("doctor", store)))
         finally:
             sys.stdout.flush()

@@ -39,7 +39,8 @@ def unseen(folder: Path, names: Mapping[int, str], patience_s: float = PATIENCE_
     deadline = time.monotonic() + patience_s
     missing = dict(names)
     while missing:
-        present = set(os.listdir(folder)) if folder.is_dir() else set[str]()  # noqa: PTH208  names alone, read anew
+        found = os.listdir(folder) if folder.is_dir() else []  # noqa: PTH208  refreshes NFS's cache
+        present = set(found)
         missing = {node: name for node, name in missing.items() if name not in present}
         if not missing or time.monotonic() > deadline:
             break

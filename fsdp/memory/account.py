@@ -1,6 +1,6 @@
 """Memory of a rank by kind, read from the objects that own it: the model, its FSDP groups, the optimizer.
 
-`standing` reads what exists now: a run that is not profiled pays nothing, and one that runs out of
+`owned_storages` reads what exists now: a run that is not profiled pays nothing, and one that runs out of
 memory can still be accounted. Activations have no owner; account_storages.py (CPU) and account_cuda.py (CUDA)
 track them. Not here: files, pages, advice.
 """
@@ -40,7 +40,7 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 @torch.no_grad()  # without gradients to_local returns the shard itself
-def standing(
+def owned_storages(
     root: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> dict[int, tuple[str, torch.UntypedStorage]]:
     """(kind, storage) of everything that model and optimizer own, by the address of the storage object."""
@@ -56,7 +56,7 @@ def standing(
 def tally(root: nn.Module, optimizer: torch.optim.Optimizer | None, device: str) -> dict[str, int]:
     """Bytes by kind on one type of device ("cpu", "cuda"); offloaded shards of a CUDA run are on "cpu"."""
     totals = dict.fromkeys(KINDS, 0)
-    for kind, storage in standing(root, optimizer).values():
+    for kind, storage in owned_storages(root, optimizer).values():
         if storage.device.type == device:
             totals[kind] += storage.nbytes()
     return totals

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fsdp.base.torch_private import cuda
 from fsdp.base.torch_private.fsdp import Run, around_collectives
-from fsdp.memory.account import KINDS, standing
+from fsdp.memory.account import KINDS, owned_storages
 from fsdp.memory.account_storages import ACTIVATIONS
 from fsdp.memory.account_timeline import Mark, Timeline
 
@@ -71,7 +71,7 @@ class AllocatorTracker:
 
     def identify(self) -> None:
         now = time.time()
-        for kind, storage in standing(self._root, self._optimizer).values():
+        for kind, storage in owned_storages(self._root, self._optimizer).values():
             if storage.device.type == "cuda" and storage.nbytes():
                 self._sightings.append((now, storage.data_ptr(), kind))
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp.base.torch_private.fake import TorchDispatchMode
 from fsdp.base.torch_private.fsdp import Run, after_resizes, around_collectives
-from fsdp.memory.account import KINDS, standing, storages_of
+from fsdp.memory.account import KINDS, owned_storages, storages_of
 from fsdp.memory.account_timeline import Mark, Timeline
 
 ACTIVATIONS = ("forward", "backward", "evaluate")
@@ -59,7 +59,7 @@ class StorageTracker(TorchDispatchMode):
         self._kind = "activations" if mark.phase in ACTIVATIONS else "other"
 
     def identify(self) -> None:
-        for kind, storage in standing(self._root, self._optimizer).values():
+        for kind, storage in owned_storages(self._root, self._optimizer).values():
             self._name(storage, kind)
 
     def _name(self, storage: torch.UntypedStorage, kind: str) -> None:

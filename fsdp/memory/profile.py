@@ -107,7 +107,7 @@ class Profile:
             log.warning(
                 "--profile.steps %d:%d: the run has no such step, nothing was profiled", self.first, self.last
             )
-        everyones = collectives.everyones({"peak": self.peak, "table": self.table})
+        everyones = collectives.all_gather_objects({"peak": self.peak, "table": self.table})
         if not self._env.is_main or (self.peak is None and self.table is None):
             return
         summary = [{"rank": rank, **found} for rank, found in enumerate(everyones)]

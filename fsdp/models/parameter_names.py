@@ -6,8 +6,7 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})
-"""What activation checkpointing and torch.compile put into names."""
+from fsdp.base.torch_private.names import WRAPPER_NAMES
 
 
 def names_by_tensor(named: Iterable[tuple[str, Tensor]]) -> dict[Tensor, list[str]]:
@@ -31,4 +30,4 @@ def clean_name(name: str, *, ddp: bool = False) -> str:
     """A name without the parts that wrappers put into it; `ddp` also removes the leading `module.` of DDP."""
     if ddp:
         name = name.removeprefix("module.")
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+    return ".".join(part for part in name.split(".") if part not in WRAPPER_NAMES)

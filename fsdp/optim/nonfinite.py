@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +94,7 @@ class Verdicts:
             if finite:
                 self._good()
             else:
-                self._bad(one.step, one.loss, one.norm, one.own_loss, lambda one=one: self._where(one))  # type: ignore[misc]
+                self._bad(one.step, one.loss, one.norm, one.own_loss, partial(self._where, one))
 
     def _good(self) -> None:
         self._skipped = 0
@@ -119,7 +120,7 @@ class Verdicts:
         return min((names[pending.holders[at]] for at in wrong), key=list(names.values()).index, default=None)
 
     def _error(self, step: int, loss: float, norm: float, own: bool, where: str | None) -> TrainingError:
-        gathered = collectives.everyones((where, own))
+        gathered = collectives.all_gather_objects((where, own))
         ranks = [(rank, name) for rank, (name, _) in enumerate(gathered) if name]
         losses = [rank for rank, (_, finite) in enumerate(gathered) if not finite]
         place = (

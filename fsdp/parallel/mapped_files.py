@@ -105,8 +105,8 @@ def reserve(folder: Path, sizes: Iterable[int], *, flag: str, what: str) -> list
     """A file of each size on every rank, or one ConfigError on all of them and nothing left behind.
     Collective.
     """
-    sizes, what = list(sizes), collectives.from_main(what)
-    needs = collectives.everyones(_disk_need(folder, sum(sizes)))
+    sizes, what = list(sizes), collectives.broadcast_object(what)
+    needs = collectives.all_gather_objects(_disk_need(folder, sum(sizes)))
     _refuse(needs, folder, flag, what)
     files: list[MappedFile] = []
     trouble = ""
@@ -114,7 +114,7 @@ def reserve(folder: Path, sizes: Iterable[int], *, flag: str, what: str) -> list
         files = [MappedFile(folder, size) for size in sizes]
     except OSError as error:
         trouble = f"{socket.gethostname()}: {errno.errorcode.get(error.errno or 0, '')}, {error.strerror}"
-    troubles = [text for text in collectives.everyones(trouble) if text]
+    troubles = [text for text in collectives.all_gather_objects(trouble) if text]
     if troubles:
         files.clear()
         raise ConfigError(

@@ -35,7 +35,7 @@ from fsdp.parallel.init_check import (
     poison,
     shard_count,
 )
-from fsdp.parallel.nvme import Shelf
+from fsdp.parallel.nvme import NvmeFiles
 from fsdp.parallel.shard import Sharded
 
 
@@ -95,7 +95,7 @@ def materialize(
     rank: int,
     weights: Callable[[], Mapping[str, Tensor]] | None = None,
     rest_device: torch.device | None = None,
-    shelf: Shelf | None = None,
+    shelf: NvmeFiles | None = None,
     restored: bool = False,
 ) -> None:
     """Gives every parameter and buffer of a meta model its value, then checks it. Collective.

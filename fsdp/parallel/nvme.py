@@ -35,25 +35,25 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 FRAME = 4096  # more than head, tail and alignment of a tensor in a checkpoint's file
 
 
-def maybe_shelf(
+def maybe_nvme_files(
     memory: MemorySection,
     optim: OptimSection,
     root: nn.Module,
     units: Sequence[Sequence[nn.Module]],
     state_dtype: torch.dtype,
-) -> Shelf | None:
+) -> NvmeFiles | None:
     """The run's files, or None without --memory.nvme. Collective if there are any. The model may be on
     meta.
     """
     if memory.nvme == "off":
         return None
     kept = torch.bfloat16 if optim.state == "bf16" else state_dtype
-    return Shelf(
+    return NvmeFiles(
         Path(memory.nvme_dir), root, units, optim=optim, state_dtype=kept, everything=memory.nvme == "all"
     )
 
 
-class Shelf:
+class NvmeFiles:
     """One rank's files. The constructor is collective: all ranks have room, or all raise."""
 
     def __init__(
@@ -252,7 +252,7 @@ class _Leave:
     backward is over.
     """
 
-    def __init__(self, shelf: Shelf, own: Sequence[Tensor], later: Sequence[Tensor]) -> None:
+    def __init__(self, shelf: NvmeFiles, own: Sequence[Tensor], later: Sequence[Tensor]) -> None:
         self._shelf, self._own, self._later = shelf, own, later
 
     def __call__(self, module: nn.Module, inputs: object, output: object) -> None:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from fsdp.parallel.nvme import Shelf
+from fsdp.parallel.nvme import NvmeFiles
 
 
 class Update(Protocol):
@@ -27,12 +27,12 @@ class Whole:
 class ByParts:
     """Reads states from their files, a part at a time."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, shelf: Shelf) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, shelf: NvmeFiles) -> None:
         self._optimizer, self._shelf = optimizer, shelf
 
     def step(self) -> None:
         self._shelf.step(self._optimizer)
 
 
-def build_update(optimizer: torch.optim.Optimizer, shelf: Shelf | None) -> Update:
+def build_update(optimizer: torch.optim.Optimizer, shelf: NvmeFiles | None) -> Update:
     return Whole(optimizer) if shelf is None else ByParts(optimizer, shelf)

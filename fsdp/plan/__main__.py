@@ -26,14 +26,14 @@ def main(argv: list[str]) -> int:
     try:
         _, flags = parser.parse_with_run_flags(argv)
         config = configuration.load(flags)
-        print("\n".join(answer(config, given_in(flags))))
+        print("\n".join(answer(config, fields_set(flags))))
     except ShardrunError as error:
         print(f"fsdp.plan: {error}", file=sys.stderr)
         return error.exit_code
     return 0
 
 
-def given_in(argv: list[str]) -> frozenset[str]:
+def fields_set(argv: list[str]) -> frozenset[str]:
     """Fields set in flags or in a recipe that is not a run's full one."""
     names: set[str] = set()
     for name, value in configuration.pair_flags(argv):

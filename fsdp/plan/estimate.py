@@ -21,7 +21,7 @@ from fsdp.plan.memory import Memory, memory_of, process_peak
 from fsdp.plan.model_shapes import Subject, subject_of
 from fsdp.plan.rates import GIB, Rates, rates_for
 from fsdp.plan.step_time import Setting, Step, mfu, time_step
-from fsdp.plan.step_trace import Ask
+from fsdp.plan.step_trace import FakeRun
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def check_device(config: Config) -> None:
         )
 
 
-def ask_for(config: Config, ranks: int) -> Ask:
+def ask_for(config: Config, ranks: int) -> FakeRun:
     rates = rates_for(config)
     check_device(config)
     nodes = -(-ranks // rates.gpus_a_node)
@@ -105,7 +105,7 @@ def ask_for(config: Config, ranks: int) -> Ask:
             f"--plan.rank {config.plan.rank} is not among {ranks} ranks.", f"--plan.rank {ranks - 1}"
         )
     device = "cuda" if rates.has_allocator else "cpu"
-    return Ask(
+    return FakeRun(
         for_target(config), sizes, config.plan.rank, batch.micro_batch, min(batch.accumulation, 3), 0, device
     )
 
@@ -119,7 +119,7 @@ def plan_one(config: Config) -> Plan:
     return plan_of(ask, count(ask), subject, accumulation, rates_for(config))
 
 
-def plan_of(ask: Ask, counted: TracedStep, subject: Subject, accumulation: int, rates: Rates) -> Plan:
+def plan_of(ask: FakeRun, counted: TracedStep, subject: Subject, accumulation: int, rates: Rates) -> Plan:
     config, offload = ask.config, ask.config.memory.cpu_offload and rates.has_allocator
     memory = memory_of(counted, apart=rates.has_allocator, offload=offload)
     setting = Setting(

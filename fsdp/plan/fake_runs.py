@@ -19,7 +19,7 @@ import numpy as np
 import torch.distributed as dist
 
 from fsdp.config import Config
-from fsdp.plan.step_trace import Ask, blocks_in, watch
+from fsdp.plan.step_trace import FakeRun, blocks_in, trace_step
 from fsdp.plan.trace import CODE, COLUMNS, Segment, Trace, blend, edges
 
 TOLERANCE = 0.005
@@ -28,7 +28,7 @@ TOLERANCE = 0.005
 MANY, WORTH_A_PROCESS_S = 16, 10.0
 """Number of runs, or their seconds, from which on a second process is started: it imports torch first."""
 
-Runs = dict[Ask, Trace]
+Runs = dict[FakeRun, Trace]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def shape_of(config: Config) -> Shape:
     return Shape(blocks_in(config), keep=period + ahead, period=period)
 
 
-def run_all(asks: Iterable[Ask], known: Runs | None = None) -> Runs:
+def run_all(asks: Iterable[FakeRun], known: Runs | None = None) -> Runs:
     """Traces each distinct run once; in a second process too if that saves time, and never in a process
     that is a rank.
     """
@@ -75,7 +75,7 @@ def run_all(asks: Iterable[Ask], known: Runs | None = None) -> Runs:
         return done | _in_second_process(missing, rank=dist.is_initialized())
     for at, ask in enumerate(missing):
         began = time.monotonic()
-        done[ask] = watch(ask)
+        done[ask] = trace_step(ask)
         left = missing[at + 1 :]
         # The first one imports what all need.
         if at and left and not alone and (time.monotonic() - began) * len(left) > WORTH_A_PROCESS_S:
@@ -83,13 +83,13 @@ def run_all(asks: Iterable[Ask], known: Runs | None = None) -> Runs:
     return done
 
 
-def _in_second_process(asks: Sequence[Ask], *, rank: bool = False) -> Runs:
+def _in_second_process(asks: Sequence[FakeRun], *, rank: bool = False) -> Runs:
     """A second process takes them from the back, this one from the front unless it is a rank."""
     done: Runs = {}
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        futures = {ask: pool.submit(watch, ask) for ask in reversed(asks)}
+        futures = {ask: pool.submit(trace_step, ask) for ask in reversed(asks)}
         try:
-            done.update((ask, watch(ask)) for ask in asks if not rank and futures[ask].cancel())
+            done.update((ask, trace_step(ask)) for ask in asks if not rank and futures[ask].cancel())
             done.update((ask, future.result()) for ask, future in futures.items() if not future.cancelled())
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -99,13 +99,13 @@ def _in_second_process(asks: Sequence[Ask], *, rank: bool = False) -> Runs:
 # ---------------------------------------------------------------- one question
 
 
-def count(ask: Ask, *, check: bool | None = None) -> TracedStep:
+def count(ask: FakeRun, *, check: bool | None = None) -> TracedStep:
     """The step of all blocks. A user's model is checked with a third run: blocks may be alike and act
     differently.
     """
     shape = shape_of(ask.config)
     if shape.short == (0, 0):
-        whole = watch(replace(ask, blocks=0))
+        whole = trace_step(replace(ask, blocks=0))
         return TracedStep(whole, shape, (whole,))
     asks = [replace(ask, blocks=n) for n in shape.short]
     own = ":" in ask.config.model.name if check is None else check
@@ -118,7 +118,7 @@ def count(ask: Ask, *, check: bool | None = None) -> TracedStep:
         len(asks) < 3 or not _differs(compose(replace(shape, blocks=third), first).trace, runs[asks[2]])
     ):
         return compose(shape, first)
-    whole = watch(replace(ask, blocks=0))
+    whole = trace_step(replace(ask, blocks=0))
     return TracedStep(whole, shape, (whole,))
 
 
@@ -156,14 +156,14 @@ class Family:
     largest shards.
     """
 
-    base: Ask
+    base: FakeRun
     batches: tuple[int, int]
 
-    def asks(self) -> list[Ask]:
+    def asks(self) -> list[FakeRun]:
         short = shape_of(self.base.config).short
         return [self._ask(n, batch) for n in (short if short != (0, 0) else (0,)) for batch in self.batches]
 
-    def _ask(self, blocks: int, batch: int) -> Ask:
+    def _ask(self, blocks: int, batch: int) -> FakeRun:
         return replace(self.base, blocks=blocks, micro_batch=batch)
 
     def at(self, runs: Runs, micro_batch: int, shard: int) -> TracedStep:

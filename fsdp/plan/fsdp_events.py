@@ -27,7 +27,7 @@ from fsdp.plan.tracker import Tracker, counted_as
 
 
 @contextlib.contextmanager
-def watching(tracker: Tracker) -> Iterator[None]:
+def trace_fsdp_events(tracker: Tracker) -> Iterator[None]:
     """Context in which FSDP's private methods mark gathers, waits, and the owners of gradients."""
     methods = [
         ("unshard", _gathering(tracker)),

@@ -21,7 +21,7 @@ from fsdp.plan.estimate import Plan, check_device, for_target, plan_of, plan_one
 from fsdp.plan.fake_runs import Family, Runs, run_all
 from fsdp.plan.model_shapes import Subject, subject_of
 from fsdp.plan.rates import Rates, rates_for
-from fsdp.plan.step_trace import Ask, parameter_bytes
+from fsdp.plan.step_trace import FakeRun, parameter_bytes
 
 LARGEST_MICRO_BATCH = 64
 MOST_RANKS = 4096
@@ -302,7 +302,9 @@ def _family(
     if choice.reshard not in ("true", "false", "step") or first.shard == 1:
         first = choice.sizes
     target = for_target(replace(choice, sizes=first).config(config))
-    base = Ask(target, first, 0, batches[0], 3 if many else 1, 0, "cuda" if rates.has_allocator else "cpu")
+    base = FakeRun(
+        target, first, 0, batches[0], 3 if many else 1, 0, "cuda" if rates.has_allocator else "cpu"
+    )
     return Family(base, (batches[0], batches[1] if len(batches) > 1 else batches[0] + 1))
 
 
@@ -323,7 +325,7 @@ def _best_of(
         chosen = choice.config(config)
         train = dataclasses.replace(chosen.train, global_batch=batch, micro_batch=micro)
         ranked = dataclasses.replace(chosen.plan, gpus=choice.sizes.ranks)
-        ask = Ask(
+        ask = FakeRun(
             for_target(dataclasses.replace(chosen, train=train, plan=ranked)),
             choice.sizes,
             0,

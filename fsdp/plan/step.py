@@ -20,7 +20,7 @@ from fsdp.models.blocks import blocks_of
 from fsdp.optim.small_states import SmallStateAdam, new_state
 from fsdp.parallel.shard import Sharded
 from fsdp.parallel.update import Update
-from fsdp.plan.fsdp_events import watching
+from fsdp.plan.fsdp_events import trace_fsdp_events
 from fsdp.plan.tracker import Tracker, kind
 from fsdp.run.step import StepHooks, StepParts, run_step
 
@@ -73,7 +73,7 @@ class TracedSetup(StepHooks):
     def step(self, batches: Iterator[Batch], count: int) -> None:
         """A traced step of `count` micro-batches, at the rate that the optimizer has."""
         lr = self.parts.optimizer.param_groups[0]["lr"]
-        with watching(self.tracker), self._marked():
+        with trace_fsdp_events(self.tracker), self._marked():
             run_step(self.parts, self._traced(batches, count), count, lr=lr, hooks=self)
 
     def _traced(self, batches: Iterator[Batch], count: int) -> Iterator[Batch]:

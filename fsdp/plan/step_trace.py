@@ -43,7 +43,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Ask:
+class FakeRun:
     """One fake run. `blocks` 0 runs the whole model, `micro_batch` in samples."""
 
     config: Config
@@ -88,7 +88,7 @@ class Stage:
 
 
 @contextlib.contextmanager
-def stage(ask: Ask) -> Iterator[Stage]:
+def stage(ask: FakeRun) -> Iterator[Stage]:
     subject = subject_of(ask.config.model, ask.config.data)
     config = ask.config
     model = model_of(config, subject.spec)
@@ -130,7 +130,7 @@ def _group_kernels(optimizer: torch.optim.Optimizer) -> None:
             group["foreach"] = True
 
 
-def watch(ask: Ask) -> Trace:
+def trace_step(ask: FakeRun) -> Trace:
     """Traces one step, in a fraction of a second."""
     try:
         return _watch(ask)
@@ -146,7 +146,7 @@ def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def _watch(ask: Ask) -> Trace:
+def _watch(ask: FakeRun) -> Trace:
     with stage(ask) as made:
         tracker = Tracker(ask.device, fake=True)
         setup = TracedSetup(made.parts(ask.config), tracker, made.buckets)

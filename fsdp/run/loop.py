@@ -44,7 +44,7 @@ from fsdp.optim.optimizer import apply_hyperparameters, build_optimizer, lr_at
 from fsdp.optim.train_state import TrainState
 from fsdp.parallel.compile_cache import CompileCache, maybe_compile_cache
 from fsdp.parallel.float8 import maybe_scales
-from fsdp.parallel.nvme import maybe_shelf
+from fsdp.parallel.nvme import maybe_nvme_files
 from fsdp.parallel.shard import Sharded, shard_model
 from fsdp.parallel.update import Update, Whole, build_update
 from fsdp.record.console import set_up_logging
@@ -61,9 +61,9 @@ from fsdp.run.step_hooks import RunHooks
 from fsdp.rundir import history
 from fsdp.rundir.line_files import append_if_possible
 from fsdp.rundir.paths import RunDir
-from fsdp.watch.branch_check import Branches
+from fsdp.watch.branch_check import BranchCheck
 from fsdp.watch.rank import Watch
-from fsdp.watch.replica_checks import Numbers, make_deterministic
+from fsdp.watch.replica_checks import ReplicaChecks, make_deterministic
 
 if TYPE_CHECKING:
     from fsdp.memory.profile import Profile
@@ -171,7 +171,7 @@ def _set_up(
         comm=config.comm,
         hooks=job.hooks,
     )
-    shelf = maybe_shelf(config.memory, config.optim, sharded.root, sharded.units, sharded.dtypes.master)
+    shelf = maybe_nvme_files(config.memory, config.optim, sharded.root, sharded.units, sharded.dtypes.master)
     checkpointer = Checkpointer(
         config.checkpoint, run.path, env, job.sizes, config_hash=config_hash(config), claim=claim, room=shelf
     )
@@ -245,7 +245,7 @@ def _set_up(
         update=build_update(optimizer, shelf),
         in_turn=None if shelf is None else shelf.in_turn,
         claim=claim,
-        numbers=Numbers(config.watch, env, run.path, sharded),
+        numbers=ReplicaChecks(config.watch, env, run.path, sharded),
         planned=planned,
         kernels=kernels,
     )
@@ -293,7 +293,7 @@ class _Loop:
     claim: Locks | None
     update: Update
     in_turn: InTurn | None
-    numbers: Numbers
+    numbers: ReplicaChecks
     planned: Planned | None
     kernels: CompileCache | None
 
@@ -316,7 +316,7 @@ class _Loop:
             scaler=scaler,
             whole_update=isinstance(self.update, Whole),
         )
-        self.branches = Branches(self.sharded)
+        self.branches = BranchCheck(self.sharded)
         self.hooks = RunHooks(
             loss_function=self.loss_function,
             info=self.job.data.info,

@@ -22,7 +22,7 @@ from fsdp.config import Config
 from fsdp.dist import collectives, preflight
 from fsdp.dist.env import DistEnv
 from fsdp.parallel.materialize import materialize
-from fsdp.parallel.nvme import Shelf
+from fsdp.parallel.nvme import NvmeFiles
 from fsdp.parallel.shard import Sharded, replicate
 from fsdp.record.console import Console
 from fsdp.record.recorder import Sink
@@ -33,7 +33,7 @@ from fsdp.run.planned import Planned
 from fsdp.rundir import history, paths
 from fsdp.rundir.atomic_write import writing
 from fsdp.rundir.paths import RunDir
-from fsdp.watch.replica_checks import Spikes
+from fsdp.watch.replica_checks import SpikeRecorder
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def locked_run(config: Config, env: DistEnv) -> Iterator[tuple[RunDir, Locks | N
 
 def records(config: Config, env: DistEnv, run: RunDir, step: int, data: Mapping[str, object]) -> None:
     """What a start cannot do without: where it cannot be written no rank trains. Collective."""
-    nodes = list(dict.fromkeys(collectives.everyones(socket.gethostname())))
+    nodes = list(dict.fromkeys(collectives.all_gather_objects(socket.gethostname())))
 
     def write() -> None:
         with writing(run.metrics):
@@ -80,7 +80,7 @@ def records(config: Config, env: DistEnv, run: RunDir, step: int, data: Mapping[
 def sinks(config: Config, env: DistEnv, run: RunDir, job: Job, planned: Planned | None) -> list[Sink]:
     if not env.is_main:
         return []
-    found: list[Sink] = [Spikes(config.watch.spike, run.path, job.cursor.indices)]
+    found: list[Sink] = [SpikeRecorder(config.watch.spike, run.path, job.cursor.indices)]
     found += [planned] if planned is not None else []
     return [*found, WandbSink(config, run.path)] if config.run.wandb else found
 
@@ -100,7 +100,7 @@ def log_start(run: RunDir, facts: Mapping[str, str], restored: Restored | None) 
 
 
 def fill_weights(
-    config: Config, env: DistEnv, job: Job, sharded: Sharded, shelf: Shelf | None, *, restored: bool
+    config: Config, env: DistEnv, job: Job, sharded: Sharded, shelf: NvmeFiles | None, *, restored: bool
 ) -> None:
     """Makes meta weights real; for a restored run only allocates them."""
     weights = config.model.weights

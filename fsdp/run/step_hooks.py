@@ -21,8 +21,8 @@ from fsdp.models.loss import LossFunction
 from fsdp.optim.nonfinite import Verdicts
 from fsdp.parallel.float8 import Scales
 from fsdp.run.step import StepHooks
-from fsdp.watch.branch_check import Branches
-from fsdp.watch.replica_checks import Numbers
+from fsdp.watch.branch_check import BranchCheck
+from fsdp.watch.replica_checks import ReplicaChecks
 
 
 class TokenSum:
@@ -52,8 +52,8 @@ class RunHooks(StepHooks):
     info: DataInfo
     phases: Phases
     stopper: Stopper
-    numbers: Numbers
-    branches: Branches
+    numbers: ReplicaChecks
+    branches: BranchCheck
     verdicts: Verdicts
     checkpointer: Checkpointer
     scales: Scales | None

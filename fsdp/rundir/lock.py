@@ -53,7 +53,7 @@ class Holder:
         return f"process {self.pid} on {self.host}, started by {self.launcher}{job}, since {since}"
 
 
-def here(launcher: str, job: str = "") -> Holder:
+def this_holder(launcher: str, job: str = "") -> Holder:
     """This process as the holder of a lock."""
     pid = os.getpid()
     place = this_place()
@@ -85,7 +85,7 @@ def _machine_id() -> str:
         return ""
 
 
-def lives(holder: Holder) -> bool | None:
+def is_alive(holder: Holder) -> bool | None:
     """Whether a holder of this place is alive; None if /proc hides it. A zombie is dead."""
     seen = proc.stat(holder.pid)
     if seen is not None:
@@ -99,7 +99,7 @@ def lives(holder: Holder) -> bool | None:
     return None  # hidden: the holder, or a later process with its number
 
 
-class Claim:
+class FolderLock:
     """A held lock: a thread renews it until `release`."""
 
     def __init__(self, run_dir: Path, holder: Holder, descriptor: int, beat_at: int, took_over: str) -> None:
@@ -114,17 +114,17 @@ class Claim:
         self._thread.start()
 
     @staticmethod
-    def acquire(run_dir: Path, launcher: str, job: str = "", stale_s: float = STALE_S) -> Claim:
+    def acquire(run_dir: Path, launcher: str, job: str = "", stale_s: float = STALE_S) -> FolderLock:
         """Take the lock, or raise RefusedError with its holder. May watch an unknown holder for `stale_s`."""
         run_dir.mkdir(parents=True, exist_ok=True)
-        holder = here(launcher, job)
+        holder = this_holder(launcher, job)
         took_over = ""
         while True:
             with writing(run_dir / FILE):
                 run_dir.mkdir(parents=True, exist_ok=True)
                 staged, descriptor, beat_at = _write(run_dir, holder)
             if _create(staged, run_dir / FILE):
-                return Claim(run_dir, holder, descriptor, beat_at, took_over)
+                return FolderLock(run_dir, holder, descriptor, beat_at, took_over)
             os.close(descriptor)
             staged.unlink(missing_ok=True)
             took_over = _clear_dead(run_dir, stale_s, job) or took_over
@@ -212,10 +212,10 @@ def _read(file: Path) -> tuple[Holder | None, bytes]:
         holder = Holder(**json.loads(data.partition(b"\n")[0]))
     except (ValueError, TypeError, RecursionError):
         return None, data
-    return holder if is_sound(holder) else None, data
+    return holder if is_valid_holder(holder) else None, data
 
 
-def is_sound(holder: Holder) -> bool:
+def is_valid_holder(holder: Holder) -> bool:
     """Whether the values have the right types and ranges: any user may write the file, and kill() gets its
     pid.
     """
@@ -242,7 +242,7 @@ def _start(job: str) -> tuple[str, int, int]:
     return (found[1], int(found[2]), int(found[3] or 1)) if found else (job, 0, 0)
 
 
-def succeeds(job: str, other: str) -> bool:
+def is_later_start(job: str, other: str) -> bool:
     """Whether `job` is a later start of the same job as `other`.
 
     The scheduler has then ended the other, even if its processes outlive their slurmd.
@@ -263,11 +263,11 @@ def _clear_dead(
         holder, data = _read(file)
     except FileNotFoundError:
         return ""
-    if holder is not None and succeeds(job, holder.job):
+    if holder is not None and is_later_start(job, holder.job):
         alive, how = False, f"{holder.job} is over"
     else:
         ours = holder is not None and holder.place != "" and holder.place == this_place()
-        known = lives(holder) if ours and holder is not None else None
+        known = is_alive(holder) if ours and holder is not None else None
         alive, how = known is True, "it is dead"
         if known is None:
             why = "its process is hidden from this one: " if ours else ""

@@ -45,7 +45,7 @@ reductions.
 """
 
 
-class Branches:
+class BranchCheck:
     """One sharded model, checked from the constructor to close().
 
     Nothing is compared on one rank, nor under DDP, where Sharded.micro_batch names the unused parameters.
@@ -91,7 +91,9 @@ class Branches:
         """
         first, second = (int(number) for number in sums)
         if self._ranks * second != first**2:
-            raise _difference(step, collectives.everyones(self._ran(self._now if last else self._before)))
+            raise _difference(
+                step, collectives.all_gather_objects(self._ran(self._now if last else self._before))
+            )
 
     def _ran(self, seen: _Seen) -> _Ran:
         order, reductions, late = seen

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from fsdp.watch.status_page import BEGUN, ENDED, NUMEL, OP, OPS, Writer, clock
 
 
-class Calls:
+class CollectiveCounter:
     """The wrappers are installed from the constructor to close()."""
 
     def __init__(self, writer: Writer) -> None:

@@ -15,9 +15,9 @@ from typing import Any
 from fsdp.base.errors import (
     CheckpointError,
     ConfigError,
-    Elsewhere,
     LaunchError,
     NotFiniteError,
+    OtherRankFailed,
     ShardrunError,
     TrainingError,
     error_number,
@@ -51,7 +51,7 @@ KNOWN = (
 def failure_report(error: BaseException, env: DistEnv) -> dict[str, Any]:
     """JSON values: they go through the status page, and to another node."""
     ours = isinstance(error, ShardrunError)
-    secondary = isinstance(error, Elsewhere) or is_peer_failure(error)
+    secondary = isinstance(error, OtherRankFailed) or is_peer_failure(error)
     message = str(error) if ours else f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     kind, hint = kind_and_hint(error)
     return {

@@ -27,7 +27,7 @@ lines.
 """
 
 
-class Farewell:
+class ProcessExit:
     """Ends a failed process. Build it before anything registers an atexit handler.
 
     Handlers are called last in, first out, so this one comes after all others.

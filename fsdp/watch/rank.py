@@ -28,11 +28,11 @@ from fsdp.base import proc
 from fsdp.base.phases import ACTIVITIES
 from fsdp.config import WatchSection
 from fsdp.dist import collectives
-from fsdp.dist.env import DistEnv, meeting_address
+from fsdp.dist.env import DistEnv, rendezvous_host
 from fsdp.dist.stop import LAST_ACTS, SIGNALS
-from fsdp.rundir.lock import here
+from fsdp.rundir.lock import this_holder
 from fsdp.watch import status_page
-from fsdp.watch.collective_calls import Calls
+from fsdp.watch.collective_calls import CollectiveCounter
 from fsdp.watch.cuda_timing import device_clock
 from fsdp.watch.failure_report import failure_report
 from fsdp.watch.last_process import wait_until_printed, wake
@@ -63,7 +63,7 @@ class Watch:
         self._writer = Writer(own.numbers)
         self._responder = Responder(own.path)
         self._start_monitor(own.path)
-        self._calls = Calls(self._writer)
+        self._calls = CollectiveCounter(self._writer)
         self._device = device_clock(self._writer) if own.numbers[status_page.CUDA] else None
         LAST_ACTS.append(self._mark_over)
         ACTIVITIES.listener = self._writer.activity
@@ -129,8 +129,10 @@ class Watch:
     def _start_monitor(self, path: Path) -> None:
         spread = self._env.local_world_size < self._env.world_size
         listener = _listen() if spread and self._env.is_main else None
-        place = here("").place or socket.gethostname()
-        everyone = collectives.everyones((place, socket.gethostname(), str(path), _meeting(listener)))
+        place = this_holder("").place or socket.gethostname()
+        everyone = collectives.all_gather_objects(
+            (place, socket.gethostname(), str(path), _meeting(listener))
+        )
         by_place: dict[str, list[int]] = {}
         for rank, (its_place, _, _, _) in enumerate(everyone):
             by_place.setdefault(its_place, []).append(rank)
@@ -179,7 +181,7 @@ def _meeting(listener: socket.socket | None) -> tuple[str, list[tuple[str, int]]
     """A token of this run's monitors, and the addresses of the head."""
     if listener is None:
         return None
-    hosts = dict.fromkeys([meeting_address(), socket.gethostname()])
+    hosts = dict.fromkeys([rendezvous_host(), socket.gethostname()])
     return secrets.token_hex(8), [(host, listener.getsockname()[1]) for host in hosts if host]
 
 
@@ -228,7 +230,7 @@ def write_torchrun_error_file(failure: dict[str, Any]) -> None:
             Path(file).write_text(text, encoding="utf-8")
 
 
-def told(error: Exception) -> bool:
+def failure_was_printed(error: Exception) -> bool:
     """Wait until the monitor has printed the first failure of all ranks; False if it does not.
 
     Call it last before the process ends. Signals are ignored from here on: a launcher that ends the other

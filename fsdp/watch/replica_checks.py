@@ -3,7 +3,8 @@
     RUN/watch/spikes.jsonl       step, grad_norm, usual (the median before it), samples (of that batch)
     RUN/watch/gradients.jsonl    step, units: the gradient norm of each communication unit, before clipping
 
-`gradients` and `compare` are collective, at the same steps on every rank. Spikes receives rank 0's records.
+`gradients` and `compare` are collective, at the same steps on every rank. SpikeRecorder receives
+rank 0's records.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def make_deterministic() -> None:
     torch.use_deterministic_algorithms(True)
 
 
-class Spikes:
+class SpikeRecorder:
     """A sink of fsdp/record/recorder.py: receives each step's numbers once they are on the host."""
 
     def __init__(self, factor: float, run: Path, indices: Callable[[int], np.ndarray]) -> None:
@@ -69,7 +70,7 @@ class Spikes:
         self._file.close()
 
 
-class Numbers:
+class ReplicaChecks:
     """One rank's side of the comparisons and sums over ranks."""
 
     def __init__(self, section: WatchSection, env: DistEnv, run: Path, sharded: Sharded) -> None:
@@ -119,7 +120,7 @@ class Numbers:
         ranks = dist.get_process_group_ranks(self._replicas)
         odd = odd_ones([one[differ[0]] for one in digests], ranks) if differ else []
         # each rank compares its own shard: all raise if any differs
-        everyone = collectives.everyones((named[differ[0]][0] if differ else "", odd, len(differ)))
+        everyone = collectives.all_gather_objects((named[differ[0]][0] if differ else "", odd, len(differ)))
         found = [one for one in everyone if one[0]]
         if found:
             odd_ranks = sorted({rank for one in found for rank in one[1]})

@@ -64,6 +64,15 @@ def test_the_packages_of_the_compiler(package: str) -> None:
     holds(importlib.util.find_spec(package), "names.COMPILER_PACKAGES", f"{package} is gone")
 
 
+def test_names_that_wrappers_add() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    compiled: Any = torch.compile(torch.nn.Linear(1, 1))
+    wrapped = [*checkpoint_wrapper(torch.nn.Linear(1, 1)).named_modules(), *compiled.named_children()]
+    added = {name for name, _ in wrapped if name}
+    holds(added == names.WRAPPER_NAMES, "names.WRAPPER_NAMES", f"wrappers add {sorted(added)}")
+
+
 @pytest.mark.parametrize("name", sorted(names.WRITE_ONLY_OPS))
 def test_the_operators_that_only_write(name: str) -> None:
     holds(hasattr(torch.ops.aten, name), "names.WRITE_ONLY_OPS", f"aten::{name} is gone")

@@ -91,7 +91,8 @@ def violations(recorder: Recorder) -> tuple[int, list[str]]:
     count, found = 0, []
     for done, tree in states(recorder):
         count += 1
-        sealed = max((file_names.parse(text).step for at, text in recorder.notes if at <= done), default=0)  # type: ignore[union-attr]
+        names = [file_names.parse(text) for at, text in recorder.notes if at <= done]
+        sealed = max((name.step for name in names if name is not None), default=0)
         if said := wrong(tree, sealed, _deleting(recorder.changes[:done])):
             found.append(f"after {done} operations: {said}")
     return count, found

@@ -9,12 +9,12 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from fsdp.checkpoint import metadata, write_plan
 from fsdp.checkpoint.snapshot import KeyPath
-from fsdp.checkpoint.write_plan import Described, WritePlan
+from fsdp.checkpoint.write_plan import PieceDescription, WritePlan
 
 
 def layout() -> WritePlan:
     told = [
-        [Described((("model.w", ("model", "w")),), (4, 2), (2 * rank, 0), (2, 2), torch.float32)]
+        [PieceDescription((("model.w", ("model", "w")),), (4, 2), (2 * rank, 0), (2, 2), torch.float32)]
         for rank in range(2)
     ]
     shares = write_plan.share_out(told)

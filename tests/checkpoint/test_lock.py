@@ -22,7 +22,7 @@ from fsdp.checkpoint.lock import ObjectLock, hold
 from fsdp.checkpoint.object_store import ObjectStore
 from fsdp.checkpoint.open_store import open_store
 from fsdp.dist.env import DistEnv
-from fsdp.rundir.lock import FILE, Claim, here
+from fsdp.rundir.lock import FILE, FolderLock, this_holder
 from tests.checkpoint import s3_server
 from tests.checkpoint.small import build
 from tests.support.runs import on_a_rank
@@ -75,7 +75,7 @@ def test_prune_is_refused_while_another_run_writes_in_the_same_folder(
 def test_prune_is_refused_while_the_run_is_live(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also when only the run directory's lock is held."""
     (tmp_path / "checkpoints").mkdir()
-    claim = Claim.acquire(tmp_path, "torchrun")
+    claim = FolderLock.acquire(tmp_path, "torchrun")
     assert checkpoints.main([str(tmp_path), "prune", "--keep-last", "1"]) == 4
     assert f"{tmp_path} is being written by process" in capsys.readouterr().err
     claim.release()
@@ -142,7 +142,7 @@ def remote(place: str) -> ObjectStore:
 
 def leave(store: ObjectStore, pid: int, where: str) -> None:
     """Leaves the lock of a holder that does not renew it."""
-    holder = replace(here("torchrun"), pid=pid, place=where, host="far-away")
+    holder = replace(this_holder("torchrun"), pid=pid, place=where, host="far-away")
     assert lock._write(store, holder, 0, None) is not None
 
 
@@ -203,7 +203,7 @@ def test_one_of_several_jobs_takes_over_from_a_silent_holder(place: str) -> None
 @pytest.mark.parametrize("place", ["memory"], indirect=True)
 def test_a_lock_with_odd_content_has_an_unknown_holder(place: str, since: str) -> None:
     store = remote(place)
-    about = json.dumps({**asdict(here("torchrun")), "since": 7}).replace(": 7}", f": {since}}}")
+    about = json.dumps({**asdict(this_holder("torchrun")), "since": 7}).replace(": 7}", f": {since}}}")
     assert store.swap(FILE, about.encode() + b"\n", None) is not None
     held = ObjectLock.acquire(store, "torchrun", stale_s=0.1)
     assert held.took_over == f"{place}: took over from a holder without a name: it gave no sign for 0.1 s"

@@ -20,7 +20,7 @@ from fsdp.checkpoint.open_store import open_store
 from fsdp.checkpoint.retention import prune, superfluous
 from fsdp.config import CheckpointSection
 from fsdp.dist.env import DistEnv
-from fsdp.rundir.lock import FILE, Claim
+from fsdp.rundir.lock import FILE, FolderLock
 from tests.checkpoint.small import build
 from tests.support.world import run_world
 
@@ -267,7 +267,7 @@ def test_an_object_stores_content_decides_the_outcome_of_a_save(tmp_path: Path) 
 
 def save_ousted(env: DistEnv, run_dir: str, when: str) -> str:
     """Another job takes over the run directory before a save, while files are written, or after the seal."""
-    claim = Claim.acquire(Path(run_dir), "torchrun") if env.is_main else None
+    claim = FolderLock.acquire(Path(run_dir), "torchrun") if env.is_main else None
     run = build(env, "fsdp", run_dir, claim=claim, section={"keep_last": 1})
     run.checkpointer.restore(run.state)
     run.step()

@@ -274,7 +274,8 @@ def test_a_checkpoint_that_holds_more_than_the_model_is_refused_by_name(tmp_path
 
 def freeze_and_restore(env: DistEnv, run_dir: str) -> str:
     run = build(env, "ddp", run_dir)
-    run.state.optimizer = torch.optim.AdamW(run.state.model.first.parameters())  # type: ignore[union-attr, operator]
+    first: Any = run.state.model.first
+    run.state.optimizer = torch.optim.AdamW(first.parameters())
     try:
         run.checkpointer.restore(run.state)
     except CheckpointError as error:

@@ -13,7 +13,8 @@ from tests.docs.pages import PAGES, ROOT, anchors, links, text_of
 
 WORDS = 900
 FILE = re.compile(
-    r"(?<![\w/.])((?:fsdp|launch|tests|bench|slurm|recipes|docs)/[\w/.-]*\w\.(?:py|md|toml|sh|sbatch|env|svg))"
+    r"(?<![\w/.])((?:fsdp|launch|tests|bench|slurm|recipes|docs)/[\w/.-]*\w"
+    r"\.(?:py|md|toml|sh|sbatch|env|svg))"
 )
 TOOLS_OWN = {"plan", "parity", "data.args", "model.args"}
 """Sections of flags outside the configuration of a run; arguments of a person's own factories."""

@@ -13,9 +13,9 @@ import pytest
 from fsdp.base.errors import (
     CheckpointError,
     ConfigError,
-    Elsewhere,
     LaunchError,
     OneRankError,
+    OtherRankFailed,
     RefusedError,
     TrainingError,
 )
@@ -45,7 +45,7 @@ def caused(error: Exception) -> Exception:
         (RefusedError("RUN is being written by"), Kind.REFUSED, 4, False),
         (OutOfMemory("rank 0: 3 GiB stood"), Kind.ERROR, 6, False),
         (ValueError("of the user's own"), Kind.ERROR, 1, False),
-        (Elsewhere(0, "loss nan", 5), Kind.ERROR, 5, True),
+        (OtherRankFailed(0, "loss nan", 5), Kind.ERROR, 5, True),
         (RuntimeError("gloo: Connection closed by peer"), Kind.ERROR, 1, True),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",

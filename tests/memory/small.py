@@ -19,7 +19,7 @@ from fsdp.models import resolve as resolve_model
 from fsdp.optim.optimizer import build_optimizer
 from fsdp.parallel import nvme
 from fsdp.parallel.materialize import materialize
-from fsdp.parallel.nvme import Shelf, maybe_shelf
+from fsdp.parallel.nvme import NvmeFiles, maybe_nvme_files
 from fsdp.parallel.shard import Sharded, shard_model
 from tests.support.runs import flags, on_a_rank
 from tests.support.world import run_world
@@ -29,7 +29,7 @@ from tests.support.world import run_world
 class Trained:
     sharded: Sharded
     optimizer: torch.optim.Optimizer
-    shelf: Shelf
+    shelf: NvmeFiles
 
 
 class Wide(nn.Module):
@@ -62,7 +62,7 @@ def made(env: DistEnv, name: str, folder: Path, everything: bool) -> Trained:
         memory=memory,
         speed=SpeedSection(),
     )
-    shelf = maybe_shelf(memory, OptimSection(), sharded.root, sharded.units, torch.float32)
+    shelf = maybe_nvme_files(memory, OptimSection(), sharded.root, sharded.units, torch.float32)
     assert shelf is not None
     materialize(sharded, spec=spec, seed=0, init="shard", rank=env.rank, shelf=shelf)
     shelf.watch()

@@ -17,7 +17,7 @@ from fsdp.models import ModelSpec, build_real, load_attribute, resolve
 from fsdp.models.blocks import find_units
 from fsdp.models.kv_cache import turn_caches_off
 from fsdp.parallel.activations import apply_activation_checkpointing
-from fsdp.plan.__main__ import answer, given_in
+from fsdp.plan.__main__ import answer, fields_set
 from fsdp.run import job
 from fsdp.run.job import model_of
 
@@ -194,6 +194,6 @@ def test_a_plan_recomputes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     plan = "--data.seq_len 16 --plan.gpus 2 --plan.gpu h100 --train.global_batch 8"
     for how in ("ops", "full"):
         given = [*words.split(), *plan.split(), "--memory.activation_checkpointing", how]
-        lines = answer(load(given), given_in(given))
+        lines = answer(load(given), fields_set(given))
         assert any("best:" in line for line in lines)
         assert any("units: 3 of " in line for line in lines)

@@ -105,7 +105,8 @@ def test_bits_are_the_ones_of_every_other_machine_and_version() -> None:
 
 @pytest.mark.slow
 def test_bits_do_not_depend_on_the_vector_instructions() -> None:
-    levels = [name for name in ("X86_V3", "X86_V4") if np._core._multiarray_umath.__cpu_features__.get(name)]  # type: ignore[attr-defined]
+    features = np._core._multiarray_umath.__cpu_features__  # type: ignore[attr-defined]
+    levels = [name for name in ("X86_V3", "X86_V4") if features.get(name)]
     env = {
         **os.environ,
         "NPY_DISABLE_CPU_FEATURES": " ".join(levels),

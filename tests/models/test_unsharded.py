@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,7 +55,8 @@ def build():
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", ["", *__import__("sys").path])
     spec = resolve(ModelSection(name="own_init:build"), {})
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()  # type: ignore[index,union-attr]
+    numpy_state: Any = np.random.get_state()
+    before = torch.get_rng_state(), random.getstate(), numpy_state[1].copy()
     first, again, other = build_real(spec, 1), build_real(spec, 1), build_real(spec, 2)
     for name, value in first.state_dict().items():
         assert torch.equal(value, again.state_dict()[name])

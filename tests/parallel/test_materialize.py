@@ -13,7 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from fsdp.base.errors import Elsewhere
+from fsdp.base.errors import OtherRankFailed
 from fsdp.checkpoint.full_state import open_full_state
 from fsdp.config import MemorySection, MeshSection, PrecisionSection, SpeedSection
 from fsdp.dist.env import DistEnv
@@ -141,7 +141,8 @@ def test_complete_values_pass() -> None:
 
 
 def buffers_of(env: DistEnv, master: str) -> dict[str, Tensor]:
-    sharded = made(env, user_code.Buffers, precision=PrecisionSection(master=master))  # type: ignore[arg-type]
+    precision = PrecisionSection(master=master)  # type: ignore[arg-type]
+    sharded = made(env, user_code.Buffers, precision=precision)
     return {name: buffer.clone() for name, buffer in sharded.root.named_buffers()}
 
 
@@ -238,8 +239,8 @@ def test_a_state_dict_that_does_not_fit_is_refused_on_every_rank(
     assert all(message in text for text in texts), texts
     assert [text.partition(":")[0] for text in texts] == [
         "ConfigError",
-        Elsewhere.__name__,
-        Elsewhere.__name__,
+        OtherRankFailed.__name__,
+        OtherRankFailed.__name__,
     ]
 
 

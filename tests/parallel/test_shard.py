@@ -68,7 +68,8 @@ def look(env: DistEnv, name: str) -> dict[str, object]:
 
 def test_uneven_rows_small_parameters_and_scalars() -> None:
     found = run_world(4, look, "Tiny")
-    assert [f["rows"]["narrow.weight"] for f in found] == [(1, 12), (1, 12), (0, 12), (0, 12)]  # type: ignore[index]
+    rows = [f["rows"]["narrow.weight"] for f in found]  # type: ignore[index]
+    assert rows == [(1, 12), (1, 12), (0, 12), (0, 12)]
     found = run_world(3, look, "Scalar")
     assert [f["rows"]["stem.weight"] for f in found] == [(5, 12), (5, 12), (3, 12)]  # type: ignore[index]
     assert found[0]["whole"] == ["temperature", "blocks.0.gain", "blocks.1.gain", "blocks.2.gain"]

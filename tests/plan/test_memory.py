@@ -12,7 +12,7 @@ from fsdp.config import load
 from fsdp.plan.estimate import ask_for, not_modelled
 from fsdp.plan.fake_runs import count, peak_of
 from fsdp.plan.memory import MIB, Pool, memory_of, reserved_for
-from fsdp.plan.step_trace import watch
+from fsdp.plan.step_trace import trace_step
 from tests.plan.asked import SMALL, plan
 from tests.support.marks import quick_are, sample_are
 
@@ -242,7 +242,7 @@ def test_few_blocks_compose_to_all(flags: str) -> None:
         *flags.split(),
     ]
     ask = ask_for(load(words), 4)
-    counted, whole = count(ask), watch(dataclasses.replace(ask, blocks=0))
+    counted, whole = count(ask), trace_step(dataclasses.replace(ask, blocks=0))
     assert len(counted.extras) == 2
     assert peak_of(counted.trace) == pytest.approx(peak_of(whole), rel=1e-3)
 
@@ -262,7 +262,7 @@ def test_blocks_that_are_alike_and_act_differently_run_whole() -> None:
     ask = ask_for(load([word for word in words if word != "--model.args.heads"]), 4)
     counted = count(ask)
     assert len(counted.extras) == 1
-    assert peak_of(counted.trace) == peak_of(watch(dataclasses.replace(ask, blocks=0)))
+    assert peak_of(counted.trace) == peak_of(trace_step(dataclasses.replace(ask, blocks=0)))
 
 
 # ---------------------------------------------------------------- the allocator

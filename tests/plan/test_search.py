@@ -11,11 +11,11 @@ import pytest
 
 from fsdp.base.errors import ConfigError
 from fsdp.config import load
-from fsdp.plan.__main__ import given_in
+from fsdp.plan.__main__ import fields_set
 from fsdp.plan.estimate import ask_for
 from fsdp.plan.fake_runs import _in_second_process, peak_of
 from fsdp.plan.search import SearchResult, search
-from fsdp.plan.step_trace import watch
+from fsdp.plan.step_trace import trace_step
 from tests.plan.asked import SMALL
 
 KNOBS = ("--memory.activation_checkpointing", "none", "--mesh.reshard_after_forward", "true")
@@ -24,7 +24,7 @@ KNOBS = ("--memory.activation_checkpointing", "none", "--mesh.reshard_after_forw
 @functools.cache
 def found(*flags: str) -> SearchResult:
     words = [*SMALL, *KNOBS, *flags]
-    return search(load(words), given_in(words))
+    return search(load(words), fields_set(words))
 
 
 @pytest.mark.slow
@@ -137,7 +137,7 @@ def test_a_second_process_finds_the_same() -> None:
     ]
     beside = _in_second_process(asks)
     assert {ask: peak_of(trace) for ask, trace in beside.items()} == {
-        ask: peak_of(watch(ask)) for ask in asks
+        ask: peak_of(trace_step(ask)) for ask in asks
     }
 
 

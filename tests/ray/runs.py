@@ -73,7 +73,8 @@ class Driver:
             str(run),
         ]
         # files, not pipes: a pipe that nobody reads while the test waits for a step would stop the run
-        self._out, self._err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115  (as long as this lives)
+        # Open as long as this object lives.
+        self._out, self._err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.marker = f"SHARDRUN_TEST={run}"
         environment = (cluster.environment if cluster else clean_environment)(SHARDRUN_TEST=str(run))
         self.process = subprocess.Popen(
@@ -132,7 +133,8 @@ class Driver:
 
 def _all_of(file: Any) -> str:
     file.flush()
-    with open(f"/proc/self/fd/{file.fileno()}") as again:  # noqa: PTH123  (a new offset: the driver's own must not move)
+    # A second descriptor with an offset of its own: the driver's must not move.
+    with open(f"/proc/self/fd/{file.fileno()}") as again:  # noqa: PTH123
         return again.read()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp.base.errors import ConfigError, Elsewhere, RefusedError, TrainingError
+from fsdp.base.errors import ConfigError, OtherRankFailed, RefusedError, TrainingError
 from fsdp.rundir import line_files
 from fsdp.rundir.paths import RunDir
 from launch.policy import Kind
@@ -20,7 +20,7 @@ def test_a_rank_s_own_error_is_reported_before_secondary_ones() -> None:
     from launch.ray_worker import rank_failure
 
     lost = rank_failure(0, RuntimeError("gloo/transport/tcp/pair.cc: Connection reset by peer"))
-    heard = rank_failure(1, Elsewhere(2, "no", 5))
+    heard = rank_failure(1, OtherRankFailed(2, "no", 5))
     knows = rank_failure(2, TrainingError("step 3: loss nan.", "--optim.lr lower"))
     failure = first_failure({0: lost, 1: heard, 2: knows})
     assert failure.message == "rank 2: step 3: loss nan. HINT: --optim.lr lower"
@@ -75,7 +75,7 @@ def test_a_refusal_is_final(tmp_path: Path) -> None:
 
     refused = {
         0: rank_failure(0, RefusedError("RUN is being written by process 1.")),
-        1: rank_failure(1, Elsewhere(0, "no", 4)),
+        1: rank_failure(1, OtherRankFailed(0, "no", 4)),
     }
     with pytest.raises(RunEnded) as given_up:
         FailurePolicy(tmp_path, tmp_path, max_failures=5).after_exception(None, dict(refused))

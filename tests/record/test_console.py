@@ -109,7 +109,8 @@ def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("TERM", "dumb")
     terminal = Terminal(80)
     with terminal.stream() as stream:
-        Console(total_steps=5000, every=1, unit="tok", stream=stream).step(metrics(), "")  # type: ignore[arg-type]
+        console = Console(total_steps=5000, every=1, unit="tok", stream=stream)  # type: ignore[arg-type]
+        console.step(metrics(), "")
     assert not ESCAPE.search(terminal.read())
 
 

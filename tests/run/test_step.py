@@ -13,7 +13,7 @@ from bench.plan_real import build
 from fsdp.config import load
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import MeshSizes
-from fsdp.plan.step_trace import Ask, watch
+from fsdp.plan.step_trace import FakeRun, trace_step
 from fsdp.run.step import StepHooks, run_step
 from tests.support.world import run_world
 
@@ -57,6 +57,6 @@ def test_a_skipped_update_changes_nothing(update: bool, phases: list[str]) -> No
 
 
 def test_a_plan_traces_the_same_phases() -> None:
-    trace = watch(Ask(load(WORDS.split()), MeshSizes("fsdp", 1, 1), 0, 3, 2, 0, "cpu"))
+    trace = trace_step(FakeRun(load(WORDS.split()), MeshSizes("fsdp", 1, 1), 0, 3, 2, 0, "cpu"))
     names = [(segment.name.micro, segment.name.phase) for segment in trace.segments]
     assert [phase for (_, phase), _ in groupby(names)] == PHASES

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from fsdp.rundir.lock import Claim
+from fsdp.rundir.lock import FolderLock
 from tests.rundir.filling import fill
 from tests.support.processes import dies_with_us
 from tests.support.runs import QUIET
@@ -202,7 +202,7 @@ def test_a_start_on_a_full_disk_is_refused_in_one_line_with_a_hint(disk: SmallDi
 def test_a_lock_file_that_does_not_fit_is_named_and_removed(disk: SmallDisk) -> None:
     """The disk fills up between the check of the folder and the lock."""
     fill(disk.outside / "ballast")
-    name = Claim.__name__
+    name = FolderLock.__name__
     take = f"from pathlib import Path; from fsdp.rundir.lock import {name}; "
     take += f"{name}.acquire(Path({str(disk.inside)!r}), 'test')"
     refused = disk.start(sys.executable, "-c", take)

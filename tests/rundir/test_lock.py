@@ -17,7 +17,7 @@ import pytest
 from fsdp.base import proc
 from fsdp.base.errors import RefusedError
 from fsdp.rundir import lock
-from fsdp.rundir.lock import FILE, Claim
+from fsdp.rundir.lock import FILE, FolderLock
 from tests.support.processes import eventually
 
 ROOT = Path(__file__).parents[2]
@@ -25,8 +25,8 @@ ROOT = Path(__file__).parents[2]
 HOLD = f"""
 import sys
 from pathlib import Path
-from fsdp.rundir.lock import {Claim.__name__}
-held = {Claim.__name__}.acquire(Path(sys.argv[1]), "torchrun", "job 7")
+from fsdp.rundir.lock import {FolderLock.__name__}
+held = {FolderLock.__name__}.acquire(Path(sys.argv[1]), "torchrun", "job 7")
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -55,7 +55,7 @@ def rewrite(run_dir: Path, **changes: object) -> None:
 def test_a_second_job_is_refused_with_the_holder_named(tmp_path: Path) -> None:
     with holder(tmp_path) as first:
         with pytest.raises(RefusedError) as refused:
-            Claim.acquire(tmp_path, "srun")
+            FolderLock.acquire(tmp_path, "srun")
         assert f"process {first.pid} on {os.uname().nodename}, started by torchrun (job 7), since 20" in str(
             refused.value
         )
@@ -67,7 +67,7 @@ def test_a_killed_holder_is_replaced_at_once_with_one_line(tmp_path: Path) -> No
     with holder(tmp_path) as first:
         first.kill()
         first.wait()
-        second = Claim.acquire(tmp_path, "srun", stale_s=1e9)
+        second = FolderLock.acquire(tmp_path, "srun", stale_s=1e9)
     assert f"took over from process {first.pid} on" in second.took_over
     assert second.took_over.endswith("it is dead")
     second.release()
@@ -79,7 +79,7 @@ def test_a_zombie_is_dead(tmp_path: Path) -> None:
     with holder(tmp_path) as first:
         first.kill()
         eventually("the holder is a zombie", lambda: is_zombie(first.pid), 10)
-        second = Claim.acquire(tmp_path, "srun", stale_s=1e9)
+        second = FolderLock.acquire(tmp_path, "srun", stale_s=1e9)
         assert is_zombie(first.pid)
     assert second.took_over.endswith("it is dead")
     second.release()
@@ -91,9 +91,9 @@ def is_zombie(pid: int) -> bool:
 
 
 def test_a_reused_process_id_is_not_the_holder(tmp_path: Path) -> None:
-    held = Claim.acquire(tmp_path, "torchrun")
+    held = FolderLock.acquire(tmp_path, "torchrun")
     rewrite(tmp_path, token="another", born="1")
-    second = Claim.acquire(tmp_path, "torchrun", stale_s=1e9)
+    second = FolderLock.acquire(tmp_path, "torchrun", stale_s=1e9)
     assert second.took_over
     assert held.ousted() is not None
     second.release()
@@ -104,19 +104,19 @@ def test_a_live_holder_on_another_machine_is_recognised_by_its_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lock, "BEAT_S", 0.05)
-    held = Claim.acquire(tmp_path, "srun")
+    held = FolderLock.acquire(tmp_path, "srun")
     monkeypatch.setattr(lock, "this_place", lambda: "another machine")
     with pytest.raises(RefusedError, match="is being written by process"):
-        Claim.acquire(tmp_path, "srun", stale_s=30.0)
+        FolderLock.acquire(tmp_path, "srun", stale_s=30.0)
     assert held.ousted() is None
     held.release()
 
 
 def test_a_silent_holder_on_another_machine_is_replaced_and_notices(tmp_path: Path) -> None:
-    held = Claim.acquire(tmp_path, "srun")
+    held = FolderLock.acquire(tmp_path, "srun")
     # the rewrite cuts the old holder's beat off, as a dead node does
     rewrite(tmp_path, place="another machine", host="n2")
-    second = Claim.acquire(tmp_path, "srun", stale_s=0.3)
+    second = FolderLock.acquire(tmp_path, "srun", stale_s=0.3)
     assert "on n2" in second.took_over
     assert "gave no sign for 0.3 s" in second.took_over
     assert f"was taken over by process {os.getpid()}" in (held.ousted() or "")
@@ -126,7 +126,7 @@ def test_a_silent_holder_on_another_machine_is_replaced_and_notices(tmp_path: Pa
 
 
 def test_a_lock_removed_by_hand_stops_its_holder(tmp_path: Path) -> None:
-    held = Claim.acquire(tmp_path, "srun")
+    held = FolderLock.acquire(tmp_path, "srun")
     (tmp_path / FILE).unlink()
     assert "is gone" in (held.ousted() or "")
     held.release()
@@ -134,7 +134,7 @@ def test_a_lock_removed_by_hand_stops_its_holder(tmp_path: Path) -> None:
 
 def test_an_empty_lock_file_is_watched_and_replaced(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text("")
-    second = Claim.acquire(tmp_path, "srun", stale_s=0.2)
+    second = FolderLock.acquire(tmp_path, "srun", stale_s=0.2)
     assert "a holder without a name" in second.took_over
     second.release()
 
@@ -142,7 +142,7 @@ def test_an_empty_lock_file_is_watched_and_replaced(tmp_path: Path) -> None:
 def try_once(run_dir: str, start: object, results: object) -> None:
     start.wait()  # type: ignore[attr-defined]
     try:
-        held = Claim.acquire(Path(run_dir), "race")
+        held = FolderLock.acquire(Path(run_dir), "race")
         results.put(("held", held.ousted()))  # type: ignore[attr-defined]
     except RefusedError as error:
         results.put(("refused", str(error)))  # type: ignore[attr-defined]
@@ -171,9 +171,9 @@ def test_a_folder_without_hard_links_works_too(tmp_path: Path, monkeypatch: pyte
         raise PermissionError("no hard links here")
 
     monkeypatch.setattr(Path, "hardlink_to", no_links)
-    held = Claim.acquire(tmp_path, "srun")
+    held = FolderLock.acquire(tmp_path, "srun")
     with pytest.raises(RefusedError):
-        Claim.acquire(tmp_path, "srun")
+        FolderLock.acquire(tmp_path, "srun")
     held.release()
     assert list(tmp_path.iterdir()) == []
 
@@ -182,8 +182,8 @@ def test_a_holder_notices_within_a_beat_that_it_was_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lock, "BEAT_S", 0.01)
-    held = Claim.acquire(tmp_path, "native srun", "Slurm job 7, start 1")
-    later = Claim.acquire(tmp_path, "native srun", "Slurm job 7, start 2", stale_s=1e9)
+    held = FolderLock.acquire(tmp_path, "native srun", "Slurm job 7, start 1")
+    later = FolderLock.acquire(tmp_path, "native srun", "Slurm job 7, start 2", stale_s=1e9)
     assert "Slurm job 7, start 1 is over" in later.took_over
     eventually("the first start notices the second", lambda: held.lost, 10)
     assert "Slurm job 7, start 2" in (held.lost or "")

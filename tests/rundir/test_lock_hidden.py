@@ -15,7 +15,7 @@ import pytest
 
 from fsdp.base.errors import ShardrunError
 from fsdp.rundir import lock
-from fsdp.rundir.lock import Claim
+from fsdp.rundir.lock import FolderLock
 
 ROOT = Path(__file__).parents[2]
 NOBODY = 65534
@@ -74,8 +74,8 @@ def test_a_holder_in_another_pid_namespace_is_recognised_by_its_count(
 ) -> None:
     """Its process id may be another process here."""
     monkeypatch.setattr(lock, "BEAT_S", 0.05)
-    held = Claim.acquire(tmp_path, "torchrun")
-    name = Claim.__name__
+    held = FolderLock.acquire(tmp_path, "torchrun")
+    name = FolderLock.__name__
     contend = f"import sys; from pathlib import Path; from fsdp.rundir.lock import {name}\n"
     contend += f"try: {name}.acquire(Path(sys.argv[1]), 'srun', stale_s=60.0)\n"
     contend += "except Exception as error: print(error)"
@@ -103,9 +103,9 @@ def test_machines_with_equal_names_differ_by_their_ids(tmp_path: Path) -> None:
 def test_an_unknown_place_equals_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "BEAT_S", 0.05)
     monkeypatch.setattr(lock, "this_place", lambda: "")
-    held = Claim.acquire(tmp_path, "torchrun")
+    held = FolderLock.acquire(tmp_path, "torchrun")
     with pytest.raises(ShardrunError, match="is being written by process"):
-        Claim.acquire(tmp_path, "srun", stale_s=30.0)
+        FolderLock.acquire(tmp_path, "srun", stale_s=30.0)
     held.release()
 
 
@@ -126,11 +126,11 @@ def test_an_unknown_place_equals_no_other(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_lock_file_with_invalid_values_is_watched_and_replaced(
     foreign: dict[str, object], tmp_path: Path
 ) -> None:
-    held = Claim.acquire(tmp_path, "torchrun")
+    held = FolderLock.acquire(tmp_path, "torchrun")
     file = tmp_path / lock.FILE
     head, _, beat = file.read_text().partition("\n")
     file.write_text(json.dumps({**json.loads(head), **foreign}) + "\n" + beat)
-    second = Claim.acquire(tmp_path, "srun", stale_s=0.1)
+    second = FolderLock.acquire(tmp_path, "srun", stale_s=0.1)
     assert "a holder without a name" in second.took_over
     held.release()
     second.release()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from fsdp.base.errors import Elsewhere
+from fsdp.base.errors import OtherRankFailed
 from tests.support.runs import failures, flags, on_a_rank
 from tests.support.world import run_world
 
@@ -34,4 +34,4 @@ def test_a_history_that_cannot_be_written_ends_the_start_on_every_rank(tmp_path:
     history = tmp_path / "run/history.jsonl"
     line = f"{history} cannot be written (Is a directory). HINT: ls -ld {history} "
     assert str(first).startswith(f"ConfigError: {line}")
-    assert str(second).startswith(f"{Elsewhere.__name__}: rank 0 failed: {line}")
+    assert str(second).startswith(f"{OtherRankFailed.__name__}: rank 0 failed: {line}")

@@ -11,7 +11,7 @@ import pytest
 
 from fsdp.base.errors import RefusedError
 from fsdp.rundir import line_files, paths
-from fsdp.rundir.lock import Claim
+from fsdp.rundir.lock import FolderLock
 from fsdp.rundir.paths import RunDir
 from launch import policy, slurm_job
 from launch.marker import TOKEN, Failure, Marker
@@ -104,7 +104,7 @@ def test_nothing_is_written_where_another_job_holds_the_directory(
 ) -> None:
     reach(run, 10)
     stopped(run, 10, "SIGTERM")
-    claim = Claim.acquire(run.path, "torchrun")
+    claim = FolderLock.acquire(run.path, "torchrun")
     before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
     try:
         with pytest.raises(RefusedError, match="is being written by process"):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from fsdp.base.errors import ShardrunError
 from fsdp.rundir import lock
-from fsdp.rundir.lock import Claim
+from fsdp.rundir.lock import FolderLock
 
 FORK = multiprocessing.get_context("fork")
 HERE = Path()
@@ -26,7 +26,7 @@ LONG_S = 60.0
 
 
 def hold(told: Connection) -> None:
-    Claim.acquire(HERE, "torchrun")
+    FolderLock.acquire(HERE, "torchrun")
     told.send("held")
     told.recv()
 
@@ -36,7 +36,7 @@ def want(told: Connection, user: int, stale_s: float) -> None:
     os.setgid(user)
     os.setuid(user)
     try:
-        held = Claim.acquire(HERE, "srun", stale_s=stale_s)
+        held = FolderLock.acquire(HERE, "srun", stale_s=stale_s)
         told.send(held.took_over)
         held.release()
     except ShardrunError as error:

@@ -10,9 +10,9 @@ import torch
 from fsdp.base.errors import (
     CheckpointError,
     ConfigError,
-    Elsewhere,
     LaunchError,
     NotFiniteError,
+    OtherRankFailed,
     TrainingError,
 )
 from fsdp.dist.env import DistEnv
@@ -56,7 +56,7 @@ def test_an_error_has_a_kind(error: Exception, kind: str) -> None:
 @pytest.mark.parametrize(
     "error",
     [
-        Elsewhere(0, "it broke", 4),
+        OtherRankFailed(0, "it broke", 4),
         RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3"),
         RuntimeError(
             "[../gloo/transport/tcp/buffer.cc:78] Timed out waiting 1800000ms for recv operation to complete"

@@ -85,7 +85,7 @@ class Teardown:
         wait(3600)
 
 last_process.EXIT_S = 1.0
-end, kept = last_process.Farewell(), Teardown()
+end, kept = last_process.ProcessExit(), Teardown()
 atexit.register(print, "handler of a user", flush=True)
 if "handler" in sys.argv:
     atexit.register(time.sleep, 3600)

@@ -13,7 +13,7 @@ from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
 from fsdp.dist.env import DistEnv
 from fsdp.run.loop import _Loop
-from fsdp.watch.replica_checks import Spikes, odd_ones
+from fsdp.watch.replica_checks import SpikeRecorder, odd_ones
 from tests.support.runs import failures, flags, on_a_rank, run
 from tests.support.world import run_world
 
@@ -23,7 +23,7 @@ def lines(run_dir: Path, name: str) -> list[dict]:  # type: ignore[type-arg]
 
 
 def test_a_spike_is_written_with_the_samples_of_its_batch(tmp_path: Path) -> None:
-    spikes = Spikes(5.0, tmp_path, lambda step: np.arange(3) + 10 * step)
+    spikes = SpikeRecorder(5.0, tmp_path, lambda step: np.arange(3) + 10 * step)
     for step in range(1, 30):
         spikes.scalars(step, {"train/grad_norm": 9.0 if step == 25 else 1.0, "train/loss": 2.0})
     assert lines(tmp_path, "spikes.jsonl") == [
@@ -32,7 +32,7 @@ def test_a_spike_is_written_with_the_samples_of_its_batch(tmp_path: Path) -> Non
 
 
 def test_no_factor_no_spike(tmp_path: Path) -> None:
-    spikes = Spikes(0.0, tmp_path, lambda step: np.arange(3))
+    spikes = SpikeRecorder(0.0, tmp_path, lambda step: np.arange(3))
     for step in range(1, 30):
         spikes.scalars(step, {"train/grad_norm": 10.0**step})
     assert not (tmp_path / "watch").exists()

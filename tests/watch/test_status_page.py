@@ -87,7 +87,7 @@ def test_activities_of_both_threads_are_read(
 
 def test_collectives_are_wrapped_only_while_a_run_lasts(page: StatusPage) -> None:
     before = dist.all_reduce
-    wrapped = collective_calls.Calls(Writer(page.numbers))
+    wrapped = collective_calls.CollectiveCounter(Writer(page.numbers))
     assert dist.all_reduce is not before
     wrapped.close()
     assert dist.all_reduce is before

@@ -11,6 +11,11 @@ own code.
 COMPILER_PACKAGES = ("torch._dynamo", "torch._inductor", "torch._functorch", "triton")
 """Packages in which a rank compiles. Under other names the hang verdict calls a long compilation a hang."""
 
+WRAPPER_NAMES = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})
+"""What activation checkpointing and torch.compile put into parameter names. Other names would stay in
+checkpoints, which then have other keys with and without these wrappers.
+"""
+
 COLLECTIVE_OPS = {
     "_allgather_base_": "all_gather", "allgather_": "all_gather", "_reduce_scatter_base_": "reduce_scatter",
     "allreduce_": "all_reduce", "broadcast_": "all_reduce",
