@@ -25,6 +25,7 @@ RUN = {
     "python train.py --help": 0,
     "python train.py --batch_size 32": 2,
     "python train.py --config recipes/text.toml --dry-run": 0,
+    "python -m fsdp.plan --help": 0,
     "python -m fsdp.checkpoint RUN": 0,
     "python -m fsdp.checkpoint RUN verify": 0,
     "python -m fsdp.checkpoint RUN export --format both --out FOLDER": 0,

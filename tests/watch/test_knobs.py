@@ -109,7 +109,7 @@ def test_impossible_values_are_refused(flags: str) -> None:
 
 
 def test_deterministic_refuses_a_changing_number_of_ranks() -> None:
-    with pytest.raises(ConfigError, match=r"--ray.num_workers 2:4\. HINT: --ray.num_workers 4"):
+    with pytest.raises(ConfigError, match=r"--ray.num_workers is 2:4. HINT: --ray.num_workers 4"):
         configuration.load(["--watch.deterministic", "--backend", "ray", "--ray.num_workers", "2:4"])
 
 
