@@ -34,7 +34,7 @@ from fsdp.dist.mesh import plan_batch, resolve
 from fsdp.run.job import prepare
 from fsdp.run.loop import Outcome
 from fsdp.run.summary import summary
-from fsdp.rundir import paths
+from fsdp.rundir import history, paths
 from fsdp.rundir.atomic_write import write_atomically
 from fsdp.rundir.paths import RunDir
 from launch import ray_cluster, slurm_job
@@ -145,11 +145,8 @@ def _train_to_the_end(task: WorkerTask, workers: Workers, stopping: Stopping) ->
 def _fit(task: WorkerTask, workers: Workers, stopping: Stopping) -> Outcome:
     from ray.train import TrainingFailedError
 
-    # It lists checkpoints that retention may have removed since: Ray would refuse to start.
-    (task.run / SNAPSHOT).unlink(missing_ok=True)
-    trainer = _trainer(task, workers)
     try:
-        result = stopping.wait_for(trainer.fit)
+        result = _with_controller(task, workers, stopping)
     except TrainingFailedError as error:
         failure = failure_of_fit(error)
         if failure.trace:
@@ -159,6 +156,36 @@ def _fit(task: WorkerTask, workers: Workers, stopping: Stopping) -> Outcome:
     if not isinstance(outcome, Outcome):
         raise LaunchError(f"Ray ended the run without a result of rank 0 (its files are in {task.run}).")
     return outcome
+
+
+def _with_controller(task: WorkerTask, workers: Workers, stopping: Stopping) -> Any:
+    """Ray's result. Its TrainController is one actor that Ray does not restart: one that died before a rank
+    started lost nothing and is started again, once. Seen on a busy head node with one CPU.
+    """
+    from ray.exceptions import RayActorError
+
+    run = RunDir(task.run)
+    starts = history.count_starts(run)
+    for attempt in (1, 2):
+        # It lists checkpoints that retention may have removed since: Ray would refuse to start.
+        (task.run / SNAPSHOT).unlink(missing_ok=True)
+        try:
+            return stopping.wait_for(_trainer(task, workers).fit)
+        except RayActorError as error:
+            words = " ".join(str(error).split())
+            started = history.count_starts(run) > starts
+            if attempt == 2 or started or stopping.signal is not None:
+                raise _controller_died(task, words) from None
+            print(f"Ray's TrainController died before it ran: {words} Starting it again.", file=sys.stderr)
+    raise AssertionError("unreachable")
+
+
+def _controller_died(task: WorkerTask, words: str) -> WorkersFailed:
+    hint = (
+        "the same command continues from the last checkpoint; python -m fsdp.checkpoint "
+        f"{task.run} lists them, and `ray logs cluster` has the controller's log"
+    )
+    return WorkersFailed(f"Ray's TrainController died: {words} HINT: {hint}", 3, Kind.ERROR)
 
 
 def _trainer(task: WorkerTask, workers: Workers) -> Any:

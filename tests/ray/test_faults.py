@@ -4,6 +4,7 @@ in few words.
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from tests.ray.cluster import Cluster
 from tests.ray.runs import EVERY, SLOWLY, Driver, Run, check_whole, rank_pid, torchrun
-from tests.support.processes import eventually, pids_with
+from tests.support.processes import command_line, eventually, pids_with
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -40,6 +41,39 @@ def test_the_driver_is_killed_and_started_again_with_the_same_command(
     second = Driver(tmp_path / "run", *SLOWLY)
     check_whole(second.finish(), undisturbed)
     assert second.run.starts[-1]["from_step"] >= reached - EVERY
+
+
+def kill_controller(driver: Driver) -> None:
+    def named() -> list[int]:
+        return [
+            pid for pid in pids_with(driver.marker) if command_line(pid).startswith("ray::TrainController")
+        ]
+
+    (pid,) = eventually("Ray's controller", named, 90, driver.said)
+    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.long
+def test_a_controller_that_dies_before_the_ranks_start_is_started_again(
+    tmp_path: Path, undisturbed: Run
+) -> None:
+    driver = Driver(tmp_path / "run")
+    kill_controller(driver)
+    run = driver.finish()
+    assert run.losses == undisturbed.losses
+    assert driver.err.count("TrainController died before it ran") == 1
+    assert "Traceback" not in driver.err
+
+
+@pytest.mark.long
+def test_a_controller_that_dies_later_ends_the_driver_in_a_line(tmp_path: Path, undisturbed: Run) -> None:
+    driver = Driver(tmp_path / "run", *SLOWLY)
+    driver.until_resumable(6)
+    kill_controller(driver)
+    assert driver.wait(60) == 3, driver.said()
+    assert "train.py: Ray's TrainController died: " in driver.err.splitlines()[-1]
+    assert "Traceback" not in driver.err
+    check_whole(Driver(tmp_path / "run", *SLOWLY).finish(), undisturbed)
 
 
 @pytest.mark.long

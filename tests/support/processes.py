@@ -42,6 +42,13 @@ def program(pid: int) -> str:
     return Path(f"/proc/{pid}/comm").read_text().strip()
 
 
+def command_line(pid: int) -> str:
+    """Words with spaces between; empty for a process that has ended."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    return ""
+
+
 def pids_with(*environ: str) -> list[int]:
     wanted, found = {text.encode() for text in environ}, []
     for pid in proc.pids():
