@@ -29,7 +29,7 @@ from fsdp.tokenize.cache import made_once
 from fsdp.tokenize.child import tokenize_in_child
 from fsdp.tokenize.documents import DocumentOptions, Loss, template_text
 from fsdp.tokenize.shards import MANIFEST, TokenizeJob, read_index
-from fsdp.tokenize.tokenizer import digest_of_tokenizer
+from fsdp.tokenize.tokenizer import BYTES, digest_of_tokenizer
 
 log = logging.getLogger(__name__)
 MASKED = -100
@@ -60,7 +60,10 @@ def build(
     if rows == "auto":
         rows = "document" if store.form != "text" else "stream"
     train, held = store.documents(where) if rows == "document" else store.windows(where, heldout)
-    facts = {"vocab_size": store.vocab_size, "seq_len": where.seq_len}
+    facts: dict[str, Any] = {"vocab_size": store.vocab_size, "seq_len": where.seq_len}
+    tokenizer = where.tokenizer or store.tokenizer
+    if tokenizer != BYTES:
+        facts["tokenizer"] = tokenizer
     own = hashlib.sha256(f"{store.fingerprint} {rows} {heldout}".encode()).hexdigest()[:16]
     info = DataInfo(
         kind="text",
@@ -69,7 +72,7 @@ def build(
         masks_targets=store.masked or rows == "document",
         default_steps=1000 if rows == "stream" else 0,
         default_epochs=0 if rows == "stream" else 1,
-        preprocess={"tokenizer": store.tokenizer},
+        preprocess={"tokenizer": tokenizer, "end": store.end},
     )
     return DataSet(train=train, heldout=held if len(held) else None, info=info)
 
@@ -179,7 +182,7 @@ class TokenStore:
             raise ConfigError(f"{where} has no document to train on.", "--data.args.heldout 0, or more rows")
         cut = sum(part.cut() for part in parts)
         if cut:
-            log.warning(
+            log.info(
                 "documents: %s of %s are cut at --data.seq_len %d",
                 f"{cut:,}",
                 f"{len(parts[0]) + len(parts[1]):,}",

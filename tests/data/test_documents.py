@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,13 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from fsdp.base.errors import ConfigError
 from fsdp.config import DataSection
 from fsdp.data import DataSet, build_dataset
 from fsdp.data import documents as module
+from fsdp.dist.env import DistEnv
 from tests.data.test_text_tokens import rows_of
+from tests.support import runs
 from tests.support.data_cache import own_cache as own_cache
+from tests.support.world import run_world
 from tests.tokenize.rows import texts, write_lines
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +42,7 @@ def test_texts_are_one_row_cut_into_windows(tmp_path: Path) -> None:
     assert b"Document 99:" in held
     assert b"Document 99:" not in text
     assert (made.info.facts["vocab_size"], made.info.masks_targets) == (256, False)
-    assert made.info.preprocess == {"tokenizer": "bytes"}
+    assert made.info.preprocess == {"tokenizer": "bytes", "end": 0}
 
 
 def test_files_of_every_kind_by_path_folder_and_pattern(tmp_path: Path) -> None:
@@ -171,3 +176,33 @@ def test_a_tokenizer_beside_data_that_has_none(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"--data.args.text b has no effect: .* holds tokens already"):
         data(tmp_path / "out", text="b")
+
+
+def on_a_rank(env: DistEnv, words: list[str], cache: str) -> str | None:
+    os.environ["XDG_CACHE_HOME"] = cache
+    return runs.on_a_rank(env, words)
+
+
+def test_a_run_on_pairs_resumes_on_another_number_of_ranks(tmp_path: Path, own_cache: Path) -> None:
+    """A rank whose rows are all cut before their completion trains on nothing; the others' loss counts."""
+    rows = [{"prompt": "x" * (n % 40), "completion": f"={n % 40}"} for n in range(60)]
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    words = [
+        "--data.name", str(path), "--data.seq_len", "24", "--model.name", "transformer",
+        "--model.preset", "toy", "--train.steps", "6", "--train.global_batch", "8",
+        "--watch.enabled", "false", "--run.seed", "1", "--data.args.heldout", "0.1",
+    ]  # fmt: skip
+
+    def run(ranks: int, name: str, *more: str) -> None:
+        given = ["--run.dir", str(tmp_path / name), *words, *more]
+        said = run_world(ranks, on_a_rank, given, str(own_cache))
+        assert said == [None] * ranks, said
+
+    run(1, "whole")
+    run(2, "parts", "--train.stop_after", "3")
+    run(1, "parts")
+    whole, parts = (runs.finished(tmp_path / name) for name in ("whole", "parts"))
+    losses = [[one["loss"] for one in made.records if "loss" in one] for made in (whole, parts)]
+    assert losses[0][:6] == pytest.approx(losses[1][:6], rel=1e-4)
+    for name, tensor in whole.parameters.items():
+        assert torch.allclose(tensor, parts.parameters[name], atol=1e-4), name
