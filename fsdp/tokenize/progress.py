@@ -29,7 +29,7 @@ class ProgressLine:
         line = f"{done}/{shards} shards  {total.tokens:,} tokens  {rate / 1e6:.2f} M/s"
         if sys.stderr.isatty():
             print(f"\r{line}\x1b[K", end="", file=sys.stderr, flush=True)
-        elif now - self.printed > 30 or done == shards:
+        elif (done and now - self.printed > 30) or done == shards:
             self.printed = now
             print(line, file=sys.stderr, flush=True)
 

@@ -16,6 +16,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -149,7 +150,10 @@ class LineRows:
                 f"{place} is not UTF-8 at byte {error.start} of the line: {error.reason}.", self._show(number)
             ) from None
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{place} is not JSON: {error}.", self._show(number)) from None
+            what = (
+                f"{error.msg} at character {error.pos + 1}" if isinstance(error, JSONDecodeError) else error
+            )
+            raise ConfigError(f"{place} is not JSON: {what}.", self._show(number)) from None
         if not isinstance(values, dict):
             raise ConfigError(
                 f"{place} is a {type(values).__name__}, not an object with columns.",

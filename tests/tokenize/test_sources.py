@@ -92,7 +92,7 @@ def test_a_changed_file_has_another_index(tmp_path: Path) -> None:
 
 
 WRONG: dict[str, tuple[bytes, str]] = {
-    "broken": (b'{"text": "a"}\n{"text": \n{}\n', r"a.jsonl line 2 is not JSON: .* HINT: sed -n 2p "),
+    "broken": (b'{"text": "a"}\n{"text": \n{}\n', r"line 2 is not JSON: Expecting value at .*sed -n 2p "),
     "latin": (b'{"text": "a"}\n\n{"text": "\xe9"}\n', r"line 3 is not UTF-8 at byte 10 of .*sed -n 3p "),
     "a list": (b"[1]\n", r"line 1 is a list, not an object with columns\. HINT: one line a row"),
     "empty": (b"", r"a.jsonl is empty\. HINT: rm "),
