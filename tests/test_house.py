@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 
 LEVELS = {
     0: "base config",
-    1: "models dist rundir",
+    1: "models dist rundir tokenize",
     2: "data optim record",
     3: "parallel checkpoint watch memory",
     4: "run",
@@ -234,7 +234,18 @@ def test_rank_variables_are_read_in_one_file() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["torchvision", "transformers", "safetensors", "s3fs", "psutil", "matplotlib"]
+    "name",
+    [
+        "torchvision",
+        "transformers",
+        "tokenizers",
+        "pyarrow",
+        "zstandard",
+        "safetensors",
+        "s3fs",
+        "psutil",
+        "matplotlib",
+    ],
 )
 def test_heavy_packages_are_imported_where_they_are_used(name: str) -> None:
     """At the top of no module that a run imports: start-up pays for what it uses."""

@@ -186,11 +186,20 @@ class DataSection:
 
     name: str = knob(
         "digits",
-        "digits, fashion_mnist, text, tokens, folder, synthetic, a FILE or FOLDER, or package.module:factory",
+        "digits, fashion_mnist, text, tokens, documents, folder, synthetic, a FILE, FOLDER or 'PATTERN', or "
+        "package.module:factory",
         common=True,
     )
     dir: str = knob("", "folder of the data; empty: the data set's default", common=True)
-    seq_len: int = knob(256, "tokens per sample, for text and tokens", unit="tokens", low=1, common=True)
+    tokenizer: str = knob(
+        "",
+        "tokenizer of documents: folder, tokenizer.json or cached id; empty: bytes",
+        "Read offline; code that a tokenizer brings is never run.",
+        common=True,
+    )
+    seq_len: int = knob(
+        256, "tokens per sample, for text, tokens and documents", unit="tokens", low=1, common=True
+    )
     args: Args = knob({}, "keyword arguments of the data set", common=True)
     workers: int = knob(
         1,

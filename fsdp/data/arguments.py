@@ -18,7 +18,7 @@ from fsdp.models.factory import unknown_argument
 
 @dataclass(frozen=True)
 class Where:
-    """Arguments common to all data sets: --data.dir, --data.seq_len, and the model's facts."""
+    """Arguments common to all data sets: --data.dir, seq_len, tokenizer, and the model's facts."""
 
     dir: str
     seq_len: int
@@ -26,6 +26,7 @@ class Where:
     flag: str = "--data.dir"
     """The flag that gave `dir`: --data.name if that is a path."""
     skip_unreadable: int = 0
+    tokenizer: str = ""
 
     def __str__(self) -> str:
         return f"{self.flag} {self.dir}"

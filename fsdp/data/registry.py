@@ -1,7 +1,7 @@
 """Builds the DataSet of --data.name, by a built-in or user-defined function of --data.args.
 
-A name that is a path selects the built-in reader for its files: tokens, text or folder. A data set's module
-is imported only when it is selected. Not here: any data.
+A name that is a path selects the built-in reader for its files: tokens, documents, text or folder. A data
+set's module is imported only when it is selected. Not here: any data.
 """
 
 from __future__ import annotations
@@ -19,16 +19,23 @@ from fsdp.base.errors import ConfigError
 from fsdp.config import DataSection
 from fsdp.data.arguments import Where, check_args
 from fsdp.data.types import DataSet
+from fsdp.tokenize.shards import MANIFEST
+from fsdp.tokenize.sources import ROWS, matching
 
-BUILT_INS = ("digits", "fashion_mnist", "text", "tokens", "folder", "synthetic")
+BUILT_INS = ("digits", "fashion_mnist", "text", "tokens", "documents", "folder", "synthetic")
 LOOKED_AT = 1000  # files of a folder, to tell images from text
 
 
 def build_dataset(section: DataSection, model_facts: Mapping[str, Any] | None = None) -> DataSet:
     """Depends on the section and the files only: each rank calls it and gets the same."""
     name, where = section.name, _where(section, model_facts or {})
-    if name and name not in BUILT_INS and Path(name).exists():
+    if name and name not in BUILT_INS and (Path(name).exists() or matching(name)):
         name, where = _at_path(section, where)
+    if section.tokenizer and name != "documents":
+        raise ConfigError(
+            f"--data.tokenizer {section.tokenizer} has no effect on --data.name {section.name}.",
+            "leave it out; --data.name documents --data.dir PATH reads files with it",
+        )
     if ":" in name:
         return importlib.import_module("fsdp.data.custom").build(name, where, section.args)
     if name not in BUILT_INS:
@@ -39,7 +46,13 @@ def build_dataset(section: DataSection, model_facts: Mapping[str, Any] | None = 
 
 
 def _where(section: DataSection, model_facts: Mapping[str, Any]) -> Where:
-    return Where(section.dir, section.seq_len, dict(model_facts), skip_unreadable=section.skip_unreadable)
+    return Where(
+        section.dir,
+        section.seq_len,
+        dict(model_facts),
+        skip_unreadable=section.skip_unreadable,
+        tokenizer=section.tokenizer,
+    )
 
 
 def _unknown(name: str) -> ConfigError:
@@ -60,15 +73,21 @@ def _at_path(section: DataSection, where: Where) -> tuple[str, Where]:
     if section.dir:
         raise ConfigError(
             f"--data.name {section.name} is a path, and --data.dir {section.dir} is another.",
-            "leave one of them out, or --data.name text, tokens or folder beside --data.dir",
+            "leave one of them out, or --data.name text, tokens, documents or folder beside --data.dir",
         )
-    return _reader_of(Path(section.name)), dataclasses.replace(where, dir=section.name, flag="--data.name")
+    reader = _reader_of(Path(section.name), bool(section.tokenizer))
+    return reader, dataclasses.replace(where, dir=section.name, flag="--data.name")
 
 
-def _reader_of(path: Path) -> str:
+def _reader_of(path: Path, with_tokenizer: bool) -> str:
+    if not path.exists() or (path / MANIFEST).is_file():
+        return "documents"
     names = [path.name] if path.is_file() else sorted(entry.name for entry in path.iterdir())
     if any(name.endswith((".bin", ".npy")) for name in names):
         return "tokens"
+    rows = sum(name.endswith(ROWS) for name in names)
+    if with_tokenizer or 2 * rows > sum(not name.startswith(".") for name in names):
+        return "documents"
     return "folder" if path.is_dir() and _mostly_pictures(path) else "text"
 
 

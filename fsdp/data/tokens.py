@@ -42,6 +42,12 @@ class TokenFile:
 def build(where: Where, *, vocab_size: int = 0, dtype: Dtype = "auto", heldout: float = 0.01) -> DataSet:
     check_range("heldout", heldout, 0, 0.5)
     paths = _paths(where)
+    masked = next((path for path in paths if path.with_suffix(".loss").is_file()), None)
+    if masked is not None:
+        raise ConfigError(
+            f"{masked.with_suffix('.loss')} masks targets, which tokens does not read.",
+            f"--data.name {masked.parent}",
+        )
     said = {path: stated(path) for path in paths if path.suffix == ".bin"}
     vocab_size = vocab_size or max((one.vocab_size for one in said.values()), default=0)
     vocab_size = vocab_size or int(where.model_facts.get("vocab_size", 0))

@@ -36,6 +36,20 @@ def check_parameters(model: nn.Module, name: str) -> None:
             )
 
 
+def check_vocabulary(model: nn.Module, name: str, facts: Mapping[str, Any]) -> None:
+    """Checks that a model of transformers has an embedding for each token of the data's tokenizer."""
+    find = getattr(model, "get_input_embeddings", None)
+    if "tokenizer" not in facts or not callable(find):
+        return
+    rows = getattr(find(), "num_embeddings", facts["vocab_size"])
+    if rows < facts["vocab_size"]:
+        raise ConfigError(
+            f"--model.name {name} has embeddings for {rows} tokens, "
+            f"but --data.tokenizer {facts['tokenizer']} has {facts['vocab_size']}.",
+            f"the model's own tokenizer, or vocab_size={facts['vocab_size']} in the model's configuration",
+        )
+
+
 def make_contiguous(model: nn.Module) -> None:
     """Makes parameters contiguous, as FSDP needs them; values and names stay the same."""
     for parameter in model.parameters():

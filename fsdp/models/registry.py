@@ -19,7 +19,7 @@ from torch import nn
 from fsdp.base.errors import ConfigError
 from fsdp.config import ModelSection
 from fsdp.models.builtin import BuiltIn, Facts, make_sizes
-from fsdp.models.checks import check_parameters
+from fsdp.models.checks import check_parameters, check_vocabulary
 from fsdp.models.factory import blame, load_attribute, parameters_of
 
 BUILT_INS = ("vit", "transformer", "mlp")
@@ -86,6 +86,7 @@ def _resolve_factory(section: ModelSection, facts: Facts) -> ModelSpec:
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         trial = build()
     check_parameters(trial, section.name)
+    check_vocabulary(trial, section.name, facts)
     return ModelSpec(
         name=section.name, build=build, sizes=given, knows_inits=_knows_inits(section.name, trial)
     )

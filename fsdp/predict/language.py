@@ -1,6 +1,6 @@
 """Text generation, one token at a time, with the context length of training.
 
-Not here: a tokenizer beyond bytes.
+Not here: tokenizers (fsdp/tokenize/tokenizer.py).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fsdp.base.errors import ConfigError
 from fsdp.predict.trained import TrainedModel
+from fsdp.tokenize.tokenizer import Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,13 @@ class Sampling:
 
 
 def encode(trained: TrainedModel, prompt: str) -> list[int]:
-    """A prompt as tokens: its bytes if training read bytes, else numbers separated by spaces."""
+    """A prompt as tokens of training's tokenizer; without one, numbers separated by spaces."""
     vocabulary = vocab_size(trained)
-    if trained.data.info.preprocess.get("tokenizer") == "bytes":
-        tokens = list(prompt.encode())
+    tokenizer = _tokenizer(trained)
+    if tokenizer is not None:
+        tokens = [int(token) for token in tokenizer.encode(prompt, special=True).tokens]
+        if len(tokens) > 1 and tokens[-1] == tokenizer.end:
+            tokens.pop()
     else:
         numbers = prompt.replace(",", " ").split()
         if not all(number.isdecimal() for number in numbers):
@@ -48,9 +52,16 @@ def encode(trained: TrainedModel, prompt: str) -> list[int]:
 
 
 def decode(trained: TrainedModel, tokens: list[int]) -> str:
-    if trained.data.info.preprocess.get("tokenizer") == "bytes":
-        return bytes(tokens).decode(errors="replace")
+    tokenizer = _tokenizer(trained)
+    if tokenizer is not None:
+        return tokenizer.decode(tokens)
     return " ".join(map(str, tokens))
+
+
+def _tokenizer(trained: TrainedModel) -> Tokenizer | None:
+    """None if training read token files, which name no tokenizer."""
+    name = trained.data.info.preprocess.get("tokenizer")
+    return None if name is None else load_tokenizer(str(name))
 
 
 def default_prompt(trained: TrainedModel) -> str:
@@ -67,13 +78,16 @@ def vocab_size(trained: TrainedModel) -> int:
 
 
 def generate(trained: TrainedModel, prompt: list[int], sampling: Sampling) -> list[int]:
-    """The prompt and the tokens after it; deterministic for a seed."""
+    """The prompt and the tokens after it, up to one that ends a document; deterministic for a seed."""
     generator = torch.Generator().manual_seed(sampling.seed)
     window = int(trained.data.info.facts.get("seq_len", len(prompt) + sampling.tokens))
     tokens = list(prompt)
+    end = trained.data.info.preprocess.get("end")
     for _ in range(sampling.tokens):
         logits = trained.logits(torch.tensor([tokens[-window:]]))
         tokens.append(_choose(logits[0, -1, : vocab_size(trained)].float().cpu(), sampling, generator))
+        if tokens[-1] == end:
+            break
     return tokens
 
 

@@ -69,6 +69,8 @@ NOT_RUN = {
     r"torchrun --nproc_per_node=8 ": "eight ranks, for a machine with eight GPUs",
     r"python -m bench\.claims ": "tests/memory/test_claims.py runs each claim",
     r"python -m bench\.": "minutes to an hour; tests/bench runs the short parts",
+    r"torchrun --nproc_per_node=2 train.py --data.name chats": "needs a tokenizer: tests/tokenize",
+    r"python -m fsdp\.tokenize": "needs a tokenizer and a corpus: tests/tokenize/test_shards.py runs it",
     r"python -m fsdp\.plan --model\.name ": "tests/plan/test_command.py runs it as typed",
     r"python -m fsdp\.plan --config recipes/llama": "tests/plan/test_recipes.py plans every recipe",
     r"python -m fsdp\.report RUN --trust-code": "names a person's package; tests/security/test_named_code.py",

@@ -31,6 +31,8 @@ def _s3() -> str:
 
 ABSENT: dict[str, Callable[[], str]] = {
     "transformers": functools.partial(_package, "transformers"),
+    "pyarrow": functools.partial(_package, "pyarrow"),
+    "zstandard": functools.partial(_package, "zstandard"),
     "torchao": functools.partial(_package, "torchao"),
     "s3": _s3,
 }

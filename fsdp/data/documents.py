@@ -1,0 +1,289 @@
+"""documents: rows of .jsonl, .parquet or .txt files, tokenized on first use; or a folder of fsdp.tokenize.
+
+Text is one row of tokens, each document ended by the tokenizer's end token, split into windows of seq_len. A
+conversation, or a prompt and its completion, is a sample of its own: cut at seq_len, padded, and masked
+(-100) where it is not trained on. Not here: how a file becomes tokens (fsdp/tokenize).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fsdp.base.errors import ConfigError, TrainingError
+from fsdp.data.arguments import Where, check_range
+from fsdp.data.text import shifted
+from fsdp.data.tokens import OPEN_AT_ONCE, TokenFile, TokenRow, Windows
+from fsdp.data.types import DataInfo, DataSet, Samples
+from fsdp.tokenize.cache import made_once
+from fsdp.tokenize.child import tokenize_in_child
+from fsdp.tokenize.documents import DocumentOptions, Loss, template_text
+from fsdp.tokenize.shards import MANIFEST, TokenizeJob, read_index
+from fsdp.tokenize.tokenizer import BYTES, digest_of_tokenizer
+
+log = logging.getLogger(__name__)
+MASKED = -100
+RowForm = Literal["auto", "stream", "document"]
+
+
+def build(
+    where: Where,
+    *,
+    text: str = "",
+    loss: Loss = "assistant",
+    chat_template: str = "",
+    rows: RowForm = "auto",
+    heldout: float = 0.01,
+) -> DataSet:
+    check_range("heldout", heldout, 0, 0.5)
+    if not where.dir:
+        raise ConfigError(
+            "--data.name documents needs files in --data.dir.", "--data.dir FILE, FOLDER or 'PATTERN'"
+        )
+    folder = Path(where.dir)
+    if (folder / MANIFEST).is_file():
+        _check_nothing_to_tokenize(where, text, loss, chat_template)
+    else:
+        options = DocumentOptions(where.tokenizer, text, loss, template_text(chat_template))
+        folder = _tokenized(TokenizeJob(where.dir, options, heldout))
+    store = TokenStore.open(folder)
+    if rows == "auto":
+        rows = "document" if store.form != "text" else "stream"
+    train, held = store.documents(where) if rows == "document" else store.windows(where, heldout)
+    facts: dict[str, Any] = {"vocab_size": store.vocab_size, "seq_len": where.seq_len}
+    tokenizer = where.tokenizer or store.tokenizer
+    if tokenizer != BYTES:
+        facts["tokenizer"] = tokenizer
+    own = hashlib.sha256(f"{store.fingerprint} {rows} {heldout}".encode()).hexdigest()[:16]
+    info = DataInfo(
+        kind="text",
+        facts={**facts, "fingerprint": own},
+        tokens_per_sample=where.seq_len,
+        masks_targets=store.masked or rows == "document",
+        default_steps=1000 if rows == "stream" else 0,
+        default_epochs=0 if rows == "stream" else 1,
+        preprocess={"tokenizer": tokenizer, "end": store.end},
+    )
+    return DataSet(train=train, heldout=held if len(held) else None, info=info)
+
+
+def _check_nothing_to_tokenize(where: Where, text: str, loss: str, chat_template: str) -> None:
+    given = {
+        "--data.args.text": text,
+        "--data.args.loss": loss if loss != "assistant" else "",
+        "--data.args.chat_template": chat_template,
+        "--data.tokenizer": where.tokenizer,
+    }
+    for flag, value in given.items():
+        made = json.loads((Path(where.dir) / MANIFEST).read_text(encoding="utf-8")).get("key", {})
+        same = (
+            flag == "--data.tokenizer"
+            and value
+            and (digest_of_tokenizer(value) == made.get("options", {}).get("tokenizer"))
+        )
+        if value and not same:
+            raise ConfigError(
+                f"{flag} {value} has no effect: {where.dir} holds tokens already.",
+                f"leave it out, or python -m fsdp.tokenize SOURCE OUT --{flag.rpartition('.')[2]} {value}",
+            )
+
+
+def _tokenized(job: TokenizeJob) -> Path:
+    """The folder in the cache. The first rank of a node makes it, the others wait."""
+
+    def make(aside: Path) -> None:
+        log.info("documents: tokenizing %s into %s, once", job.source, aside.parent)
+        tokenize_in_child(job, aside)
+
+    return made_once("tokens", job.key(), make)
+
+
+@dataclass(frozen=True)
+class TokenStore:
+    """A folder of fsdp.tokenize."""
+
+    folder: Path
+    form: str
+    masked: bool
+    files: tuple[str, ...]
+    vocab_size: int
+    end: int
+    tokenizer: str
+    fingerprint: str
+
+    @staticmethod
+    def open(folder: Path) -> TokenStore:
+        names = ("form", "masked", "files", "vocab_size", "end", "tokenizer", "fingerprint")
+        try:
+            facts = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+            known = {name: facts[name] for name in names}
+        except KeyError:
+            raise ConfigError(
+                f"{folder} is not finished.",
+                f"python -m fsdp.tokenize SOURCE {folder}, the command that began it",
+            ) from None
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{folder / MANIFEST} cannot be read: {error}.", "tokenize again") from None
+        files = tuple(str(name) for name in known.pop("files"))
+        if wrong := next((name for name in files if name != Path(name).name), None):
+            raise ConfigError(f"{folder / MANIFEST} names a file elsewhere, {wrong}.", "tokenize again")
+        return TokenStore(folder=folder, files=files, **known)
+
+    # ------------------------------------------------------------ one row of tokens
+
+    def windows(self, where: Where, heldout: float) -> tuple[Samples, Samples]:
+        train, val = self._of("train"), self._of("val")
+        if (
+            len(TokenRow(val, self.vocab_size)) <= where.seq_len
+        ):  # too few documents are held out for a window
+            train, val = [*train, *val], []
+        rows = [self._windows(part, where.seq_len) for part in (train, val)]
+        (row, count), (_, held) = rows
+        spared = 0 if val else int(np.ceil(count * heldout))
+        if count - spared < 1:
+            raise ConfigError(
+                f"{where} has {len(row.row)} tokens to train on: not one sample of --data.seq_len "
+                f"{where.seq_len} and {spared} held out.",
+                f"--data.seq_len {max(1, (len(row.row) - 1) // 4)}, or more text",
+            )
+        return row.part(0, count - spared), rows[1][0].part(0, held) if val else row.part(
+            count - spared, spared
+        )
+
+    def _windows(self, files: list[TokenFile], seq_len: int) -> tuple[MaskedRow, int]:
+        row = TokenRow(files, self.vocab_size)
+        loss = TokenRow([self._loss(file) for file in files], 2) if self.masked else None
+        return MaskedRow(row, loss, seq_len), max(0, (len(row) - 1) // seq_len)
+
+    # ------------------------------------------------------------ a sample a document
+
+    def documents(self, where: Where) -> tuple[Samples, Samples]:
+        parts = [
+            DocumentSamples(
+                files,
+                [self._loss(f) for f in files] if self.masked else [],
+                self.vocab_size,
+                self.end,
+                where.seq_len,
+            )
+            for files in (self._of("train"), self._of("val"))
+        ]
+        if not len(parts[0]):
+            raise ConfigError(f"{where} has no document to train on.", "--data.args.heldout 0, or more rows")
+        cut = sum(part.cut() for part in parts)
+        if cut:
+            log.info(
+                "documents: %s of %s are cut at --data.seq_len %d",
+                f"{cut:,}",
+                f"{len(parts[0]) + len(parts[1]):,}",
+                where.seq_len,
+            )
+        return parts[0], parts[1]
+
+    # ------------------------------------------------------------ files
+
+    def _of(self, split: str) -> list[TokenFile]:
+        return [self._file(self.folder / name) for name in self.files if name.startswith(f"{split}-")]
+
+    def _file(self, path: Path) -> TokenFile:
+        try:
+            said: dict[str, Any] = json.loads(Path(f"{path}.json").read_text(encoding="utf-8"))
+            dtype, tokens = np.dtype(said["dtype"]).newbyteorder("<"), int(said["tokens"])
+            size = path.stat().st_size
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} or its sidecar cannot be read: {error}.", "tokenize again") from None
+        if size != tokens * dtype.itemsize:
+            raise ConfigError(
+                f"{path} has {size} bytes, but {path.name}.json gives {tokens} tokens of {dtype.name}.",
+                "copy it again",
+            )
+        return TokenFile(path, dtype, 0, tokens)
+
+    def _loss(self, file: TokenFile) -> TokenFile:
+        path = file.path.with_suffix(".loss")
+        if not path.is_file() or path.stat().st_size != file.tokens:
+            raise ConfigError(
+                f"{path} does not have a byte for each of {file.tokens} tokens.", "copy it again"
+            )
+        return TokenFile(path, np.dtype(np.uint8), 0, file.tokens)
+
+
+class MaskedRow:
+    """A row of tokens, and which of them are targets."""
+
+    def __init__(self, row: TokenRow, loss: TokenRow | None, seq_len: int) -> None:
+        self.row, self.loss, self.seq_len = row, loss, seq_len
+
+    def part(self, first: int, count: int) -> Samples:
+        windows = Windows(self.row, first, count, self.seq_len)
+        if self.loss is None:
+            return windows
+        return MaskedWindows(windows, Windows(self.loss, first, count, self.seq_len))
+
+
+class MaskedWindows:
+    def __init__(self, tokens: Windows, loss: Windows) -> None:
+        self.tokens, self.loss = tokens, loss
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
+        batch = self.tokens.batch(indices)
+        trained = self.loss.batch(indices)["targets"] == 1
+        return {**batch, "targets": batch["targets"].masked_fill(~trained, MASKED)}
+
+
+class DocumentSamples:
+    """A document a sample, from its first token; what is behind its end is padding and masked."""
+
+    def __init__(
+        self, files: list[TokenFile], loss: list[TokenFile], vocab_size: int, end: int, seq_len: int
+    ) -> None:
+        self.files, self.loss = files, loss
+        self.vocab_size, self.end, self.seq_len = vocab_size, end, seq_len
+        self._index: Callable[[int], tuple[np.ndarray, np.ndarray]] = functools.lru_cache(OPEN_AT_ONCE)(
+            lambda place: read_index(files[place].path.with_suffix(".idx"))
+        )
+        self._ends = np.cumsum([len(self._index(n)[0]) for n in range(len(files))], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def cut(self) -> int:
+        """Documents that are longer than a sample."""
+        return sum(
+            int((lengths > self.seq_len + 1).sum()) for lengths, _ in map(self._index, range(len(self.files)))
+        )
+
+    def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
+        tokens = np.full((len(indices), self.seq_len + 1), self.end, np.int64)
+        trained = np.zeros((len(indices), self.seq_len + 1), np.bool_)
+        for row, index in enumerate(indices):
+            self._read(int(index), tokens[row], trained[row])
+        if tokens.max() >= self.vocab_size or tokens.min() < 0:
+            raise TrainingError(
+                f"{self.files[0].path.parent} has a token outside its vocabulary of {self.vocab_size}.",
+                "tokenize again",
+            )
+        batch = shifted(tokens)
+        return {**batch, "targets": batch["targets"].masked_fill(~torch.from_numpy(trained[:, 1:]), MASKED)}
+
+    def _read(self, index: int, tokens: np.ndarray, trained: np.ndarray) -> None:
+        place = int(np.searchsorted(self._ends, index, side="right"))
+        file, (lengths, starts) = self.files[place], self._index(place)
+        n = index - int(self._ends[place] - len(lengths))
+        first = int(starts[n]) // file.dtype.itemsize
+        count = min(int(lengths[n]), len(tokens))
+        tokens[:count] = file.open()[first : first + count]
+        trained[:count] = self.loss[place].open()[first : first + count] if self.loss else True

@@ -1,0 +1,76 @@
+"""Files made from the data once and shared by ranks, runs and nodes: ~/.cache/shardrun/data.
+
+A lock (flock, which ends with its process) lets one process build while others wait. Where a file system has
+none, two may build at once: each writes aside, and a rename decides.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from fsdp.base.errors import ConfigError
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "shardrun", "data")
+
+
+def digest(key: Any) -> str:
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:20]
+
+
+def identity(path: Path) -> list[Any]:
+    """What a cached file of it is known by. Reading the contents would take as long as tokenizing them."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}).", f"ls -l {path}") from None
+    return [str(path.resolve()), found.st_size, found.st_mtime_ns]
+
+
+def made_once(name: str, key: Any, make: Callable[[Path], None]) -> Path:
+    """Returns the file or folder of this key in the cache; `make` writes it where it is absent.
+
+    `make` gets the same path again after a killed start, and may continue what is there.
+    """
+    place = cache_folder() / f"{name}-{digest(key)}"
+    if place.exists():
+        return place
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(place.with_name(f"{place.name}.lock")) as alone:
+            if place.exists():
+                return place
+            aside = place.with_name(f"{place.name}.partial" + ("" if alone else f".{os.urandom(4).hex()}"))
+            make(aside)
+            with suppress(OSError):  # another process was first, without a lock between them
+                aside.rename(place)
+            if aside.is_dir():
+                shutil.rmtree(aside, ignore_errors=True)
+            aside.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{place.parent} cannot be written ({error.strerror}).",
+            "XDG_CACHE_HOME=FOLDER before the command names another place for it",
+        ) from None
+    return place
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[bool]:
+    """Waits for the lock. Yields False on a file system without locks."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            yield False
+            return
+        yield True

@@ -1,0 +1,57 @@
+"""Tokenizing in a process of its own, for a run: the rank stays without its threads and packages.
+
+The launcher may fork the rank later, and the threads of a tokenizer do not survive that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import fsdp
+from fsdp.base.errors import ConfigError, ShardrunError
+from fsdp.tokenize.documents import DocumentOptions
+from fsdp.tokenize.progress import ProgressLine, cores
+from fsdp.tokenize.shards import TokenizeJob, tokenize
+
+
+def tokenize_in_child(job: TokenizeJob, out: Path) -> None:
+    """Writes OUT with a process per core. Raises the child's error."""
+    root = str(Path(fsdp.__file__).parents[1])
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "fsdp.tokenize.child", str(out)],
+        input=json.dumps(asdict(job)),
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    last = done.stdout.strip().rpartition("\n")[2]
+    if done.returncode == ConfigError.exit_code and last.startswith("["):
+        raise ConfigError(*json.loads(last))
+    if done.returncode:
+        raise ShardrunError(
+            f"tokenizing {job.source} ended with exit code {done.returncode}.",
+            f"python -m fsdp.tokenize {job.source} tokens/ --workers 1 shows the error",
+        )
+
+
+def main(out: str, given: dict[str, Any]) -> int:
+    job = TokenizeJob(**{**given, "options": DocumentOptions(**given["options"])})
+    line = ProgressLine()
+    try:
+        tokenize(job, Path(out), cores(), line.show)
+    except ShardrunError as error:
+        print(json.dumps([str(error).partition(" HINT: ")[0], error.hint]))
+        return error.exit_code
+    line.end()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], json.load(sys.stdin)))

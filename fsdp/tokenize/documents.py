@@ -1,0 +1,195 @@
+"""A row as a document: its tokens, and which of them are trained on.
+
+text                    --data.args.text COLUMN; every token is trained on
+messages                a conversation; the assistant's tokens, or --data.args.loss last or all
+prompt, completion      the completion's; both are text, or lists of messages
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from fsdp.base.errors import ConfigError
+from fsdp.tokenize.conversations import ChatTemplate, Message, Span, check_messages
+from fsdp.tokenize.sources import SourceRow
+from fsdp.tokenize.tokenizer import HubTokenizer, Tokenizer, load_tokenizer
+
+Loss = Literal["assistant", "all", "last"]
+Form = Literal["text", "messages", "pairs"]
+
+
+@dataclass(frozen=True)
+class DocumentOptions:
+    """What decides the tokens of a row, beside the row."""
+
+    tokenizer: str = ""
+    text: str = ""
+    """The column; empty: messages, prompt and completion, or text, whichever the first row has."""
+    loss: Loss = "assistant"
+    chat_template: str = ""
+    """The template's text."""
+
+
+@dataclass(frozen=True)
+class Document:
+    tokens: np.ndarray
+    trained: np.ndarray | None
+    """1 for each token that is a target; None: all are."""
+
+
+def form_of(row: SourceRow, options: DocumentOptions) -> Form:
+    if not options.text:
+        if "messages" in row.values:
+            return "messages"
+        if "prompt" in row.values and "completion" in row.values:
+            return "pairs"
+    _column(row, options.text or "text")
+    return "text"
+
+
+def masks(form: Form, options: DocumentOptions) -> bool:
+    """Whether some tokens are not trained on."""
+    return form != "text" and options.loss != "all"
+
+
+class DocumentReader:
+    """Turns rows of one form into documents."""
+
+    def __init__(self, options: DocumentOptions, form: Form) -> None:
+        self.tokenizer: Tokenizer = load_tokenizer(options.tokenizer)
+        self._options, self._template = options, None
+        if form == "messages":
+            self._template = self._chat("the rows are conversations")
+        ways: Mapping[Form, Callable[[SourceRow], Document]] = {
+            "text": self._text,
+            "messages": self._messages,
+            "pairs": self._pair,
+        }
+        self.read = ways[form]
+
+    def _chat(self, why: str) -> ChatTemplate:
+        if not isinstance(self.tokenizer, HubTokenizer):
+            given = self._options.tokenizer or "bytes"
+            raise ConfigError(
+                f"{why}, and the tokenizer {given} has no chat template.",
+                "--data.tokenizer DIR, a folder with tokenizer_config.json",
+            )
+        return ChatTemplate(self.tokenizer, self._options.chat_template, self._options.tokenizer)
+
+    # ------------------------------------------------------------ text
+
+    def _text(self, row: SourceRow) -> Document:
+        name = self._options.text or "text"
+        encoded = self.tokenizer.encode(_string(row, name, _column(row, name)), special=True)
+        return Document(self._ended(encoded.tokens), None)
+
+    def _ended(self, tokens: Any) -> np.ndarray:
+        found = _array(tokens)
+        return (
+            found if found.size and found[-1] == self.tokenizer.end else np.append(found, self.tokenizer.end)
+        )
+
+    # ------------------------------------------------------------ conversations
+
+    def _messages(self, row: SourceRow) -> Document:
+        assert self._template is not None
+        messages = check_messages(_column(row, "messages"), "messages", row.place)
+        return self._conversation(self._template, row, messages, 0)
+
+    def _conversation(
+        self, template: ChatTemplate, row: SourceRow, messages: list[Message], given: int
+    ) -> Document:
+        """The first `given` messages are a prompt, which is not trained on."""
+        if self._options.loss == "all":
+            return Document(_array(self._plain(template.render(messages, row.place)).tokens), None)
+        whole, spans = template.spans(messages, row.place)
+        if given:
+            before = len(template.render(messages[:given], row.place))
+            spans = [span for span in spans if span[0] >= before]
+        if self._options.loss == "last":
+            spans = spans[-1:]
+        encoded = self._plain(whole)
+        return Document(_array(encoded.tokens), _within(encoded.spans, spans))
+
+    def _plain(self, text: str) -> Any:
+        """The template has written the special tokens already."""
+        return self.tokenizer.encode(text, special=False, spans=True)
+
+    # ------------------------------------------------------------ pairs
+
+    def _pair(self, row: SourceRow) -> Document:
+        prompt, completion = _column(row, "prompt"), _column(row, "completion")
+        if isinstance(prompt, list) and isinstance(completion, list):
+            self._template = self._template or self._chat(
+                f"prompt and completion of {row.place} are messages"
+            )
+            said = check_messages(prompt, "prompt", row.place)
+            return self._conversation(
+                self._template, row, said + check_messages(completion, "completion", row.place), len(said)
+            )
+        before = _string(row, "prompt", prompt)
+        encoded = self.tokenizer.encode(
+            before + _string(row, "completion", completion), special=True, spans=True
+        )
+        tokens = self._ended(encoded.tokens)
+        if self._options.loss == "all":
+            return Document(tokens, None)
+        # From the token that reaches into the completion. One that a prompt's end and it share is trained on.
+        first = next((n for n, (_, end) in enumerate(encoded.spans) if end > len(before)), len(tokens) - 1)
+        return Document(tokens, (np.arange(len(tokens)) >= first).astype(np.uint8))
+
+
+def _within(tokens: Any, spans: list[Span]) -> np.ndarray:
+    """1 for each token that has a character in one of the spans."""
+    places = np.asarray(tokens, np.int64).reshape(-1, 2)
+    trained = np.zeros(len(places), np.uint8)
+    for start, end in spans:
+        trained |= ((places[:, 1] > start) & (places[:, 0] < end) & (places[:, 1] > places[:, 0])).astype(
+            np.uint8
+        )
+    return trained
+
+
+def _array(tokens: Any) -> np.ndarray:
+    return (
+        np.frombuffer(tokens, np.uint8).astype(np.int64)
+        if isinstance(tokens, bytes)
+        else np.asarray(tokens, np.int64)
+    )
+
+
+def _column(row: SourceRow, name: str) -> Any:
+    if name not in row.values:
+        here = ", ".join(map(str, row.values)) or "none"
+        texts = [key for key, value in row.values.items() if isinstance(value, str)]
+        raise ConfigError(
+            f"{row.place} has no column {name}; its columns are {here}.",
+            f"--data.args.text {texts[0] if texts else 'COLUMN'}",
+        )
+    return row.values[name]
+
+
+def _string(row: SourceRow, name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        shown = "null" if value is None else f"a {type(value).__name__}"
+        raise ConfigError(
+            f"{row.place}: {name} is {shown}, not text.", f"write the row again with text in {name}"
+        )
+    return value
+
+
+def template_text(path: str) -> str:
+    if not path:
+        return ""
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        what = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise ConfigError(
+            f"--data.args.chat_template {path} cannot be read ({what}).", "a file with a Jinja template"
+        ) from None

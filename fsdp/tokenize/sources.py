@@ -1,0 +1,298 @@
+"""Files of rows by number: .jsonl (also .gz and .zst), .parquet, and .txt, where a file is a row.
+
+A .jsonl file is mapped; the offsets of its lines are an index in the cache, mapped too. A compressed one is
+decompressed into the cache once. Parquet is read by row groups. Nothing is held in memory beyond one of them.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import importlib
+import json
+import mmap
+import shlex
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from json import JSONDecodeError
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from fsdp.base.errors import ConfigError
+from fsdp.tokenize.cache import identity, made_once
+
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt")
+ROWS = SUFFIXES[:-1]
+READ = 1 << 24
+HINT = "a .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .txt file, a folder of them, or a pattern in quotes"
+
+
+@dataclass(frozen=True)
+class SourceRow:
+    place: str
+    """The file and the line, as messages name it."""
+    values: dict[str, Any]
+
+
+class SourceRows(Protocol):
+    """A file's rows."""
+
+    path: Path
+    count: int
+
+    def read(self, first: int, last: int) -> Iterator[SourceRow]: ...
+
+    def cuts(self, size: int) -> list[int]:
+        """Rows at which the file may be cut into parts of about `size` bytes; the last is `count`."""
+        ...
+
+
+def find_files(name: str) -> list[Path]:
+    """The files of a path or a pattern, in the order of names. Of a folder, its row files, else its .txt."""
+    root = Path(name).expanduser()
+    if root.is_dir():
+        below = sorted(path for path in root.rglob("*") if path.is_file() and not _hidden(path, root))
+        found = [path for path in below if path.name.endswith(ROWS)]
+        found = found or [path for path in below if path.suffix == ".txt"]
+    elif root.exists():
+        found = [root]
+    else:
+        found = matching(name)
+    if not found:
+        raise ConfigError(f"{name} has no {', '.join(SUFFIXES)} file.", HINT)
+    for path in found:
+        if not path.name.endswith(SUFFIXES):
+            raise ConfigError(f"{path} is not a {', '.join(SUFFIXES)} file.", HINT)
+        if not path.stat().st_size:
+            raise ConfigError(f"{path} is empty.", f"rm {shlex.quote(str(path))}, or write it again")
+    return found
+
+
+def matching(name: str) -> list[Path]:
+    """The files of a pattern such as 'corpus/**/*.jsonl', hidden ones left out; empty if it is none."""
+    if not any(sign in name for sign in "*?["):
+        return []
+    pattern = Path(name).expanduser()
+    found = Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor)))
+    return sorted(path for path in found if path.is_file() and not path.name.startswith("."))
+
+
+def _hidden(path: Path, root: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(root).parts)
+
+
+def open_rows(files: list[Path]) -> list[SourceRows]:
+    """One source a row file; the .txt files are one source together."""
+    texts = [path for path in files if path.suffix == ".txt"]
+    opened: list[SourceRows] = [_opened(path) for path in files if path.suffix != ".txt"]
+    return [*opened, TextFiles(texts)] if texts else opened
+
+
+def _opened(path: Path) -> SourceRows:
+    if path.suffix == ".parquet":
+        return ParquetRows(path)
+    if path.suffix == ".gz":
+        return LineRows(path, _decompressed(path, lambda: gzip.open(path, "rb")))
+    if path.suffix == ".zst":
+        zstandard = optional("zstandard", path)
+        return LineRows(path, _decompressed(path, lambda: zstandard.open(path, "rb")))
+    return LineRows(path, path)
+
+
+def optional(package: str, path: Path) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise ConfigError(
+            f"{path} needs the package {package}, which is not installed.", f"pip install {package}"
+        ) from None
+
+
+# ---------------------------------------------------------------- lines of JSON
+
+
+class LineRows:
+    """Lines of a mapped file. `path` is the name in messages, `plain` the file that is read."""
+
+    def __init__(self, path: Path, plain: Path) -> None:
+        self.path, self._plain = path, plain
+        index = made_once("lines", identity(plain), lambda aside: _index_lines(plain, aside))
+        self._starts: np.ndarray = np.memmap(index, np.int64, "r")
+        self.count = len(self._starts) - 1
+
+    def read(self, first: int, last: int) -> Iterator[SourceRow]:
+        """A blank line has no row."""
+        if first >= last:
+            return
+        with self._plain.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            for n in range(first, last):
+                line = text[int(self._starts[n]) : int(self._starts[n + 1])]
+                if n == 0:
+                    line = line.removeprefix(codecs.BOM_UTF8)
+                if line.strip():
+                    yield self._row(n + 1, line)
+
+    def cuts(self, size: int) -> list[int]:
+        marks = np.arange(size, int(self._starts[-1]), size)
+        found = np.unique(np.searchsorted(self._starts, marks))
+        return [int(row) for row in found if 0 < row < self.count] + [self.count]
+
+    def _row(self, number: int, line: bytes) -> SourceRow:
+        place = f"{self.path} line {number}"
+        try:
+            values = json.loads(line.decode())
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"{place} is not UTF-8 at byte {error.start} of the line: {error.reason}.", self._show(number)
+            ) from None
+        except (ValueError, RecursionError) as error:
+            what = (
+                f"{error.msg} at character {error.pos + 1}" if isinstance(error, JSONDecodeError) else error
+            )
+            raise ConfigError(f"{place} is not JSON: {what}.", self._show(number)) from None
+        if not isinstance(values, dict):
+            raise ConfigError(
+                f"{place} is a {type(values).__name__}, not an object with columns.",
+                """one line a row, such as {"text": "Once upon a time"}""",
+            )
+        return SourceRow(place, values)
+
+    def _show(self, number: int) -> str:
+        name, show = shlex.quote(str(self.path)), f"sed -n {number}p"
+        tool = {".gz": "zcat", ".zst": "zstdcat"}.get(self.path.suffix)
+        return f"{tool} {name} | {show} shows it" if tool else f"{show} {name} shows it"
+
+
+def _index_lines(path: Path, aside: Path) -> None:
+    """Writes the offset of each line, and of the end."""
+    done = 0
+    with path.open("rb") as file, aside.open("wb") as out:
+        np.zeros(1, np.int64).tofile(out)
+        last = b"\n"
+        while block := file.read(READ):
+            ends = np.flatnonzero(np.frombuffer(block, np.uint8) == 10) + (done + 1)
+            ends.astype(np.int64).tofile(out)
+            done, last = done + len(block), block[-1:]
+        if last != b"\n":
+            np.array([done], np.int64).tofile(out)
+
+
+def _decompressed(path: Path, open_file: Callable[[], Any]) -> Path:
+    def write(aside: Path) -> None:
+        try:
+            with open_file() as packed, aside.open("wb") as out:
+                shutil.copyfileobj(packed, out, READ)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise _damaged(path, error) from None
+        except Exception as error:
+            if type(error).__name__ != "ZstdError":
+                raise
+            raise _damaged(path, error) from None
+        if not aside.stat().st_size:
+            raise ConfigError(f"{path} is empty.", f"rm {shlex.quote(str(path))}, or write it again")
+
+    return made_once("plain", identity(path), write)
+
+
+def _damaged(path: Path, error: Exception) -> ConfigError:
+    test = "zstd -t" if path.suffix == ".zst" else "gzip -t"
+    return ConfigError(
+        f"{path} is damaged or cut short: {error}.",
+        f"copy it again; {test} {shlex.quote(str(path))} checks it",
+    )
+
+
+# ---------------------------------------------------------------- Parquet
+
+
+class ParquetRows:
+    """Rows of a Parquet file, a row group at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._arrow = optional("pyarrow", path)
+        self._parquet = optional("pyarrow.parquet", path)
+        with self._reading():
+            facts = self._parquet.read_metadata(path)
+        groups = [facts.row_group(n) for n in range(facts.num_row_groups)]
+        self._ends = np.cumsum([0, *(group.num_rows for group in groups)])
+        self._bytes = [group.total_byte_size for group in groups]
+        self.count = int(self._ends[-1])
+        if not self.count:
+            raise ConfigError(f"{path} has no rows.", f"rm {shlex.quote(str(path))}, or write it again")
+
+    def read(self, first: int, last: int) -> Iterator[SourceRow]:
+        with self._reading(), self._parquet.ParquetFile(self.path) as file:
+            for group, start in enumerate(self._ends[:-1]):
+                if start >= last or self._ends[group + 1] <= first:
+                    continue
+                number = int(start)
+                for batch in file.iter_batches(1024, row_groups=[group], use_threads=False):
+                    for values in batch.to_pylist():
+                        number += 1
+                        if first < number <= last:
+                            yield SourceRow(f"{self.path} row {number}", values)
+
+    def cuts(self, size: int) -> list[int]:
+        """At row groups: a part of one would read it whole."""
+        found, held = [], 0
+        for end, held_here in zip(self._ends[1:-1], self._bytes[:-1], strict=True):
+            held += held_here
+            if held >= size:
+                found.append(int(end))
+                held = 0
+        return [*found, self.count]
+
+    def _reading(self) -> Any:
+        return _ParquetErrors(self.path, self._arrow)
+
+
+class _ParquetErrors:
+    """Turns an error of pyarrow into one line."""
+
+    def __init__(self, path: Path, arrow: Any) -> None:
+        self._path, self._arrow = path, arrow
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, (self._arrow.ArrowException, OSError)):
+            what = " ".join(str(error).split())[:200].rstrip(".")
+            raise ConfigError(
+                f"{self._path} is not a whole Parquet file: {what}.",
+                f"copy it again; ls -l {shlex.quote(str(self._path))} shows its size",
+            ) from None
+
+
+# ---------------------------------------------------------------- text files
+
+
+class TextFiles:
+    """Files of UTF-8; each is a row with the column text."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self.paths, self.path = paths, paths[0]
+        self.count = len(paths)
+
+    def read(self, first: int, last: int) -> Iterator[SourceRow]:
+        for path in self.paths[first:last]:
+            try:
+                text = path.read_bytes().decode("utf-8-sig")
+            except UnicodeDecodeError as error:
+                name = shlex.quote(str(path))
+                raise ConfigError(
+                    f"{path} is not UTF-8 at byte {error.start}: {error.reason}.",
+                    f"iconv -f latin1 -t utf-8 {name} > {name}.utf8 && mv {name}.utf8 {name}",
+                ) from None
+            except OSError as error:
+                raise ConfigError(f"{path} cannot be read ({error.strerror}).", f"ls -l {path}") from None
+            yield SourceRow(str(path), {"text": text})
+
+    def cuts(self, size: int) -> list[int]:
+        sums = np.cumsum([path.stat().st_size for path in self.paths])
+        found = np.unique(np.searchsorted(sums, np.arange(size, int(sums[-1]), size)) + 1)
+        return [int(row) for row in found if row < self.count] + [self.count]

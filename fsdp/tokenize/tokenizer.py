@@ -1,0 +1,189 @@
+"""Tokenizers: a folder or a cached id of transformers, a tokenizer.json, or the bytes of UTF-8.
+
+Nothing is downloaded, and code that a tokenizer brings (trust_remote_code) is never run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from fsdp.base.errors import ConfigError
+
+BYTES = "bytes"
+END_OF_BYTES = 0
+"""Ends a document of bytes: UTF-8 text has no zero byte."""
+PARTS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Tokens, and the characters [start, end) of the text that each stands for, where these were wanted."""
+
+    tokens: Sequence[int]
+    spans: Sequence[tuple[int, int]] = ()
+
+
+class Tokenizer(Protocol):
+    vocab_size: int
+    end: int
+    """The token that ends a document."""
+
+    def encode(self, text: str, *, special: bool, spans: bool = False) -> Encoded:
+        """`special` adds the tokens that the tokenizer puts around a text, such as one that begins it."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
+
+class ByteTokenizer:
+    vocab_size, end = 256, END_OF_BYTES
+
+    def encode(self, text: str, *, special: bool, spans: bool = False) -> Encoded:
+        raw = text.encode("utf-8", "surrogatepass")
+        if not spans:
+            return Encoded(raw)
+        return Encoded(
+            raw, [(n, n + 1) for n, one in enumerate(text) for _ in one.encode("utf-8", "surrogatepass")]
+        )
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+
+class FileTokenizer:
+    """A tokenizer.json alone."""
+
+    def __init__(self, path: Path) -> None:
+        library = _library("tokenizers", path)
+        try:
+            self._made = library.Tokenizer.from_file(str(path))
+        except Exception as error:
+            raise ConfigError(
+                f"--data.tokenizer {path} is not a tokenizer.json: {_line(error)}.", f"head -c 300 {path}"
+            ) from None
+        self._made.no_truncation()
+        self._made.no_padding()
+        self.vocab_size = 1 + max(self._made.get_vocab(with_added_tokens=True).values())
+        names = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]", "<|eos|>")
+        self.end = _end(path, next(filter(None, map(self._made.token_to_id, names)), None))
+
+    def encode(self, text: str, *, special: bool, spans: bool = False) -> Encoded:
+        made = self._made.encode(text, add_special_tokens=special)
+        return Encoded(made.ids, made.offsets)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._made.decode(list(tokens)))
+
+
+class HubTokenizer:
+    """A tokenizer of transformers, from its folder."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        library = _library("transformers", folder)
+        library.logging.set_verbosity_error()
+        logging.getLogger("transformers").setLevel(logging.ERROR)
+        try:
+            self.made: Any = library.AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:
+            raise ConfigError(
+                f"--data.tokenizer {name} cannot be loaded: {_line(error)}.",
+                f"ls {folder}; a folder of AutoTokenizer.save_pretrained, without code of its own",
+            ) from None
+        if not self.made.is_fast:
+            raise ConfigError(
+                f"--data.tokenizer {name} has no tokenizer.json, so its tokens have no places in the text.",
+                "AutoTokenizer.from_pretrained(NAME).save_pretrained(DIR) with transformers 5 writes one",
+            )
+        self.vocab_size = 1 + max(self.made.get_vocab().values())
+        self.end = _end(Path(name), self.made.eos_token_id)
+
+    def encode(self, text: str, *, special: bool, spans: bool = False) -> Encoded:
+        made = self.made(
+            text,
+            add_special_tokens=special,
+            return_offsets_mapping=spans,
+            return_attention_mask=False,
+            truncation=False,
+            verbose=False,
+        )
+        return Encoded(made["input_ids"], made["offset_mapping"] if spans else ())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self.made.decode(list(tokens)))
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """--data.tokenizer; an empty name is bytes."""
+    if name in ("", BYTES):
+        return ByteTokenizer()
+    place = find_tokenizer(name)
+    return FileTokenizer(place) if place.is_file() else HubTokenizer(name, place)
+
+
+def find_tokenizer(name: str) -> Path:
+    """The folder or the file. An id is looked up in Hugging Face's cache of this machine alone."""
+    path = Path(name).expanduser()
+    if path.is_dir() and not (path / "tokenizer_config.json").is_file():
+        path = path / "tokenizer.json"
+    if path.exists():
+        return path
+    hub = _library("huggingface_hub", path) if importlib.util.find_spec("huggingface_hub") else None
+    try:
+        found = hub.try_to_load_from_cache(name, "tokenizer_config.json") if hub else None
+    except ValueError:  # not the form of an id
+        found = None
+    if isinstance(found, str):
+        return Path(found).parent
+    raise ConfigError(
+        f"--data.tokenizer {name} is neither a folder with tokenizer_config.json, nor a tokenizer.json, nor "
+        "an id in this machine's cache of Hugging Face.",
+        f"hf download {name} --include '*.json' '*.jinja' '*.model' on a machine with a network",
+    )
+
+
+def digest_of_tokenizer(name: str) -> str:
+    """Of the files that make its tokens; found without loading it."""
+    if name in ("", BYTES):
+        return BYTES
+    place = find_tokenizer(name)
+    files = [place] if place.is_file() else sorted(one for part in PARTS for one in place.glob(part))
+    whole = hashlib.sha256()
+    for file in files:
+        if file.name.endswith(".index.json"):  # of weights
+            continue
+        whole.update(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
+    return whole.hexdigest()[:20]
+
+
+def _library(name: str, path: Path) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ConfigError(
+            f"--data.tokenizer {path} needs the package {name}, which is not installed.",
+            f"pip install {name}",
+        ) from None
+
+
+def _end(path: Path, token: int | None) -> int:
+    if token is None:
+        raise ConfigError(
+            f"--data.tokenizer {path} has no token that ends a text.",
+            "set eos_token in its tokenizer_config.json",
+        )
+    return token
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200].rstrip(".")

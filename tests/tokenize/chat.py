@@ -1,0 +1,50 @@
+"""A small tokenizer with three chat templates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+PLAIN = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant\n"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{{ '\\n' }}{% else %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+INST = (
+    "<|s|>{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% elif m.role == 'assistant' %} {{ m.content }}<|im_end|>"
+    "{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}"
+)
+"""Without a generation prompt."""
+FORGETS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if loop.last %}{{ m.content }}{% else %}"
+    "{{ m.content.split('</think>')[-1] }}{% endif %}<|im_end|>\n{% endfor %}"
+)
+"""Drops the reasoning of turns that others follow."""
+
+
+def save_tokenizer(folder: Path, template: str | None, eos: str = "<|im_end|>") -> Path:
+    """A byte-level BPE with merges of its own."""
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    made = ByteLevelBPETokenizer()
+    text = ["the capital of France is Paris", "Hello there, how are you? user assistant system"] * 5
+    made.train_from_iterator(text, 340, min_frequency=2, show_progress=False)
+    made.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|s|>"])
+    whole: Any = PreTrainedTokenizerFast(tokenizer_object=made._tokenizer, eos_token=eos)
+    whole.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|s|>"]})
+    whole.chat_template = template
+    whole.save_pretrained(folder)
+    return folder
+
+
+def said(*contents: str, system: str = "") -> list[dict[str, Any]]:
+    """User and assistant in turn."""
+    turns = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(contents)]
+    return ([{"role": "system", "content": system}] if system else []) + turns

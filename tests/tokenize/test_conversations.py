@@ -1,0 +1,237 @@
+"""Conversations: the assistant's tokens, as the template marks them or as longer renderings show them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fsdp.base.errors import ConfigError
+from fsdp.config import DataSection
+from fsdp.data import DataSet, build_dataset
+from fsdp.tokenize.documents import Document, DocumentOptions, DocumentReader
+from fsdp.tokenize.sources import SourceRow
+from fsdp.tokenize.tokenizer import load_tokenizer
+from tests.tokenize import chat
+from tests.tokenize.chat import said, save_tokenizer
+from tests.tokenize.rows import write_lines
+
+pytestmark = pytest.mark.needs("transformers")
+
+CONVERSATIONS = [
+    said("the capital of France?", "the capital is Paris."),
+    said("Hello", "Hello there, hów are you?", "  well ", "是的 🙂", system="be the assistant"),
+    said("a", "b", "c", "b", "e"),
+    said("assistant\n", "user\nthe user", "x", " "),
+]
+
+
+def reader(folder: Path, form: Any = "messages", **options: Any) -> DocumentReader:
+    return DocumentReader(DocumentOptions(tokenizer=str(folder), **options), form)
+
+
+def trained_texts(read: DocumentReader, document: Document) -> list[str]:
+    """The text of each run of tokens that are trained on."""
+    assert document.trained is not None
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], document.trained.astype(np.int8), [0]])))
+    runs = edges.reshape(-1, 2)
+    made: Any = read.tokenizer
+    return [made.made.decode(document.tokens[first:last], skip_special_tokens=False) for first, last in runs]
+
+
+def of(read: DocumentReader, **values: Any) -> Document:
+    return read.read(SourceRow("rows.jsonl line 7", values))
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS)
+def test_marked_turns_are_those_of_transformers(messages: list[dict[str, Any]], tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    save_tokenizer(tmp_path, chat.MARKED)
+    theirs: Any = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+        messages, return_assistant_tokens_mask=True, return_dict=True
+    )
+    ours = of(reader(tmp_path), messages=messages)
+    assert ours.tokens.tolist() == theirs["input_ids"]
+    assert ours.trained is not None
+    assert ours.trained.tolist() == theirs["assistant_masks"]
+    assert sum(theirs["assistant_masks"]) > 0
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS)
+def test_turns_found_by_rendering_are_those_that_marks_would_give(
+    messages: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    plain, marked = (
+        of(reader(save_tokenizer(tmp_path / name, template)), messages=messages)
+        for name, template in (("plain", chat.PLAIN), ("marked", chat.MARKED))
+    )
+    assert plain.tokens.tolist() == marked.tokens.tolist()
+    assert plain.trained is not None
+    assert marked.trained is not None
+    assert plain.trained.tolist() == marked.trained.tolist()
+
+
+def test_rendering_up_to_a_turn_and_with_it_gives_the_same(tmp_path: Path) -> None:
+    """Token by token: what the longer rendering has more of, without the newline after the end token."""
+    from transformers import AutoTokenizer
+
+    theirs: Any = AutoTokenizer.from_pretrained(save_tokenizer(tmp_path, chat.PLAIN))
+    for messages in CONVERSATIONS:
+        whole = theirs.apply_chat_template(messages)["input_ids"]
+        mask = [0] * len(whole)
+        for n, message in enumerate(messages):
+            if message["role"] == "assistant":
+                before = theirs.apply_chat_template(messages[:n], add_generation_prompt=True)["input_ids"]
+                after = theirs.apply_chat_template(messages[: n + 1])["input_ids"]
+                assert (whole[: len(before)], whole[: len(after)]) == (before, after)
+                mask[len(before) : len(after) - 1] = [1] * (len(after) - 1 - len(before))
+        ours = of(reader(tmp_path), messages=messages)
+        assert ours.trained is not None
+        assert (ours.tokens.tolist(), ours.trained.tolist()) == (whole, mask)
+
+
+def test_a_template_without_a_generation_prompt(tmp_path: Path) -> None:
+    read = reader(save_tokenizer(tmp_path, chat.INST))
+    document = of(read, messages=said("Hello", "there", "how", "are you"))
+    texts = trained_texts(read, document)
+    assert [text.strip() for text in texts] == ["there<|im_end|>", "are you<|im_end|>"]
+
+
+@pytest.mark.parametrize("template", [chat.PLAIN, chat.MARKED, chat.INST])
+def test_which_turns_are_trained_on(template: str, tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, template)
+    messages = said("Hello", "first", "again", "second", "more")
+    for loss, expected in (
+        ("assistant", ["first<|im_end|>", "second<|im_end|>"]),
+        ("last", ["second<|im_end|>"]),
+    ):
+        read = reader(tmp_path, loss=loss)
+        found = trained_texts(read, of(read, messages=messages))
+        assert [text.strip() for text in found] == expected
+    whole = of(reader(tmp_path, loss="all"), messages=messages)
+    assert whole.trained is None
+
+
+def test_prompts_and_completions_of_messages(tmp_path: Path) -> None:
+    read = reader(save_tokenizer(tmp_path, chat.PLAIN), "pairs")
+    document = of(
+        read, prompt=said("Hello", "there", "how"), completion=[{"role": "assistant", "content": "are"}]
+    )
+    assert trained_texts(read, document) == ["are<|im_end|>"]
+
+
+def test_prompts_and_completions_of_text_end_with_the_end_token(tmp_path: Path) -> None:
+    read = reader(save_tokenizer(tmp_path, None), "pairs")
+    document = of(read, prompt="the capital of France is", completion=" Paris")
+    assert trained_texts(read, document) == [" Paris<|im_end|>"]
+    made: Any = read.tokenizer
+    assert made.made.decode(document.tokens) == "the capital of France is Paris<|im_end|>"
+
+
+def test_a_file_of_the_tokenizer_alone_reads_text(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, None)
+    read = load_tokenizer(str(tmp_path)).encode("Hello Paris", special=True)
+    text = (tmp_path / "tokenizer.json").read_text(encoding="utf-8").replace("<|s|>", "</s>")
+    (tmp_path / "one.json").write_text(text, encoding="utf-8")
+    alone = load_tokenizer(str(tmp_path / "one.json"))
+    assert list(alone.encode("Hello Paris", special=True).tokens) == list(read.tokens)
+    assert alone.decode(alone.encode("Hello Paris", special=True).tokens) == "Hello Paris"
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    (
+        {"messages": [{"from": "human", "value": "Hi"}]},
+        "message 1 of messages has no role; it has from, value",
+    ),
+    ({"messages": [*said("a"), {"role": "assistant"}]}, "message 2 of messages has no content; it has role"),
+    ({"messages": "Hi"}, "messages is a str, not a list of messages"),
+    ({"messages": []}, "messages is an empty list, not"),
+    ({"messages": ["Hi"]}, "message 1 of messages is a str"),
+    ({"messages": [{"role": 1, "content": "a"}]}, "role of message 1 of messages is 1, not text"),
+    ({"text": "Hi"}, "has no column messages; its columns are text"),
+    (
+        {"messages": said("a", system="b")},
+        "the chat template refuses the conversation: only user and assistant. HINT: roles here are system",
+    ),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), WRONG)
+def test_wrong_conversations_are_named(values: dict[str, Any], message: str, tmp_path: Path) -> None:
+    read = reader(save_tokenizer(tmp_path, chat.INST))
+    with pytest.raises(ConfigError) as caught:
+        of(read, **values)
+    assert str(caught.value).startswith("rows.jsonl line 7")
+    assert message in str(caught.value)
+    assert " HINT: " in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path, chat.FORGETS)
+    messages = said("a", "<think>b</think>c", "d", "e")
+    with pytest.raises(
+        ConfigError, match=r"writes message 2 in another way .* HINT: --data.args.chat_template"
+    ):
+        of(reader(tmp_path), messages=messages)
+    assert of(reader(tmp_path, loss="all"), messages=messages).trained is None
+    mended = reader(tmp_path, chat_template=chat.MARKED)
+    assert trained_texts(mended, of(mended, messages=said("a", "b"))) == ["b<|im_end|>"]
+
+
+def test_a_tokenizer_without_a_template(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no chat template, .* HINT: --data.args.chat_template FILE"):
+        reader(save_tokenizer(tmp_path, None))
+    with pytest.raises(
+        ConfigError, match=r"the tokenizer bytes has no chat template\. HINT: --data.tokenizer"
+    ):
+        DocumentReader(DocumentOptions(), "messages")
+
+
+def test_code_that_a_tokenizer_brings_is_not_run(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", "own.Own"]}}', encoding="utf-8"
+    )
+    (tmp_path / "own.py").write_text("open('ran', 'w')\nclass Own: ...\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"cannot be loaded: .* HINT: ls ") as caught:
+        load_tokenizer(str(tmp_path))
+    assert "\n" not in str(caught.value)
+    assert not Path("ran").exists()
+
+
+def data(path: Path, tokenizer: Path, seq_len: int = 24, **args: Any) -> DataSet:
+    return build_dataset(
+        DataSection(name=str(path), tokenizer=str(tokenizer), seq_len=seq_len, args={"heldout": 0, **args})
+    )
+
+
+def test_a_conversation_is_a_sample(tmp_path: Path) -> None:
+    folder = save_tokenizer(tmp_path / "tokenizer", chat.PLAIN)
+    rows = [{"messages": one} for one in [*CONVERSATIONS[:3], said("nobody answers")]]
+    made = data(write_lines(tmp_path / "a.jsonl", rows), folder, seq_len=80)
+    assert len(made.train) == 3
+    read = reader(folder)
+    batch = made.train.batch(np.arange(3))
+    for n, messages in enumerate(CONVERSATIONS[:3]):
+        document = of(read, messages=messages)
+        count = len(document.tokens)
+        assert document.trained is not None
+        assert batch["inputs"][n, :count].tolist() == document.tokens.tolist()
+        expected = np.where(document.trained, document.tokens, -100)[1:]
+        assert batch["targets"][n, : count - 1].tolist() == expected.tolist()
+        assert set(batch["targets"][n, count - 1 :].tolist()) == {-100}
+    assert made.info.facts["vocab_size"] == load_tokenizer(str(folder)).vocab_size
+
+
+@pytest.mark.slow
+def test_another_tokenizer_or_template_tokenizes_anew(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": one} for one in CONVERSATIONS[:2]])
+    folder = save_tokenizer(tmp_path / "tokenizer", chat.PLAIN)
+    first = data(path, folder).info.facts["fingerprint"]
+    save_tokenizer(folder, chat.INST.replace("raise_exception('only user and assistant')", "''"))
+    assert data(path, folder).info.facts["fingerprint"] != first
+    (tmp_path / "own.jinja").write_text(chat.PLAIN, encoding="utf-8")
+    assert data(path, folder, chat_template=str(tmp_path / "own.jinja")).info.facts["fingerprint"] == first

@@ -1,0 +1,150 @@
+"""Rows of files by number; wrong files in one line with the file, the line and a HINT."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp.base.errors import ConfigError
+from fsdp.tokenize.sources import find_files, open_rows
+from tests.tokenize.rows import texts, write_lines
+
+
+def values_of(name: Path | str) -> list[dict[str, Any]]:
+    return [row.values for rows in open_rows(find_files(str(name))) for row in rows.read(0, rows.count)]
+
+
+def test_lines_of_json(tmp_path: Path) -> None:
+    assert values_of(write_lines(tmp_path / "a.jsonl", texts(5))) == texts(5)
+
+
+def test_a_last_line_without_a_newline_blank_lines_and_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\n  \n{"text": "b"}')
+    assert values_of(path) == [{"text": "a"}, {"text": "b"}]
+
+
+def test_compressed_lines(tmp_path: Path) -> None:
+    plain = write_lines(tmp_path / "a.jsonl", texts(50)).read_bytes()
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(plain[:1000]) + gzip.compress(plain[1000:]))
+    assert values_of(tmp_path / "b.jsonl.gz") == texts(50)
+
+
+@pytest.mark.needs("zstandard")
+def test_zst(tmp_path: Path) -> None:
+    import zstandard
+
+    plain = write_lines(tmp_path / "a.jsonl", texts(50)).read_bytes()
+    (tmp_path / "b.jsonl.zst").write_bytes(zstandard.compress(plain))
+    assert values_of(tmp_path / "b.jsonl.zst") == texts(50)
+
+
+@pytest.mark.needs("pyarrow")
+def test_parquet_by_row_groups(tmp_path: Path) -> None:
+    parquet(tmp_path / "a.parquet", 100, group=30)
+    (rows,) = open_rows([tmp_path / "a.parquet"])
+    assert rows.cuts(1) == [30, 60, 90, 100]
+    assert [row.values for row in rows.read(25, 65)] == texts(100)[25:65]
+
+
+def parquet(path: Path, count: int, group: int = 1000) -> None:
+    import pyarrow
+    from pyarrow.parquet import write_table
+
+    write_table(pyarrow.Table.from_pylist(texts(count)), path, row_group_size=group)
+
+
+def test_a_text_file_is_a_row(tmp_path: Path) -> None:
+    for name in "ba":
+        (tmp_path / f"{name}.txt").write_text(f"file {name}\n", encoding="utf-8")
+    assert values_of(tmp_path) == [{"text": "file a\n"}, {"text": "file b\n"}]
+
+
+def test_folders_and_patterns_in_the_order_of_names(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    for name in ("b.jsonl", "deep/a.jsonl", ".c.jsonl"):
+        write_lines(tmp_path / name, [{"text": name}])
+    (tmp_path / "README.txt").write_text("of the folder", encoding="utf-8")
+    assert [row["text"] for row in values_of(tmp_path)] == ["b.jsonl", "deep/a.jsonl"]
+    assert [row["text"] for row in values_of(tmp_path / "**/*.jsonl")] == ["b.jsonl", "deep/a.jsonl"]
+    assert [row["text"] for row in values_of(tmp_path / "*.jsonl")] == ["b.jsonl"]
+
+
+def test_a_file_is_cut_where_rows_begin_and_every_part_reads_its_own(tmp_path: Path) -> None:
+    (rows,) = open_rows([write_lines(tmp_path / "a.jsonl", texts(300))])
+    ends = rows.cuts(1000)
+    assert len(ends) > 5
+    parts = [rows.read(first, last) for first, last in zip([0, *ends], ends, strict=False)]
+    assert [row.values for part in parts for row in part] == texts(300)
+
+
+def test_a_changed_file_has_another_index(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", texts(2))
+    assert len(values_of(path)) == 2
+    assert len(values_of(write_lines(path, texts(9)))) == 9
+
+
+WRONG: dict[str, tuple[bytes, str]] = {
+    "broken": (b'{"text": "a"}\n{"text": \n{}\n', r"line 2 is not JSON: Expecting value at .*sed -n 2p "),
+    "latin": (b'{"text": "a"}\n\n{"text": "\xe9"}\n', r"line 3 is not UTF-8 at byte 10 of .*sed -n 3p "),
+    "a list": (b"[1]\n", r"line 1 is a list, not an object with columns\. HINT: one line a row"),
+    "empty": (b"", r"a.jsonl is empty\. HINT: rm "),
+    "deep": (b"[" * 100_000 + b"\n", r"line 1 is not JSON: .* HINT: sed -n 1p"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_line_is_named(name: str, tmp_path: Path) -> None:
+    content, message = WRONG[name]
+    (tmp_path / "a.jsonl").write_bytes(content)
+    one_line(message, lambda: values_of(tmp_path / "a.jsonl"))
+
+
+def one_line(message: str, call: Callable[[], Any]) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        call()
+    assert re.search(message, str(caught.value)), str(caught.value)
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+def test_the_hint_shows_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "some rows.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "a"}\nnot JSON\n'))
+    error = one_line(r"rows.jsonl.gz line 2 is not JSON", lambda: values_of(path))
+    command = str(error.hint).removesuffix(" shows it")
+    assert subprocess.run(["sh", "-c", command], capture_output=True, text=True).stdout == "not JSON\n"
+
+
+def test_a_compressed_file_that_is_cut_short(tmp_path: Path) -> None:
+    whole = gzip.compress(json.dumps(texts(1000)).encode())
+    (tmp_path / "a.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    one_line(
+        r"a.jsonl.gz is damaged or cut short: .* HINT: copy it again; gzip -t", lambda: values_of(tmp_path)
+    )
+
+
+@pytest.mark.needs("pyarrow")
+def test_a_parquet_file_that_is_cut_short_or_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    parquet(path, 1000)
+    path.write_bytes(path.read_bytes()[:-100])
+    one_line(r"a.parquet is not a whole Parquet file: .* HINT: copy it again; ls -l", lambda: values_of(path))
+
+
+def test_text_that_is_no_utf_8(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"ab\xe9cd")
+    one_line(r"a.txt is not UTF-8 at byte 2: .* HINT: iconv ", lambda: values_of(tmp_path))
+
+
+def test_a_name_without_files(tmp_path: Path) -> None:
+    one_line(r"/\*\.jsonl has no \.jsonl, .* HINT: a \.jsonl", lambda: values_of(tmp_path / "*.jsonl"))
+    (tmp_path / "a.csv").write_text("a,b", encoding="utf-8")
+    one_line(r"a.csv is not a .jsonl, ", lambda: values_of(tmp_path / "a.csv"))
