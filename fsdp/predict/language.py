@@ -1,18 +1,25 @@
 """Text generation, one token at a time, with the context length of training.
 
-Not here: a tokenizer beyond bytes.
+A tokenizer is that of RUN/full_model, or bytes if training read bytes; else prompts are token numbers.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fsdp.base.errors import ConfigError
+from fsdp.base.torchvision_import import prepare_torchvision
+from fsdp.models.factory import blame
 from fsdp.predict.trained import TrainedModel
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 
 @dataclass(frozen=True)
@@ -26,10 +33,14 @@ class Sampling:
 
 
 def encode(trained: TrainedModel, prompt: str) -> list[int]:
-    """A prompt as tokens: its bytes if training read bytes, else numbers separated by spaces."""
+    """A prompt as tokens: its bytes if training read bytes, the tokens of the export's tokenizer, or numbers
+    separated by spaces.
+    """
     vocabulary = vocab_size(trained)
     if trained.data.info.preprocess.get("tokenizer") == "bytes":
         tokens = list(prompt.encode())
+    elif (tokenizer := maybe_tokenizer(trained)) is not None:
+        tokens = list(tokenizer(prompt)["input_ids"])
     else:
         numbers = prompt.replace(",", " ").split()
         if not all(number.isdecimal() for number in numbers):
@@ -50,7 +61,36 @@ def encode(trained: TrainedModel, prompt: str) -> list[int]:
 def decode(trained: TrainedModel, tokens: list[int]) -> str:
     if trained.data.info.preprocess.get("tokenizer") == "bytes":
         return bytes(tokens).decode(errors="replace")
+    if (tokenizer := maybe_tokenizer(trained)) is not None:
+        return str(tokenizer.decode(tokens, skip_special_tokens=True))
     return " ".join(map(str, tokens))
+
+
+def has_tokenizer(trained: TrainedModel, prompt: str | None) -> bool:
+    """Whether a prompt is for the tokenizer of the export: data of a user's own has no kind."""
+    return prompt is not None and maybe_tokenizer(trained) is not None
+
+
+def maybe_tokenizer(trained: TrainedModel) -> Any:
+    """The tokenizer in RUN/full_model; None if it has none. Code of the folder is not run."""
+    folder = trained.run / "full_model"
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    return _tokenizer(folder)
+
+
+@functools.cache
+def _tokenizer(folder: Path) -> Any:
+    prepare_torchvision()
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # of many classes
+        raise ConfigError(
+            f"{folder} has no tokenizer that transformers reads: {blame(error)}.",
+            f"copy the tokenizer's files into {folder}",
+        ) from None
 
 
 def default_prompt(trained: TrainedModel) -> str:
