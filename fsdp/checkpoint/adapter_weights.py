@@ -140,7 +140,7 @@ def peft_files(source: CheckpointSource, folder: Path, base: Base) -> dict[Path,
     layers = sorted({key.removeprefix("model.").rpartition(".")[0] for key, _ in keys.values()})
     config = {
         "peft_type": "LORA", "task_type": None,
-        "base_model_name_or_path": base.origin.removeprefix("--model.weights "),
+        "base_model_name_or_path": base.origin.removeprefix("--model.weights ").removeprefix("--model.name hf:"),
         "r": base.lora.rank, "lora_alpha": base.lora.alpha, "lora_dropout": base.lora.dropout, "bias": "none",
         "target_modules": layers, "inference_mode": True,
     }  # fmt: skip

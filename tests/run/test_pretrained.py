@@ -13,7 +13,7 @@ from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
 from fsdp.checkpoint.pretrained import PretrainedWeights
 from fsdp.config import load_run_config
-from fsdp.models.hf import resolve_folder
+from fsdp.models.hf import find_folder, resolve_folder
 from fsdp.predict.__main__ import main as predict
 from fsdp.run import weights
 from fsdp.run.job import prepare
@@ -218,6 +218,18 @@ def test_code_of_a_folder_is_not_run(tmp_path: Path) -> None:
 def test_a_run_directory_may_name_a_folder(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text('[model]\nname = "hf:somewhere"\n')
     assert load_run_config(tmp_path).model.name == "hf:somewhere"
+
+
+def test_a_hub_id_is_read_from_the_cache_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    place = tmp_path / "models--somebody--small"
+    with pytest.raises(ConfigError, match="HINT: hf download somebody/small"):
+        find_folder("hf:somebody/small")
+    snapshot = write_folder("bert", place / "snapshots" / ("0" * 40))
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text("0" * 40)
+    assert find_folder("hf:somebody/small") == snapshot
+    assert resolve_folder("hf:somebody/small", {}, {}).cls.__name__ == "BertForMaskedLM"
 
 
 def test_a_pickle_is_not_read(tmp_path: Path) -> None:
