@@ -34,6 +34,7 @@ from fsdp.checkpoint.open_store import open_store
 from fsdp.checkpoint.store import Store
 from fsdp.config import CheckpointSection
 from fsdp.config.command_line import CommandParser, number, one_of, whole_number
+from fsdp.models.hf import PREFIX, PretrainedFolder, resolve_folder
 from fsdp.run.frozen_base import base_of
 from fsdp.run.job import prepare
 
@@ -82,6 +83,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         help="export: torch, safetensors or both; default: the run's config.toml",
     )
     parser.add_argument(
+        "--dtype",
+        type=one_of("auto", "fp64", "fp32", "bf16", "fp16"),
+        help="export: dtype of the tensors; default: the run's config.toml",
+    )
+    parser.add_argument(
         "--shard-gib", type=number(0), help="export: maximum size of a safetensors file, in GiB"
     )
     parser.add_argument("--out", help="export: folder to write to; default: RUN/full_model")
@@ -120,6 +126,7 @@ def _section(options: argparse.Namespace) -> CheckpointSection:
     given = {
         "keep_last": options.keep_last, "keep_every_steps": options.keep_every_steps,
         "export_format": options.format, "export_shard_gib": options.shard_gib,
+        "export_dtype": options.dtype,
     }  # fmt: skip
     return dataclasses.replace(section, **{name: value for name, value in given.items() if value is not None})
 
@@ -253,7 +260,15 @@ def _export(store: Store, options: argparse.Namespace) -> int:
     section, base = options.section, _base(options, found)
     try:
         source = load.open_one(store, found.folder, found.manifest)
-        files = export(source, folder, section.export_format, section.export_shard_gib, base=base)
+        files = export(
+            source,
+            folder,
+            section.export_format,
+            section.export_shard_gib,
+            base=base,
+            pretrained=_pretrained(options),
+            dtype=section.export_dtype,
+        )
     except (EOFError, LookupError, ValueError, TypeError, RuntimeError, MemoryError) as error:
         # files that do not fit together, or are larger than this machine's memory
         raise inspect.classify_failure(error, store.path(found.folder)) from error
@@ -272,6 +287,16 @@ def _own_export(run: Path) -> Path:
                 f"--out {shlex.quote(str(folder.resolve()))} to export there",
             )
     return folder
+
+
+def _pretrained(options: argparse.Namespace) -> PretrainedFolder | None:
+    """The folder of transformers that the run's --model.name names; a torch export needs none."""
+    file = Path(options.run, "config.toml")
+    if "://" in options.run or not file.is_file() or options.section.export_format == "torch":
+        return None
+    values = config.read_recipe(str(file))
+    name, args = str(values.get("model.name", "")), values.get("model.args", {})
+    return resolve_folder(name, args, {}) if name.startswith(PREFIX) else None
 
 
 def _base(options: argparse.Namespace, found: CheckpointListing) -> Base | None:

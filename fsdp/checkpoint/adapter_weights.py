@@ -138,9 +138,10 @@ def peft_files(source: CheckpointSource, folder: Path, base: Base) -> dict[Path,
             entry = Entry(name, about.properties.dtype, tuple(about.size))  # type: ignore[union-attr]
             keys[name] = (key, entry)
     layers = sorted({key.removeprefix("model.").rpartition(".")[0] for key, _ in keys.values()})
+    origin = base.origin.removeprefix("--model.weights ")
     config = {
         "peft_type": "LORA", "task_type": None,
-        "base_model_name_or_path": base.origin.removeprefix("--model.weights "),
+        "base_model_name_or_path": origin.removeprefix("--model.name hf:"),
         "r": base.lora.rank, "lora_alpha": base.lora.alpha, "lora_dropout": base.lora.dropout, "bias": "none",
         "target_modules": layers, "inference_mode": True,
     }  # fmt: skip

@@ -32,6 +32,7 @@ from fsdp.config import CheckpointSection
 from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import MeshSizes
+from fsdp.models.hf import PretrainedFolder
 from fsdp.optim.train_state import TrainState
 
 log = logging.getLogger(__name__)
@@ -67,6 +68,7 @@ class Checkpointer:
         room: Room | None = None,
     ) -> None:
         self.base: Base | None = None
+        self.pretrained: PretrainedFolder | None = None
         """The frozen weights of a run with adapters, set before the first restore or save."""
         self._section, self._run_dir = section, run_dir
         self._env, self._sizes, self._config = env, sizes, config_hash
@@ -267,7 +269,13 @@ class Checkpointer:
         try:
             source = load.open_one(self._store, found.folder, found.manifest)
             return export(
-                source, folder, self._section.export_format, self._section.export_shard_gib, base=self.base
+                source,
+                folder,
+                self._section.export_format,
+                self._section.export_shard_gib,
+                base=self.base,
+                pretrained=self.pretrained,
+                dtype=self._section.export_dtype,
             )
         except (Broken, OSError) as error:
             hint = f"python -m fsdp.checkpoint {self._run_dir} verify"

@@ -14,15 +14,19 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from fsdp.checkpoint import adapter_weights, full_state, load
+from fsdp.checkpoint import adapter_weights, full_state, load, pretrained_export
 from fsdp.checkpoint.adapter_weights import Base
 from fsdp.checkpoint.full_state import Entry
 from fsdp.checkpoint.load import CheckpointSource
 from fsdp.checkpoint.local_store import sync_folder
+from fsdp.checkpoint.pretrained import SINGLE_FILE
+from fsdp.models.hf import PretrainedFolder
 
-Format = Literal["torch", "safetensors", "both"]
+Format = Literal["auto", "torch", "safetensors", "both"]
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def export(
@@ -32,13 +36,18 @@ def export(
     shard_gib: float,
     prefix: str = "model.",
     base: Base | None = None,
+    pretrained: PretrainedFolder | None = None,
+    dtype: str = "auto",
 ) -> list[Path]:
     """Writes the model of a checkpoint into a folder; returns the files.
 
-    Adapters are merged into `base`, and also written alone.
+    Adapters are merged into `base`, and also written alone. For a `pretrained` source the folder is one that
+    from_pretrained reads.
     """
     folder.mkdir(parents=True, exist_ok=True)
     files = []
+    if format == "auto":
+        format = "torch" if pretrained is None else "safetensors"
     if base is None:
         entries, fetch = _entries(source, prefix), _fetch(source, prefix)
     else:
@@ -47,14 +56,20 @@ def export(
             _whole_file(file, write)
             for file, write in adapter_weights.peft_files(source, folder, base).items()
         ]
+    own = pretrained.dtype if pretrained is not None and format != "torch" else None
+    entries, fetch = pretrained_export.with_dtype(entries, fetch, DTYPES.get(dtype, own))
     if format in ("torch", "both"):
         files.append(
             _whole_file(
                 folder / full_state.TORCH_FILE, partial(full_state.write_torch, entries=entries, fetch=fetch)
             )
         )
+    largest = int(shard_gib * 2**30)
     if format in ("safetensors", "both"):
-        files += _safetensors(folder, entries, fetch, int(shard_gib * 2**30))
+        if pretrained is None:
+            files += _safetensors(folder, entries, fetch, largest)
+        else:
+            files += _folder_of_transformers(folder, entries, fetch, largest, pretrained)
     sync_folder(folder)
     return files
 
@@ -96,6 +111,27 @@ def _safetensors(folder: Path, entries: list[Entry], fetch: full_state.Fetch, la
     files.append(_whole_file(folder / full_state.INDEX_FILE, lambda stream: stream.write(text)))
     for file in old - set(files):
         file.unlink()
+    return files
+
+
+def _folder_of_transformers(
+    folder: Path, entries: list[Entry], fetch: full_state.Fetch, largest: int, pretrained: PretrainedFolder
+) -> list[Path]:
+    """As save_pretrained: one file without an index if everything fits in it."""
+    stored = next(one.dtype for one in entries if one.dtype.is_floating_point)
+    files = [
+        _whole_file(file, write)
+        for file, write in pretrained_export.side_files(pretrained, folder, stored).items()
+    ]
+    named, take = pretrained_export.with_saved_names(pretrained, entries, fetch)
+    if len(full_state.into_files(named, largest)) > 1:
+        files += _safetensors(folder, named, take, largest)
+        (folder / SINGLE_FILE).unlink(missing_ok=True)
+        return files
+    write_all = partial(full_state.write_safetensors, entries=named, fetch=take)
+    files.append(_whole_file(folder / SINGLE_FILE, write_all))
+    for old in [*folder.glob("model-*-of-*.safetensors"), folder / full_state.INDEX_FILE]:
+        old.unlink(missing_ok=True)
     return files
 
 

@@ -127,7 +127,9 @@ def open_full_state(path: str | Path) -> FullState:
     files = _files(place) if place.is_dir() else [place]
     tensors: dict[str, Callable[[], torch.Tensor]] = {}
     for file in files:
-        found = _open_safetensors(file) if file.suffix == ".safetensors" else _open_torch(file)
+        found: Mapping[str, Callable[[], torch.Tensor]] = (
+            open_safetensors(file) if file.suffix == ".safetensors" else _open_torch(file)
+        )
         tensors |= {clean_name(name, ddp=True): tensor for name, tensor in found.items()}
     return FullState(str(path), tensors)
 
@@ -136,7 +138,7 @@ def _files(folder: Path) -> list[Path]:
     """The files of a run directory's export, of an export folder, or with names that other tools use."""
     for place in (folder, folder / "full_model"):
         if (place / INDEX_FILE).exists():
-            names = _named_files(place / INDEX_FILE)
+            names = files_of_index(place / INDEX_FILE)
             outside = [name for name in names if Path(name).name != name]
             if outside:
                 raise ConfigError(
@@ -153,7 +155,7 @@ def _files(folder: Path) -> list[Path]:
     )
 
 
-def _named_files(index: Path) -> set[str]:
+def files_of_index(index: Path) -> set[str]:
     try:
         return {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -163,7 +165,8 @@ def _named_files(index: Path) -> set[str]:
         ) from None
 
 
-def _open_safetensors(file: Path) -> dict[str, Callable[[], torch.Tensor]]:
+def open_safetensors(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of one file by name, from its header; no data is read."""
     try:
         if file.exists() and not file.is_file():
             raise ValueError("it is not a regular file")
@@ -174,7 +177,7 @@ def _open_safetensors(file: Path) -> dict[str, Callable[[], torch.Tensor]]:
                 raise ValueError("it is truncated, or not a safetensors file")
             header = json.loads(stream.read(length))
         header.pop("__metadata__", None)
-        return {name: _Mapped(file, 8 + length, about, size) for name, about in header.items()}
+        return {name: StoredTensor(file, 8 + length, about, size) for name, about in header.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = error if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
         raise ConfigError(
@@ -182,8 +185,8 @@ def _open_safetensors(file: Path) -> dict[str, Callable[[], torch.Tensor]]:
         ) from None
 
 
-class _Mapped:
-    """One tensor of a safetensors file, mapped when called."""
+class StoredTensor:
+    """One tensor of a safetensors file: mapped when called, or read by rows."""
 
     def __init__(self, file: Path, base: int, about: Mapping[str, Any], whole: int) -> None:
         first, last = about["data_offsets"]
@@ -194,6 +197,29 @@ class _Mapped:
             raise ValueError(f"a tensor of it lies outside the file, at {first} to {last}")
         if self._length != math.prod(self._size) * self._dtype.itemsize:
             raise ValueError(f"a tensor of {list(self._size)} {about['dtype']} has {self._length} bytes")
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        return self._size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    def rows(self, first: int, last: int) -> torch.Tensor:
+        """Rows of dim 0, read into memory of their own; a scalar is one row."""
+        if not self._size:
+            return self().clone()
+        row = math.prod(self._size[1:]) * self._dtype.itemsize
+        found = torch.empty((last - first, *self._size[1:]), dtype=self._dtype)
+        into, at = as_bytes(found), 0
+        with self._file.open("rb", buffering=0) as stream:
+            stream.seek(self._start + first * row)
+            while at < len(into):
+                if not (count := stream.readinto(into[at:])):
+                    raise OSError(f"{self._file} ended while it was read")
+                at += count
+        return found
 
     def __call__(self) -> torch.Tensor:
         if not self._length:

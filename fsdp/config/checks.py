@@ -150,7 +150,7 @@ def _check_checkpoint(config: Config) -> None:
             f"--checkpoint.resume {checkpoint.resume} does not exist.",
             "auto, never, or the folder of a checkpoint",
         )
-    if config.model.weights and not Path(config.model.weights).exists():
+    if config.model.weights not in ("", "none") and not Path(config.model.weights).exists():
         raise ConfigError(
             f"--model.weights {config.model.weights} does not exist.",
             "a .pt or .safetensors file, or a folder",

@@ -142,8 +142,9 @@ class ModelSection:
 
     name: str = knob(
         "vit",
-        "vit, transformer, mlp or package.module:factory",
-        "The factory returns any nn.Module.",
+        "vit, transformer, mlp, hf:FOLDER or package.module:factory",
+        "hf:FOLDER is a folder of transformers' save_pretrained, with its weights; hf:ORG/NAME is one in the "
+        "hub's cache. The factory returns any nn.Module.",
         common=True,
     )
     preset: str = knob("", "named size of that model; empty: its default", common=True)
@@ -156,7 +157,8 @@ class ModelSection:
     weights: str = knob(
         "",
         "torch or safetensors file or folder to start from",
-        "A state dict, in one file or in several. Empty draws weights from the seed.",
+        "A state dict, in one file or in several. Empty draws weights from the seed, or reads those of "
+        "hf:FOLDER; none draws them there too.",
         common=True,
     )
     frozen: str = knob("", "parameters that are not trained: names or patterns, as in encoder.*,*.bias")
@@ -367,7 +369,15 @@ class CheckpointSection:
     )
     verify: bool = knob(True, "check every file's checksum before loading", "Sizes are checked in any case.")
     export: bool = knob(True, "write full_model/ at the end of the run", common=True)
-    export_format: Literal["torch", "safetensors", "both"] = knob("torch", "format of the export")
+    export_format: Literal["auto", "torch", "safetensors", "both"] = knob(
+        "auto",
+        "format of the export; auto: torch",
+        "auto is safetensors for --model.name hf:FOLDER, whose export is a folder for from_pretrained unless "
+        "it is torch.",
+    )
+    export_dtype: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = knob(
+        "auto", "dtype of the export; auto: the stored one, or that of hf:FOLDER"
+    )
     export_shard_gib: float = knob(5.0, "maximum size of a safetensors file", unit="GiB", above=0)
 
 

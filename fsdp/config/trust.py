@@ -74,7 +74,8 @@ def check_code(run: Path, config: Config, trusted: Collection[str]) -> None:
     directory.
     """
     named = {"model.name": config.model.name, "data.name": config.data.name}
-    named = {field: name for field, name in named.items() if ":" in name}
+    # hf:FOLDER names data: a configuration and weights, read without code of the folder.
+    named = {field: name for field, name in named.items() if ":" in name and not name.startswith("hf:")}
     refused = {field: name for field, name in named.items() if name not in trusted}
     if refused:
         shown = ", ".join(

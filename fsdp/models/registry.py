@@ -1,4 +1,4 @@
-"""Resolves --model.name to a ModelSpec: the built-in models and users' factories.
+"""Resolves --model.name to a ModelSpec: the built-in models, folders of transformers, and users' factories.
 
 `package.module:factory` is any callable that returns an nn.Module. It is built once on the meta device when
 it is resolved, so that errors are reported before any process group exists. Not here: loading the callable
@@ -21,6 +21,7 @@ from fsdp.config import ModelSection
 from fsdp.models.builtin import BuiltIn, Facts, make_sizes
 from fsdp.models.checks import check_parameters, check_vocabulary
 from fsdp.models.factory import blame, load_attribute, parameters_of
+from fsdp.models.hf import PREFIX, PretrainedFolder, resolve_folder
 
 BUILT_INS = ("vit", "transformer", "mlp")
 _DATA_FOR = {"num_classes": ("images", "digits"), "vocab_size": ("tokens", "text")}
@@ -34,16 +35,20 @@ class ModelSpec:
     build: Callable[[], nn.Module]
     sizes: Mapping[str, Any]
     knows_inits: bool
+    pretrained: PretrainedFolder | None = None
 
 
 def resolve(section: ModelSection, facts: Facts) -> ModelSpec:
     """Resolves the section for this data. Facts fill only what preset and args leave open."""
+    if section.name.startswith(PREFIX):
+        return _resolve_pretrained(section, facts)
     if ":" in section.name:
         return _resolve_factory(section, facts)
     if section.name not in BUILT_INS:
         near = difflib.get_close_matches(section.name, BUILT_INS, n=1, cutoff=0.5)
         raise ConfigError(
-            f"--model.name {section.name} is not {', '.join(BUILT_INS)} or package.module:factory.",
+            f"--model.name {section.name} is not {', '.join(BUILT_INS)}, hf:FOLDER or "
+            "package.module:factory.",
             f"--model.name {near[0] if near else 'package.module:factory for your own model'}",
         )
     return _resolve_built_in(section, facts, importlib.import_module(f"fsdp.models.{section.name}").BUILT_IN)
@@ -74,6 +79,18 @@ def _check_kind_of_data(name: str, model: BuiltIn, facts: Facts) -> None:
             f"{_DATA_FOR[other][0]}.",
             f"--data.name {_DATA_FOR[model.reads][1]}",
         )
+
+
+def _resolve_pretrained(section: ModelSection, facts: Facts) -> ModelSpec:
+    if section.preset:
+        raise ConfigError(
+            f"--model.preset {section.preset} has no effect on {section.name}: config.json has its sizes.",
+            "leave it out, or --model.args.NAME VALUE for a field of config.json",
+        )
+    found = resolve_folder(section.name, section.args, facts)
+    return ModelSpec(
+        name=section.name, build=found.build, sizes=dict(section.args), knows_inits=False, pretrained=found
+    )
 
 
 # ---------------------------------------------------------------- user factories

@@ -1,9 +1,9 @@
 """Makes a meta model real: every weight gets its value once, and a check proves it.
 
-Two ways with one result. If the model defines how each parameter is drawn, each rank draws its own shard from
-a counter-based stream, without communication; any other model is built on rank 0 and sent parameter by
-parameter, each rank receiving its rows alone. Initial weights are a function of the seed: the same bits at
-any number of ranks, under any strategy.
+Three ways. If the model defines how each parameter is drawn, each rank draws its own shard from a
+counter-based stream, without communication. Of a folder of transformers each rank reads the rows of its own
+shard. Any other model is built on rank 0 and sent parameter by parameter, each rank receiving its rows alone.
+Initial weights are a function of the seed: the same bits at any number of ranks, under any strategy.
 
 Memory is poisoned before it is filled, so that uninitialised values are found by name.
 """
@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp.base.errors import ConfigError
-from fsdp.dist.collectives import on_main
+from fsdp.base.errors import ConfigError, ShardrunError
+from fsdp.dist.collectives import all_gather_objects, on_main
 from fsdp.dist.local_tensors import local_tensor
 from fsdp.models import ModelSpec, to_empty
 from fsdp.models.init import Init, draw, draw_into
@@ -43,6 +43,12 @@ class WeightSource(Protocol):
     """Rank 0's side of a broadcast: full tensors by name, each taken once, in the model's order."""
 
     def take(self, name: str) -> Tensor | None: ...
+
+
+class RowSource(Protocol):
+    """Weights that each rank reads by itself, by rows of dim 0; a scalar is one row."""
+
+    def rows(self, name: str, first: int, last: int) -> Tensor: ...
 
 
 class BuiltSource:
@@ -94,6 +100,7 @@ def materialize(
     init: str,
     rank: int,
     weights: Callable[[], Mapping[str, Tensor]] | None = None,
+    pretrained: Callable[[], RowSource] | None = None,
     rest_device: torch.device | None = None,
     shelf: NvmeFiles | None = None,
     restored: bool = False,
@@ -122,7 +129,9 @@ def materialize(
         return
     # No weights contain adapters: each rank draws its own part, whatever the source of the others.
     _draw_shards(root, added, seed, rank)
-    if inits and init == "shard" and weights is None:
+    if pretrained is not None:
+        _read_shards(root, pretrained, added, rank)
+    elif inits and init == "shard" and weights is None:
         _draw_shards(root, inits, seed, rank)
     else:
         source: WeightSource | None = None
@@ -160,6 +169,37 @@ def _draw_shards(root: nn.Module, inits: Mapping[str, Init], seed: int, rank: in
         if name in inits:  # the check names one that is not
             part, count = local_tensor(target), shard_count(target)
             draw_into(part, inits[name], seed, name, cut_of(target.shape, rank % count, count).start)
+
+
+def _read_shards(
+    root: nn.Module, open_rows: Callable[[], RowSource], added: Mapping[str, Init], rank: int
+) -> None:
+    """Each rank reads the rows of its shards. An error on one rank is raised on all. Collective."""
+    failure: Exception | None = None
+    try:
+        _fill_rows(root, open_rows(), added, rank)
+    except (ShardrunError, OSError) as error:
+        failure = error
+    failures = [(at, one) for at, one in enumerate(all_gather_objects(failure)) if one is not None]
+    if failures:
+        at, first = failures[0]
+        if isinstance(first, ShardrunError):
+            raise first
+        raise ConfigError(f"rank {at} cannot read the weights: {first}.", "give a folder that all nodes see")
+
+
+@torch.no_grad()
+def _fill_rows(root: nn.Module, source: RowSource, added: Mapping[str, Init], rank: int) -> None:
+    saved = root.state_dict().keys()
+    for name, target in [*root.named_parameters(), *root.named_buffers()]:
+        if name not in saved or name in added:
+            continue
+        part, count = local_tensor(target), shard_count(target)
+        row = target.shape[1:].numel() if target.dim() else 1
+        cut = cut_of(target.shape, rank % count, count)
+        if cut.numel:
+            first = cut.start // row
+            part.copy_(source.rows(name, first, first + cut.numel // row))
 
 
 def _sent_buffers(root: nn.Module) -> list[tuple[str, Tensor]]:

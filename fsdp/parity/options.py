@@ -91,6 +91,7 @@ class ParityOptions:
             "train.eval_every_steps": 0, "train.eval_samples": 1,
             "checkpoint.dir": "", "checkpoint.every_steps": 10**9, "checkpoint.every_minutes": 0.0,
             "checkpoint.export": True, "checkpoint.export_format": "torch",
+            "checkpoint.export_dtype": "auto",
             "checkpoint.resume": "auto", "checkpoint.keep_best": 0,
             "precision.loss_scale": LOSS_SCALE, **PRECISION[self.dtype], **training.overrides(),
         }  # fmt: skip

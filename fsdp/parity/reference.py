@@ -40,15 +40,17 @@ class PlainLoop:
     def __init__(self, options: ParityOptions, job: Job, device: Any) -> None:
         import torch
 
-        from fsdp.checkpoint.full_state import open_full_state
         from fsdp.models import build_real
         from fsdp.models.trainable import freeze
+        from fsdp.run import weights
 
         config = options.config(None, "")
         self._options, self._job, self._device = options, job, device
         self.model = build_real(job.spec, config.run.seed, device)
-        if config.model.weights:
-            self.model.load_state_dict(dict(open_full_state(config.model.weights)))
+        if weights.reads_folder(config, job.spec):
+            self.model.load_state_dict(dict(weights.open_folder(config, job.spec)))
+        elif (state := weights.maybe_state(config)) is not None:
+            self.model.load_state_dict(dict(state))
         if config.model.frozen:
             freeze(self.model, config.model.frozen)
         kept, computed = (

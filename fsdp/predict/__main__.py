@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         options, flags = _parse(argv)
         trained = open_run(Path(options.run), flags, options.trust_code)
-        generates = trained.data.info.kind == "text"
+        generates = trained.data.info.kind == "text" or language.has_tokenizer(trained, options.prompt)
         if generates:
             _check_fits(options, "a language model", FOR_IMAGES)
             _generate(trained, options)

@@ -1,19 +1,27 @@
 """Text generation, one token at a time, with the context length of training.
 
-Not here: tokenizers (fsdp/tokenize/tokenizer.py).
+The tokenizer is that of training (fsdp/tokenize), else that of RUN/full_model; without one, prompts are token
+numbers.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fsdp.base.errors import ConfigError
+from fsdp.base.torchvision_import import prepare_torchvision
+from fsdp.models.factory import blame
 from fsdp.predict.trained import TrainedModel
 from fsdp.tokenize.tokenizer import Tokenizer, load_tokenizer
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 
 @dataclass(frozen=True)
@@ -27,13 +35,17 @@ class Sampling:
 
 
 def encode(trained: TrainedModel, prompt: str) -> list[int]:
-    """A prompt as tokens of training's tokenizer; without one, numbers separated by spaces."""
+    """A prompt as tokens of training's tokenizer, or of the export's; without one, numbers separated by
+    spaces.
+    """
     vocabulary = vocab_size(trained)
-    tokenizer = _tokenizer(trained)
+    tokenizer = _trained_tokenizer(trained)
     if tokenizer is not None:
         tokens = [int(token) for token in tokenizer.encode(prompt, special=True).tokens]
         if len(tokens) > 1 and tokens[-1] == tokenizer.end:
             tokens.pop()
+    elif (exported := maybe_tokenizer(trained)) is not None:
+        tokens = list(exported(prompt)["input_ids"])
     else:
         numbers = prompt.replace(",", " ").split()
         if not all(number.isdecimal() for number in numbers):
@@ -52,16 +64,45 @@ def encode(trained: TrainedModel, prompt: str) -> list[int]:
 
 
 def decode(trained: TrainedModel, tokens: list[int]) -> str:
-    tokenizer = _tokenizer(trained)
+    tokenizer = _trained_tokenizer(trained)
     if tokenizer is not None:
         return tokenizer.decode(tokens)
+    if (exported := maybe_tokenizer(trained)) is not None:
+        return str(exported.decode(tokens, skip_special_tokens=True))
     return " ".join(map(str, tokens))
 
 
-def _tokenizer(trained: TrainedModel) -> Tokenizer | None:
+def _trained_tokenizer(trained: TrainedModel) -> Tokenizer | None:
     """None if training read token files, which name no tokenizer."""
     name = trained.data.info.preprocess.get("tokenizer")
     return None if name is None else load_tokenizer(str(name))
+
+
+def has_tokenizer(trained: TrainedModel, prompt: str | None) -> bool:
+    """Whether a prompt is for the tokenizer of the export: data of a user's own has no kind."""
+    return prompt is not None and maybe_tokenizer(trained) is not None
+
+
+def maybe_tokenizer(trained: TrainedModel) -> Any:
+    """The tokenizer in RUN/full_model; None if it has none. Code of the folder is not run."""
+    folder = trained.run / "full_model"
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    return _tokenizer(folder)
+
+
+@functools.cache
+def _tokenizer(folder: Path) -> Any:
+    prepare_torchvision()
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # of many classes
+        raise ConfigError(
+            f"{folder} has no tokenizer that transformers reads: {blame(error)}.",
+            f"copy the tokenizer's files into {folder}",
+        ) from None
 
 
 def default_prompt(trained: TrainedModel) -> str:

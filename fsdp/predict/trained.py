@@ -13,10 +13,13 @@ from torch import Tensor, nn
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
 from fsdp.checkpoint.full_state import INDEX_FILE, TORCH_FILE, open_full_state
+from fsdp.checkpoint.pretrained import SINGLE_FILE, PretrainedWeights
 from fsdp.config import Config
 from fsdp.data import DataSet, build_dataset
 from fsdp.dist.env import pick_device
 from fsdp.models import resolve
+from fsdp.models.hf import KERNELS, PREFIX, resolve_folder
+from fsdp.models.kv_cache import turn_caches_off
 from fsdp.models.loss import loss_or_logits
 from fsdp.models.unsharded import fill_buffers, to_empty
 from fsdp.parallel.shard import resolve_dtypes
@@ -71,10 +74,12 @@ def read_config(run: Path, flags: Sequence[str], trusted: Collection[str]) -> Co
 
 def _load(run: Path, config: Config, facts: Mapping[str, Any]) -> nn.Module:
     folder = run / "full_model"
-    if not (folder / TORCH_FILE).is_file() and not (folder / INDEX_FILE).is_file():
+    if not any((folder / name).is_file() for name in (TORCH_FILE, INDEX_FILE, SINGLE_FILE)):
         raise ConfigError(
             f"{run} has no exported model in {folder}.", f"python -m fsdp.checkpoint export {run}"
         )
+    if config.model.name.startswith(PREFIX) and (folder / "config.json").is_file():
+        return _load_folder(folder, config)
     state = dict(open_full_state(folder))
     spec = resolve(config.model, facts)
     with torch.device("meta" if spec.knows_inits else "cpu"):
@@ -91,6 +96,23 @@ def _load(run: Path, config: Config, facts: Mapping[str, Any]) -> nn.Module:
             f"{folder} does not fit the model of {run}/config.toml: {what}",
             f"python -m fsdp.checkpoint export {run}",
         ) from None
+    return model
+
+
+def _load_folder(folder: Path, config: Config) -> nn.Module:
+    """The exported folder of a run of hf:FOLDER, whose source may no longer exist."""
+    kernels = {name: value for name, value in config.model.args.items() if name in KERNELS}
+    source = resolve_folder(f"{PREFIX}{folder}", kernels, {})
+    weights = PretrainedWeights(source, config.run.seed)
+    with torch.device("meta"):
+        model = source.build()
+    turn_caches_off(model)
+    to_empty(model, "cpu")
+    fill_buffers(model, "cpu")
+    dtype = _floating(weights)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    model.load_state_dict(dict(weights), strict=True)
     return model
 
 

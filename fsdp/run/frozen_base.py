@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.checkpoint.adapter_weights import Base, digest_of
-from fsdp.checkpoint.full_state import open_full_state
 from fsdp.config import Config
 from fsdp.models import ModelSpec, build_real
 from fsdp.models.lora import adapted, base_names
 from fsdp.models.parameter_names import names_by_tensor
 from fsdp.parallel.init_check import state_digest
 from fsdp.parallel.materialize import build_on_host
+from fsdp.run import weights
 
 
 class _Renamed(Mapping[str, Tensor]):
@@ -43,16 +43,17 @@ def base_of(config: Config, spec: ModelSpec, dtype: torch.dtype, digest: str) ->
         with torch.device("meta"):
             return spec.build()
 
-    def weights() -> Mapping[str, Tensor]:
-        if config.model.weights:
-            return _Renamed(open_full_state(config.model.weights), _all_names(build()))
+    def read() -> Mapping[str, Tensor]:
+        if weights.reads_folder(config, spec):
+            return weights.open_folder(config, spec)
+        state = weights.maybe_state(config)
+        if state is not None:
+            return _Renamed(state, _all_names(build()))
         seed = config.run.seed
         return (build_real(spec, seed) if spec.knows_inits else build_on_host(spec, seed)).state_dict()
 
-    origin = (
-        f"--model.weights {config.model.weights}" if config.model.weights else f"--run.seed {config.run.seed}"
-    )
-    return Base(digest=digest, origin=origin, lora=config.lora, dtype=dtype, build=build, open=weights)
+    origin = weights.origin(config, spec)
+    return Base(digest=digest, origin=origin, lora=config.lora, dtype=dtype, build=build, open=read)
 
 
 def maybe_base(config: Config, spec: ModelSpec, dtype: torch.dtype, root: nn.Module) -> Base | None:

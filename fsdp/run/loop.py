@@ -180,6 +180,7 @@ def _set_up(
         config, env, job, sharded, shelf, restored=not config.lora.rank and checkpointer.finds()
     )
     checkpointer.base = maybe_base(config, job.spec, job.dtypes.master, sharded.root)
+    checkpointer.pretrained = job.spec.pretrained
     oom_context = OomContext(
         sizes=job.sizes,
         batch=job.batch,

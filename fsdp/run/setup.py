@@ -27,6 +27,7 @@ from fsdp.parallel.shard import Sharded, replicate
 from fsdp.record.console import Console
 from fsdp.record.recorder import Sink
 from fsdp.record.wandb_sink import WandbSink
+from fsdp.run import weights
 from fsdp.run.flops import flops_per_sample, peak_flops
 from fsdp.run.job import Job
 from fsdp.run.planned import Planned
@@ -103,14 +104,18 @@ def fill_weights(
     config: Config, env: DistEnv, job: Job, sharded: Sharded, shelf: NvmeFiles | None, *, restored: bool
 ) -> None:
     """Makes meta weights real; for a restored run only allocates them."""
-    weights = config.model.weights
+    state_named = config.model.weights not in ("", weights.NONE)
+    folder_read = weights.reads_folder(config, job.spec)
     materialize(
         sharded,
         spec=job.spec,
         seed=config.run.seed,
         init=config.model.init,
         rank=env.rank,
-        weights=(lambda: open_full_state(weights)) if weights else None,
+        weights=(lambda: open_full_state(config.model.weights)) if state_named else None,
+        pretrained=(lambda: weights.open_folder(config, job.spec, quiet=not env.is_main))
+        if folder_read
+        else None,
         rest_device=torch.device("cpu") if config.memory.cpu_offload else None,
         shelf=shelf,
         restored=restored,

@@ -70,7 +70,7 @@ class RunDir:
 def new_name(config: Config) -> str:
     """Time, model and data set; a random suffix distinguishes two runs started in one second."""
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    model = config.model.name.replace(":", "-").replace(".", "-")
+    model = config.model.name.replace(":", "-").replace(".", "-").replace("/", "-").strip("-")
     return f"{now}-{model}-{Path(config.data.name.replace(':', '-')).name}-{os.urandom(2).hex()}"
 
 

@@ -102,8 +102,8 @@ CONTRADICTIONS = {
 }  # fmt: skip
 
 OF_THE_JOB = {
-    "--model.name vitt": "--model.name vitt is not vit, transformer, mlp or package.module:factory. "
-    "HINT: --model.name vit",
+    "--model.name vitt": "--model.name vitt is not vit, transformer, mlp, hf:FOLDER or "
+    "package.module:factory. HINT: --model.name vit",
     "--model.name no_module:f": "--model.name no_module:f: there is no module no_module",
     "--model.name tests.support.user_code:Unevn": "--model.name tests.support.user_code:Unevn: "
     "tests.support.user_code has no Unevn. HINT: --model.name",

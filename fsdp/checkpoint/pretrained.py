@@ -1,0 +1,191 @@
+"""A folder of transformers' safetensors, read by rows: each rank reads the rows of its own shard.
+
+Names, fusing and splitting follow fsdp/models/hf_names.py. Not here: which rows a rank keeps
+(fsdp/parallel/materialize.py), or how a folder is written (pretrained_export.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp.base.errors import ConfigError
+from fsdp.checkpoint.full_state import INDEX_FILE, StoredTensor, files_of_index, open_safetensors
+from fsdp.models.hf import PretrainedFolder, draw_missing
+from fsdp.models.hf_names import Conversion, NamePlan, plan_names
+from fsdp.models.parameter_names import all_names
+
+log = logging.getLogger(__name__)
+
+SINGLE_FILE = "model.safetensors"
+
+
+class PretrainedWeights(Mapping[str, Tensor]):
+    """The tensors of a model's state dict by name, whole or by rows of dim 0; a tied one under any name."""
+
+    def __init__(self, source: PretrainedFolder, seed: int, quiet: bool = False) -> None:
+        """`seed` draws a new head (--model.args.head); `quiet` logs no line about names."""
+        with torch.device("meta"):
+            self._model: Any = source.build()
+        self._source, self._seed = source, seed
+        self._stored = open_stored(source)
+        self._plan = plan_names(self._model, {name: one.size for name, one in self._stored.items()})
+        self._first = {name: names[0] for names in all_names(self._model).values() for name in names}
+        self._drawn = frozenset(_check(source, self._model, self._plan))
+        self._last: tuple[object, dict[str, Tensor]] = (None, {})
+        self.nbytes = 0
+        """Bytes read so far."""
+        if not quiet:
+            self._log()
+
+    def _log(self) -> None:
+        for what, names in (
+            ("has tensors that the model does not use", self._plan.unexpected),
+            ("lacks tensors of the new head, which are drawn from the seed", sorted(self._drawn)),
+        ):
+            if names:
+                log.warning("%s %s: %s", self._source.folder, what, _listed(names))
+
+    # ------------------------------------------------------------ reading
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        """Rows first … last - 1 of a tensor, in the dtype of the file; a scalar is one row."""
+        name = self._first[name]
+        if name in self._drawn:
+            whole = draw_missing(self._source, name, self._seed)
+            return whole[first:last] if whole.dim() else whole
+        if name in self._plan.converted:
+            return self._convert(name, first, last)
+        keys = self._plan.plain[name]
+        found = self._read(keys[0], first, last)
+        for other in keys[1:]:
+            if not torch.equal(found, self._read(other, first, last)):
+                raise ConfigError(
+                    f"--model.name {self._source.name}: {keys[0]} and {other} differ, and config.json ties "
+                    "them.",
+                    "--model.args.tie_word_embeddings false",
+                )
+        return found
+
+    def _read(self, key: str, first: int, last: int) -> Tensor:
+        found = self._stored[key].rows(first, last)
+        self.nbytes += found.numel() * found.element_size()
+        return found
+
+    def _convert(self, name: str, first: int, last: int) -> Tensor:
+        """The last conversion is kept: it may give several tensors of the model."""
+        group = self._plan.converted[name]
+        by_row = group.stacks_rows
+        made = (group.target, first, last) if by_row else (group.target,)
+        if self._last[0] != made:
+            self._last = (None, {})  # freed before the next is read
+            self._last = (made, self._converted(group, slice(first, last) if by_row else slice(None)))
+        whole = self._last[1][name]
+        return whole if by_row else whole[first:last]
+
+    def _converted(self, group: Conversion, chosen: slice) -> dict[str, Tensor]:
+        tensors = {
+            pattern: [self._read(key, 0, _rows(self._stored[key])) for key in keys[chosen]]
+            for pattern, keys in group.sources.items()
+        }
+        if not all(tensors.values()):
+            return {group.target: torch.empty((0, *self._shape(group.target)[1:]))}
+        found = group.convert(self._model, tensors)
+        return {self._first.get(name, name): tensor for name, tensor in found.items()}
+
+    def _shape(self, name: str) -> torch.Size:
+        return self._model.state_dict()[name].shape
+
+    def __getitem__(self, name: str) -> Tensor:
+        shape = self._shape(name)
+        return self.rows(name, 0, shape[0] if shape else 1)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._model.state_dict())
+
+    def __len__(self) -> int:
+        return len(self._model.state_dict())
+
+
+def open_stored(source: PretrainedFolder) -> dict[str, StoredTensor]:
+    """The tensors of the folder's safetensors, in one file or in those of an index."""
+    folder = source.folder
+    single, index = folder / SINGLE_FILE, folder / INDEX_FILE
+    if single.is_file():
+        return open_safetensors(single)
+    if not index.is_file():
+        raise _no_weights(source)
+    names = sorted(files_of_index(index))
+    outside = [name for name in names if Path(name).name != name]
+    if outside:
+        raise ConfigError(f"{index} points outside its folder, to {outside[0]}.", "give a whole folder")
+    found: dict[str, StoredTensor] = {}
+    for name in names:
+        found |= open_safetensors(folder / name)
+    return found
+
+
+def _no_weights(source: PretrainedFolder) -> ConfigError:
+    pickled = next(source.folder.glob("pytorch_model*.bin"), None)
+    what = f"; {pickled.name} is a pickle" if pickled else ""
+    error = ConfigError(
+        f"--model.name {source.name}: {source.folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}{what}.",
+        f"in Python, {source.cls.__name__}.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER); or "
+        "--model.weights none, to train from random weights",
+    )
+    error.scope = "node"
+    return error
+
+
+# ---------------------------------------------------------------- what does not fit
+
+
+def _check(source: PretrainedFolder, model: Any, plan: NamePlan) -> list[str]:
+    """Names to draw: those of a new head. ConfigError for others that are missing or have another shape."""
+    drawn = [
+        name for name in [*plan.missing, *plan.misshapen] if source.new_head and _is_new(name, model, plan)
+    ]
+    missing = [name for name in plan.missing if name not in drawn]
+    if missing:
+        raise ConfigError(
+            f"--model.name {source.name}: {source.folder} lacks {_listed(missing)} of {source.cls.__name__}"
+            + (f"; it has {_listed(plan.unexpected)}." if plan.unexpected else "."),
+            "--model.args.head NAME draws a new head; --model.weights none trains from random weights",
+        )
+    tensors = model.state_dict()
+    misshapen = [
+        f"{name} {shape} for {tuple(tensors[name].shape)}"
+        for name, shape in plan.misshapen.items()
+        if name not in drawn
+    ]
+    if misshapen:
+        raise ConfigError(
+            f"--model.name {source.name}: {source.folder} has other shapes than the model: "
+            f"{_listed(misshapen)}.",
+            "leave out the --model.args that change them; --model.args.head NAME draws a new head",
+        )
+    return drawn
+
+
+def _is_new(name: str, model: Any, plan: NamePlan) -> bool:
+    """Whether a tensor belongs to a head: outside the base model, or in a part of it that the folder lacks
+    entirely, as a pooler.
+    """
+    base = f"{model.base_model_prefix}."
+    part = base + name.removeprefix(base).partition(".")[0] + "."
+    found = (*plan.plain, *plan.converted)
+    return not name.startswith(base) or not any(one.startswith(part) for one in found)
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _rows(one: StoredTensor) -> int:
+    return one.size[0] if one.size else 1

@@ -1,0 +1,352 @@
+"""Models of transformers from a folder with config.json: `--model.name hf:FOLDER` or `hf:ORG/NAME`.
+
+The class is chosen from config.json's `architectures` or by --model.args.head; other arguments replace fields
+of config.json. Code from a folder or a hub is never run, and nothing is downloaded. Not here: the names under
+which the folder stores weights (hf_names.py), or reading them (fsdp/checkpoint/pretrained.py).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import importlib
+import importlib.util
+import json
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp.base.errors import ConfigError
+from fsdp.base.torchvision_import import prepare_torchvision
+from fsdp.models.checks import check_parameters
+from fsdp.models.factory import blame, unknown_argument
+
+PREFIX = "hf:"
+HEADS = {
+    "causal": "CAUSAL_LM",
+    "masked": "MASKED_LM",
+    "seq2seq": "SEQ_TO_SEQ_CAUSAL_LM",
+    "classification": "SEQUENCE_CLASSIFICATION",
+    "image-classification": "IMAGE_CLASSIFICATION",
+}
+"""--model.args.head, and the name of transformers' mapping from a configuration to its class."""
+ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
+EXPERTS = ("eager", "batched_mm", "grouped_mm")
+KERNELS = {"attn_implementation": ATTENTION, "experts_implementation": EXPERTS}
+_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+_FLAG = "_is_hf_initialized"
+"""transformers' mark on a tensor that its init functions leave unchanged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainedFolder:
+    """A folder of save_pretrained, with the class and configuration that it is read with."""
+
+    name: str
+    folder: Path
+    cls: type[Any]
+    config: Any
+    new_head: bool
+    """--model.args.head is given: weights that the folder lacks outside the base model are drawn."""
+
+    def build(self) -> nn.Module:
+        """Builds the model on torch's default device, in torch's default dtype."""
+        cls: Any = self.cls
+        try:
+            # A copy: a run changes use_cache in it.
+            built: nn.Module = _with_buffers(cls)(copy.deepcopy(self.config))
+        except Exception as error:
+            raise ConfigError(
+                f"--model.name {self.name}: {self.cls.__name__} cannot be built: {blame(error)}.",
+                f"look at {self.folder / 'config.json'} and --model.args",
+            ) from error
+        return built
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype that config.json names."""
+        named = self.config.dtype
+        return getattr(torch, named, None) if isinstance(named, str) else named
+
+
+def resolve_folder(name: str, args: Mapping[str, Any], facts: Mapping[str, Any]) -> PretrainedFolder:
+    """Reads `hf:FOLDER` or `hf:ORG/NAME`; every error in it is a ConfigError."""
+    folder = find_folder(name)
+    transformers = _transformers(name)
+    fields = _read_config(name, folder)
+    given = dict(args)
+    head = given.pop("head", None)
+    config = _configuration(name, fields, given)
+    cls = _class_for(name, transformers, config, fields, head)
+    _check_data(name, cls, config, facts)
+    found = PretrainedFolder(name=name, folder=folder, cls=cls, config=config, new_head=head is not None)
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        check_parameters(found.build(), name)
+    return found
+
+
+def find_folder(name: str) -> Path:
+    """The folder itself, or the newest snapshot of a hub id in huggingface_hub's cache."""
+    place = name.removeprefix(PREFIX)
+    folder = Path(place).expanduser()
+    if folder.is_dir():
+        return folder
+    if not _HUB_ID.fullmatch(place):
+        raise _on_this_node(
+            ConfigError(
+                f"--model.name {name}: the folder {place} does not exist.", "hf:FOLDER or hf:ORG/NAME"
+            )
+        )
+    _transformers(name)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(place, local_files_only=True))
+    except Exception as error:  # several classes, which differ between versions
+        raise _on_this_node(
+            ConfigError(
+                f"--model.name {name}: {place} is neither a folder nor in huggingface_hub's cache "
+                f"({type(error).__name__}).",
+                f"hf download {place}",
+            )
+        ) from None
+
+
+def _on_this_node(error: ConfigError) -> ConfigError:
+    error.scope = "node"
+    return error
+
+
+def _transformers(name: str) -> Any:
+    prepare_torchvision()
+    try:
+        return importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"--model.name {name} needs {error.name}, which is not installed.", "pip install transformers"
+        ) from None
+
+
+# ---------------------------------------------------------------- config.json
+
+
+def _read_config(name: str, folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(fields, dict):
+            raise ValueError("it is not a JSON object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise _on_this_node(
+            ConfigError(
+                f"--model.name {name}: {file} cannot be read: {error}.", "a folder that save_pretrained wrote"
+            )
+        ) from None
+    if "quantization_config" in fields:
+        method = fields["quantization_config"].get("quant_method", "")
+        raise ConfigError(
+            f"--model.name {name}: its weights are quantized ({method}); FSDP trains floating-point ones.",
+            "name a folder with the weights before quantization",
+        )
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = fields.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        own = " It names code of its own (auto_map), which is not run." if "auto_map" in fields else ""
+        raise ConfigError(
+            f"--model.name {name}: the installed transformers has no model_type {kind!a}.{own}",
+            "pip install -U transformers, or --model.name my_module:factory for code that you wrote",
+        )
+    return fields
+
+
+def _configuration(name: str, fields: dict[str, Any], given: dict[str, Any]) -> Any:
+    """config.json with --model.args over it. Kernels are chosen by flags alone: a name may be a hub's."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kernels = {field: given.pop(field) for field in KERNELS if field in given}
+    for field, value in kernels.items():
+        _check_kernel(field, value)
+    cls = CONFIG_MAPPING[fields["model_type"]]
+    try:
+        known = cls.from_dict(_plain(fields))
+        for field in given:
+            if field.startswith("_") or field in ("auto_map", "model_type") or not hasattr(known, field):
+                raise unknown_argument(
+                    field, [*known.to_dict(), *KERNELS, "head"], "--model.args", f"--model.name {name}"
+                )
+        return cls.from_dict(_plain(fields) | given, **kernels)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"--model.name {name}: its config.json with --model.args is no {cls.__name__}: {blame(error)}.",
+            "look at config.json and --model.args",
+        ) from error
+
+
+def _check_kernel(field: str, value: Any) -> None:
+    if value not in KERNELS[field]:
+        raise ConfigError(
+            f"--model.args.{field} {value} is not one of {', '.join(KERNELS[field])}.",
+            f"--model.args.{field} {KERNELS[field][1]}",
+        )
+    package = _PACKAGES.get(value)
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise ConfigError(
+            f"--model.args.{field} {value} needs {package}, which is not installed.",
+            f"--model.args.{field} sdpa",
+        )
+
+
+def _plain(fields: Any) -> Any:
+    """The fields without those that name code or kernels, at any depth."""
+    if isinstance(fields, list):
+        return [_plain(one) for one in fields]
+    if not isinstance(fields, dict):
+        return fields
+    barred = ("auto_map", "custom_pipelines", "use_kernels", "kernel_config")
+    return {
+        key: _plain(value)
+        for key, value in fields.items()
+        if key not in barred and not str(key).removeprefix("_").startswith(tuple(KERNELS))
+    }
+
+
+# ---------------------------------------------------------------- the class
+
+
+def _class_for(
+    name: str, transformers: Any, config: Any, fields: Mapping[str, Any], head: object
+) -> type[Any]:
+    if head is not None:
+        return _class_of_head(name, config, str(head))
+    listed = fields.get("architectures")
+    architecture = str(listed[0]) if isinstance(listed, list) and listed else ""
+    found = getattr(transformers, architecture, None) if architecture.isidentifier() else None
+    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
+        raise ConfigError(
+            f"--model.name {name}: config.json names {architecture!a}, which transformers has not.",
+            _head_hint(config),
+        )
+    if _is_base(found, config):
+        raise ConfigError(
+            f"--model.name {name}: {architecture} returns neither logits nor a loss.", _head_hint(config)
+        )
+    return found
+
+
+def _is_base(cls: type[Any], config: Any) -> bool:
+    bases = importlib.import_module("transformers.models.auto.modeling_auto").MODEL_MAPPING
+    found = bases.get(type(config), ())
+    return cls in (found if isinstance(found, tuple) else (found,))
+
+
+def _class_of_head(name: str, config: Any, head: str) -> type[Any]:
+    if head not in HEADS:
+        raise ConfigError(f"--model.args.head {head} is not one of {', '.join(HEADS)}.", _head_hint(config))
+    mapping = _mapping(head)
+    if type(config) not in mapping:
+        raise ConfigError(
+            f"--model.name {name}: a {config.model_type} has no head {head}.", _head_hint(config)
+        )
+    found: Any = mapping[type(config)]
+    return found[0] if isinstance(found, tuple) else found
+
+
+def _mapping(head: str) -> Any:
+    auto = importlib.import_module("transformers.models.auto.modeling_auto")
+    return getattr(auto, f"MODEL_FOR_{HEADS[head]}_MAPPING")
+
+
+def _head_hint(config: Any) -> str:
+    fitting = [head for head in HEADS if type(config) in _mapping(head)]
+    return f"--model.args.head {fitting[0]}" if fitting else "--model.name my_module:factory"
+
+
+def _check_data(name: str, cls: type[Any], config: Any, facts: Mapping[str, Any]) -> None:
+    """Checks that the model has as many tokens and classes as the data."""
+    tokens, classes = facts.get("vocab_size"), facts.get("num_classes")
+    rows = getattr(config.get_text_config(), "vocab_size", None)
+    if tokens is not None and rows is not None and rows < tokens:
+        raise ConfigError(
+            f"--model.name {name} has a vocabulary of {rows}, the data of {tokens}.",
+            "data that was written with the model's own tokenizer",
+        )
+    if classes is not None and "Classification" in cls.__name__ and config.num_labels < classes:
+        head = next((one for one in HEADS if type(config) in _mapping(one) and "class" in one), "")
+        raise ConfigError(
+            f"--model.name {name} has {config.num_labels} classes, the data {classes}.",
+            f"--model.args.head {head} --model.args.num_labels {classes}",
+        )
+
+
+# ---------------------------------------------------------------- values that no file holds
+
+
+@functools.cache
+def _with_buffers(cls: Any) -> Any:
+    """The class with init_buffers(); its name stays, by which transformers chooses the loss."""
+    return type(cls.__name__, (cls,), {"init_buffers": _fill_buffers, "__module__": cls.__module__})
+
+
+def _fill_buffers(model: Any, device: torch.device) -> None:
+    """Fills the buffers that no state dict holds, as transformers does when it loads, and no others."""
+    saved = model.state_dict().keys()
+    unsaved = (name for name, _ in model.named_buffers() if name not in saved)
+    with torch.no_grad():
+        for path in dict.fromkeys(name.rpartition(".")[0] for name in unsaved):
+            initialise(model, path, {name for name in saved if name.startswith(f"{path}." if path else "")})
+
+
+def initialise(model: Any, path: str, kept: Collection[str]) -> None:
+    """Calls transformers' initialisation of one module; the tensors of the state dict in `kept` stay."""
+    from transformers import initialization
+
+    tensors = [tensor for name, tensor in model.state_dict(keep_vars=True).items() if name in kept]
+    for tensor in tensors:
+        setattr(tensor, _FLAG, True)
+    try:
+        with initialization.guard_torch_init_functions():
+            _owner(model, path)._init_weights(model.get_submodule(path))
+    finally:
+        for tensor in tensors:
+            if hasattr(tensor, _FLAG):  # a tied one is there twice
+                delattr(tensor, _FLAG)
+
+
+def _owner(model: Any, path: str) -> Any:
+    """The innermost transformers model around a module: it initialises that module."""
+    from transformers import PreTrainedModel
+
+    parts = path.split(".") if path else []
+    around = (model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts), -1, -1))
+    return next(module for module in around if isinstance(module, PreTrainedModel))
+
+
+def draw_missing(source: PretrainedFolder, name: str, seed: int) -> torch.Tensor:
+    """A tensor that the folder lacks, as transformers initialises it; a function of the seed and the name."""
+    with torch.device("meta"):
+        model: Any = source.build()
+    path, _, key = name.rpartition(".")
+    module = model.get_submodule(path)
+    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    for part, tensor in own:
+        real = torch.zeros_like(tensor, device="cpu")
+        setattr(module, part, nn.Parameter(real) if isinstance(tensor, nn.Parameter) else real)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(hash_seed(seed, name))
+        initialise(model, path, ())
+    return getattr(module, key).detach()
+
+
+def hash_seed(seed: int, name: str) -> int:
+    """A seed for one name: the same on every rank and in every process."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=4).digest(), "little")

@@ -1,0 +1,178 @@
+"""Names of a model's tensors in a folder of transformers: renamed, fused and split tensors.
+
+The rules are transformers' own (its conversion mapping). Both directions are computed on meta tensors first,
+so a tensor's place and shape are known before any byte is read. Not here: files.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp.models.parameter_names import all_names
+
+Shape = tuple[int, ...]
+
+
+@dataclass
+class Conversion:
+    """Tensors of a file from which transformers computes tensors of the model."""
+
+    rule: Any
+    target: str
+    sources: dict[str, list[str]] = field(default_factory=dict)
+    """Pattern → names in the files, in the order in which the rule reads them."""
+
+    def convert(self, model: Any, tensors: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
+        """`tensors` by pattern; the result by the model's names."""
+        rule = copy.deepcopy(self.rule)
+        for pattern, some in tensors.items():
+            for name, tensor in zip(self.sources[pattern], some, strict=False):
+                rule.add_tensor(self.target, name, pattern, tensor)
+        found = rule.convert(self.target, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
+
+    @property
+    def stacks_rows(self) -> bool:
+        """Whether row i of the result is made of the i-th tensor of each pattern alone, as for experts."""
+        first, *others = self.rule.operations
+        return (
+            type(first).__name__ == "MergeModulelist"
+            and first.dim == 0
+            and all(type(one).__name__ == "Concatenate" and one.dim > 0 for one in others)
+        )
+
+
+@dataclass
+class NamePlan:
+    """Where each tensor of a model is in the files. A tied tensor has the first of its names."""
+
+    plain: dict[str, list[str]] = field(default_factory=dict)
+    """Model's name → names in the files; several only if the files hold a tied tensor more than once."""
+    converted: dict[str, Conversion] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    misshapen: dict[str, Shape] = field(default_factory=dict)
+    """Model's name → its shape in the files."""
+
+
+def plan_names(model: Any, files: Mapping[str, Shape]) -> NamePlan:
+    """Maps the state dict of a meta model to tensors of the files, by name and shape."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    state = model.state_dict()
+    first = {name: names[0] for names in all_names(model).values() for name in names}
+    plan = NamePlan()
+    groups: dict[str, Conversion] = {}
+    shapes: dict[str, Shape] = {}
+    for key in _sorted(files):
+        name, pattern = _renamed(key, renamings, converters, model, state)
+        if name not in state:
+            plan.unexpected.append(key)
+        elif pattern is None:
+            plan.plain.setdefault(first[name], []).append(key)
+            shapes[first[name]] = files[key]
+        else:
+            rule = next(one for one in converters if pattern in one.source_patterns)
+            group = groups.setdefault(name, Conversion(rule, name))
+            group.sources.setdefault(pattern, []).append(key)
+    for group in groups.values():
+        for name, tensor in group.convert(model, _on_meta(group, files)).items():
+            plan.converted[first.get(name, name)] = group
+            shapes[first.get(name, name)] = tuple(tensor.shape)
+    _compare(plan, model, shapes)
+    return plan
+
+
+def _sorted(names: Mapping[str, Shape]) -> list[str]:
+    """In transformers' order: expert 2 before expert 10."""
+    from transformers.core_model_loading import dot_natural_key
+
+    return sorted(names, key=dot_natural_key)
+
+
+def _renamed(
+    key: str, renamings: list[Any], converters: list[Any], model: Any, state: dict[str, Tensor]
+) -> tuple[str, str | None]:
+    from transformers.core_model_loading import rename_source_key
+
+    prefix = model.base_model_prefix
+    name, pattern = rename_source_key(key, renamings, converters, prefix, state)
+    if name not in state and key in state:
+        name, pattern = rename_source_key(key, [], [], prefix, state)
+    return name, pattern
+
+
+def _on_meta(group: Conversion, files: Mapping[str, Shape]) -> dict[str, list[Tensor]]:
+    return {
+        pattern: [torch.empty(files[name], device="meta") for name in names]
+        for pattern, names in group.sources.items()
+    }
+
+
+def _compare(plan: NamePlan, model: Any, shapes: Mapping[str, Shape]) -> None:
+    """Fills in what does not fit, without what the model's class declares as optional."""
+    saved = model.state_dict()
+    tensors = {
+        name: tensor for name, tensor in [*model.named_parameters(), *model.named_buffers()] if name in saved
+    }
+    plan.missing = [name for name in tensors if name not in shapes]
+    found = SimpleNamespace(missing_keys=set(), unexpected_keys=set(plan.unexpected))
+    model._adjust_missing_and_unexpected_keys(found)
+    plan.unexpected = [name for name in plan.unexpected if name in found.unexpected_keys]
+    plan.misshapen = {
+        name: shape
+        for name, shape in shapes.items()
+        if name in tensors and tuple(tensors[name].shape) != shape
+    }
+
+
+# ---------------------------------------------------------------- out
+
+
+def saved_pieces(model: Any) -> dict[str, dict[str, Tensor]]:
+    """Model's name → the tensors that save_pretrained makes of it, as meta tensors by name.
+
+    A tied tensor is there once, under the name that transformers keeps. Where several tensors of the model
+    are saved as one, all keep the model's names, which transformers reads too.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    state = _untied(model)
+    whole = revert_weight_conversion(model, dict(state))
+    try:
+        pieces = {name: reverted(model, name, tensor) for name, tensor in state.items()}
+    except Exception:  # operations that need several tensors at once raise many classes
+        pieces = {}
+    names = {name: tuple(one.shape) for some in pieces.values() for name, one in some.items()}
+    if names == {name: tuple(one.shape) for name, one in whole.items()}:
+        return pieces
+    return {name: {name: tensor} for name, tensor in state.items()}
+
+
+def reverted(model: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """One tensor of the model as save_pretrained names and splits it."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(model, {name: tensor}))
+
+
+def _untied(model: Any) -> dict[str, Tensor]:
+    saved = model.state_dict()
+    kept = {}
+    for names in all_names(model).values():
+        some = [name for name in names if name in saved]
+        if some:
+            name = next((one for one in some if one not in model.all_tied_weights_keys), some[0])
+            kept[name] = saved[name]
+    return {name: kept[name] for name in saved if name in kept}
