@@ -25,14 +25,15 @@ def knob(
     high: float | None = None,
     above: float | None = None,
     common: bool = False,
+    names: tuple[str, ...] = (),
 ) -> Any:
-    """A field with its help, unit and range.
+    """A field with its help, unit and range. `names`: values of a text field beside package.module:NAME.
 
     --help prints the `help` of common fields; --help-all prints `help` and `detail` of every field.
     """
     metadata = {
         "help": help, "detail": detail, "unit": unit, "low": low, "high": high, "above": above,
-        "common": common,
+        "common": common, "names": names,
     }  # fmt: skip
     if isinstance(default, dict):
         return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
@@ -291,6 +292,9 @@ class PrecisionSection:
     )
 
 
+SCHEDULES = ("cosine", "linear", "constant", "wsd")
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimSection:
     """optimizer and learning-rate schedule"""
@@ -316,9 +320,16 @@ class OptimSection:
         "storage of Adam's moments: the master dtype, bf16, or 8 bits",
         "bf16 rounds stochastically; 8bit keeps a scale per block. Both save memory.",
     )
-    schedule: Literal["cosine", "linear", "constant"] = knob(
-        "cosine", "decay after warm-up: cosine, linear or constant", common=True
+    schedule: str = knob(
+        "cosine",
+        "cosine, linear, constant, wsd or package.module:function",
+        "After the warm-up, cosine and linear decay to the end, wsd (warm-up, stable, decay) over its last "
+        "part. function(step, total_steps, settings) returns the factor of --optim.lr, warm-up included; "
+        "settings are the fields of this section.",
+        common=True,
+        names=SCHEDULES,
     )
+    decay_share: float = knob(0.2, "wsd: part of the run in which the rate decays, linearly", above=0, high=1)
     warmup_steps: int = knob(
         -1, "steps up to the peak rate; -1: a twentieth of the run", unit="steps", low=-1, common=True
     )

@@ -1,4 +1,4 @@
-"""Optimizers, their parameter groups, and the learning rate as a pure function of the step.
+"""Optimizers and their parameter groups. Not here: the learning rate (schedule.py).
 
 Matrices decay, vectors and scalars do not. Parameters that are not sharded (0-dim ones) stand in groups of
 their own: a grouped kernel takes DTensors or plain tensors, never both.
@@ -6,7 +6,6 @@ their own: a grouped kernel takes DTensors or plain tensors, never both.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 import torch
@@ -26,20 +25,6 @@ class ShardedAdam(LocalShardAdam):
 
 
 class ShardedAdamW(LocalShardAdam, torch.optim.AdamW): ...
-
-
-def lr_at(section: OptimSection, step: int, total_steps: int) -> float:
-    """The rate of optimizer step `step` (counted from 1) of `total_steps`."""
-    warmup = section.warmup_steps if section.warmup_steps >= 0 else total_steps // 20
-    if step <= warmup:
-        return section.lr * step / max(1, warmup)
-    done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-    floor = section.min_lr_ratio
-    if section.schedule == "cosine":
-        return section.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done)))
-    if section.schedule == "linear":
-        return section.lr * (floor + (1 - floor) * (1 - done))
-    return section.lr
 
 
 def build_optimizer(section: OptimSection, model: nn.Module) -> torch.optim.Optimizer:

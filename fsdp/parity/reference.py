@@ -241,11 +241,18 @@ def _optimizer(section: OptimSection, trained: list[Any]) -> Any:
 
 def _rate(section: OptimSection, step: int, steps: int) -> float:
     """Linear warmup to the peak, then the schedule down to min_lr_ratio of it; steps count from 1."""
+    if ":" in section.schedule:
+        from fsdp.models import load_attribute
+
+        return section.lr * float(load_attribute(section.schedule, "--optim.schedule")(step, steps, section))
     warm = steps // 20 if section.warmup_steps < 0 else section.warmup_steps
     if step <= warm:
         return section.lr * step / warm
-    left = 1.0 - min(1.0, (step - warm) / max(1, steps - warm))
-    shape = {"constant": 1.0, "linear": left, "cosine": (1 - math.cos(math.pi * left)) / 2}[section.schedule]
+    if section.schedule == "wsd":
+        warm = max(warm, steps - round(section.decay_share * steps))
+    left = 1.0 - min(1.0, max(0, step - warm) / max(1, steps - warm))
+    cosine = (1 - math.cos(math.pi * left)) / 2
+    shape = {"constant": 1.0, "linear": left, "wsd": left, "cosine": cosine}[section.schedule]
     low = 1.0 if section.schedule == "constant" else section.min_lr_ratio
     return section.lr * (low + (1 - low) * shape)
 

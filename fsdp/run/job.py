@@ -29,6 +29,7 @@ from fsdp.models.kv_cache import turn_caches_off
 from fsdp.models.lora import adapted, apply_lora
 from fsdp.models.trainable import freeze
 from fsdp.models.unsharded import seeded
+from fsdp.optim.schedule import Schedule
 from fsdp.parallel import traffic
 from fsdp.parallel.comm_hooks import Hooks, check_divide, load_hooks
 from fsdp.parallel.device_check import check_device
@@ -53,6 +54,7 @@ class Job:
     total_steps: int
     dtypes: Dtypes
     hooks: Hooks
+    schedule: Schedule
 
     @property
     def data_identity(self) -> dict[str, int | str]:
@@ -83,15 +85,17 @@ def prepare(config: Config, *, world_size: int, num_nodes: int, device: torch.de
     batch = plan_batch(config.train, world_size)
     data = _data_of_this_node(config)
     cursor = Cursor(seed=config.run.seed, samples=len(data.train), global_batch=config.train.global_batch)
+    total_steps = _total_steps(config, data, cursor)
     return Job(
         data=data,
         spec=resolve_model(config.model, data.info.facts),
         sizes=sizes,
         batch=batch,
         cursor=cursor,
-        total_steps=_total_steps(config, data, cursor),
+        total_steps=total_steps,
         dtypes=resolve_dtypes(config.precision, device),
         hooks=load_hooks(config.comm),
+        schedule=Schedule(config.optim, total_steps),
     )
 
 

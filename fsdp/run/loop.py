@@ -40,7 +40,7 @@ from fsdp.models.unsharded import seed_streams
 from fsdp.optim.gradients import InTurn
 from fsdp.optim.loss_scale import LossScaler
 from fsdp.optim.nonfinite import Verdicts
-from fsdp.optim.optimizer import apply_hyperparameters, build_optimizer, lr_at
+from fsdp.optim.optimizer import apply_hyperparameters, build_optimizer
 from fsdp.optim.train_state import TrainState
 from fsdp.parallel.compile_cache import CompileCache, maybe_compile_cache
 from fsdp.parallel.float8 import maybe_scales
@@ -395,7 +395,7 @@ class _Loop:
                 f"step {step}: {self.claim.lost}.", "squeue or ps shows both runs: end one of them"
             )
         self.stopper.begin(step)
-        lr = lr_at(self.config.optim, step, self.job.total_steps)
+        lr = self.job.schedule.lr(step)
         result = self.train_step(batch, lr)
         self._count(batch, result)
         self.numbers.compare(step)
