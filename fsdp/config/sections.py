@@ -114,6 +114,12 @@ class TrainSection:
         low=0,
         common=True,
     )
+    loss: str = knob(
+        "",
+        "package.module:function(output, batch) in place of cross entropy or the model's own loss",
+        "It returns a loss for each sample or token, and optionally their weights. Each counts the same on "
+        "any number of ranks and micro-batches.",
+    )
     clip_grad_norm: float = knob(
         1.0, "clip gradients to this global norm; 0: no clipping", low=0, common=True
     )

@@ -19,7 +19,13 @@ from fsdp.base.errors import ConfigError
 from fsdp.config.reading import load, pair_flags, read_recipe
 from fsdp.config.sections import Config
 
-TRAINING_CODE = ("comm.all_reduce_hook", "comm.all_gather", "comm.reduce_scatter", "optim.schedule")
+TRAINING_CODE = (
+    "comm.all_reduce_hook",
+    "comm.all_gather",
+    "comm.reduce_scatter",
+    "optim.schedule",
+    "train.loss",
+)
 """Fields that may name code which only training runs."""
 STORES = ("file", "local", "s3", "gs", "gcs", "abfs", "az", "adl")
 _CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", re.ASCII)

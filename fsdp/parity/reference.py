@@ -58,7 +58,7 @@ class PlainLoop:
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(kept)
         self._start = {name: value.clone() for name, value in self.model.state_dict().items()}
-        self.loss = Loss(self.model, computed, self._samples(0))
+        self.loss = Loss(self.model, computed, self._samples(0), config.train.loss)
         self.rounds = (
             lower_precision_inside(self.model, lambda: self.loss.forward(self._samples(0)))
             if computed == kept
@@ -122,7 +122,7 @@ class Loss:
     on the whole batch at once: its value does not depend on a split, and a mesh has to reproduce it.
     """
 
-    def __init__(self, model: nn.Module, computed: Any, first: Mapping[str, Tensor]) -> None:
+    def __init__(self, model: nn.Module, computed: Any, first: Mapping[str, Tensor], path: str) -> None:
         import torch
 
         self._model, self._computed = model, computed
@@ -138,7 +138,14 @@ class Loss:
         )
         self._labels = next((name for name in ("labels", "targets") if name in self._passed), "")
         self._shifts, self.of_logits, self.by_piece = False, True, False
-        if self._labels:
+        self._custom = _custom_loss(path)
+        if self._custom is not None:
+            optional = {name for name, one in accepted.items() if one.default is not one.empty}
+            unread = (
+                set() if self._decoder else {"labels", "targets"} & (optional | {"labels"} - set(accepted))
+            )
+            self._passed -= unread
+        elif self._labels:
             with torch.no_grad():
                 self._detect_loss(first)
 
@@ -165,6 +172,8 @@ class Loss:
 
     def forward(self, batch: Mapping[str, Tensor]) -> Any:
         """(loss, logits, auxiliary loss). Labels are passed if the model's loss or decoder reads them."""
+        if self._custom is not None:
+            return self._raw(batch, self._passed)
         unread = (
             {self._labels} if self._labels == "labels" and self.of_logits and not self._decoder else set()
         )
@@ -172,6 +181,9 @@ class Loss:
 
     def parts(self, whole: Mapping[str, Tensor], pieces: list[Any]) -> Any:
         """Each piece's share of the mean, one at a time."""
+        if self._custom is not None:
+            yield from self._custom_parts(whole, pieces)
+            return
         if not self.of_logits:
             yield self.forward(whole)[0]
             return
@@ -184,7 +196,21 @@ class Loss:
                 total = total + self._router * auxiliary * own
             yield total / max(1, count)
 
+    def _custom_parts(self, whole: Mapping[str, Tensor], pieces: list[Any]) -> Any:
+        """The weights of the whole batch come from a first pass over the pieces."""
+        import torch
+
+        assert self._custom is not None
+        cut = [{name: value[rows] for name, value in whole.items()} for rows in pieces]
+        with torch.no_grad():
+            count = sum(float(self._custom(self.forward(piece), piece)[1]) for piece in cut)
+        for piece in cut:
+            yield self._custom(self.forward(piece), piece)[0] / (count or 1)
+
     def _call(self, batch: Mapping[str, Tensor], names: set[str]) -> Any:
+        return _unpacked(self._raw(batch, names))
+
+    def _raw(self, batch: Mapping[str, Tensor], names: set[str]) -> Any:
         """Parameters are cast for the computation; their gradients are in the dtype they are kept in."""
         import torch
 
@@ -192,7 +218,7 @@ class Loss:
         cast = {n: v.to(dtype) if v.is_floating_point() else v for n, v in batch.items()}
         lower = {n: p.to(dtype) if p.dim() else p for n, p in self._model.named_parameters()}
         given = {name: cast[name] for name in names}
-        return _unpacked(torch.func.functional_call(self._model, lower, (cast["inputs"],), given))
+        return torch.func.functional_call(self._model, lower, (cast["inputs"],), given)
 
 
 def _unpacked(output: Any) -> tuple[Any, Any, Any]:
@@ -204,6 +230,24 @@ def _unpacked(output: Any) -> tuple[Any, Any, Any]:
         return (first[0], second, None) if first[0] is not None else first
     values = output if isinstance(output, Mapping) else vars(output)
     return values.get("loss"), values.get("logits"), values.get("aux_loss")
+
+
+def _custom_loss(path: str) -> Callable[[Any, Any], tuple[Any, Any]] | None:
+    """The user's function as (sum of weighted losses, sum of weights)."""
+    if not path:
+        return None
+    from fsdp.models import load_attribute
+
+    function = load_attribute(path, "--train.loss")
+
+    def sums(output: Any, batch: Any) -> tuple[Any, Any]:
+        losses = function(output, batch)
+        losses, weights = losses if isinstance(losses, tuple) else (losses, losses.detach() * 0 + 1)
+        used = weights.nonzero(as_tuple=True)
+        losses = losses[used] if losses.element_size() == 8 else losses[used].float()
+        return (losses * weights[used]).sum(), weights.double().sum()
+
+    return sums
 
 
 def _counted(targets: Tensor, shifts: bool) -> int:

@@ -24,6 +24,7 @@ from fsdp.dist.mesh import MeshSizes
 from fsdp.memory.resting import RestingBytes, resting_bytes
 from fsdp.models import ModelSpec, to_empty
 from fsdp.models.blocks import blocks_of, find_units
+from fsdp.models.custom_loss import load_loss
 from fsdp.models.loss import LossFunction
 from fsdp.optim.loss_scale import LossScaler
 from fsdp.optim.optimizer import build_optimizer
@@ -94,7 +95,7 @@ def stage(ask: FakeRun) -> Iterator[Stage]:
     model = model_of(config, subject.spec)
     if ask.blocks:
         shorten(model, ask.blocks, config.mesh.wrap)
-    loss_function = LossFunction(model)
+    loss_function = LossFunction(model, load_loss(config.train.loss))
     # Compiled and float8 kernels cannot run on fake tensors; estimate.py names what that leaves out.
     speed = dataclasses.replace(config.speed, compile="false", float8="off", float8_emulate=False)
     if config.optim.state == "8bit":  # cached for all that follow; on fake tensors there would be no values
@@ -135,8 +136,9 @@ def trace_step(ask: FakeRun) -> Trace:
     try:
         return _watch(ask)
     except READS_VALUES as error:
+        loss = f", or --train.loss {ask.config.train.loss}," if ask.config.train.loss else ""
         raise ConfigError(
-            f"--model.name {ask.config.model.name} reads tensor values in its forward "
+            f"--model.name {ask.config.model.name} reads tensor values in its forward{loss} "
             f"({_first_line(error)}): a plan has shapes alone.",
             "torch.where, or masks of a fixed size, in place of .item(), nonzero() and if on a tensor",
         ) from error

@@ -25,6 +25,7 @@ from fsdp.models import ModelSpec
 from fsdp.models import resolve as resolve_model
 from fsdp.models.blocks import find_units
 from fsdp.models.checks import lacks_base, make_contiguous
+from fsdp.models.custom_loss import CustomLoss, load_loss
 from fsdp.models.kv_cache import turn_caches_off
 from fsdp.models.lora import adapted, apply_lora
 from fsdp.models.trainable import freeze
@@ -55,6 +56,7 @@ class Job:
     dtypes: Dtypes
     hooks: Hooks
     schedule: Schedule
+    loss: CustomLoss | None
 
     @property
     def data_identity(self) -> dict[str, int | str]:
@@ -96,6 +98,7 @@ def prepare(config: Config, *, world_size: int, num_nodes: int, device: torch.de
         dtypes=resolve_dtypes(config.precision, device),
         hooks=load_hooks(config.comm),
         schedule=Schedule(config.optim, total_steps),
+        loss=load_loss(config.train.loss),
     )
 
 

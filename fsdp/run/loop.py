@@ -157,7 +157,7 @@ def _set_up(
     facts, mfu_of, loss_function = (
         describe(config, job, model),
         setup.mfu_of(model, job, env),
-        LossFunction(model),
+        LossFunction(model, job.loss),
     )
     sharded = shard_model(
         model,
@@ -188,6 +188,7 @@ def _set_up(
         samples=job.data.train,
         root=sharded.root,
         units=sharded.units,
+        loss=job.loss,
     )
     oom.sees(oom_context)
     optimizer = build_optimizer(config.optim, sharded.root)
@@ -366,16 +367,18 @@ class _Loop:
     def _inspect_loss(self, *, resumed: bool) -> None:
         """Runs a forward of one or two samples on all ranks before the first step that depends on its result.
 
+        For a user's loss: whether it works with the model's output and returns what can be weighed.
         For a model that receives its labels: what its own loss is a mean over. For a resumed run with a short
         first batch: whether the model has a loss of its own (short batches are cut for one and masked
         otherwise, which differs in the last bits).
         """
+        custom = self.loss_function.custom is not None
         short = resumed and self._first_batch_is_short()
-        if not (self.loss_function.may_own or short):
+        if not (self.loss_function.may_own or custom or short):
             return
         rows = self.job.cursor.indices(self.state.step)[:2]
         data = read_batch(self.job.data.train, rows, f"rank {self.env.rank}, before the first step")
-        if not (self.loss_function.gives_labels(data) or short):
+        if not (self.loss_function.gives_labels(data) or custom or short):
             return
         one = Batch(data, torch.ones(len(rows), dtype=torch.bool), len(rows)).to(self.env.device)
         with self.sharded.evaluating():
