@@ -15,6 +15,7 @@ from fsdp.config.checks_memory import (
     check_float8,
     check_lora,
     check_memory,
+    check_optimizer,
     check_states,
 )
 from fsdp.config.sections import SCHEDULES, Config, OptimSection, ProfileSection
@@ -25,7 +26,16 @@ def check(config: Config) -> None:
     """Raises ConfigError for the first conflict between two fields. Needs no number of ranks."""
     for one in (_check_profile, _check_train, _check_mesh, _check_precision, _check_checkpoint, _check_ray):
         one(config)
-    for one in (check_memory, _check_watch, check_lora, check_comm, check_float8, check_states, check_ahead):
+    for one in (
+        check_memory,
+        check_optimizer,
+        _check_watch,
+        check_lora,
+        check_comm,
+        check_float8,
+        check_states,
+        check_ahead,
+    ):
         one(config)
 
 

@@ -298,6 +298,7 @@ class PrecisionSection:
     )
 
 
+OPTIMIZERS = ("adamw", "adam", "sgd")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 
 
@@ -305,7 +306,13 @@ SCHEDULES = ("cosine", "linear", "constant", "wsd")
 class OptimSection:
     """optimizer and learning-rate schedule"""
 
-    name: Literal["adamw", "adam", "sgd"] = knob("adamw", "adamw, adam or sgd", common=True)
+    name: str = knob(
+        "adamw",
+        "adamw, adam, sgd or package.module:factory",
+        "factory(named_parameters, *, lr, betas, weight_decay) returns a torch.optim.Optimizer.",
+        common=True,
+        names=OPTIMIZERS,
+    )
     lr: float = knob(5e-4, "peak learning rate", above=0, common=True)
     beta1: float = knob(0.9, "Adam: decay rate of the first moment", low=0, high=1)
     beta2: float = knob(0.95, "Adam: decay rate of the second moment", low=0, high=1)

@@ -24,6 +24,7 @@ TRAINING_CODE = (
     "comm.all_gather",
     "comm.reduce_scatter",
     "optim.schedule",
+    "optim.name",
     "train.loss",
 )
 """Fields that may name code which only training runs."""

@@ -232,6 +232,7 @@ def footprint_of(config: Config, scene: OomContext, device: torch.device) -> Foo
         checkpointing=config.memory.activation_checkpointing,
         counted=param,
         offload=config.memory.cpu_offload and device.type == "cuda",
+        own_optimizer=":" in config.optim.name,
         nvme=getattr(config.memory, "nvme", "off") != "off",
         ddp=scene.sizes.strategy == "ddp",
         recomputes=bool(blocks_of([list(unit) for unit in scene.units])),

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp.base.torch_private.tensors import LocalShardAdam
 from fsdp.config import OptimSection
+from fsdp.optim.custom_optimizer import LR_RATIO, build_custom, is_custom
 from fsdp.optim.small_states import SmallStateAdam, adapt_states, places_of
 
 
@@ -28,6 +29,8 @@ class ShardedAdamW(LocalShardAdam, torch.optim.AdamW): ...
 
 
 def build_optimizer(section: OptimSection, model: nn.Module) -> torch.optim.Optimizer:
+    if is_custom(section):
+        return build_custom(section, model)
     groups = parameter_groups(section, model.parameters())
     if section.state != "master":
         return SmallStateAdam(
@@ -64,6 +67,8 @@ def parameter_groups(section: OptimSection, parameters: Iterable[nn.Parameter]) 
 
 def apply_hyperparameters(section: OptimSection, optimizer: torch.optim.Optimizer) -> None:
     """After a restore: rates, decay and the form of the states follow the flags, not the checkpoint."""
+    if is_custom(section):
+        return  # its groups are as the factory made them; a restore changes none
     adapt_states(optimizer)
     fresh = {"betas": (section.beta1, section.beta2), "eps": section.eps, "momentum": section.momentum}
     decay = section.weight_decay if section.name == "adamw" else 0.0
@@ -73,5 +78,6 @@ def apply_hyperparameters(section: OptimSection, optimizer: torch.optim.Optimize
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Sets the rate of each group; those of a user's optimizer keep their ratio to it."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get(LR_RATIO, 1.0)

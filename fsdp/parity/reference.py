@@ -77,7 +77,9 @@ class PlainLoop:
         config = self._options.config(None, "", training)
         self.model.load_state_dict(self._start)
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        optimizer = _optimizer(config.optim, trained)
+        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        optimizer = _optimizer(config.optim, named)
+        ratios = [float(group["lr"]) / config.optim.lr for group in optimizer.param_groups]
         done = TrainingRecord(_parameters(self.model), {})
         for step in range(config.train.steps):
             whole = self._samples(step)
@@ -94,8 +96,9 @@ class PlainLoop:
             done.norms.append(
                 float(torch.nn.utils.clip_grad_norm_(trained, config.train.clip_grad_norm or math.inf))
             )
-            for group in optimizer.param_groups:
-                group["lr"] = _rate(config.optim, step + 1, config.train.steps)
+            rate = _rate(config.optim, step + 1, config.train.steps)
+            for group, ratio in zip(optimizer.param_groups, ratios, strict=True):
+                group["lr"] = rate * ratio
             optimizer.step()
         done.parameters = _parameters(self.model)
         return done
@@ -269,9 +272,12 @@ def _cross_entropy(logits: Tensor, targets: Tensor, shifts: bool) -> tuple[Tenso
 # ---------------------------------------------------------------- the update
 
 
-def _optimizer(section: OptimSection, trained: list[Any]) -> Any:
+def _optimizer(section: OptimSection, named: list[tuple[str, Any]]) -> Any:
     import torch
 
+    if ":" in section.name:
+        return _user_optimizer(section, named)
+    trained = [parameter for _, parameter in named]
     decay = section.weight_decay if section.name == "adamw" else 0.0
     groups = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": decay},
@@ -281,6 +287,20 @@ def _optimizer(section: OptimSection, trained: list[Any]) -> Any:
         return torch.optim.SGD(groups, lr=section.lr, momentum=section.momentum)
     kind = torch.optim.AdamW if section.name == "adamw" else torch.optim.Adam
     return kind(groups, lr=section.lr, betas=(section.beta1, section.beta2), eps=section.eps)
+
+
+def _user_optimizer(section: OptimSection, named: list[tuple[str, Any]]) -> Any:
+    from fsdp.models import load_attribute
+
+    factory = load_attribute(section.name, "--optim.name")
+    accepted = inspect.signature(factory).parameters
+    usual = {"lr": section.lr, "betas": (section.beta1, section.beta2), "weight_decay": section.weight_decay}
+    if any(one.kind is one.VAR_KEYWORD for one in accepted.values()):
+        given = usual
+    else:
+        given = {name: value for name, value in usual.items() if name in accepted}
+    others = {"eps": section.eps, "momentum": section.momentum}
+    return factory(named, **given, **{name: value for name, value in others.items() if name in accepted})
 
 
 def _rate(section: OptimSection, step: int, steps: int) -> float:

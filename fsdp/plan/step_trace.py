@@ -26,6 +26,7 @@ from fsdp.models import ModelSpec, to_empty
 from fsdp.models.blocks import blocks_of, find_units
 from fsdp.models.custom_loss import load_loss
 from fsdp.models.loss import LossFunction
+from fsdp.optim.custom_optimizer import is_custom
 from fsdp.optim.loss_scale import LossScaler
 from fsdp.optim.optimizer import build_optimizer
 from fsdp.optim.small_states import dynamic_map
@@ -118,8 +119,22 @@ def stage(ask: FakeRun) -> Iterator[Stage]:
             optimizer = build_optimizer(config.optim, sharded.root)
             if ask.device == "cuda":
                 _group_kernels(optimizer)
-            fill_optimizer(optimizer)
+            _fill(optimizer, config)
             yield Stage(sharded, loss_function, optimizer, buckets, subject)
+
+
+def _fill(optimizer: torch.optim.Optimizer, config: Config) -> None:
+    """Creates the optimizer's state; a user's optimizer may do what fake tensors do not support."""
+    try:
+        fill_optimizer(optimizer)
+    except Exception as error:
+        if not is_custom(config.optim):
+            raise
+        raise ConfigError(
+            f"--optim.name {config.optim.name} cannot step on fake tensors, which a plan needs "
+            f"({type(error).__name__}: {_first_line(error)}).",
+            "--optim.name adamw plans with two moments a parameter",
+        ) from error
 
 
 def _group_kernels(optimizer: torch.optim.Optimizer) -> None:

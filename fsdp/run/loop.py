@@ -37,6 +37,7 @@ from fsdp.dist.stop import Stopper
 from fsdp.memory.oom import OomContext, OutOfMemoryHandler
 from fsdp.models.loss import LossFunction
 from fsdp.models.unsharded import seed_streams
+from fsdp.optim.custom_optimizer import StateCheck, is_custom
 from fsdp.optim.gradients import InTurn
 from fsdp.optim.loss_scale import LossScaler
 from fsdp.optim.nonfinite import Verdicts
@@ -318,6 +319,9 @@ class _Loop:
             whole_update=isinstance(self.update, Whole),
         )
         self.branches = BranchCheck(self.sharded)
+        self.states: StateCheck | None = None
+        if is_custom(self.config.optim):
+            self.states = StateCheck(self.config.optim, self.state.optimizer, self.sharded.root)
         self.hooks = RunHooks(
             loss_function=self.loss_function,
             info=self.job.data.info,
@@ -330,6 +334,7 @@ class _Loop:
             scales=maybe_scales(
                 self.sharded.root, self.config.speed, sharded=self.job.sizes.strategy != "ddp"
             ),
+            states=self.states,
         )
         self.stopped: str | None = None
         self.evaluation: Evaluation | None = None
@@ -479,6 +484,8 @@ class _Loop:
     def _save(self, reason: str, *, wait: bool) -> None:
         self.phases.enter("save")
         self._settle()
+        if self.states is not None:
+            self.states.check()
         metrics = {} if self.recorder.last is None else {"loss": self.recorder.last.loss}
         metrics |= self.evaluation.values() if self.evaluation is not None else {}
         self.recorder.saving(self.state.step)

@@ -18,6 +18,7 @@ from fsdp.data.types import DataInfo
 from fsdp.dist import collectives
 from fsdp.dist.stop import Stopper
 from fsdp.models.loss import LossFunction
+from fsdp.optim.custom_optimizer import StateCheck
 from fsdp.optim.nonfinite import Verdicts
 from fsdp.parallel.float8 import Scales
 from fsdp.run.step import StepHooks
@@ -57,6 +58,7 @@ class RunHooks(StepHooks):
     verdicts: Verdicts
     checkpointer: Checkpointer
     scales: Scales | None
+    states: StateCheck | None
 
     def start(self, step: int, batch: StepBatch) -> None:
         """Starts the sum of the step's tokens."""
@@ -111,3 +113,5 @@ class RunHooks(StepHooks):
     def after_update(self) -> None:
         if self.scales is not None:
             self.scales.refresh()
+        if self.states is not None:
+            self.states.after_update()
