@@ -42,7 +42,7 @@ class Lion(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": 0.0})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for parameter in group["params"]:
@@ -111,7 +111,7 @@ def failing(named_parameters: Named, lr: float) -> Any:
 
 
 class ReadsValues(Lion):
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         assert all(float(p.grad.sum()) < 1e9 for group in self.param_groups for p in group["params"])
         super().step()
 
