@@ -15,9 +15,10 @@ from fsdp.config.checks_memory import (
     check_float8,
     check_lora,
     check_memory,
+    check_optimizer,
     check_states,
 )
-from fsdp.config.sections import Config, ProfileSection
+from fsdp.config.sections import SCHEDULES, Config, OptimSection, ProfileSection
 from fsdp.config.values import profile_steps, reshard_policy, worker_range
 
 
@@ -25,7 +26,16 @@ def check(config: Config) -> None:
     """Raises ConfigError for the first conflict between two fields. Needs no number of ranks."""
     for one in (_check_profile, _check_train, _check_mesh, _check_precision, _check_checkpoint, _check_ray):
         one(config)
-    for one in (check_memory, _check_watch, check_lora, check_comm, check_float8, check_states, check_ahead):
+    for one in (
+        check_memory,
+        check_optimizer,
+        _check_watch,
+        check_lora,
+        check_comm,
+        check_float8,
+        check_states,
+        check_ahead,
+    ):
         one(config)
 
 
@@ -47,10 +57,21 @@ def _check_train(config: Config) -> None:
             f"--train.stop_after {train.stop_after} is after the last step, --train.steps {train.steps}.",
             f"--train.stop_after {train.steps}",
         )
+    _check_schedule(config)
     if train.steps and config.optim.warmup_steps > train.steps:
         raise ConfigError(
             f"--optim.warmup_steps {config.optim.warmup_steps} is longer than --train.steps {train.steps}.",
             f"--optim.warmup_steps {train.steps // 20}",
+        )
+
+
+def _check_schedule(config: Config) -> None:
+    optim = config.optim
+    if optim.decay_share != OptimSection().decay_share and optim.schedule in SCHEDULES[:-1]:
+        raise ConfigError(
+            f"--optim.decay_share {optim.decay_share:g} has no effect under "
+            f"--optim.schedule {optim.schedule}.",
+            "--optim.schedule wsd",
         )
 
 

@@ -125,6 +125,19 @@ def check_ahead(config: Config) -> None:
         )
 
 
+def check_optimizer(config: Config) -> None:
+    """A user's optimizer keeps states of its own, and has the kernels that its factory selects."""
+    optim, memory = config.optim, config.memory
+    if ":" not in optim.name:
+        return
+    others = (
+        ("memory.nvme", memory.nvme, memory.nvme != "off"),
+        ("optim.state", optim.state, optim.state != "master"),
+        ("optim.fused", optim.fused, optim.fused != "auto"),
+    )
+    _refuse_beside(f"optim.name {optim.name}", others, "--optim.name adamw")
+
+
 def check_states(config: Config) -> None:
     optim = config.optim
     if optim.state == "master":

@@ -125,4 +125,6 @@ def _wrap(text: str, first: str, then: str) -> Iterator[str]:
 def _type_name(spec: FieldSpec) -> str:
     if typing.get_origin(spec.type) is Literal:
         return "|".join(typing.get_args(spec.type))
+    if spec.meta["names"]:
+        return "|".join((*spec.meta["names"], "MODULE:NAME"))
     return {int: "INT", float: "FLOAT", bool: "true|false", str: "TEXT"}[spec.type]

@@ -25,14 +25,15 @@ def knob(
     high: float | None = None,
     above: float | None = None,
     common: bool = False,
+    names: tuple[str, ...] = (),
 ) -> Any:
-    """A field with its help, unit and range.
+    """A field with its help, unit and range. `names`: values of a text field beside package.module:NAME.
 
     --help prints the `help` of common fields; --help-all prints `help` and `detail` of every field.
     """
     metadata = {
         "help": help, "detail": detail, "unit": unit, "low": low, "high": high, "above": above,
-        "common": common,
+        "common": common, "names": names,
     }  # fmt: skip
     if isinstance(default, dict):
         return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
@@ -112,6 +113,12 @@ class TrainSection:
         unit="samples",
         low=0,
         common=True,
+    )
+    loss: str = knob(
+        "",
+        "package.module:function(output, batch) in place of cross entropy or the model's own loss",
+        "It returns a loss for each sample or token, and optionally their weights. Each counts the same on "
+        "any number of ranks and micro-batches.",
     )
     clip_grad_norm: float = knob(
         1.0, "clip gradients to this global norm; 0: no clipping", low=0, common=True
@@ -302,11 +309,21 @@ class PrecisionSection:
     )
 
 
+OPTIMIZERS = ("adamw", "adam", "sgd")
+SCHEDULES = ("cosine", "linear", "constant", "wsd")
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimSection:
     """optimizer and learning-rate schedule"""
 
-    name: Literal["adamw", "adam", "sgd"] = knob("adamw", "adamw, adam or sgd", common=True)
+    name: str = knob(
+        "adamw",
+        "adamw, adam, sgd or package.module:factory",
+        "factory(named_parameters, *, lr, betas, weight_decay) returns a torch.optim.Optimizer.",
+        common=True,
+        names=OPTIMIZERS,
+    )
     lr: float = knob(5e-4, "peak learning rate", above=0, common=True)
     beta1: float = knob(0.9, "Adam: decay rate of the first moment", low=0, high=1)
     beta2: float = knob(0.95, "Adam: decay rate of the second moment", low=0, high=1)
@@ -327,9 +344,16 @@ class OptimSection:
         "storage of Adam's moments: the master dtype, bf16, or 8 bits",
         "bf16 rounds stochastically; 8bit keeps a scale per block. Both save memory.",
     )
-    schedule: Literal["cosine", "linear", "constant"] = knob(
-        "cosine", "decay after warm-up: cosine, linear or constant", common=True
+    schedule: str = knob(
+        "cosine",
+        "cosine, linear, constant, wsd or package.module:function",
+        "After the warm-up, cosine and linear decay to the end, wsd (warm-up, stable, decay) over its last "
+        "part. function(step, total_steps, settings) returns the factor of --optim.lr, warm-up included; "
+        "settings are the fields of this section.",
+        common=True,
+        names=SCHEDULES,
     )
+    decay_share: float = knob(0.2, "wsd: part of the run in which the rate decays, linearly", above=0, high=1)
     warmup_steps: int = knob(
         -1, "steps up to the peak rate; -1: a twentieth of the run", unit="steps", low=-1, common=True
     )

@@ -2,8 +2,9 @@
 
 Used by the tools that read RUN (report, predict, checkpoint). `model.name` and `data.name` may name code, as
 package.module:factory; such a name is accepted only if the command line contains it too, in --trust-code or
-in a flag of its field. The hooks of [comm] are for training and are dropped. A recipe given with --config is
-trusted and read by reading.py. Not here: the import itself (fsdp/models/factory.py).
+in a flag of its field. Code that only training runs (hooks, schedules) is dropped: the default replaces it. A
+recipe given with --config is trusted and read by reading.py. Not here: the import itself
+(fsdp/models/factory.py).
 """
 
 from __future__ import annotations
@@ -18,7 +19,15 @@ from fsdp.base.errors import ConfigError
 from fsdp.config.reading import load, pair_flags, read_recipe
 from fsdp.config.sections import Config
 
-HOOKS = ("comm.all_reduce_hook", "comm.all_gather", "comm.reduce_scatter")
+TRAINING_CODE = (
+    "comm.all_reduce_hook",
+    "comm.all_gather",
+    "comm.reduce_scatter",
+    "optim.schedule",
+    "optim.name",
+    "train.loss",
+)
+"""Fields that may name code which only training runs."""
 STORES = ("file", "local", "s3", "gs", "gcs", "abfs", "az", "adl")
 _CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*", re.ASCII)
 TRUST_HELP = "PACKAGE.MODULE:NAME that RUN/config.toml names and that may be imported; may be repeated"
@@ -37,10 +46,18 @@ def load_run_config(
     """
     given = dict(pair_flags(flags))
     values = _without_downloads(read_recipe(str(run / "config.toml")))
-    values = {name: value for name, value in values.items() if not name.startswith((*forgotten, *HOOKS))}
+    values = {name: value for name, value in values.items() if not name.startswith(forgotten)}
+    values = _without_training_code(values)
     config = load([], values | given)
     check_code(run, config, {*trusted, *given.values()})
     return config
+
+
+def _without_training_code(values: dict[str, Any]) -> dict[str, Any]:
+    """Drops fields that name code for training, and with one of [optim] all of that section."""
+    code = {name for name in TRAINING_CODE if ":" in str(values.get(name, ""))}
+    optim = "optim." if any(name.startswith("optim.") for name in code) else "-"
+    return {name: value for name, value in values.items() if name not in code and not name.startswith(optim)}
 
 
 def _without_downloads(values: dict[str, Any]) -> dict[str, Any]:

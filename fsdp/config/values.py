@@ -21,12 +21,14 @@ from fsdp.config.fields import FieldSpec
 def parse_value(spec: FieldSpec, value: Any) -> Any:
     """Converts a string from a flag, or a TOML value, to the field's type, and checks its range."""
     choices = typing.get_args(spec.type) if typing.get_origin(spec.type) is Literal else ()
-    if choices:
+    names = choices or spec.meta["names"]
+    if names:
         text = str(value).lower() if isinstance(value, bool) else str(value)
-        if text not in choices:
+        if text not in names and (choices or ":" not in text):
+            more = "" if choices else " or package.module:function"
             raise ConfigError(
-                f"--{spec.name} {value} is not one of {', '.join(choices)}.",
-                _choice_hint(spec, text, choices),
+                f"--{spec.name} {value} is not one of {', '.join(names)}{more}.",
+                _choice_hint(spec, text, names),
             )
         return text
     if spec.type is bool:

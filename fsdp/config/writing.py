@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fsdp.config.fields import flatten
+from fsdp.config.fields import FIELDS, flatten
 from fsdp.config.sections import LAUNCHERS_OWN, Config
 
 
@@ -68,6 +68,10 @@ NOT_TRAINED = {
 """Sections and fields that define where and how the run is executed, not what is trained."""
 
 
+ADDED_LATER = ("optim.decay_share", "train.loss")
+"""Fields whose default trains as before they existed: at it, hashes of older checkpoints stay equal."""
+
+
 def config_hash(config: Config) -> str:
     """Hash of what is trained: equal for runs that differ only in where and how they are executed."""
     kept = {
@@ -76,4 +80,7 @@ def config_hash(config: Config) -> str:
         if not {name, name.partition(".")[0]} & NOT_TRAINED
     }
     kept["speed.float8"] = config.speed.float8
+    for name in ADDED_LATER:
+        if kept[name] == FIELDS[name].default:
+            del kept[name]
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -131,7 +131,7 @@ class Stopper:
     def sum_with(
         self, loss: Tensor, behind: Tensor | None = None, signature: Callable[[], int] = lambda: 0
     ) -> Sum:
-        """Sum a step's loss over the ranks, once a step: the first number of the result is that sum.
+        """Sum a step's loss over the ranks, once a step: the first numbers of the result are those of `loss`.
 
         On a device the sum runs during the backward, on the host it starts after the backward of `behind`.
         `signature` (fsdp/watch/branch_check.py) is called after that backward too.
@@ -139,10 +139,10 @@ class Stopper:
         if not self.on_host:
             if behind is not None:
                 call_after_backward(behind, lambda: self._sign(signature()))
-            return Sum(loss.view(1))
+            return Sum(loss.view(-1))
         number = self._number()
         self._pending = Sum(
-            lambda: torch.cat([loss.view(1), self._numbers(signature(), number)]), behind=behind
+            lambda: torch.cat([loss.view(-1), self._numbers(signature(), number)]), behind=behind
         )
         return self._pending
 

@@ -39,6 +39,7 @@ from fsdp.memory.oom_advice import Advice, Footprint, Suggestion, advise
 from fsdp.memory.oom_estimate import activation_bytes
 from fsdp.memory.resting import resting_bytes
 from fsdp.models.blocks import blocks_of, find_units
+from fsdp.models.custom_loss import CustomLoss
 from fsdp.parallel.activations import apply_activation_checkpointing
 
 MESSAGES = (
@@ -74,6 +75,7 @@ class OomContext:
     samples: Samples
     root: nn.Module
     units: Sequence[Sequence[nn.Module]]
+    loss: CustomLoss | None = None
     optimizer: torch.optim.Optimizer | None = None
     phases: Phases | None = None
 
@@ -197,7 +199,8 @@ class ActivationEstimates:
             apply_activation_checkpointing(find_units(model, self.config.mesh.wrap), memory)
 
         batch = self.scene.samples.batch(np.arange(micro, dtype=np.int64) % len(self.scene.samples))
-        return activation_bytes(self.scene.build(), batch, self.device, self.scene.dtypes[1], prepare)
+        built, computed = self.scene.build(), self.scene.dtypes[1]
+        return activation_bytes(built, batch, self.device, computed, prepare, self.scene.loss)
 
 
 def footprint_of(config: Config, scene: OomContext, device: torch.device) -> Footprint:
@@ -229,6 +232,7 @@ def footprint_of(config: Config, scene: OomContext, device: torch.device) -> Foo
         checkpointing=config.memory.activation_checkpointing,
         counted=param,
         offload=config.memory.cpu_offload and device.type == "cuda",
+        own_optimizer=":" in config.optim.name,
         nvme=getattr(config.memory, "nvme", "off") != "off",
         ddp=scene.sizes.strategy == "ddp",
         recomputes=bool(blocks_of([list(unit) for unit in scene.units])),

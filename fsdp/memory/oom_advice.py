@@ -45,6 +45,8 @@ class Footprint:
     offload: bool = False
     nvme: bool = False
     ddp: bool = False
+    own_optimizer: bool = False
+    """A user's: its states have no other form, and move to no file."""
 
     @property
     def total(self) -> int:
@@ -164,7 +166,7 @@ def _moved(now: Footprint, device: str) -> Iterator[Step]:
     if now.param == 4:
         half = change(now, param=2)
         yield "--precision.param bf16", half, "computes in bf16: losses differ in the third digit"
-    if now.state == 2 * now.master == 8 and not now.nvme:
+    if now.state == 2 * now.master == 8 and not now.nvme and not now.own_optimizer:
         half = change(now, state=now.state / 2)
         yield "--optim.state bf16", half, "keeps Adam's moments in bf16, with stochastic rounding"
     if device == "cuda" and not now.offload and not now.ddp:
@@ -173,7 +175,7 @@ def _moved(now: Footprint, device: str) -> Iterator[Step]:
             change(now, offload=True),
             "copies shards over the bus; the update runs on the host",
         )
-    if not now.nvme and not now.offload and now.state:
+    if not now.nvme and not now.offload and now.state and not now.own_optimizer:
         yield (
             "--memory.nvme optimizer --memory.nvme_dir DIR",
             change(now, nvme=True),

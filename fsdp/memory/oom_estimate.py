@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fsdp.base.torch_private.fake import FakeTensorMode
 from fsdp.memory.account_storages import StorageTracker
 from fsdp.memory.account_timeline import Mark
+from fsdp.models.custom_loss import CustomLoss
 from fsdp.models.loss import LossFunction
 
 Prepare = Callable[[nn.Module], None]
@@ -23,10 +24,15 @@ Prepare = Callable[[nn.Module], None]
 
 
 def activation_bytes(
-    model: nn.Module, batch: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype, prepare: Prepare
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    prepare: Prepare,
+    loss: CustomLoss | None = None,
 ) -> int:
     """Peak bytes of activations. `model` is on the meta device and cannot be used afterwards."""
-    loss_function = LossFunction(model)
+    loss_function = LossFunction(model, loss)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         _place(model, device, dtype)
         prepare(model)

@@ -51,5 +51,6 @@ def state_bytes(section: OptimSection, trained: Iterable[nn.Parameter], itemsize
     """Optimizer states of whole parameters that are `itemsize` bytes an element."""
     if section.state != "master":
         return sum(moment_bytes(p, section.state) for p in trained)
-    moments = {"adamw": 2, "adam": 2, "sgd": 1 if section.momentum else 0}[section.name]
+    # A user's optimizer counts as Adam: what it keeps is unknown before its first step.
+    moments = {"sgd": 1 if section.momentum else 0}.get(section.name, 2)
     return moments * itemsize * sum(p.numel() for p in trained)

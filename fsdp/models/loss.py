@@ -13,7 +13,7 @@ the number of labels.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fsdp.models.checks import check_one_number
+from fsdp.models.custom_loss import CustomLoss
 
 IGNORED = -100
 LABELS = ("labels", "targets")
@@ -39,10 +40,15 @@ AUXILIARY = (
 
 @dataclass(frozen=True)
 class LossParts:
-    """loss_sum over the weight of the global batch is the mean. `correct` is counted in evaluation."""
+    """loss_sum over the weight of the global batch is the mean. `correct` is counted in evaluation.
+
+    `weight` is this micro-batch's part of that weight if a user's loss returned it; None if it is known from
+    the data.
+    """
 
     loss_sum: Tensor
     correct: Tensor | None
+    weight: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -80,9 +86,12 @@ class OwnLoss:
 class LossFunction:
     """Calls a model with the arguments of its forward. Created before sharding, which replaces forward."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, custom: CustomLoss | None = None) -> None:
+        """`custom` replaces the cross entropy and the model's own loss."""
+        self.custom = custom
         parameters = inspect.signature(model.forward).parameters
         self._accepts = set(parameters)
+        self._optional = {name for name, one in parameters.items() if one.default is not one.empty}
         self._accepts_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self._own_loss: bool | None = True if "targets" in parameters else None
         self._own: OwnLoss | None = None
@@ -100,12 +109,15 @@ class LossFunction:
         self, model: nn.Module, data: Mapping[str, Tensor], valid: Tensor, valid_rows: int
     ) -> LossParts:
         """`valid` marks the first `valid_rows` rows; the others are padding and add nothing."""
+        if self.custom is not None:
+            output = self._call(model, data, withheld=self._unread)
+            loss_sum, weight = self.custom.sums(output, data, valid)
+            return LossParts(loss_sum, None, weight)
         if valid_rows < len(valid) and self._cuts_padding:
             # The model's own loss cannot be masked by row: it is called without the padding.
             data, valid = {k: v[: max(valid_rows, 1)] for k, v in data.items()}, valid[: max(valid_rows, 1)]
-        output = read_output(
-            self._call(model, data, withheld=self._own.labels if self._own and self._own.withheld else "")
-        )
+        unread = {self._own.labels} if self._own and self._own.withheld else set()
+        output = read_output(self._call(model, data, withheld=unread))
         if self._own is not None:
             # Without the model's loss: the memory of its graph is freed before this loss is computed.
             return own_parts(self._own, Output(None, output.logits, output.auxiliary), data, valid)
@@ -120,6 +132,10 @@ class LossFunction:
         """Determines the model's own loss from one forward of these samples, without gradients and in eval
         mode; the same samples on every rank. Returns a warning for the user, or "".
         """
+        if self.custom is not None:
+            rows = torch.ones(len(data["inputs"]), dtype=torch.bool, device=data["inputs"].device)
+            self.custom.trial(self._call(model, data, withheld=self._unread), data, rows)
+            return ""
         name = self.gives_labels(data)
         data = _with_labels(data, name)
         output = read_output(self._call(model, data))
@@ -146,6 +162,11 @@ class LossFunction:
         return next((name for name in LABELS if name in data and self._passes(name)), "")
 
     @property
+    def _unread(self) -> set[str]:
+        """Labels that the model need not receive: a user's loss replaces the one that it would compute."""
+        return set() if self._decodes_labels else set(LABELS) & (self._optional | {"labels"} - self._accepts)
+
+    @property
     def shifts(self) -> bool:
         """Whether the first label of each row is unused."""
         return self._own is not None and self._own.shifted
@@ -165,16 +186,16 @@ class LossFunction:
     def _passes(self, name: str) -> bool:
         return name in self._accepts or (self._accepts_all and name != "targets")
 
-    def _call(self, model: nn.Module, data: Mapping[str, Tensor], withheld: str = "") -> Any:
+    def _call(self, model: nn.Module, data: Mapping[str, Tensor], withheld: Collection[str] = ()) -> Any:
         extra = {
             k: self._cast(model, v)
             for k, v in data.items()
-            if k not in ("inputs", withheld) and self._passes(k)
+            if k != "inputs" and k not in withheld and self._passes(k)
         }
         return model(self._cast(model, data["inputs"]), **extra)
 
     def _same_without(self, model: nn.Module, data: Mapping[str, Tensor], name: str, logits: Tensor) -> bool:
-        alone = read_output(self._call(model, data, withheld=name)).logits
+        alone = read_output(self._call(model, data, withheld={name})).logits
         return (
             alone is not None
             and alone.shape == logits.shape

@@ -144,11 +144,12 @@ class Verdicts:
 
 def _reads_verdicts(optimizer: torch.optim.Optimizer, root: nn.Module) -> bool:
     """Whether the optimizer's kernel can skip an update: torch's fused Adam only. SGD's first skipped update
-    would leave its momentum uninitialised.
+    would leave its momentum uninitialised; a subclass of a user may have another step.
     """
     device = next(root.parameters()).device
     return (
         device.type in DEVICES_THAT_SKIP
         and isinstance(optimizer, torch.optim.Adam)
+        and type(optimizer).__module__.startswith(("torch.optim", "fsdp."))
         and all(group.get("fused") for group in optimizer.param_groups)
     )

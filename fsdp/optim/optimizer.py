@@ -1,4 +1,4 @@
-"""Optimizers, their parameter groups, and the learning rate as a pure function of the step.
+"""Optimizers and their parameter groups. Not here: the learning rate (schedule.py).
 
 Matrices decay, vectors and scalars do not. Parameters that are not sharded (0-dim ones) stand in groups of
 their own: a grouped kernel takes DTensors or plain tensors, never both.
@@ -6,7 +6,6 @@ their own: a grouped kernel takes DTensors or plain tensors, never both.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 import torch
@@ -15,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp.base.torch_private.tensors import LocalShardAdam
 from fsdp.config import OptimSection
+from fsdp.optim.custom_optimizer import LR_RATIO, build_custom, is_custom
 from fsdp.optim.small_states import SmallStateAdam, adapt_states, places_of
 
 
@@ -28,21 +28,9 @@ class ShardedAdam(LocalShardAdam):
 class ShardedAdamW(LocalShardAdam, torch.optim.AdamW): ...
 
 
-def lr_at(section: OptimSection, step: int, total_steps: int) -> float:
-    """The rate of optimizer step `step` (counted from 1) of `total_steps`."""
-    warmup = section.warmup_steps if section.warmup_steps >= 0 else total_steps // 20
-    if step <= warmup:
-        return section.lr * step / max(1, warmup)
-    done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-    floor = section.min_lr_ratio
-    if section.schedule == "cosine":
-        return section.lr * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * done)))
-    if section.schedule == "linear":
-        return section.lr * (floor + (1 - floor) * (1 - done))
-    return section.lr
-
-
 def build_optimizer(section: OptimSection, model: nn.Module) -> torch.optim.Optimizer:
+    if is_custom(section):
+        return build_custom(section, model)
     groups = parameter_groups(section, model.parameters())
     if section.state != "master":
         return SmallStateAdam(
@@ -79,6 +67,8 @@ def parameter_groups(section: OptimSection, parameters: Iterable[nn.Parameter]) 
 
 def apply_hyperparameters(section: OptimSection, optimizer: torch.optim.Optimizer) -> None:
     """After a restore: rates, decay and the form of the states follow the flags, not the checkpoint."""
+    if is_custom(section):
+        return  # its groups are as the factory made them; a restore changes none
     adapt_states(optimizer)
     fresh = {"betas": (section.beta1, section.beta2), "eps": section.eps, "momentum": section.momentum}
     decay = section.weight_decay if section.name == "adamw" else 0.0
@@ -88,5 +78,6 @@ def apply_hyperparameters(section: OptimSection, optimizer: torch.optim.Optimize
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Sets the rate of each group; those of a user's optimizer keep their ratio to it."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get(LR_RATIO, 1.0)

@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import Any
 
 from fsdp import config as configuration
-from fsdp.config import Config
+from fsdp.config import Config, OptimSection
 
 BOUNDS = {"fp64": 1e-10, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
 PRECISION: Mapping[str, Mapping[str, Any]] = {
@@ -49,7 +49,7 @@ class Comparison(StrEnum):
             return {}
         sgd = {
             "optim.name": "sgd", "optim.momentum": 0.5, "optim.state": "master", "optim.schedule": "constant",
-            "optim.warmup_steps": 0,
+            "optim.decay_share": OptimSection().decay_share, "optim.warmup_steps": 0,
         }  # fmt: skip
         if self is Comparison.GRADIENT:
             return {**sgd, "optim.lr": FAR, "train.clip_grad_norm": 0.0, "train.steps": 1}

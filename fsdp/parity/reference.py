@@ -60,7 +60,7 @@ class PlainLoop:
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(kept)
         self._start = {name: value.clone() for name, value in self.model.state_dict().items()}
-        self.loss = Loss(self.model, computed, self._samples(0))
+        self.loss = Loss(self.model, computed, self._samples(0), config.train.loss)
         self.rounds = (
             lower_precision_inside(self.model, lambda: self.loss.forward(self._samples(0)))
             if computed == kept
@@ -79,7 +79,9 @@ class PlainLoop:
         config = self._options.config(None, "", training)
         self.model.load_state_dict(self._start)
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        optimizer = _optimizer(config.optim, trained)
+        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        optimizer = _optimizer(config.optim, named)
+        ratios = [float(group["lr"]) / config.optim.lr for group in optimizer.param_groups]
         done = TrainingRecord(_parameters(self.model), {})
         for step in range(config.train.steps):
             whole = self._samples(step)
@@ -96,8 +98,9 @@ class PlainLoop:
             done.norms.append(
                 float(torch.nn.utils.clip_grad_norm_(trained, config.train.clip_grad_norm or math.inf))
             )
-            for group in optimizer.param_groups:
-                group["lr"] = _rate(config.optim, step + 1, config.train.steps)
+            rate = _rate(config.optim, step + 1, config.train.steps)
+            for group, ratio in zip(optimizer.param_groups, ratios, strict=True):
+                group["lr"] = rate * ratio
             optimizer.step()
         done.parameters = _parameters(self.model)
         return done
@@ -124,7 +127,7 @@ class Loss:
     on the whole batch at once: its value does not depend on a split, and a mesh has to reproduce it.
     """
 
-    def __init__(self, model: nn.Module, computed: Any, first: Mapping[str, Tensor]) -> None:
+    def __init__(self, model: nn.Module, computed: Any, first: Mapping[str, Tensor], path: str) -> None:
         import torch
 
         self._model, self._computed = model, computed
@@ -140,7 +143,14 @@ class Loss:
         )
         self._labels = next((name for name in ("labels", "targets") if name in self._passed), "")
         self._shifts, self.of_logits, self.by_piece = False, True, False
-        if self._labels:
+        self._custom = _custom_loss(path)
+        if self._custom is not None:
+            optional = {name for name, one in accepted.items() if one.default is not one.empty}
+            unread = (
+                set() if self._decoder else {"labels", "targets"} & (optional | {"labels"} - set(accepted))
+            )
+            self._passed -= unread
+        elif self._labels:
             with torch.no_grad():
                 self._detect_loss(first)
 
@@ -167,6 +177,8 @@ class Loss:
 
     def forward(self, batch: Mapping[str, Tensor]) -> Any:
         """(loss, logits, auxiliary loss). Labels are passed if the model's loss or decoder reads them."""
+        if self._custom is not None:
+            return self._raw(batch, self._passed)
         unread = (
             {self._labels} if self._labels == "labels" and self.of_logits and not self._decoder else set()
         )
@@ -174,6 +186,9 @@ class Loss:
 
     def parts(self, whole: Mapping[str, Tensor], pieces: list[Any]) -> Any:
         """Each piece's share of the mean, one at a time."""
+        if self._custom is not None:
+            yield from self._custom_parts(whole, pieces)
+            return
         if not self.of_logits:
             yield self.forward(whole)[0]
             return
@@ -186,7 +201,21 @@ class Loss:
                 total = total + self._router * auxiliary * own
             yield total / max(1, count)
 
+    def _custom_parts(self, whole: Mapping[str, Tensor], pieces: list[Any]) -> Any:
+        """The weights of the whole batch come from a first pass over the pieces."""
+        import torch
+
+        assert self._custom is not None
+        cut = [{name: value[rows] for name, value in whole.items()} for rows in pieces]
+        with torch.no_grad():
+            count = sum(float(self._custom(self.forward(piece), piece)[1]) for piece in cut)
+        for piece in cut:
+            yield self._custom(self.forward(piece), piece)[0] / (count or 1)
+
     def _call(self, batch: Mapping[str, Tensor], names: set[str]) -> Any:
+        return _unpacked(self._raw(batch, names))
+
+    def _raw(self, batch: Mapping[str, Tensor], names: set[str]) -> Any:
         """Parameters are cast for the computation; their gradients are in the dtype they are kept in."""
         import torch
 
@@ -194,7 +223,7 @@ class Loss:
         cast = {n: v.to(dtype) if v.is_floating_point() else v for n, v in batch.items()}
         lower = {n: p.to(dtype) if p.dim() else p for n, p in self._model.named_parameters()}
         given = {name: cast[name] for name in names}
-        return _unpacked(torch.func.functional_call(self._model, lower, (cast["inputs"],), given))
+        return torch.func.functional_call(self._model, lower, (cast["inputs"],), given)
 
 
 def _unpacked(output: Any) -> tuple[Any, Any, Any]:
@@ -206,6 +235,24 @@ def _unpacked(output: Any) -> tuple[Any, Any, Any]:
         return (first[0], second, None) if first[0] is not None else first
     values = output if isinstance(output, Mapping) else vars(output)
     return values.get("loss"), values.get("logits"), values.get("aux_loss")
+
+
+def _custom_loss(path: str) -> Callable[[Any, Any], tuple[Any, Any]] | None:
+    """The user's function as (sum of weighted losses, sum of weights)."""
+    if not path:
+        return None
+    from fsdp.models import load_attribute
+
+    function = load_attribute(path, "--train.loss")
+
+    def sums(output: Any, batch: Any) -> tuple[Any, Any]:
+        losses = function(output, batch)
+        losses, weights = losses if isinstance(losses, tuple) else (losses, losses.detach() * 0 + 1)
+        used = weights.nonzero(as_tuple=True)
+        losses = losses[used] if losses.element_size() == 8 else losses[used].float()
+        return (losses * weights[used]).sum(), weights.double().sum()
+
+    return sums
 
 
 def _counted(targets: Tensor, shifts: bool) -> int:
@@ -227,9 +274,12 @@ def _cross_entropy(logits: Tensor, targets: Tensor, shifts: bool) -> tuple[Tenso
 # ---------------------------------------------------------------- the update
 
 
-def _optimizer(section: OptimSection, trained: list[Any]) -> Any:
+def _optimizer(section: OptimSection, named: list[tuple[str, Any]]) -> Any:
     import torch
 
+    if ":" in section.name:
+        return _user_optimizer(section, named)
+    trained = [parameter for _, parameter in named]
     decay = section.weight_decay if section.name == "adamw" else 0.0
     groups = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": decay},
@@ -241,13 +291,34 @@ def _optimizer(section: OptimSection, trained: list[Any]) -> Any:
     return kind(groups, lr=section.lr, betas=(section.beta1, section.beta2), eps=section.eps)
 
 
+def _user_optimizer(section: OptimSection, named: list[tuple[str, Any]]) -> Any:
+    from fsdp.models import load_attribute
+
+    factory = load_attribute(section.name, "--optim.name")
+    accepted = inspect.signature(factory).parameters
+    usual = {"lr": section.lr, "betas": (section.beta1, section.beta2), "weight_decay": section.weight_decay}
+    if any(one.kind is one.VAR_KEYWORD for one in accepted.values()):
+        given = usual
+    else:
+        given = {name: value for name, value in usual.items() if name in accepted}
+    others = {"eps": section.eps, "momentum": section.momentum}
+    return factory(named, **given, **{name: value for name, value in others.items() if name in accepted})
+
+
 def _rate(section: OptimSection, step: int, steps: int) -> float:
     """Linear warmup to the peak, then the schedule down to min_lr_ratio of it; steps count from 1."""
+    if ":" in section.schedule:
+        from fsdp.models import load_attribute
+
+        return section.lr * float(load_attribute(section.schedule, "--optim.schedule")(step, steps, section))
     warm = steps // 20 if section.warmup_steps < 0 else section.warmup_steps
     if step <= warm:
         return section.lr * step / warm
-    left = 1.0 - min(1.0, (step - warm) / max(1, steps - warm))
-    shape = {"constant": 1.0, "linear": left, "cosine": (1 - math.cos(math.pi * left)) / 2}[section.schedule]
+    if section.schedule == "wsd":
+        warm = max(warm, steps - round(section.decay_share * steps))
+    left = 1.0 - min(1.0, max(0, step - warm) / max(1, steps - warm))
+    cosine = (1 - math.cos(math.pi * left)) / 2
+    shape = {"constant": 1.0, "linear": left, "wsd": left, "cosine": cosine}[section.schedule]
     low = 1.0 if section.schedule == "constant" else section.min_lr_ratio
     return section.lr * (low + (1 - low) * shape)
 

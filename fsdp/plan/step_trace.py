@@ -24,7 +24,9 @@ from fsdp.dist.mesh import MeshSizes
 from fsdp.memory.resting import RestingBytes, resting_bytes
 from fsdp.models import ModelSpec, to_empty
 from fsdp.models.blocks import blocks_of, find_units
+from fsdp.models.custom_loss import load_loss
 from fsdp.models.loss import LossFunction
+from fsdp.optim.custom_optimizer import is_custom
 from fsdp.optim.loss_scale import LossScaler
 from fsdp.optim.optimizer import build_optimizer
 from fsdp.optim.small_states import dynamic_map
@@ -94,7 +96,7 @@ def stage(ask: FakeRun) -> Iterator[Stage]:
     model = model_of(config, subject.spec)
     if ask.blocks:
         shorten(model, ask.blocks, config.mesh.wrap)
-    loss_function = LossFunction(model)
+    loss_function = LossFunction(model, load_loss(config.train.loss))
     # Compiled and float8 kernels cannot run on fake tensors; estimate.py names what that leaves out.
     speed = dataclasses.replace(config.speed, compile="false", float8="off", float8_emulate=False)
     if config.optim.state == "8bit":  # cached for all that follow; on fake tensors there would be no values
@@ -117,8 +119,22 @@ def stage(ask: FakeRun) -> Iterator[Stage]:
             optimizer = build_optimizer(config.optim, sharded.root)
             if ask.device == "cuda":
                 _group_kernels(optimizer)
-            fill_optimizer(optimizer)
+            _fill(optimizer, config)
             yield Stage(sharded, loss_function, optimizer, buckets, subject)
+
+
+def _fill(optimizer: torch.optim.Optimizer, config: Config) -> None:
+    """Creates the optimizer's state; a user's optimizer may do what fake tensors do not support."""
+    try:
+        fill_optimizer(optimizer)
+    except Exception as error:
+        if not is_custom(config.optim):
+            raise
+        raise ConfigError(
+            f"--optim.name {config.optim.name} cannot step on fake tensors, which a plan needs "
+            f"({type(error).__name__}: {_first_line(error)}).",
+            "--optim.name adamw plans with two moments a parameter",
+        ) from error
 
 
 def _group_kernels(optimizer: torch.optim.Optimizer) -> None:
@@ -135,8 +151,9 @@ def trace_step(ask: FakeRun) -> Trace:
     try:
         return _watch(ask)
     except READS_VALUES as error:
+        loss = f", or --train.loss {ask.config.train.loss}," if ask.config.train.loss else ""
         raise ConfigError(
-            f"--model.name {ask.config.model.name} reads tensor values in its forward "
+            f"--model.name {ask.config.model.name} reads tensor values in its forward{loss} "
             f"({_first_line(error)}): a plan has shapes alone.",
             "torch.where, or masks of a fixed size, in place of .item(), nonzero() and if on a tensor",
         ) from error

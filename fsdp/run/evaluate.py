@@ -43,7 +43,7 @@ def evaluate(
     size = section.eval_batch or batch.micro_batch
     loss_sum = torch.zeros((), dtype=torch.float64, device=sharded.device)
     correct = torch.zeros((), dtype=torch.int64, device=sharded.device)
-    weight = 0.0
+    weight, weighed = 0.0, torch.zeros((), dtype=torch.float64, device=sharded.device)
     stopped: str | None = None
     with sharded.evaluating():
         on_cuda = sharded.device.type == "cuda"
@@ -62,10 +62,14 @@ def evaluate(
             loss_sum += parts.loss_sum.double()
             if parts.correct is not None:
                 correct += parts.correct
-            weight += loss_function.tokens(host.counted) if loss_function.counts_tokens else host.valid_rows
+            if parts.weight is not None:
+                weighed += parts.weight
+            else:
+                tokens = loss_function.counts_tokens
+                weight += loss_function.tokens(host.counted) if tokens else host.valid_rows
             stopped = asked_to_stop()
             if stopped:
                 break
-    total, right, count = sum_over_ranks(float(loss_sum), float(correct), weight)
+    total, right, count = sum_over_ranks(float(loss_sum), float(correct), weight + float(weighed))
     accuracy = right / max(count, 1) if loss_function.classifies else None
-    return Evaluation(total / max(count, 1), accuracy, stopped)
+    return Evaluation(total / (count or 1), accuracy, stopped)

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp.base import devices
 from fsdp.data import DataSet
+from fsdp.models.custom_loss import CustomLoss
 from fsdp.models.loss import LossFunction
 
 log = logging.getLogger(__name__)
@@ -24,12 +25,12 @@ BACKWARD = 2.0
 """The backward of a matrix product is two products of its size."""
 
 
-def flops_per_sample(model: nn.Module, data: DataSet) -> float:
+def flops_per_sample(model: nn.Module, data: DataSet, loss: CustomLoss | None = None) -> float:
     """Forward and backward of one sample. `model` is on meta; a model that cannot run there counts 6 a
     parameter and token.
     """
     try:
-        return (1 + BACKWARD) * _forward(model, data)
+        return (1 + BACKWARD) * _forward(model, data, loss)
     except (RuntimeError, NotImplementedError, ValueError, TypeError, AssertionError) as error:
         # A model that reads values cannot run on meta.
         log.info(
@@ -39,11 +40,11 @@ def flops_per_sample(model: nn.Module, data: DataSet) -> float:
         return 6.0 * sum(p.numel() for p in model.parameters()) * max(1, data.info.tokens_per_sample)
 
 
-def _forward(model: nn.Module, data: DataSet) -> float:
+def _forward(model: nn.Module, data: DataSet, loss: CustomLoss | None) -> float:
     first = {name: value.to("meta") for name, value in data.train.batch(np.zeros(1, np.int64)).items()}
     counter = FlopCounterMode(display=False)
     with counter, torch.no_grad():
-        LossFunction(model)(model, first, torch.ones(1, dtype=torch.bool, device="meta"), 1)
+        LossFunction(model, loss)(model, first, torch.ones(1, dtype=torch.bool, device="meta"), 1)
     total = float(counter.get_total_flops())
     if not total:
         raise ValueError("nothing in it was counted")

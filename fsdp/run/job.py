@@ -25,10 +25,13 @@ from fsdp.models import ModelSpec
 from fsdp.models import resolve as resolve_model
 from fsdp.models.blocks import find_units
 from fsdp.models.checks import lacks_base, make_contiguous
+from fsdp.models.custom_loss import CustomLoss, load_loss
 from fsdp.models.kv_cache import turn_caches_off
 from fsdp.models.lora import adapted, apply_lora
 from fsdp.models.trainable import freeze
 from fsdp.models.unsharded import seeded
+from fsdp.optim.custom_optimizer import is_custom, load_factory
+from fsdp.optim.schedule import Schedule
 from fsdp.parallel import traffic
 from fsdp.parallel.comm_hooks import Hooks, check_divide, load_hooks
 from fsdp.parallel.device_check import check_device
@@ -53,6 +56,8 @@ class Job:
     total_steps: int
     dtypes: Dtypes
     hooks: Hooks
+    schedule: Schedule
+    loss: CustomLoss | None
 
     @property
     def data_identity(self) -> dict[str, int | str]:
@@ -81,17 +86,21 @@ def prepare(config: Config, *, world_size: int, num_nodes: int, device: torch.de
     check_float8(config.speed, device)
     check_device(config.memory, device)
     batch = plan_batch(config.train, world_size)
+    load_factory(config.optim)  # its errors come before the data is read
     data = _data_of_this_node(config)
     cursor = Cursor(seed=config.run.seed, samples=len(data.train), global_batch=config.train.global_batch)
+    total_steps = _total_steps(config, data, cursor)
     return Job(
         data=data,
         spec=resolve_model(config.model, data.info.facts),
         sizes=sizes,
         batch=batch,
         cursor=cursor,
-        total_steps=_total_steps(config, data, cursor),
+        total_steps=total_steps,
         dtypes=resolve_dtypes(config.precision, device),
         hooks=load_hooks(config.comm),
+        schedule=Schedule(config.optim, total_steps),
+        loss=load_loss(config.train.loss),
     )
 
 
@@ -263,7 +272,8 @@ def _bytes_a_rank(config: Config, job: Job, model: nn.Module) -> str:
     """Parameters, gradients and optimizer states. A plan adds what a step takes."""
     held = resting_bytes(config.optim, model.parameters(), job.dtypes.master)
     resting = held.total / job.sizes.shard
-    return f"{resting / 2**30:.3f} GiB of parameters, gradients and optimizer"
+    counted = " (its states counted as Adam's)" if is_custom(config.optim) else ""
+    return f"{resting / 2**30:.3f} GiB of parameters, gradients and optimizer{counted}"
 
 
 def dry_run(config: Config, env: DistEnv) -> str:

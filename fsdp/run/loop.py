@@ -37,10 +37,11 @@ from fsdp.dist.stop import Stopper
 from fsdp.memory.oom import OomContext, OutOfMemoryHandler
 from fsdp.models.loss import LossFunction
 from fsdp.models.unsharded import seed_streams
+from fsdp.optim.custom_optimizer import StateCheck, is_custom
 from fsdp.optim.gradients import InTurn
 from fsdp.optim.loss_scale import LossScaler
 from fsdp.optim.nonfinite import Verdicts
-from fsdp.optim.optimizer import apply_hyperparameters, build_optimizer, lr_at
+from fsdp.optim.optimizer import apply_hyperparameters, build_optimizer
 from fsdp.optim.train_state import TrainState
 from fsdp.parallel.compile_cache import CompileCache, maybe_compile_cache
 from fsdp.parallel.float8 import maybe_scales
@@ -157,7 +158,7 @@ def _set_up(
     facts, mfu_of, loss_function = (
         describe(config, job, model),
         setup.mfu_of(model, job, env),
-        LossFunction(model),
+        LossFunction(model, job.loss),
     )
     sharded = shard_model(
         model,
@@ -189,6 +190,7 @@ def _set_up(
         samples=job.data.train,
         root=sharded.root,
         units=sharded.units,
+        loss=job.loss,
     )
     oom.sees(oom_context)
     optimizer = build_optimizer(config.optim, sharded.root)
@@ -318,6 +320,9 @@ class _Loop:
             whole_update=isinstance(self.update, Whole),
         )
         self.branches = BranchCheck(self.sharded)
+        self.states: StateCheck | None = None
+        if is_custom(self.config.optim):
+            self.states = StateCheck(self.config.optim, self.state.optimizer, self.sharded.root)
         self.hooks = RunHooks(
             loss_function=self.loss_function,
             info=self.job.data.info,
@@ -330,6 +335,7 @@ class _Loop:
             scales=maybe_scales(
                 self.sharded.root, self.config.speed, sharded=self.job.sizes.strategy != "ddp"
             ),
+            states=self.states,
         )
         self.stopped: str | None = None
         self.evaluation: Evaluation | None = None
@@ -367,16 +373,18 @@ class _Loop:
     def _inspect_loss(self, *, resumed: bool) -> None:
         """Runs a forward of one or two samples on all ranks before the first step that depends on its result.
 
+        For a user's loss: whether it works with the model's output and returns what can be weighed.
         For a model that receives its labels: what its own loss is a mean over. For a resumed run with a short
         first batch: whether the model has a loss of its own (short batches are cut for one and masked
         otherwise, which differs in the last bits).
         """
+        custom = self.loss_function.custom is not None
         short = resumed and self._first_batch_is_short()
-        if not (self.loss_function.may_own or short):
+        if not (self.loss_function.may_own or custom or short):
             return
         rows = self.job.cursor.indices(self.state.step)[:2]
         data = read_batch(self.job.data.train, rows, f"rank {self.env.rank}, before the first step")
-        if not (self.loss_function.gives_labels(data) or short):
+        if not (self.loss_function.gives_labels(data) or custom or short):
             return
         one = Batch(data, torch.ones(len(rows), dtype=torch.bool), len(rows)).to(self.env.device)
         with self.sharded.evaluating():
@@ -396,7 +404,7 @@ class _Loop:
                 f"step {step}: {self.claim.lost}.", "squeue or ps shows both runs: end one of them"
             )
         self.stopper.begin(step)
-        lr = lr_at(self.config.optim, step, self.job.total_steps)
+        lr = self.job.schedule.lr(step)
         result = self.train_step(batch, lr)
         self._count(batch, result)
         self.numbers.compare(step)
@@ -477,6 +485,8 @@ class _Loop:
     def _save(self, reason: str, *, wait: bool) -> None:
         self.phases.enter("save")
         self._settle()
+        if self.states is not None:
+            self.states.check()
         metrics = {} if self.recorder.last is None else {"loss": self.recorder.last.loss}
         metrics |= self.evaluation.values() if self.evaluation is not None else {}
         self.recorder.saving(self.state.step)

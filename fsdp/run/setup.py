@@ -128,4 +128,4 @@ def fill_weights(
 def mfu_of(model: nn.Module, job: Job, env: DistEnv) -> float:
     """MFU of one sample a second; 0 if the device's peak is unknown."""
     peak = peak_flops(env.device, env.world_size)
-    return flops_per_sample(model, job.data) / peak if peak else 0.0
+    return flops_per_sample(model, job.data, job.loss) / peak if peak else 0.0

@@ -35,7 +35,13 @@ class StepHooks:
         return 1.0
 
     def reduce_loss(self, total: Tensor, scaled: Tensor) -> None:
-        """Before the last backward, which starts at `scaled`: `total` is this rank's sum of losses."""
+        """Before the last backward, which starts at `scaled`: `total` is this rank's sum of losses, for a
+        user's loss followed by the sum of its weights.
+        """
+
+    def correction(self) -> Tensor | None:
+        """The factor of the gradients, if the divisor of the global batch's loss is known only now."""
+        return None
 
     def measured(self) -> None:
         """The gradient norm is computed; gradients still have the loss scale."""
@@ -101,6 +107,8 @@ def micro_batch(
         check_one_number(found.loss_sum)
         weight = hooks.weight()
         loss = found.loss_sum.detach().double()
+        if found.weight is not None:
+            loss = torch.stack([loss, found.weight])
         total = loss if total is None else total + loss
         # A reduction averages over the ranks: each multiplies by their number.
         scaled = found.loss_sum * (parts.sharded.divisor * scale / weight)
@@ -114,6 +122,9 @@ def micro_batch(
 def reduced_norm(parts: StepParts, hooks: StepHooks) -> Tensor:
     """The global gradient norm, the gradients freed of the loss scale. Collective."""
     hooks.enter("reduce")
+    factor = hooks.correction()
+    if factor is not None:
+        parts.gradients.scale(factor)
     norm = parts.gradients.norm()
     hooks.measured()
     return norm if parts.scaler is None else parts.scaler.unscale(parts.gradients, norm)

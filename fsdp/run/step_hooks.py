@@ -18,6 +18,7 @@ from fsdp.data.types import DataInfo
 from fsdp.dist import collectives
 from fsdp.dist.stop import Stopper
 from fsdp.models.loss import LossFunction
+from fsdp.optim.custom_optimizer import StateCheck
 from fsdp.optim.nonfinite import Verdicts
 from fsdp.parallel.float8 import Scales
 from fsdp.run.step import StepHooks
@@ -57,6 +58,7 @@ class RunHooks(StepHooks):
     verdicts: Verdicts
     checkpointer: Checkpointer
     scales: Scales | None
+    states: StateCheck | None
 
     def start(self, step: int, batch: StepBatch) -> None:
         """Starts the sum of the step's tokens."""
@@ -77,18 +79,30 @@ class RunHooks(StepHooks):
 
     def weight(self) -> float:
         tokens = self._count()
-        self._weight = float(max(1, tokens if self.loss_function.counts_tokens else self._samples))
+        counted = tokens if self.loss_function.counts_tokens else self._samples
+        if self.loss_function.custom is not None:
+            counted = max(tokens, self._samples)  # until all weights are known: see correction
+        self._weight = float(max(1, counted))
         return self._weight
 
+    def correction(self) -> Tensor | None:
+        if self.loss_function.custom is None:
+            return None
+        weight = self._loss_sum.wait()[1]
+        return self._weight / torch.where(weight != 0, weight, 1)
+
     def reduce_loss(self, total: Tensor, scaled: Tensor) -> None:
-        self.verdicts.own_loss = total.clone()  # names the rank, should the sum not be finite
+        self.verdicts.own_loss = total.view(-1)[0].clone()  # names the rank, should the sum not be finite
         self._loss_sum = self.stopper.sum_with(total, scaled, self.branches.signature)
 
     def measured(self) -> None:
         self.numbers.gradients(self._step)
 
     def may_update(self, norm: Tensor) -> bool:
+        factor = self.correction()
         self._loss = self._loss_sum.wait()[0] / self._weight
+        if factor is not None:
+            self._loss = self._loss * factor
         if self.stopper.on_host:
             self.branches.check(self._step, self.stopper.signatures())
         return self.verdicts.may_update(self._step, self._loss, norm)
@@ -99,3 +113,5 @@ class RunHooks(StepHooks):
     def after_update(self) -> None:
         if self.scales is not None:
             self.scales.refresh()
+        if self.states is not None:
+            self.states.after_update()

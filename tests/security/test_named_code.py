@@ -17,7 +17,7 @@ from fsdp import config as configuration
 from fsdp.checkpoint import __main__ as checkpoints
 from fsdp.checkpoint import manifest
 from fsdp.checkpoint.file_names import MANIFEST
-from fsdp.config.trust import HOOKS
+from fsdp.config.trust import TRAINING_CODE
 from fsdp.predict.__main__ import main as predict
 from fsdp.report.__main__ import main as report
 from tests.checkpoint.small import save_once
@@ -205,10 +205,22 @@ def test_a_hint_is_safe_to_paste(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert said.strip().isprintable()
 
 
+@pytest.mark.parametrize("field", TRAINING_CODE)
+def test_code_of_training_is_replaced_by_the_default(tmp_path: Path, work: Path, field: str) -> None:
+    """Also beside settings that only that code would read."""
+    section, _, key = field.partition(".")
+    more = "decay_share = 0.5\n" if section == "optim" else ""
+    run = foreign(tmp_path / "run", arguments=f'[{section}]\n{key} = "mine:build"\n{more}')
+    spec = configuration.FIELDS[field]
+    assert configuration.flatten(configuration.load_run_config(run))[field] == spec.default
+    assert report([str(run)]) == 0
+    assert not (work / "imported").exists()
+
+
 def test_every_field_that_names_code_is_known(tmp_path: Path) -> None:
     """A new field must be refused or dropped when it comes from a run directory."""
     named = {name for name, spec in configuration.FIELDS.items() if "package.module:" in spec.meta["help"]}
-    assert named == {"model.name", "data.name", *HOOKS}
+    assert named == {"model.name", "data.name", *TRAINING_CODE}
 
 
 # ---------------------------------------------------------------- other things that a configuration names

@@ -1,0 +1,116 @@
+"""Learning rates: the built-in schedules, a function of the user, a resumed run, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fsdp.base.errors import ConfigError
+from fsdp.config import OptimSection, config_hash, load
+from fsdp.optim.schedule import Schedule
+from fsdp.parity.reference import _rate
+from tests.support.runs import failures, run, settings
+
+OWN = "tests.optim.test_schedule:"
+OLD_HASH = "661c13ecc1bc9836"
+"""Of the defaults, by the commit before `--optim.decay_share`."""
+
+
+def inverse(step: int, total_steps: int, settings: OptimSection) -> float:
+    return min(step / max(1, settings.warmup_steps), (settings.warmup_steps / step) ** 0.5)
+
+
+def nan_at_seven(step: int, total_steps: int, settings: OptimSection) -> float:
+    return float("nan") if step == 7 else 1.0
+
+
+def negative(step: int, total_steps: int, settings: OptimSection) -> float:
+    return 1.0 - step
+
+
+def words(step: int, total_steps: int, settings: OptimSection) -> str:
+    return "much"
+
+
+def two_arguments(step: int, total_steps: int) -> float:
+    return 1.0
+
+
+def rates(section: OptimSection, steps: int) -> list[float]:
+    schedule = Schedule(section, steps)
+    return [schedule.lr(step) for step in range(1, steps + 1)]
+
+
+def test_wsd_rises_stays_and_decays_over_its_share() -> None:
+    found = rates(OptimSection(lr=1.0, schedule="wsd", warmup_steps=4, decay_share=0.3), 20)
+    assert found[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert found[4:14] == [1.0] * 10
+    assert found[14:] == pytest.approx([1 - 0.9 * part / 6 for part in range(1, 7)])
+
+
+def test_wsd_without_room_for_a_stable_part_decays_after_the_warm_up() -> None:
+    assert rates(OptimSection(lr=1.0, schedule="wsd", warmup_steps=2, decay_share=1.0), 4) == pytest.approx(
+        [0.5, 1.0, 0.55, 0.1]
+    )
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "constant", "wsd", OWN + "inverse"])
+def test_parity_s_own_formula_gives_the_same_rates(name: str) -> None:
+    section = OptimSection(schedule=name, warmup_steps=3)
+    assert rates(section, 30) == pytest.approx([_rate(section, step, 30) for step in range(1, 31)], rel=1e-12)
+
+
+def test_a_function_s_factor_is_of_the_peak_rate_and_a_resumed_run_continues_it(tmp_path: Path) -> None:
+    flags = f"--optim.schedule {OWN}inverse --optim.warmup_steps 3 --train.steps 6"
+    whole = run(1, tmp_path / "whole", flags)
+    assert failures(1, tmp_path / "parts", flags, "--train.stop_after 4") == [None]
+    resumed = run(2, tmp_path / "parts", flags)
+    expected = [1e-2 * inverse(step, 6, OptimSection(warmup_steps=3)) for step in range(1, 7)]
+    assert [one["lr"] for one in whole.records if "lr" in one] == expected
+    assert [one["lr"] for one in resumed.records if "lr" in one] == expected
+    assert f'schedule = "{OWN}inverse"' in (tmp_path / "parts" / "config.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (f"--optim.schedule {OWN}nan_at_seven", "returned nan at step 7 of 20, which is not a finite number"),
+        (f"--optim.schedule {OWN}negative", "returned -1.0 at step 2 of 20, which is not a finite number"),
+        (f"--optim.schedule {OWN}words", "returned 'much' at step 1 of 20, which is not a finite number"),
+        (f"--optim.schedule {OWN}two_arguments", "failed at step 1: TypeError: two_arguments() takes 2"),
+        (f"--optim.schedule {OWN}absent", "has no absent"),
+    ],
+)
+def test_a_wrong_function_is_one_line_before_any_process_group(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)) as refused:
+        Schedule(settings(flags).optim, 20)
+    assert refused.value.hint
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "--optim.schedule wds",
+            "is not one of cosine, linear, constant, wsd or package.module:function. "
+            "HINT: --optim.schedule wsd",
+        ),
+        (
+            "--optim.decay_share 0.5",
+            "--optim.decay_share 0.5 has no effect under --optim.schedule cosine. HINT: --optim.schedule wsd",
+        ),
+        ("--optim.schedule wsd --optim.decay_share 0", "--optim.decay_share 0.0 is out of range"),
+    ],
+)
+def test_a_wrong_flag_is_one_line(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load(flags.split())
+
+
+def test_the_hash_of_what_is_trained_is_that_of_older_checkpoints() -> None:
+    """A checkpoint written before wsd existed resumes without a note on another configuration."""
+    assert config_hash(load(["--optim.schedule", "wsd"])) != config_hash(load([]))
+    assert config_hash(load([])) == OLD_HASH
