@@ -15,6 +15,7 @@ from tests.support import needs
 
 HERE = Path(__file__).parent
 LONGEST = (
+    "docs/test_commands.py",
     "slurm/test_jobs.py", "ray/test_joined.py", "ray/test_faults.py", "run/test_knob_pairs.py",
     "parity/test_parity.py", "parity/test_parity_command.py", "parity/test_parity_finds.py",
     "launch/test_local.py",

@@ -167,6 +167,11 @@ def digest_of_tokenizer(name: str) -> str:
 
 
 def _library(name: str, path: Path) -> Any:
+    if name == "transformers":
+        # A config.json beside the tokenizer has transformers import its model's packages, torchvision too.
+        from fsdp.base.torchvision_import import prepare_torchvision
+
+        prepare_torchvision()
     try:
         return importlib.import_module(name)
     except ImportError:

@@ -42,7 +42,6 @@ LONG = {
     "torchrun --nproc_per_node=2 train.py --config recipes/text.toml --run.dir runs/first": 0,
     "torchrun --nproc_per_node=4 train.py --config runs/first/config.toml --run.dir runs/first "
     "--train.steps 400": 0,
-    "torchrun --nproc_per_node=2 train.py": 0,
     "torchrun --nproc_per_node=2 train.py --config recipes/text.toml": 0,
     "torchrun --nproc_per_node=2 train.py --config recipes/text.toml --data.name notes/": 0,
     "torchrun --nproc_per_node=2 train.py --data.name mine:build --data.args.folder corpus": 0,
@@ -58,6 +57,7 @@ LONG = {
 }  # fmt: skip
 
 NOT_RUN = {
+    r"torchrun --nproc_per_node=2 train\.py$": "the default job: .ci/run runs it by make train",
     r"make ": "sets up an environment; .ci/run runs make train, test, lint and test-full in a fresh clone",
     r"pytest ": "tests",
     r"(LAUNCHER=srun )?sbatch ": "needs Slurm: tests/slurm submits these scripts to a real one",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from tests.tokenize.rows import write_lines
 
 pytestmark = pytest.mark.needs("transformers")
 
+ROOT = Path(__file__).resolve().parents[2]
 CONVERSATIONS = [
     said("the capital of France?", "the capital is Paris."),
     said("Hello", "Hello there, hów are you?", "  well ", "是的 🙂", system="be the assistant"),
@@ -139,6 +142,19 @@ def test_a_file_of_the_tokenizer_alone_reads_text(tmp_path: Path) -> None:
     alone = load_tokenizer(str(tmp_path / "one.json"))
     assert list(alone.encode("Hello Paris", special=True).tokens) == list(read.tokens)
     assert alone.decode(alone.encode("Hello Paris", special=True).tokens) == "Hello Paris"
+
+
+def test_a_tokenizer_beside_a_model(tmp_path: Path) -> None:
+    """transformers then imports what the model needs: in a process that has imported nothing yet."""
+    from transformers import LlamaConfig
+
+    save_tokenizer(tmp_path, None)
+    LlamaConfig(vocab_size=340).save_pretrained(tmp_path)
+    load = "from fsdp.tokenize.tokenizer import load_tokenizer"
+    code = f"import sys; {load}; print(load_tokenizer(sys.argv[1]).end)"
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.strip().isdecimal(), done.stderr
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
