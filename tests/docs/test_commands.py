@@ -46,7 +46,7 @@ LONG = {
     "torchrun --nproc_per_node=2 train.py --config recipes/text.toml --data.name notes/": 0,
     "torchrun --nproc_per_node=2 train.py --data.name mine:build --data.args.folder corpus": 0,
     "torchrun --nproc_per_node=2 train.py --model.name mine:build --data.name text": 0,
-    "torchrun --nproc_per_node=2 train.py --profile.memory true --profile.steps 3:5": 0,
+    "torchrun --nproc_per_node=2 train.py --profile.memory true --profile.steps 3:5 --train.steps 8": 0,
     "torchrun --nproc_per_node=4 train.py --config RUN/config.toml --run.dir RUN": 0,
     "python -m launch.local --ranks 2 --config recipes/text.toml": 0,
     "python train.py": 0,
