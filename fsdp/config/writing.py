@@ -68,7 +68,7 @@ NOT_TRAINED = {
 """Sections and fields that define where and how the run is executed, not what is trained."""
 
 
-ADDED_LATER = ("optim.decay_share", "train.loss")
+ADDED_LATER = ("optim.decay_share", "train.loss", "data.tokenizer")
 """Fields whose default trains as before they existed: at it, hashes of older checkpoints stay equal."""
 
 

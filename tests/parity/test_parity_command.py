@@ -96,15 +96,10 @@ def test_differences_are_printed_below_their_mesh(capsys: pytest.CaptureFixture[
 
 
 def test_the_plain_loop_shares_no_code_that_computes() -> None:
-    """It imports the model, its weights and the samples, and of the run the type of its job alone."""
+    """It imports the model, its weights and the samples, and of the run where weights lie and a type."""
     imported = {
         module for _, module in imports(ROOT / "fsdp/parity/reference.py") if module.startswith("fsdp.")
     }
-    assert {module.split(".")[1] for module in imported} == {
-        "parity",
-        "config",
-        "run",
-        "models",
-        "checkpoint",
-    }
-    assert {module for module in imported if module.startswith("fsdp.run")} == {"fsdp.run.job.Job"}
+    assert {module.split(".")[1] for module in imported} == {"parity", "config", "run", "models"}
+    used = {module for module in imported if module.startswith("fsdp.run")}
+    assert used == {"fsdp.run.job.Job", "fsdp.run.weights"}
