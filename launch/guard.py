@@ -66,7 +66,10 @@ def report(error: Exception, env: DistEnv, program: str, marker: Marker | None) 
     failure = failure_of(error)
     if marker is not None:
         marker.write(failure, env.rank)
-    if isinstance(error, OtherRankFailed) or failure_was_printed(error):
+    if failure_was_printed(error):
+        return failure.code
+    if isinstance(error, OtherRankFailed):
+        wait_for_rank_0_to_print()
         return failure.code
     if isinstance(error, ShardrunError):
         if env.is_main or error.scope == "rank" or (error.scope == "node" and env.local_rank == 0):

@@ -37,16 +37,17 @@ def check_parameters(model: nn.Module, name: str) -> None:
 
 
 def check_vocabulary(model: nn.Module, name: str, facts: Mapping[str, Any]) -> None:
-    """Checks that a model of transformers has an embedding for each token of the data's tokenizer."""
+    """Checks that a model of transformers has an embedding for each token of the data."""
     find = getattr(model, "get_input_embeddings", None)
-    if "tokenizer" not in facts or not callable(find):
+    if "vocab_size" not in facts or not callable(find):
         return
-    rows = getattr(find(), "num_embeddings", facts["vocab_size"])
-    if rows < facts["vocab_size"]:
+    tokens = facts["vocab_size"]
+    rows = getattr(find(), "num_embeddings", tokens)
+    if rows < tokens:
+        data = f"--data.tokenizer {facts['tokenizer']}" if "tokenizer" in facts else "the data"
         raise ConfigError(
-            f"--model.name {name} has embeddings for {rows} tokens, "
-            f"but --data.tokenizer {facts['tokenizer']} has {facts['vocab_size']}.",
-            f"the model's own tokenizer, or vocab_size={facts['vocab_size']} in the model's configuration",
+            f"--model.name {name} has embeddings for {rows} tokens, but {data} has {tokens}.",
+            f"the model's own tokenizer, or vocab_size={tokens} in the model's configuration",
         )
 
 

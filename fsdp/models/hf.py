@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import hashlib
 import importlib
 import importlib.util
 import json
@@ -24,8 +23,9 @@ from torch import nn
 
 from fsdp.base.errors import ConfigError
 from fsdp.base.torchvision_import import prepare_torchvision
-from fsdp.models.checks import check_parameters
+from fsdp.models.checks import check_parameters, check_vocabulary
 from fsdp.models.factory import blame, unknown_argument
+from fsdp.models.init import name_seed
 
 PREFIX = "hf:"
 HEADS = {
@@ -85,10 +85,12 @@ def resolve_folder(name: str, args: Mapping[str, Any], facts: Mapping[str, Any])
     head = given.pop("head", None)
     config = _configuration(name, fields, given)
     cls = _class_for(name, transformers, config, fields, head)
-    _check_data(name, cls, config, facts)
+    _check_classes(name, cls, config, facts)
     found = PretrainedFolder(name=name, folder=folder, cls=cls, config=config, new_head=head is not None)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        check_parameters(found.build(), name)
+        trial = found.build()
+    check_parameters(trial, name)
+    check_vocabulary(trial, name, facts)
     return found
 
 
@@ -101,7 +103,8 @@ def find_folder(name: str) -> Path:
     if not _HUB_ID.fullmatch(place):
         raise _on_this_node(
             ConfigError(
-                f"--model.name {name}: the folder {place} does not exist.", "hf:FOLDER or hf:ORG/NAME"
+                f"--model.name {name}: the folder {place} does not exist.",
+                "--model.name hf:FOLDER or hf:ORG/NAME",
             )
         )
     _transformers(name)
@@ -271,15 +274,9 @@ def _head_hint(config: Any) -> str:
     return f"--model.args.head {fitting[0]}" if fitting else "--model.name my_module:factory"
 
 
-def _check_data(name: str, cls: type[Any], config: Any, facts: Mapping[str, Any]) -> None:
-    """Checks that the model has as many tokens and classes as the data."""
-    tokens, classes = facts.get("vocab_size"), facts.get("num_classes")
-    rows = getattr(config.get_text_config(), "vocab_size", None)
-    if tokens is not None and rows is not None and rows < tokens:
-        raise ConfigError(
-            f"--model.name {name} has a vocabulary of {rows}, the data of {tokens}.",
-            "data that was written with the model's own tokenizer",
-        )
+def _check_classes(name: str, cls: type[Any], config: Any, facts: Mapping[str, Any]) -> None:
+    """Checks that the model has as many classes as the data."""
+    classes = facts.get("num_classes")
     if classes is not None and "Classification" in cls.__name__ and config.num_labels < classes:
         head = next((one for one in HEADS if type(config) in _mapping(one) and "class" in one), "")
         raise ConfigError(
@@ -342,11 +339,6 @@ def draw_missing(source: PretrainedFolder, name: str, seed: int) -> torch.Tensor
         real = torch.zeros_like(tensor, device="cpu")
         setattr(module, part, nn.Parameter(real) if isinstance(tensor, nn.Parameter) else real)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(hash_seed(seed, name))
+        torch.manual_seed(name_seed(seed, name, 4))
         initialise(model, path, ())
     return getattr(module, key).detach()
-
-
-def hash_seed(seed: int, name: str) -> int:
-    """A seed for one name: the same on every rank and in every process."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=4).digest(), "little")

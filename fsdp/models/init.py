@@ -88,10 +88,13 @@ def _pieces(
         yield low - start, values[low - begin : high - begin]
 
 
+def name_seed(seed: int, name: str, nbytes: int) -> int:
+    """A seed for one tensor: the same on every rank and in every process, which hash() is not."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=nbytes).digest(), "little")
+
+
 def _stream(seed: int, name: str, block: int) -> np.random.Philox:
-    # hashlib, not hash(): the same on every rank and in every process.
-    key = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=16).digest()
-    stream = np.random.Philox(key=int.from_bytes(key, "little"))
+    stream = np.random.Philox(key=name_seed(seed, name, 16))
     if block:
         stream.advance(block * (BLOCK // 8))  # one step of the counter is 256 bits
     return stream

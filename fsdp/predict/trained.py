@@ -76,7 +76,7 @@ def _load(run: Path, config: Config, facts: Mapping[str, Any]) -> nn.Module:
     folder = run / "full_model"
     if not any((folder / name).is_file() for name in (TORCH_FILE, INDEX_FILE, SINGLE_FILE)):
         raise ConfigError(
-            f"{run} has no exported model in {folder}.", f"python -m fsdp.checkpoint export {run}"
+            f"{run} has no exported model in {folder}.", f"python -m fsdp.checkpoint {run} export"
         )
     if config.model.name.startswith(PREFIX) and (folder / "config.json").is_file():
         return _load_folder(folder, config)
@@ -94,7 +94,7 @@ def _load(run: Path, config: Config, facts: Mapping[str, Any]) -> nn.Module:
         what = "; ".join(" ".join(line.split()) for line in str(error).splitlines()[1:2]) or str(error)
         raise ConfigError(
             f"{folder} does not fit the model of {run}/config.toml: {what}",
-            f"python -m fsdp.checkpoint export {run}",
+            f"python -m fsdp.checkpoint {run} export",
         ) from None
     return model
 

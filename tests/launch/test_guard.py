@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,11 @@ from fsdp.base.errors import (
     TrainingError,
 )
 from fsdp.config import load
+from fsdp.dist.env import from_environment
 from fsdp.memory.oom import OutOfMemory
 from fsdp.rundir import line_files
 from fsdp.rundir.paths import RunDir
-from launch.guard import failure_of
+from launch.guard import failure_of, report
 from launch.marker import Failure, Marker, marker_of
 from launch.policy import Kind
 from tests.launch.test_local import ROOT, SMALL
@@ -114,3 +116,19 @@ def test_torchruns_own_restarts_do_not_train_to_the_same_error_again(tmp_path: P
     assert done.stderr.count("train.py: not tried again, it would fail the same way: step ") == 2
     assert [event["event"] for event in line_files.read_records(RunDir(run).history)].count("start") == 1
     assert json.loads(RunDir(run).failed.read_text())["code"] == 5
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "none"])
+def test_a_rank_whose_peer_failed_ends_after_rank_0_has_printed(
+    launcher: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Under torchrun alone, which ends rank 0 as soon as this rank has ended."""
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    if launcher == "torchrun":
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+    env = from_environment({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
+    assert report(OtherRankFailed(0, "no whole checkpoint", 4), env, "train.py", None) == 4
+    assert len(waited) == (launcher == "torchrun")
+    assert capfd.readouterr().err == ""

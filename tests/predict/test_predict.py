@@ -273,7 +273,7 @@ def test_no_export_names_the_export_command(tmp_path: Path, error_of: Command) -
     run, _, _ = make_run(tmp_path / "run", MLP)
     (run / "full_model" / "full-model.pt").unlink()
     assert (
-        f"{run} has no exported model in {run}/full_model. HINT: python -m fsdp.checkpoint export {run}"
+        f"{run} has no exported model in {run}/full_model. HINT: python -m fsdp.checkpoint {run} export"
         in error_of(run)
     )
 
