@@ -230,7 +230,16 @@ def leave_a_gap(stored: Metadata) -> None:
     del next(one for one in tensors if len(one.chunks) > 1).chunks[-1]
 
 
-@pytest.mark.parametrize(("alter", "why"), [(lead_out, "foreign-path"), (leave_a_gap, "metadata")])
+def store_rows_twice(stored: Metadata) -> None:
+    """Gives a tensor its first rows twice and leaves out its last: the count of rows stays."""
+    tensors = [one for one in stored.state_dict_metadata.values() if isinstance(one, TensorStorageMetadata)]
+    chunks = next(one for one in tensors if len(one.chunks) > 1).chunks
+    chunks[-1] = replace(chunks[0])
+
+
+@pytest.mark.parametrize(
+    ("alter", "why"), [(lead_out, "foreign-path"), (leave_a_gap, "metadata"), (store_rows_twice, "metadata")]
+)
 def test_metadata_with_an_outside_path_or_a_gap_is_broken(
     run_dir: Path, alter: Callable[[Metadata], None], why: str
 ) -> None:

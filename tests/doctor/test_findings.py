@@ -183,6 +183,13 @@ def test_when_most_nodes_are_unfit_none_is_excluded() -> None:
     assert "no single node is at fault" in str(verdict)
 
 
+def test_half_of_the_nodes_are_excluded() -> None:
+    unfit = both(*(put(rank, "storage", "error", value="cannot be written") for rank in (0, 2)))
+    verdict = judge(reports(unfit))
+    assert verdict.exclude == ("n0", "n1")
+    assert "no single node is at fault" not in str(verdict)
+
+
 def test_a_rank_in_a_stage_of_its_own_is_at_fault() -> None:
     stages = dict.fromkeys(range(7), "waiting for the others after a product") | {7: "a matrix product"}
     verdict = judge(reports(stages=stages))

@@ -74,6 +74,17 @@ def test_the_divisor_changes_no_result(ranks: int, mesh: str, factor: str, tmp_p
     assert relative_difference(divided, usual) < 1e-12
 
 
+def test_the_divisor_divides_parameters_without_a_dimension_too(tmp_path: Path) -> None:
+    """FSDP leaves them whole, and they are averaged apart."""
+    scalars = (
+        f"{FP64} --model.name tests.support.user_code:Scalar --data.name tests.support.user_code:vectors"
+    )
+    sgd = f"{scalars} --train.steps 4 --optim.name sgd --optim.momentum 0 --train.clip_grad_norm 0"
+    divided = run(2, tmp_path / "a", sgd, "--comm.divide_by 64").parameters
+    usual = run(2, tmp_path / "b", sgd).parameters
+    assert relative_difference(divided, usual) < 1e-12
+
+
 def largest_sent(env: DistEnv, words: list[str]) -> float:
     """The largest number that goes into a reduction."""
     found, reduce_scatter = [0.0], comm_hooks.Scatter.__call__

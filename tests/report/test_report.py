@@ -99,6 +99,14 @@ def test_two_runs_are_shown_with_their_differences(run: Path, tmp_path: Path) ->
     assert "Different settings" in text
 
 
+def test_one_slow_step_does_not_change_the_step_time_that_is_compared(run: Path, tmp_path: Path) -> None:
+    other = made(tmp_path / "other")
+    lines = (other / "metrics.jsonl").read_text()
+    (other / "metrics.jsonl").write_text(lines.replace('"step_time_s": 0.1', '"step_time_s": 90.0', 1))
+    text = report(run, other, out=tmp_path / "both.html")
+    assert re.search(r"median step</td>.*>the same<", text)
+
+
 # ---------------------------------------------------------------- starts
 
 

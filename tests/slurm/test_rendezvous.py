@@ -148,3 +148,20 @@ def test_here_names_the_interface_on_the_way() -> None:
         [*COMMAND, "here", "--towards", "127.0.0.1"], cwd=REPOSITORY, capture_output=True, text=True
     ).stdout
     assert re.fullmatch(r"127\.0\.0\.1 lo\n", out)
+
+
+def test_the_ranks_get_the_heads_address_as_another_node_sees_it() -> None:
+    """Debian maps a host's own name to 127.0.1.1, which other nodes cannot reach."""
+    meeting = rendezvous.Meeting(hosts=["n1"], port=1, token="t", nodes=["n1", "n2"], timeout_s=1)
+    arrivals = rendezvous.Arrivals(meeting)
+    arrivals.enter({"host": "n1", "node": "n1", "gpus": 0}, "127.0.1.1")
+    assert arrivals.address() is None
+    arrivals.enter({"host": "n1", "node": "n2", "gpus": 0}, "10.0.0.1")
+    assert arrivals.address() == "10.0.0.1"
+
+
+def test_a_single_node_gets_its_own_address() -> None:
+    meeting = rendezvous.Meeting(hosts=["n1"], port=1, token="t", nodes=["n1"], timeout_s=1)
+    arrivals = rendezvous.Arrivals(meeting)
+    arrivals.enter({"host": "n1", "node": "n1", "gpus": 0}, "127.0.1.1")
+    assert arrivals.address() == "127.0.1.1"

@@ -1,0 +1,181 @@
+"""Mutations that once survived the tests, each with the tests that find it now.
+
+A text that is no longer in its file is an error: the line has changed, and its entry changes with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.mutate.operators import Mutation
+
+
+@dataclass(frozen=True)
+class Known:
+    name: str
+    file: str
+    before: str
+    after: str
+    tests: Sequence[str]
+
+    def mutation(self, root: Path) -> Mutation:
+        text = (root / self.file).read_text(encoding="utf-8")
+        if text.count(self.before) != 1:
+            raise SystemExit(
+                f"known mutation {self.name!r}: {self.file} has {text.count(self.before)} of its text."
+            )
+        at = text.index(self.before)
+        start = len(text[:at].encode())
+        return Mutation(
+            self.file,
+            text[:at].count("\n") + 1,
+            self.name,
+            start,
+            start + len(self.before.encode()),
+            self.before,
+            self.after,
+        )
+
+
+LOCAL_STORE = "fsdp/checkpoint/local_store.py"
+CRASHES = ("tests/checkpoint/test_crashes.py",)
+
+KNOWN = [
+    Known("data file not synced", LOCAL_STORE, "            os.fsync(descriptor)\n", "", CRASHES),
+    Known("staged folder not synced", LOCAL_STORE, "        sync_folder(self.root / staged)\n", "", CRASHES),
+    Known(
+        "rename not synced",
+        LOCAL_STORE,
+        "        (self.root / staged).rename(self.root / final)\n        sync_folder(self.root)\n",
+        "        (self.root / staged).rename(self.root / final)\n",
+        CRASHES,
+    ),
+    Known(
+        "manifest removed last",
+        LOCAL_STORE,
+        "            (self.root / folder / file_names.MANIFEST).unlink()\n",
+        "            pass\n",
+        (*CRASHES, "tests/checkpoint/test_retention.py"),
+    ),
+    Known(
+        "removed manifest not synced",
+        LOCAL_STORE,
+        "            sync_folder(self.root / folder)  # or",
+        "            pass  # or",
+        CRASHES,
+    ),
+    Known(
+        "lock not compared before the seal",
+        "fsdp/checkpoint/saver.py",
+        "has taken over.\n        if (why := self._lock_lost()) is not None:",
+        "has taken over.\n        if (why := None) is not None:",
+        ("tests/checkpoint/test_retention.py",),
+    ),
+    Known(
+        "manifest's own checksum not compared",
+        "fsdp/checkpoint/manifest.py",
+        " or crc32(text) != expected:",
+        ":",
+        ("tests/checkpoint/test_broken.py",),
+    ),
+    Known(
+        "a path may leave the checkpoint",
+        "fsdp/checkpoint/metadata.py",
+        'any(part in ("", ".", "..") for part in path.split("/"))',
+        "False",
+        ("tests/security/test_files.py", "tests/checkpoint/test_broken.py"),
+    ),
+    Known(
+        "a hole in .metadata is loaded",
+        "fsdp/checkpoint/load.py",
+        "if sum(math.prod(task.take_sizes) for task in tasks) != math.prod(piece.sizes):",
+        "if False:",
+        ("tests/checkpoint/test_broken.py",),
+    ),
+    Known(
+        "skipped updates are never counted anew",
+        "fsdp/optim/nonfinite.py",
+        "    def _good(self) -> None:\n        self._skipped = 0\n",
+        "    def _good(self) -> None:\n",
+        ("tests/optim/test_nonfinite.py", "tests/optim/test_nonfinite_runs.py"),
+    ),
+    Known(
+        "fp16's scale never grows",
+        "fsdp/optim/loss_scale.py",
+        "            self._state.loss_scale *= 2\n",
+        "            pass\n",
+        ("tests/optim/test_loss_scale.py",),
+    ),
+    Known(
+        "good steps are kept after an overflow",
+        "fsdp/optim/loss_scale.py",
+        "        self._state.loss_scale /= 2\n        self._state.good_steps = 0\n",
+        "        self._state.loss_scale /= 2\n",
+        ("tests/optim/test_loss_scale.py",),
+    ),
+    Known(
+        "0-dim parameters averaged by ranks",
+        "fsdp/parallel/shard.py",
+        "parameter.grad /= self.divisor",
+        "parameter.grad /= self.ranks",
+        ("tests/parallel/test_shard.py", "tests/parallel/test_comm_hooks.py"),
+    ),
+    Known(
+        "a zombie holds the lock",
+        "fsdp/rundir/lock.py",
+        "return seen.alive and seen.start_ticks == holder.born",
+        "return seen.start_ticks == holder.born",
+        ("tests/rundir/test_lock.py", "tests/rundir/test_lock_hidden.py"),
+    ),
+    Known(
+        "metrics are kept one step too far",
+        "fsdp/rundir/history.py",
+        'if record["step"] <= step))',
+        'if record["step"] <= step + 1))',
+        ("tests/rundir/test_full_disk.py", "tests/rundir/test_line_files.py"),
+    ),
+    Known(
+        "the rate counts samples",
+        "fsdp/record/recorder.py",
+        "rate = metrics.tokens or metrics.samples",
+        "rate = metrics.samples",
+        ("tests/record/test_recorder.py",),
+    ),
+    Known(
+        "the report's median is a mean",
+        "fsdp/report/series.py",
+        "float(np.median(self.finite.values))",
+        "float(np.mean(self.finite.values))",
+        ("tests/report/test_report.py",),
+    ),
+    Known(
+        "half of the nodes excluded",
+        "fsdp/doctor/findings.py",
+        "few = len(out) * 2 <= len(reports.hosts)",
+        "few = len(out) * 2 < len(reports.hosts)",
+        ("tests/doctor/test_findings.py",),
+    ),
+    Known(
+        "the local rank selects among one visible GPU",
+        "fsdp/dist/env.py",
+        'torch.device("cuda", local_rank if visible > 1 else 0)',
+        'torch.device("cuda", local_rank)',
+        ("tests/dist",),
+    ),
+    Known(
+        "more ranks than GPUs pass",
+        "fsdp/dist/env.py",
+        "if visible > 1 and local_rank >= visible:",
+        "if False:",
+        ("tests/dist",),
+    ),
+    Known(
+        "the head's own address preferred",
+        "launch/rendezvous.py",
+        "return (others or [seen[self.meeting.nodes[0]]])[0]",
+        "return seen[self.meeting.nodes[0]]",
+        ("tests/slurm/test_rendezvous.py",),
+    ),
+]
