@@ -109,6 +109,11 @@ class _Finder(ast.NodeVisitor):
         if not _is_spoken(node):
             self.generic_visit(node)
 
+    def visit_keyword(self, node: ast.keyword) -> None:
+        """zip's strict=True asserts what the lines before it have made sure of."""
+        if node.arg != "strict":
+            self.visit(node.value)
+
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
         """Messages stay."""
 
