@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fsdp.base import proc
 from fsdp.base.torch_private.fsdp import parameter_groups, tensors_by_kind
+from fsdp.base.units import byte_size
 from fsdp.dist.local_tensors import local_tensor
 
 KINDS = ("parameters", "gathered", "gradients", "optimizer", "activations", "communication", "other")
@@ -97,16 +98,7 @@ def device_bytes(device: torch.device) -> dict[str, int]:
     }
 
 
-def human(count: float) -> str:
-    """Three significant digits, binary units."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(count) < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.3g} GiB" if abs(count) < 1000 else f"{count / 1024:.3g} TiB"
-
-
 def by_size(kinds: Mapping[str, int]) -> str:
     """`activations 1.2 GiB, parameters 300 MiB`: the largest first, without kinds of 0 bytes."""
     present = sorted(((size, kind) for kind, size in kinds.items() if size), reverse=True)
-    return ", ".join(f"{kind} {human(size)}" for size, kind in present) or "nothing"
+    return ", ".join(f"{kind} {byte_size(size)}" for size, kind in present) or "nothing"

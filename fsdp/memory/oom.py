@@ -29,12 +29,13 @@ from torch import nn
 
 from fsdp.base.errors import ShardrunError
 from fsdp.base.phases import Phases
+from fsdp.base.units import byte_size
 from fsdp.config import Config, reshard_policy
 from fsdp.data.types import Samples
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import BatchPlan, MeshSizes
 from fsdp.memory import oom_page
-from fsdp.memory.account import by_size, device_bytes, human, process_bytes, tally
+from fsdp.memory.account import by_size, device_bytes, process_bytes, tally
 from fsdp.memory.oom_advice import Advice, Footprint, Suggestion, advise
 from fsdp.memory.oom_estimate import activation_bytes
 from fsdp.memory.resting import resting_bytes
@@ -120,10 +121,13 @@ class OutOfMemoryHandler:
         path.with_suffix(".html").write_text(oom_page.html_page(facts, advice, note), encoding="utf-8")
         first = advice.first if advice is not None else None
         hint = (
-            f"{first.flags} frees {human(first.bytes)}; details in {path}" if first else f"details in {path}"
+            f"{first.flags} frees {byte_size(first.bytes)}; details in {path}"
+            if first
+            else f"details in {path}"
         )
         return OutOfMemory(
-            f"{facts.where()}: it held {by_size(facts.kinds)} and requested {human(facts.requested)} more.",
+            f"{facts.where()}: it held {by_size(facts.kinds)} "
+            f"and requested {byte_size(facts.requested)} more.",
             hint,
         )
 

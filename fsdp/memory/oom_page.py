@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdp.base.html import document, render
-from fsdp.memory.account import human
+from fsdp.base.units import byte_size
 from fsdp.memory.oom_advice import Advice, Suggestion
 
 
@@ -69,7 +69,7 @@ def _sections(facts: OomFacts, advice: Advice | None) -> list[tuple[str, Rows]]:
     if around:
         sections.append(("Process, device and limits", around))
     if advice is not None:
-        title = f"Estimated peak of a step on this rank; missing {human(advice.missing)}"
+        title = f"Estimated peak of a step on this rank; missing {byte_size(advice.missing)}"
         sections.append((title, _needs(advice)))
         if advice.first is not None:
             heading = "Change this first" if advice.enough else _not_enough(advice)
@@ -84,11 +84,11 @@ def _held(facts: OomFacts) -> Rows:
     """`activations` is memory that no model, optimizer or FSDP group owns, buffers of collectives too."""
     there = sorted(((size, kind) for kind, size in facts.kinds.items() if size), reverse=True)
     named = {"activations": "activations and communication buffers"}
-    rows = [(named.get(kind, kind), human(size)) for size, kind in there]
+    rows = [(named.get(kind, kind), byte_size(size)) for size, kind in there]
     return [
         *rows,
-        ("total", human(facts.held)),
-        ("requested in addition", human(facts.requested) if facts.requested else "unknown"),
+        ("total", byte_size(facts.held)),
+        ("requested in addition", byte_size(facts.requested) if facts.requested else "unknown"),
     ]
 
 
@@ -97,24 +97,28 @@ def _around(facts: OomFacts) -> Rows:
     if facts.allocator:
         a = facts.allocator
         rows = [
-            ("reserved by the allocator, unused", human(a["reserved"] - a["allocated"])),
-            ("free on the device", f"{human(a['free'])} of {human(a['total'])}"),
+            ("reserved by the allocator, unused", byte_size(a["reserved"] - a["allocated"])),
+            ("free on the device", f"{byte_size(a['free'])} of {byte_size(a['total'])}"),
         ]
     elif facts.process:
-        rows = [(f"process {name.replace('_', ' ')}", human(size)) for name, size in facts.process.items()]
-    return [*rows, *((f"limit: {name}", human(size)) for name, size in facts.limits.items())]
+        rows = [
+            (f"process {name.replace('_', ' ')}", byte_size(size)) for name, size in facts.process.items()
+        ]
+    return [*rows, *((f"limit: {name}", byte_size(size)) for name, size in facts.limits.items())]
 
 
 def _needs(advice: Advice) -> Rows:
     rows = [
-        (kind, human(size)) for kind, size in sorted(advice.needs.items(), key=lambda item: -item[1]) if size
+        (kind, byte_size(size))
+        for kind, size in sorted(advice.needs.items(), key=lambda item: -item[1])
+        if size
     ]
-    return [*rows, ("total", human(sum(advice.needs.values())))]
+    return [*rows, ("total", byte_size(sum(advice.needs.values())))]
 
 
 def _not_enough(advice: Advice) -> str:
-    return f"All flags together free less than {human(advice.missing)}: change this and use more ranks"
+    return f"All flags together free less than {byte_size(advice.missing)}: change this and use more ranks"
 
 
 def _row(number: str, one: Suggestion) -> tuple[str, str, str, str]:
-    return number, one.flags, f"frees {human(one.bytes)}", one.cost
+    return number, one.flags, f"frees {byte_size(one.bytes)}", one.cost

@@ -35,10 +35,11 @@ import torch
 from torch import nn
 
 from fsdp.base.phases import Phases
+from fsdp.base.units import byte_size
 from fsdp.config import ProfileSection, profile_steps
 from fsdp.dist import collectives
 from fsdp.dist.env import DistEnv
-from fsdp.memory.account import by_size, device_bytes, human, process_bytes
+from fsdp.memory.account import by_size, device_bytes, process_bytes
 from fsdp.memory.account_cuda import AllocatorTracker
 from fsdp.memory.account_storages import StorageTracker
 from fsdp.memory.account_timeline import Mark, curve, ends_of_phases, peaks_by_phase
@@ -211,8 +212,8 @@ def summary_lines(summary: list[dict[str, Any]]) -> list[str]:
         if one["peak"] is not None:
             peak = one["peak"]
             lines.append(
-                f"rank {one['rank']} peak {human(peak['bytes'])} in {peak['phase']} of step {peak['step']}: "
-                f"{by_size(peak['kinds'])}"
+                f"rank {one['rank']} peak {byte_size(peak['bytes'])} in {peak['phase']} "
+                f"of step {peak['step']}: {by_size(peak['kinds'])}"
             )
         if one["table"] is not None:
             parts = one["table"]["mean"]

@@ -11,7 +11,7 @@ from typing import Any
 from markupsafe import Markup
 
 from fsdp.base.html import document, render, table
-from fsdp.memory.account import human
+from fsdp.base.units import byte_size
 
 WIDTH, HEIGHT = 1000, 400
 NARROW = 0.03
@@ -27,7 +27,7 @@ def page(record: Mapping[str, Any]) -> str:
         "memory/templates/profile.html",
         title=title,
         about=_about(record),
-        peak={"size": human(peak["bytes"]), "phase": peak["phase"], "step": peak["step"]},
+        peak={"size": byte_size(peak["bytes"]), "phase": peak["phase"], "step": peak["step"]},
         plot=_plot(timeline) if drawn else None,
         width=WIDTH,
         height=HEIGHT,
@@ -57,7 +57,7 @@ def _plot(timeline: Mapping[str, Any]) -> dict[str, Any]:
     bands, phases = _phases(timeline["marks"], times[-1])
     return {
         "areas": _areas(times, kinds, top),
-        "levels": [(_y(level, top), f"{level / top:.2%}", human(level)) for level in _levels(top)],
+        "levels": [(_y(level, top), f"{level / top:.2%}", byte_size(level)) for level in _levels(top)],
         "bands": bands,
         "phases": phases,
         "milliseconds": f"{times[-1] * 1e3:.0f}",
@@ -69,7 +69,7 @@ def _areas(times: Sequence[float], kinds: Mapping[str, Sequence[int]], top: floa
     areas, below = [], [0.0] * len(times)
     for kind, values in kinds.items():
         above = [low + value for low, value in zip(below, values, strict=True)]
-        areas.append({"kind": kind, "path": _area(times, below, above, top), "peak": human(max(values))})
+        areas.append({"kind": kind, "path": _area(times, below, above, top), "peak": byte_size(max(values))})
         below = above
     return areas
 
@@ -125,8 +125,8 @@ def peaks_table(phases: Mapping[str, Mapping[str, Any]]) -> Markup:
         [
             phase,
             str(peak["step"]),
-            human(peak["bytes"]),
-            *(human(peak["kinds"].get(kind, 0)) for kind in kinds),
+            byte_size(peak["bytes"]),
+            *(byte_size(peak["kinds"].get(kind, 0)) for kind in kinds),
         ]
         for phase, peak in phases.items()
     ]
@@ -140,8 +140,8 @@ def ends_table(ends: Sequence[Mapping[str, Any]]) -> Markup:
     rows = [
         [
             f"{end['phase']} {end['step']}",
-            *(human(end["kinds"][kind]) for kind in kinds),
-            "" if end.get("beyond") is None else human(end["beyond"]),
+            *(byte_size(end["kinds"][kind]) for kind in kinds),
+            "" if end.get("beyond") is None else byte_size(end["beyond"]),
         ]
         for end in ends
     ]

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp.base.html import span
+from fsdp.base.units import seconds
 from fsdp.report.run_data import RunData
 from fsdp.report.timing import LABELS
-from fsdp.report.units import seconds
 from fsdp.report.watch_records import WAITING
 
 MANY = 10

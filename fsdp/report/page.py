@@ -11,6 +11,7 @@ from itertools import pairwise
 from markupsafe import Markup
 
 from fsdp.base.html import chip, details, div, document, joined, paragraph, render, section, table, tiles
+from fsdp.base.units import byte_size, seconds
 from fsdp.report import compare
 from fsdp.report.curves import Marks, chart
 from fsdp.report.plan_section import ABOUT as PLAN
@@ -21,7 +22,6 @@ from fsdp.report.sample_section import SampleSection
 from fsdp.report.series import Series
 from fsdp.report.timing import ABOUT as TIME
 from fsdp.report.timing import time_by_rank
-from fsdp.report.units import seconds, size
 from fsdp.report.watch_section import failures, late_ranks, spikes
 
 KNOWN = {
@@ -227,7 +227,7 @@ def _checkpoints(run: RunData) -> Markup:
         if manifest is None:
             rows.append([f"{found.step:,}", "", *times, "", chip("incomplete", "failed"), found.detail])
             continue
-        total = size(sum(count for count, _ in manifest.files.values()))
+        total = byte_size(sum(count for count, _ in manifest.files.values()))
         writers = f"{manifest.ranks} rank{'s' * (manifest.ranks != 1)}, {manifest.mesh}"
         state = chip("complete", "finished")
         rows.append([f"{found.step:,}", total, *times, writers, state, manifest.reason])

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from markupsafe import Markup
 
 from fsdp.base.html import table
+from fsdp.base.units import seconds
 from fsdp.report.run_data import RunData
-from fsdp.report.units import seconds
 
 ABOUT = "The plan's predictions and the measured values. A positive difference: the run took more."
 PREDICTIONS: tuple[tuple[str, str, str, str, Callable[[float], str]], ...] = (

@@ -12,9 +12,9 @@ from markupsafe import Markup
 
 from fsdp.base.html import joined, table
 from fsdp.base.phases import PHASES
+from fsdp.base.units import byte_size
 from fsdp.report.bars import bars, shown_ranks
 from fsdp.report.file_notes import UNREADABLE, Notes, number
-from fsdp.report.units import size
 
 
 def read_accounts(folder: Path, notes: Notes) -> dict[int, Mapping[str, Any]]:
@@ -49,7 +49,7 @@ def memory_by_rank(accounts: Mapping[int, Mapping[str, Any]]) -> Markup:
     ranks = shown_ranks(list(accounts), highest)
     kinds = _kinds([accounts[rank]["peak"] for rank in ranks])
     peaks = {f"rank {rank}": accounts[rank]["peak"]["kinds"] for rank in ranks}
-    return joined([bars(peaks, kinds, size), _phases(accounts, ranks)])
+    return joined([bars(peaks, kinds, byte_size), _phases(accounts, ranks)])
 
 
 def _kinds(peaks: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -69,7 +69,7 @@ def _phases(accounts: Mapping[int, Mapping[str, Any]], ranks: Sequence[int]) -> 
             continue
         rank, fullest = max(peaks.items(), key=lambda pair: pair[1]["bytes"])
         parts = sorted(fullest["kinds"].items(), key=lambda pair: -pair[1])[:4]
-        largest = ", ".join(f"{kind} {size(count)}" for kind, count in parts if count > 0)
-        rows.append([phase, size(fullest["bytes"]), rank, largest])
+        largest = ", ".join(f"{kind} {byte_size(count)}" for kind, count in parts if count > 0)
+        rows.append([phase, byte_size(fullest["bytes"]), rank, largest])
     heads = ("phase", "peak", "rank", "largest kinds")
     return table(heads, rows, numeric=("peak", "rank")) if rows else Markup("")

@@ -10,8 +10,9 @@ import pytest
 from torch import nn
 
 from fsdp import config as configuration
+from fsdp.base.units import byte_size
 from fsdp.memory import profile
-from fsdp.memory.account import by_size, human
+from fsdp.memory.account import by_size
 from fsdp.memory.account_cuda import fill
 from fsdp.memory.account_timeline import Mark, Timeline, curve, ends_of_phases, peaks_by_phase
 from fsdp.run.loop import _maybe_profile
@@ -191,7 +192,7 @@ def test_a_thinned_timeline_keeps_the_peak() -> None:
 
 
 def test_sizes_as_text() -> None:
-    assert [human(n) for n in (0, 999, 1024, 1.5 * 2**20, 3 * 2**30, 5 * 2**40)] == [
+    assert [byte_size(n) for n in (0, 999, 1024, 1.5 * 2**20, 3 * 2**30, 5 * 2**40)] == [
         "0 B", "999 B", "1 KiB", "1.5 MiB", "3 GiB", "5 TiB",
     ]  # fmt: skip
     assert by_size({"a": 1, "b": 2048, "c": 0}) == "b 2 KiB, a 1 B"

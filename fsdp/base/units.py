@@ -17,8 +17,10 @@ def seconds(value: float) -> str:
     return f"{hours:.1f} h" if hours < 48 else f"{hours / 24:.1f} days"
 
 
-def size(count: float) -> str:
-    for limit, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if count >= limit:
-            return f"{count / limit:.3g} {unit}"
-    return f"{count:.0f} B"
+def byte_size(count: float) -> str:
+    """Three significant digits, binary units."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} GiB" if abs(count) < 1000 else f"{count / 1024:.3g} TiB"
