@@ -442,6 +442,15 @@ class MemorySection:
         "keep activations saved for backward in host memory",
         "With --memory.activation_checkpointing full: the units' inputs.",
     )
+    loss_chunk: int = knob(
+        0,
+        "tokens whose logits exist at once: output layer and loss in chunks; 0: all",
+        "The output layer's gradient is computed in the forward and summed in at least fp32. 1024 suits "
+        "vocabularies from 32,000.",
+        unit="tokens",
+        low=0,
+        common=True,
+    )
     cpu_offload: bool = knob(False, "keep parameters, gradients, states in host memory", common=True)
     nvme: Literal["off", "optimizer", "all"] = knob(
         "off",

@@ -35,6 +35,7 @@ from fsdp.dist.mesh import build_mesh, data_rank
 from fsdp.dist.process_group import process_group
 from fsdp.dist.stop import Stopper
 from fsdp.memory.oom import OomContext, OutOfMemoryHandler
+from fsdp.models.chunked_loss import maybe_chunked
 from fsdp.models.loss import LossFunction
 from fsdp.models.unsharded import seed_streams
 from fsdp.optim.custom_optimizer import StateCheck, is_custom
@@ -46,7 +47,7 @@ from fsdp.optim.train_state import TrainState
 from fsdp.parallel.compile_cache import CompileCache, maybe_compile_cache
 from fsdp.parallel.float8 import maybe_scales
 from fsdp.parallel.nvme import maybe_nvme_files
-from fsdp.parallel.shard import Sharded, shard_model
+from fsdp.parallel.shard import Sharded, compiles, shard_model
 from fsdp.parallel.update import Update, Whole, build_update
 from fsdp.record.console import set_up_logging
 from fsdp.record.metrics import NoReporter, Reporter
@@ -158,7 +159,11 @@ def _set_up(
     facts, mfu_of, loss_function = (
         describe(config, job, model),
         setup.mfu_of(model, job, env),
-        LossFunction(model, job.loss),
+        LossFunction(
+            model,
+            job.loss,
+            maybe_chunked(model, config.memory.loss_chunk, compiled=compiles(config.speed, env.device)),
+        ),
     )
     sharded = shard_model(
         model,
