@@ -23,8 +23,8 @@ from bench.gpu_runs import (
     Ran,
     apart,
     digests,
-    end,
     ended,
+    kill,
     need,
 )
 
@@ -70,7 +70,7 @@ def resumed(bench: Bench) -> Figures:
         need(process.poll() is None, "the run ended before its first checkpoint")
         need(time.monotonic() - began < 150, "no checkpoint within 150 s")
         time.sleep(0.02)
-    end(process)
+    kill(process)
     ended(process, sealed.parent, 30)
     again = bench.trained("killed", *flags, TORCH_LOGS="recompiles")
     need(again.losses() == whole.losses(), f"losses differ by {apart(again.losses(), whole.losses()):.1e}")
@@ -270,9 +270,7 @@ def throughput(bench: Bench) -> Figures:
         need(ran.code == 0, ran.end())
         for line in ran.text.splitlines():
             if line.startswith("| ") and "step ms" not in line:
-                label, rate, *_, over, _, _ = [cell.strip() for cell in line.strip("| \n").split(" | ")] + [
-                    ""
-                ] * 4
+                label, rate, _, _, over, *_ = [cell.strip() for cell in line.strip().strip("|").split("|")]
                 figures[f"{work}, {label}"] = f"{rate}{f', ours over it {over}' if over else ''}"
         if goal:
             figures[f"{work}, goal"] = f"MFU {goal:.0%}"

@@ -31,6 +31,9 @@ QUIET = ("--checkpoint.every_steps", "0", "--checkpoint.export", "false", "--run
 ALONE = ("--watch.enabled", "false", "--speed.compile", "false")
 
 
+TERMINATION_S = 10.0
+
+
 class Failed(Exception):
     """The part's claim does not hold; the text says what was seen."""
 
@@ -111,25 +114,30 @@ class Bench:
         return ran
 
     def ranks(self, name: str, count: int, *flags: str, limit_s: float = 120) -> list[Ran]:
-        """Ranks that share one device: each is a node of its own, to NCCL too."""
-        port = str(free_port())
+        """Ranks that share one device, each under a torchrun of its own: to NCCL too, each is a node."""
+        port = free_port()
         processes = []
         for rank in range(count):
-            about = {
-                "RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": rank,
-                "GROUP_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-                "NCCL_HOSTID": f"bench-{rank}", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo",
-            }  # fmt: skip
-            processes.append(self.start(name, *flags, **{k: str(v) for k, v in about.items()}))
+            words = [
+                "torch.distributed.run",
+                f"--nnodes={count}",
+                "--nproc_per_node=1",
+                f"--node_rank={rank}",
+                "--master_addr=127.0.0.1",
+                f"--master_port={port}",
+                *self.command(name, flags)[1:],
+            ]
+            loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+            processes.append(self.module(*words, NCCL_HOSTID=f"bench-{rank}", **loopback))
         try:
             return [ended(process, self.folder / name, limit_s) for process in processes]
         finally:
             for process in processes:
                 end(process)
 
-    def tool(self, *words: str, limit_s: float = 180, **environment: str) -> Ran:
-        """python -m WORDS."""
-        process = subprocess.Popen(
+    def module(self, *words: str, **environment: str) -> subprocess.Popen[str]:
+        """Starts python -m WORDS."""
+        return subprocess.Popen(
             [sys.executable, "-m", *words],
             cwd=ROOT,
             env=self.environment(**environment),
@@ -138,7 +146,10 @@ class Bench:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        return ended(process, self.folder, limit_s)
+
+    def tool(self, *words: str, limit_s: float = 180, **environment: str) -> Ran:
+        """python -m WORDS, to its end."""
+        return ended(self.module(*words, **environment), self.folder, limit_s)
 
 
 def ended(process: subprocess.Popen[str], run: Path, limit_s: float) -> Ran:
@@ -154,7 +165,18 @@ def ended(process: subprocess.Popen[str], run: Path, limit_s: float) -> Ran:
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """SIGKILL to the process and its children."""
+    """SIGTERM, by which torchrun ends its ranks, then SIGKILL to the process and its children."""
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(TERMINATION_S)
+    kill(process)
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """SIGKILL to the process and its children, if it still runs."""
+    if process.poll() is not None:
+        return
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 

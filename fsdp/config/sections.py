@@ -485,6 +485,11 @@ class SpeedSection:
     float8_emulate: bool = knob(
         False, "emulate float8 rounding on any hardware, slowly", "For trying --speed.float8."
     )
+    attention: Literal["auto", "flash", "cudnn", "efficient", "math"] = knob(
+        "auto",
+        "kernel of scaled_dot_product_attention: auto, flash, cudnn, efficient or math",
+        "auto is torch's choice for each call. A named kernel that does not fit the model ends the run.",
+    )
     prefetch_forward: int = knob(1, "units gathered ahead in forward", unit="units", low=1)
     prefetch_backward: int = knob(1, "units gathered ahead in backward", unit="units", low=1)
 

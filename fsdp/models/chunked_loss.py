@@ -68,7 +68,7 @@ class ChunkedHead:
         self._part: Callable[..., tuple[Tensor, Tensor]] = torch.compile(_part) if compiled else _part
         self._targets: Tensor | None = None
         self._sums: ChunkedSums | None = None
-        layer.forward = self._forward  # type: ignore[method-assign]
+        layer.forward = self._forward  # type: ignore[method-assign, assignment]
 
     @contextlib.contextmanager
     def summing(self, targets: Tensor) -> Iterator[None]:
@@ -106,18 +106,23 @@ class ChunkedHead:
                 else f"receives {tuple(hidden.shape[:-1])} positions for targets of {tuple(targets.shape)}"
             )
             raise self.refusal(f"{self.name} {why}")
-        inputs = (hidden.reshape(-1, hidden.shape[-1]), self._layer.weight, self._layer.bias)
-        if torch.is_autocast_enabled(hidden.device.type):
-            dtype = torch.get_autocast_dtype(hidden.device.type)
-            inputs = tuple(None if one is None else one.to(dtype) for one in inputs)
-        sizes = _chunk_sizes(targets.numel(), self._chunk)
-        flat = targets.reshape(-1)
+        rows, weight, bias = hidden.reshape(-1, hidden.shape[-1]), self._layer.weight, self._layer.bias
+        rows, weight, bias = (_autocast(one, hidden.device.type) for one in (rows, weight, bias))
+        sizes, flat = _chunk_sizes(targets.numel(), self._chunk), targets.reshape(-1)
         with torch.autocast(hidden.device.type, enabled=False):
             if torch.is_grad_enabled():
-                self._sums = ChunkedSums(_Summed.apply(*inputs, flat, sizes, self._part), None)
+                loss_sum = _Summed.apply(rows, weight, bias, flat, sizes, self._part)
+                self._sums = ChunkedSums(loss_sum, None)
             else:
-                self._sums = _evaluated(*inputs, flat, sizes)
+                self._sums = _evaluated(rows, weight, bias, flat, sizes)
         return self._sums.loss_sum
+
+
+def _autocast(tensor: Any, device: str) -> Any:
+    """The tensor in autocast's dtype, as a linear layer casts its own."""
+    if tensor is None or not torch.is_autocast_enabled(device):
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device))
 
 
 def maybe_chunked(model: nn.Module, chunk: int, *, compiled: bool = False) -> ChunkedHead | None:

@@ -34,6 +34,7 @@ from fsdp.models.unsharded import seeded
 from fsdp.optim.custom_optimizer import is_custom, load_factory
 from fsdp.optim.schedule import Schedule
 from fsdp.parallel import traffic
+from fsdp.parallel.attention import check_attention
 from fsdp.parallel.comm_hooks import Hooks, check_divide, load_hooks
 from fsdp.parallel.device_check import check_device
 from fsdp.parallel.float8 import check_float8, check_float8_tokens, gathered_in_float8
@@ -85,6 +86,7 @@ def prepare(config: Config, *, world_size: int, num_nodes: int, device: torch.de
     sizes = resolve(config.mesh, world_size, num_nodes)
     check_divide(config.comm, sizes)
     check_float8(config.speed, device)
+    check_attention(config.speed, device)
     check_device(config.memory, device)
     batch = plan_batch(config.train, world_size)
     load_factory(config.optim)  # its errors come before the data is read

@@ -44,6 +44,7 @@ from fsdp.optim.loss_scale import LossScaler
 from fsdp.optim.nonfinite import Verdicts
 from fsdp.optim.optimizer import apply_hyperparameters, build_optimizer
 from fsdp.optim.train_state import TrainState
+from fsdp.parallel.attention import attention_kernel
 from fsdp.parallel.compile_cache import CompileCache, maybe_compile_cache
 from fsdp.parallel.float8 import maybe_scales
 from fsdp.parallel.nvme import maybe_nvme_files
@@ -96,6 +97,7 @@ def train(config: Config, env: DistEnv, reporter: Reporter | None = None) -> Out
         log.info("%s", env)
     preflight.check_names(env)
     with (
+        attention_kernel(config.speed),
         process_group(env, config.run.process_group_timeout_s),
         setup.locked_run(config, env) as (run, claim),
         Watch(config.watch, env, run.path) as watch,

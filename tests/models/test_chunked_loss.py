@@ -189,7 +189,7 @@ class Last(Biased):
 
 
 class OwnLoss(Biased):
-    def forward(self, tokens: Tensor, targets: Tensor) -> Any:
+    def forward(self, tokens: Tensor, targets: Tensor) -> Any:  # type: ignore[override]
         return super().forward(tokens)["logits"].mean()
 
 
