@@ -125,7 +125,13 @@ def page(rows: Sequence[dict[str, Any]], name: str, about: str) -> str:
         for kind in (PASSED, FAILED, IMPOSSIBLE, NOT_RUN)
     ]
     lines = [
-        [row["part"], row["claim"], row["result"], row["about"].replace("|", "/"), row["seconds"]]
+        [
+            row["part"],
+            row["claim"],
+            row["result"],
+            " ".join(row["about"].replace("|", "/").split()),
+            row["seconds"],
+        ]
         for row in rows
     ]
     text = tables.table(["part", "claim", "result", "figures, or why", "s"], lines)

@@ -30,7 +30,7 @@ class Samples(Dataset[tuple[Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         if index == self._at and self._kind == "nan":
             return torch.full((SIZE,), float("nan")), self._targets[index]
-        if self._kind != "nan" and self._at >= 0 and os.environ.get("RANK") == "1" and index % self._at == 0:
+        if self._kind != "nan" and self._at >= 0 and os.environ.get("RANK") == "1" and index % self._at == 3:
             if self._kind == "raise":
                 raise ValueError(f"sample {index} is broken on purpose")
             time.sleep(3600)
@@ -43,10 +43,10 @@ def spoilt(count: int = 128, at: int = 20) -> Samples:
 
 
 def raising(count: int = 128, at: int = 7) -> Samples:
-    """Each `at`-th sample raises on rank 1."""
+    """One sample in `at` raises on rank 1; not the first, which is read before the ranks meet."""
     return Samples(count, at, "raise")
 
 
 def stalling(count: int = 128, at: int = 7) -> Samples:
-    """Each `at`-th sample never comes on rank 1."""
+    """One sample in `at` never comes on rank 1."""
     return Samples(count, at, "stall")
