@@ -9,7 +9,7 @@ SHARED := -n 3 --dist loadfile --no-loadscope-reorder
 # Ranks share the cores. Without this torchrun warns at every start.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test test-quick test-full test-torch bench lint architecture setup clean help
+.PHONY: train test test-quick test-full test-torch bench gpu lint architecture setup clean help
 help:
 	@echo "make setup         .venv from requirements.txt"
 	@echo "make train         the default job on every GPU, or on two CPU processes; prints accuracy and next commands"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-torch    TORCH=2.15.0: the quick tests on another torch; TESTS=\"tests/dist tests/optim\" for some of them"
 	@echo "make lint          format, lint and types"
 	@echo "make bench         short benchmarks beside other tools; bench/results has the full ones"
+	@echo "make gpu           the product's claims on one CUDA device, in ten minutes; ONLY=resume,saves for some of them"
 	@echo "make architecture  docs/architecture.svg from the imports"
 	@echo "make clean         removes .venv and caches"
 
@@ -65,6 +66,10 @@ test-torch: $(OTHER)/.ready
 
 bench: $(READY)
 	@$(BIN)/python -m bench --short
+
+# Installs nothing, for machines without a network: .venv if it is set up, else PYTHON with its torch.
+gpu:
+	@$$(test -f $(READY) && echo $(BIN)/python || echo $(PYTHON)) -m bench.gpu --only "$(ONLY)"
 
 # Format, lint and types in an environment of their own, so that tests never import their packages by accident.
 lint: $(READY)

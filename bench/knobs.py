@@ -58,7 +58,8 @@ HALF = "--train.micro_batch 2"
 GROUPS: dict[str, tuple[str, ...]] = {
     "recompute": (
         FULL, f"{FULL} --memory.activation_checkpointing_every 2", OPS, "--memory.activation_budget 0.5",
-        "--memory.activation_offload true", f"--memory.activation_offload true {FULL}",
+        "--memory.loss_chunk 256", "--memory.activation_offload true",
+        f"--memory.activation_offload true {FULL}",
     ),
     "gather": (
         "--mesh.reshard_after_forward false", "--speed.prefetch_forward 2 --speed.prefetch_backward 2",

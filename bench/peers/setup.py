@@ -121,16 +121,29 @@ def _install(name: str, peer: Peer, deadline: float | None) -> str:
             f"import sysconfig as s, pathlib as p; p.Path(s.get_path('purelib'), "
             f"{PTH!r}).write_text({_beside()!r})",
         ],
-        [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *peer.packages],
-        [python, "-c", f"{peer.proof}; import torch; print(torch.__version__)"],
+        [
+            python,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--retries",
+            "1",
+            *peer.packages,
+        ],
     )
-    for words in steps:
+    proof = [python, "-c", f"{peer.proof}; import torch; print(torch.__version__)"]
+    failed = ""
+    for words in (*steps, proof):
         left = None if deadline is None else max(0.1, deadline - time.monotonic())
         done = subprocess.run(words, env=environment, capture_output=True, text=True, cwd=ROOT, timeout=left)
         if done.returncode:
             last = (done.stderr.strip() or "no word").splitlines()[-1]
-            return f"{' '.join(words[1:4])} …: {last[:300]}"
-    return ""
+            failed = failed or f"{' '.join(words[1:4])} …: {last[:300]}"
+            if "pip" not in words:
+                return failed
+    return ""  # without a network pip fails, and the package may be this interpreter's own
 
 
 def main(names: list[str]) -> int:

@@ -18,6 +18,7 @@ def check_memory(config: Config) -> None:
             "--memory.cpu_offload moves shards, and --mesh.strategy ddp has none.", "--mesh.strategy fsdp"
         )
     _check_activations(config)
+    _check_loss_chunk(config)
     _check_nvme(config)
 
 
@@ -45,6 +46,15 @@ def _check_activations(config: Config) -> None:
             "has no effect under --memory.activation_checkpointing none.",
             "--memory.activation_checkpointing full",
         )
+
+
+def _check_loss_chunk(config: Config) -> None:
+    if config.memory.loss_chunk:
+        others = (
+            ("train.loss", config.train.loss, bool(config.train.loss)),
+            ("precision.output", config.precision.output, config.precision.output != "auto"),
+        )
+        _refuse_beside(f"memory.loss_chunk {config.memory.loss_chunk}", others, "--memory.loss_chunk 0")
 
 
 def _check_nvme(config: Config) -> None:

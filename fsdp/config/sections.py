@@ -442,6 +442,15 @@ class MemorySection:
         "keep activations saved for backward in host memory",
         "With --memory.activation_checkpointing full: the units' inputs.",
     )
+    loss_chunk: int = knob(
+        0,
+        "tokens whose logits exist at once: output layer and loss in chunks; 0: all",
+        "The output layer's gradient is computed in the forward and summed in at least fp32. 1024 suits "
+        "vocabularies from 32,000.",
+        unit="tokens",
+        low=0,
+        common=True,
+    )
     cpu_offload: bool = knob(False, "keep parameters, gradients, states in host memory", common=True)
     nvme: Literal["off", "optimizer", "all"] = knob(
         "off",
@@ -475,6 +484,11 @@ class SpeedSection:
     )
     float8_emulate: bool = knob(
         False, "emulate float8 rounding on any hardware, slowly", "For trying --speed.float8."
+    )
+    attention: Literal["auto", "flash", "cudnn", "efficient", "math"] = knob(
+        "auto",
+        "kernel of scaled_dot_product_attention: auto, flash, cudnn, efficient or math",
+        "auto is torch's choice for each call. A named kernel that does not fit the model ends the run.",
     )
     prefetch_forward: int = knob(1, "units gathered ahead in forward", unit="units", low=1)
     prefetch_backward: int = knob(1, "units gathered ahead in backward", unit="units", low=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import resource
 import socket
 import threading
 from collections.abc import Iterator
@@ -36,6 +37,7 @@ def process_group(env: DistEnv, timeout_s: float, store: dist.Store | None = Non
     """
     if env.device.type == "cuda":
         torch.cuda.set_device(env.device)  # before any return: an existing group has not set it
+    raise_open_files_limit()
     if dist.is_initialized():
         _check_same_size(env)
         yield
@@ -51,6 +53,21 @@ def process_group(env: DistEnv, timeout_s: float, store: dist.Store | None = Non
         _abort_groups(env)
         raise
     dist.destroy_process_group()
+
+
+def raise_open_files_limit() -> None:
+    """Raises the soft limit of open files to the hard one: gloo opens sockets to every rank, and many shells
+    set 1024.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == hard:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (OSError, ValueError) as error:
+        log.warning("the limit of %d open files cannot be raised: %s", soft, error)
+    else:
+        log.debug("limit of open files: %d, raised to %d", soft, hard)
 
 
 def _abort_groups(env: DistEnv) -> None:

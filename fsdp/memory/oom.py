@@ -204,7 +204,8 @@ class ActivationEstimates:
 
         batch = self.scene.samples.batch(np.arange(micro, dtype=np.int64) % len(self.scene.samples))
         built, computed = self.scene.build(), self.scene.dtypes[1]
-        return activation_bytes(built, batch, self.device, computed, prepare, self.scene.loss)
+        chunk = memory.loss_chunk
+        return activation_bytes(built, batch, self.device, computed, prepare, self.scene.loss, chunk)
 
 
 def footprint_of(config: Config, scene: OomContext, device: torch.device) -> Footprint:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fsdp.base.torch_private.fake import FakeTensorMode
 from fsdp.memory.account_storages import StorageTracker
 from fsdp.memory.account_timeline import Mark
+from fsdp.models.chunked_loss import maybe_chunked
 from fsdp.models.custom_loss import CustomLoss
 from fsdp.models.loss import LossFunction
 
@@ -30,9 +31,10 @@ def activation_bytes(
     dtype: torch.dtype,
     prepare: Prepare,
     loss: CustomLoss | None = None,
+    loss_chunk: int = 0,
 ) -> int:
     """Peak bytes of activations. `model` is on the meta device and cannot be used afterwards."""
-    loss_function = LossFunction(model, loss)
+    loss_function = LossFunction(model, loss, maybe_chunked(model, loss_chunk))
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         _place(model, device, dtype)
         prepare(model)

@@ -147,9 +147,10 @@ def _embeddings(error: Exception) -> Iterator[tuple[nn.Embedding, Tensor]]:
 
 
 def _cross_entropy(error: Exception) -> tuple[Tensor | None, Tensor | None]:
-    """Returns targets and logits of torch's cross_entropy, if it was the function that failed."""
+    """Returns targets and logits of torch's cross_entropy or nll_loss, if it was the function that failed."""
+    functions = (torch.nn.functional.cross_entropy.__code__, torch.nn.functional.nll_loss.__code__)
     for frame in _frames(error):
-        if frame.f_code is torch.nn.functional.cross_entropy.__code__:
+        if frame.f_code in functions:
             inside: Mapping[str, Any] = frame.f_locals
             return inside["target"], inside["input"]
     return None, None

@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp.models.checks import check_one_number
+from fsdp.models.checks import IGNORED, check_one_number
+from fsdp.models.chunked_loss import ChunkedHead
 from fsdp.models.custom_loss import CustomLoss
 
-IGNORED = -100
 LABELS = ("labels", "targets")
 
 BY_SAMPLES = (
@@ -86,9 +86,14 @@ class OwnLoss:
 class LossFunction:
     """Calls a model with the arguments of its forward. Created before sharding, which replaces forward."""
 
-    def __init__(self, model: nn.Module, custom: CustomLoss | None = None) -> None:
-        """`custom` replaces the cross entropy and the model's own loss."""
+    def __init__(
+        self, model: nn.Module, custom: CustomLoss | None = None, head: ChunkedHead | None = None
+    ) -> None:
+        """`custom` replaces the cross entropy and the model's own loss; `head`, the model's output layer,
+        computes the cross entropy in chunks.
+        """
         self.custom = custom
+        self._head = head
         parameters = inspect.signature(model.forward).parameters
         self._accepts = set(parameters)
         self._optional = {name for name, one in parameters.items() if one.default is not one.empty}
@@ -116,6 +121,8 @@ class LossFunction:
         if valid_rows < len(valid) and self._cuts_padding:
             # The model's own loss cannot be masked by row: it is called without the padding.
             data, valid = {k: v[: max(valid_rows, 1)] for k, v in data.items()}, valid[: max(valid_rows, 1)]
+        if self._head is not None:
+            return self._chunked(self._head, model, data, valid)
         unread = {self._own.labels} if self._own and self._own.withheld else set()
         output = read_output(self._call(model, data, withheld=unread))
         if self._own is not None:
@@ -156,6 +163,27 @@ class LossFunction:
         self._own = OwnLoss(name, shifted, weight, withheld)
         self.counts_tokens, self.classifies = data[name].dim() > 1, True
         return AUXILIARY if weight else ""
+
+    def _chunked(
+        self, head: ChunkedHead, model: nn.Module, data: Mapping[str, Tensor], valid: Tensor
+    ) -> LossParts:
+        """The parts with the cross entropy from the output layer itself: no logits are returned."""
+        own = self._own_of_chunks(head, data)
+        labels = _targets(own, data)
+        with head.summing(_masked(labels, valid)):
+            output = read_output(self._call(model, data, withheld={own.labels} if own else set()))
+        sums = head.take(output.loss, output.logits)
+        self._own_loss, self.counts_tokens, self.classifies = False, labels.dim() > 1, True
+        return _with_auxiliary(LossParts(sums.loss_sum, sums.correct), own, output, labels, valid)
+
+    def _own_of_chunks(self, head: ChunkedHead, data: Mapping[str, Tensor]) -> OwnLoss | None:
+        """What `learn` found; without it, as in a plan, labels are those of a causal model."""
+        name = self.gives_labels(data)
+        if self._own is None and name and self._own_loss is None:
+            self._own = OwnLoss(name, True, 0.0, name in self._optional or name not in self._accepts)
+        if name and (self._own is None or not self._own.withheld):
+            raise head.refusal(f"the model computes a loss of its own from {name}")
+        return self._own
 
     def gives_labels(self, data: Mapping[str, Tensor]) -> str:
         """Returns the name under which the model receives its labels; empty if it receives none."""
@@ -269,10 +297,23 @@ def matching_shift(output: Output, labels: Tensor, auxiliary_weight: float) -> b
 
 
 def own_parts(own: OwnLoss, output: Output, data: Mapping[str, Tensor], valid: Tensor) -> LossParts:
-    labels = _next(data[own.labels]) if own.shifted else data[own.labels]
+    labels = _targets(own, data)
     assert output.logits is not None
     parts = cross_entropy_parts(output.logits, labels, valid)
-    if not own.auxiliary or output.auxiliary is None:
+    return _with_auxiliary(parts, own, output, labels, valid)
+
+
+def _targets(own: OwnLoss | None, data: Mapping[str, Tensor]) -> Tensor:
+    """Returns the class that each position's logits predict."""
+    if own is None:
+        return data["targets"]
+    return _next(data[own.labels]) if own.shifted else data[own.labels]
+
+
+def _with_auxiliary(
+    parts: LossParts, own: OwnLoss | None, output: Output, labels: Tensor, valid: Tensor
+) -> LossParts:
+    if own is None or not own.auxiliary or output.auxiliary is None:
         return parts
     counted = (labels[valid] != IGNORED).sum()
     return LossParts(parts.loss_sum + own.auxiliary * output.auxiliary * counted, parts.correct)
@@ -316,13 +357,16 @@ def _next(labels: Tensor) -> Tensor:
 
 def cross_entropy_parts(logits: Tensor, targets: Tensor, valid: Tensor) -> LossParts:
     """Sums in at least fp32 over valid rows and unmasked targets."""
-    shape = [len(valid)] + [1] * (targets.dim() - 1)
-    targets = torch.where(valid.view(shape), targets, IGNORED)
-    flat, wanted = _flat(logits), targets.reshape(-1)
+    flat, wanted = _flat(logits), _masked(targets, valid).reshape(-1)
     loss_sum = F.cross_entropy(flat, wanted, reduction="sum", ignore_index=IGNORED)
     # A pass over all logits, skipped in training.
     correct = None if torch.is_grad_enabled() else (flat.argmax(-1) == wanted).sum()
     return LossParts(loss_sum, correct)
+
+
+def _masked(targets: Tensor, valid: Tensor) -> Tensor:
+    """Masks the targets of padding rows."""
+    return torch.where(valid.view(-1, *[1] * (targets.dim() - 1)), targets, IGNORED)
 
 
 def _flat(logits: Tensor) -> Tensor:

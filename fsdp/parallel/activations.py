@@ -31,6 +31,7 @@ from fsdp.base.errors import ConfigError
 from fsdp.base.torch_private.fake import FakeTensor, TorchDispatchMode
 from fsdp.base.torch_private.tensors import (
     attention_products,
+    float8_product,
     set_compiler_activation_budget,
     tree_leaves,
     writes,
@@ -49,6 +50,7 @@ _PRODUCTS = {
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
     *attention_products(),
+    float8_product(),
 }
 
 

@@ -53,6 +53,17 @@ def check_float8(speed: SpeedSection, device: torch.device) -> None:
         )
 
 
+def check_float8_tokens(speed: SpeedSection, tokens: int) -> None:
+    """Checks the tokens of a micro-batch: products for weights' gradients sum over them in steps of 16."""
+    if speed.float8 == "off" or speed.float8_emulate or tokens % 16 == 0:
+        return
+    raise ConfigError(
+        f"--speed.float8 {speed.float8} needs micro-batches of a multiple of 16 tokens, and "
+        f"--train.micro_batch times --data.seq_len is {tokens:,}.",
+        "--data.seq_len of a multiple of 16, or --speed.float8 off",
+    )
+
+
 def convertible(units: Sequence[Sequence[nn.Module]]) -> list[nn.Linear]:
     """The layers that a float8 product takes: the hardware requires sizes that are multiples of 16."""
     blocks = blocks_of([list(unit) for unit in units])

@@ -41,6 +41,7 @@ from fsdp.models.blocks import blocks_of, find_units
 from fsdp.models.checks import misfit
 from fsdp.models.unsharded import persistent
 from fsdp.parallel.activations import apply_activation_checkpointing, refused_recomputation
+from fsdp.parallel.attention import refused_attention
 from fsdp.parallel.comm_hooks import Hooks, apply_comm, load_hooks
 from fsdp.parallel.float8 import apply_float8
 from fsdp.parallel.offload import apply_activation_offload
@@ -203,7 +204,7 @@ def explained(root: nn.Module) -> Iterator[None]:
     try:
         yield
     except (IndexError, RuntimeError) as error:
-        refused = refused_recomputation(error) or misfit(error, root)
+        refused = refused_recomputation(error) or refused_attention(error) or misfit(error, root)
         if refused is None:
             raise
         raise refused from error

@@ -129,6 +129,7 @@ def plan_of(ask: FakeRun, counted: TracedStep, subject: Subject, accumulation: i
         accumulation,
         offload=offload,
         float8=config.speed.float8 != "off",
+        chunked_loss=bool(config.memory.loss_chunk),
     )
     if rates.has_allocator:
         memory = memory.with_more(_read_ahead(config, subject, ask.micro_batch * accumulation))
@@ -167,8 +168,8 @@ def _saves(config: Config) -> bool:
 
 _UNDERSTOOD = {
     "memory.activation_checkpointing", "memory.activation_checkpointing_every", "memory.activation_budget",
-    "memory.cpu_offload", "memory.nvme_dir", "speed.compile", "speed.compile_cache", "speed.prefetch_forward",
-    "speed.prefetch_backward", "comm.divide_by",
+    "memory.loss_chunk", "memory.cpu_offload", "memory.nvme_dir", "speed.compile", "speed.compile_cache",
+    "speed.prefetch_forward", "speed.prefetch_backward", "comm.divide_by",
 }  # fmt: skip
 _OWN = "counted as FSDP's own; what it takes itself is not known here"
 _SAYS_WHY = {

@@ -126,6 +126,8 @@ class Setting:
     accumulation: int
     offload: bool = False
     float8: bool = False
+    chunked_loss: bool = False
+    """What follows the blocks in forward computes its gradients there."""
 
 
 def time_step(counted: TracedStep, setting: Setting) -> Step:
@@ -200,7 +202,8 @@ class _Queues:
         work = segment.work
         self.step.flops += float(work.flops.sum())
         if segment.name.phase == "forward":
-            self.step.model_flops += 3 * float(work.flops.sum())
+            whole = self.setting.chunked_loss and segment.name.place[0] == "after"
+            self.step.model_flops += (1 if whole else 3) * float(work.flops.sum())
 
     def _communicate(self, operation: str, group: int, size: float, phase: str) -> None:
         if operation == "wait_gather":

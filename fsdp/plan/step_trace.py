@@ -24,6 +24,7 @@ from fsdp.dist.mesh import MeshSizes
 from fsdp.memory.resting import RestingBytes, resting_bytes
 from fsdp.models import ModelSpec, to_empty
 from fsdp.models.blocks import blocks_of, find_units
+from fsdp.models.chunked_loss import maybe_chunked
 from fsdp.models.custom_loss import load_loss
 from fsdp.models.loss import LossFunction
 from fsdp.optim.custom_optimizer import is_custom
@@ -96,7 +97,8 @@ def stage(ask: FakeRun) -> Iterator[Stage]:
     model = model_of(config, subject.spec)
     if ask.blocks:
         shorten(model, ask.blocks, config.mesh.wrap)
-    loss_function = LossFunction(model, load_loss(config.train.loss))
+    head = maybe_chunked(model, config.memory.loss_chunk)
+    loss_function = LossFunction(model, load_loss(config.train.loss), head)
     # Compiled and float8 kernels cannot run on fake tensors; estimate.py names what that leaves out.
     speed = dataclasses.replace(config.speed, compile="false", float8="off", float8_emulate=False)
     if config.optim.state == "8bit":  # cached for all that follow; on fake tensors there would be no values

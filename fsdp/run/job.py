@@ -25,6 +25,7 @@ from fsdp.models import ModelSpec
 from fsdp.models import resolve as resolve_model
 from fsdp.models.blocks import find_units
 from fsdp.models.checks import lacks_base, make_contiguous
+from fsdp.models.chunked_loss import output_layer
 from fsdp.models.custom_loss import CustomLoss, load_loss
 from fsdp.models.kv_cache import turn_caches_off
 from fsdp.models.lora import adapted, apply_lora
@@ -33,9 +34,10 @@ from fsdp.models.unsharded import seeded
 from fsdp.optim.custom_optimizer import is_custom, load_factory
 from fsdp.optim.schedule import Schedule
 from fsdp.parallel import traffic
+from fsdp.parallel.attention import check_attention
 from fsdp.parallel.comm_hooks import Hooks, check_divide, load_hooks
 from fsdp.parallel.device_check import check_device
-from fsdp.parallel.float8 import check_float8, gathered_in_float8
+from fsdp.parallel.float8 import check_float8, check_float8_tokens, gathered_in_float8
 from fsdp.parallel.init_check import cut_of
 from fsdp.parallel.shard import Dtypes, resolve_dtypes
 
@@ -84,10 +86,12 @@ def prepare(config: Config, *, world_size: int, num_nodes: int, device: torch.de
     sizes = resolve(config.mesh, world_size, num_nodes)
     check_divide(config.comm, sizes)
     check_float8(config.speed, device)
+    check_attention(config.speed, device)
     check_device(config.memory, device)
     batch = plan_batch(config.train, world_size)
     load_factory(config.optim)  # its errors come before the data is read
     data = _data_of_this_node(config)
+    check_float8_tokens(config.speed, batch.micro_batch * data.info.tokens_per_sample)
     cursor = Cursor(seed=config.run.seed, samples=len(data.train), global_batch=config.train.global_batch)
     total_steps = _total_steps(config, data, cursor)
     return Job(
@@ -197,6 +201,8 @@ def describe(config: Config, job: Job, model: nn.Module) -> Mapping[str, str]:
             float8=gathered_in_float8(find_units(model, config.mesh.wrap), config.speed),
         )
     layers = sum(1 for _ in adapted(model))
+    if chunk := config.memory.loss_chunk:
+        facts["loss"] = f"in chunks of {chunk:,} tokens, from the inputs of {output_layer(model)[0]}"
     if layers:
         facts["adapters"] = f"rank {config.lora.rank} beside {layers} layers; checkpoints hold them alone"
     if tokens:

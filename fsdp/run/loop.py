@@ -35,6 +35,7 @@ from fsdp.dist.mesh import build_mesh, data_rank
 from fsdp.dist.process_group import process_group
 from fsdp.dist.stop import Stopper
 from fsdp.memory.oom import OomContext, OutOfMemoryHandler
+from fsdp.models.chunked_loss import maybe_chunked
 from fsdp.models.loss import LossFunction
 from fsdp.models.unsharded import seed_streams
 from fsdp.optim.custom_optimizer import StateCheck, is_custom
@@ -43,10 +44,11 @@ from fsdp.optim.loss_scale import LossScaler
 from fsdp.optim.nonfinite import Verdicts
 from fsdp.optim.optimizer import apply_hyperparameters, build_optimizer
 from fsdp.optim.train_state import TrainState
+from fsdp.parallel.attention import attention_kernel
 from fsdp.parallel.compile_cache import CompileCache, maybe_compile_cache
 from fsdp.parallel.float8 import maybe_scales
 from fsdp.parallel.nvme import maybe_nvme_files
-from fsdp.parallel.shard import Sharded, shard_model
+from fsdp.parallel.shard import Sharded, compiles, shard_model
 from fsdp.parallel.update import Update, Whole, build_update
 from fsdp.record.console import set_up_logging
 from fsdp.record.metrics import NoReporter, Reporter
@@ -95,6 +97,7 @@ def train(config: Config, env: DistEnv, reporter: Reporter | None = None) -> Out
         log.info("%s", env)
     preflight.check_names(env)
     with (
+        attention_kernel(config.speed),
         process_group(env, config.run.process_group_timeout_s),
         setup.locked_run(config, env) as (run, claim),
         Watch(config.watch, env, run.path) as watch,
@@ -158,7 +161,11 @@ def _set_up(
     facts, mfu_of, loss_function = (
         describe(config, job, model),
         setup.mfu_of(model, job, env),
-        LossFunction(model, job.loss),
+        LossFunction(
+            model,
+            job.loss,
+            maybe_chunked(model, config.memory.loss_chunk, compiled=compiles(config.speed, env.device)),
+        ),
     )
     sharded = shard_model(
         model,

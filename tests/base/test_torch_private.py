@@ -427,6 +427,16 @@ def test_attention_runs_a_known_operator() -> None:
     holds(known, "tensors.attention_products", f"attention runs {mode.seen}")
 
 
+def test_a_float8_product_runs_the_known_operator() -> None:
+    ones, scale = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.tensor(1.0)
+    with (
+        Operators() as mode,
+        contextlib.suppress(RuntimeError, NotImplementedError),
+    ):  # not every processor has kernels
+        torch._scaled_mm(ones, ones.t(), scale, scale, out_dtype=torch.bfloat16)
+    holds(tensors.float8_product() in mode.seen, "tensors.float8_product", f"a product runs {mode.seen}")
+
+
 def test_writes_views_and_schemas() -> None:
     tensor = torch.ones(4)
     before = tensors.writes(tensor)

@@ -5,6 +5,7 @@ and the ranks are real.
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -21,11 +22,26 @@ from fsdp.base.errors import LaunchError
 from fsdp.config import StopSection
 from fsdp.dist.env import DistEnv, pick_device
 from fsdp.dist.mesh import MeshSizes, build_mesh
-from fsdp.dist.process_group import check_devices_differ, process_group
+from fsdp.dist.process_group import check_devices_differ, process_group, raise_open_files_limit
 from fsdp.dist.stop import Stopper
 from tests.support.world import run_world
 
 ROOT = Path(__file__).parents[2]
+
+
+def open_files_limit_of_a_rank(env: DistEnv) -> tuple[int, int]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, before[1]), before[1]))
+    try:
+        raise_open_files_limit()
+        return resource.getrlimit(resource.RLIMIT_NOFILE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_rank_may_open_as_many_files_as_the_system_allows() -> None:
+    for soft, hard in run_world(1, open_files_limit_of_a_rank):
+        assert soft == hard
 
 
 class StandInForCuda:

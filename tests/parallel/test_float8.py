@@ -14,7 +14,7 @@ from fsdp.base.errors import ConfigError
 from fsdp.config import SpeedSection
 from fsdp.dist.env import DistEnv
 from fsdp.parallel import float8
-from fsdp.parallel.float8 import check_float8
+from fsdp.parallel.float8 import check_float8, check_float8_tokens
 from fsdp.run.loop import train
 from tests.support import comm_hooks
 from tests.support.plain_loop import relative_difference
@@ -101,6 +101,14 @@ def test_a_checkpoint_is_plain_and_resumes(tmp_path: Path) -> None:
 
 def _train(env: DistEnv, words: list[str]) -> None:
     train(configuration.load(words), env)
+
+
+def test_micro_batches_have_multiples_of_16_tokens() -> None:
+    check_float8_tokens(SpeedSection(float8="rowwise"), 3 * 1024)
+    check_float8_tokens(SpeedSection(float8="rowwise"), 0)  # images
+    check_float8_tokens(SpeedSection(float8="rowwise", float8_emulate=True), 2 * 1023)
+    with pytest.raises(ConfigError, match=r"is 2,046\. HINT: --data.seq_len of a multiple of 16"):
+        check_float8_tokens(SpeedSection(float8="rowwise"), 2 * 1023)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,13 @@ def attention_products() -> frozenset[Any]:
     )
 
 
+def float8_product() -> Any:
+    """The operator of a float8 matrix product. Without it, `--memory.activation_checkpointing ops` computes
+    such products again.
+    """
+    return torch.ops.aten._scaled_mm.default
+
+
 def writes(tensor: Tensor) -> int:
     """How often the tensor was written in place. Without it, a forward that changes its own state is
     recomputed without an error.

@@ -1,0 +1,197 @@
+"""The battery for one CUDA device: what the product claims, run by its own commands, in order of value.
+
+    python -m bench.gpu                       all parts; no part starts after nine minutes
+    python -m bench.gpu --only resume,saves   some of them; the other rows of the results stay
+    python -m bench.gpu --device cpu          the same logic in a short form, on a machine without a GPU
+
+Needs torch 2.11 or later; no network, Ray or Slurm. A part passed, failed, or is not possible here, with the
+reason; parts that did not start are named with their command and count as not run. Results, by the device's
+name: bench/results/gpu-NAME.json and gpu-NAME.md. Exit code 0 if no part failed and all started, else 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import tables
+from bench.gpu_parts import PARTS, Part
+from bench.gpu_runs import Bench, Failed, NotPossible
+
+PASSED, FAILED, IMPOSSIBLE, NOT_RUN = "passed", "failed", "not possible here", "not run"
+MINUTES, LAST_BEGIN = 10, 9
+
+
+@dataclass(frozen=True)
+class Row:
+    """How a part ended. `about` has its figures, or the reason."""
+
+    part: str
+    claim: str
+    result: str
+    about: str
+    seconds: float
+
+
+def device_name(device: str) -> str:
+    """The name of the results: the GPU's, or the processor's."""
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.get_device_name(0)
+    return f"cpu {platform.machine()}"
+
+
+def run_part(part: Part, device: str, folder: Path) -> Row:
+    """Runs the part in a process group of its own, which is killed at its limit."""
+    began = time.monotonic()
+    command = [sys.executable, "-m", "bench.gpu", "--device", device, "--inside", f"{part.name}:{folder}"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        text, _ = process.communicate(timeout=part.limit_s)
+        result, about = json.loads(text.strip().splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        result, about = FAILED, f"ran longer than {part.limit_s:.0f} s"
+    except (IndexError, ValueError):
+        result, about = FAILED, f"ended with exit code {process.returncode} without a result"
+    return Row(part.name, part.claim, result, about, round(time.monotonic() - began, 1))
+
+
+def inside(name: str, device: str, folder: Path) -> tuple[str, str]:
+    """The part itself, and its result as two words of JSON."""
+    part = next(part for part in PARTS if part.name == name)
+    try:
+        figures = part.run(Bench(device, folder))
+    except NotPossible as why:
+        return IMPOSSIBLE, str(why)
+    except Failed as why:
+        return FAILED, str(why)
+    except Exception as error:  # a part that cannot read what a run left has failed
+        return FAILED, f"{type(error).__name__}: {error}"
+    return PASSED, "; ".join(f"{key} {_short(value)}" for key, value in figures.items())
+
+
+def _short(value: object) -> str:
+    return f"{value:.2g}" if isinstance(value, float) else str(value)
+
+
+def run_all(parts: Sequence[Part], device: str) -> list[Row]:
+    began, rows = time.monotonic(), []
+    for part in parts:
+        if time.monotonic() - began > 60 * LAST_BEGIN:
+            again = f"python -m bench.gpu --only {part.name}"
+            rows.append(Row(part.name, part.claim, NOT_RUN, f"{LAST_BEGIN} minutes were over: {again}", 0.0))
+            continue
+        with tempfile.TemporaryDirectory(prefix="gpu-", ignore_cleanup_errors=True) as folder:
+            rows.append(run_part(part, device, Path(folder)))
+        print(
+            f"{rows[-1].result:<17} {part.name:<10} {rows[-1].seconds:6.1f} s  {rows[-1].about}", flush=True
+        )
+    return rows
+
+
+# ---------------------------------------------------------------- results
+
+
+def merged(known: Sequence[dict[str, Any]], rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The rows of this call in place of earlier ones; a part that did not start keeps its earlier row."""
+    found = {row["part"]: row for row in known}
+    for row in rows:
+        if row.result != NOT_RUN or row.part not in found:
+            found[row.part] = asdict(row)
+    order = [part.name for part in PARTS]
+    return sorted(
+        (row for row in found.values() if row["part"] in order), key=lambda r: order.index(r["part"])
+    )
+
+
+def page(rows: Sequence[dict[str, Any]], name: str, about: str) -> str:
+    counts = [
+        f"{sum(row['result'] == kind for row in rows)} {kind}"
+        for kind in (PASSED, FAILED, IMPOSSIBLE, NOT_RUN)
+    ]
+    lines = [
+        [
+            row["part"],
+            row["claim"],
+            row["result"],
+            " ".join(row["about"].replace("|", "/").split()),
+            row["seconds"],
+        ]
+        for row in rows
+    ]
+    text = tables.table(["part", "claim", "result", "figures, or why", "s"], lines)
+    return f"# The battery on {name}\n\n{about}\n\n{', '.join(counts)} of {len(PARTS)} parts.\n\n{text}\n"
+
+
+def write(rows: Sequence[Row], name: str, results: Path) -> str:
+    """Writes both files; returns the page."""
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    path = results / f"gpu-{slug}.json"
+    known = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    import torch
+
+    about = f"torch {torch.__version__}, Python {platform.python_version()}; {tables.machine()}"
+    together = merged(known, rows)
+    text = page(together, name, about)
+    kept = {"device": name, "about": about, "rows": together}
+    path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    return text
+
+
+def chosen(parser: argparse.ArgumentParser, only: str) -> list[Part]:
+    names = [name for name in only.split(",") if name]
+    known = [part.name for part in PARTS]
+    for name in names:
+        if name not in known:
+            parser.error(
+                f"--only {name}: no such part. HINT: --only {known[0]}, one or more of {', '.join(known)}"
+            )
+    return [part for part in PARTS if not names or part.name in names]
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--only", default="", help="these parts: resume,saves")
+    parser.add_argument("--results", type=Path, default=tables.RESULTS, help="folder of the result files")
+    parser.add_argument("--inside", default="", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.inside:
+        name, _, folder = options.inside.partition(":")
+        print(json.dumps(inside(name, options.device, Path(folder))))
+        return 0
+    parts = chosen(parser, options.only)
+    if options.device == "cuda" and not _cuda():
+        print("bench.gpu: no CUDA device is here. HINT: python -m bench.gpu --device cpu", file=sys.stderr)
+        return 2
+    rows = run_all(parts, options.device)
+    print(f"\n{write(rows, device_name(options.device), options.results)}")
+    return int(any(row.result in (FAILED, NOT_RUN) for row in rows))
+
+
+def _cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,203 @@
+"""Runs of train.py for bench.gpu: one process, or ranks side by side, with a time limit, and their losses.
+
+Not here: what is compared (gpu_parts.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.ports import free_port
+
+ROOT = Path(__file__).parents[1]
+MODEL = (
+    "--data.name", "synthetic", "--data.args.kind", "tokens", "--data.args.samples", "4096",
+    "--data.args.heldout", "0", "--data.seq_len", "32", "--model.name", "transformer",
+    "--model.args.width", "128", "--model.args.layers", "2", "--model.args.heads", "4",
+    "--train.global_batch", "8", "--optim.warmup_steps", "0",
+)  # fmt: skip
+QUIET = ("--checkpoint.every_steps", "0", "--checkpoint.export", "false", "--run.log_every_steps", "1")
+ALONE = ("--watch.enabled", "false", "--speed.compile", "false")
+
+
+TERMINATION_S = 10.0
+
+
+class Failed(Exception):
+    """The part's claim does not hold; the text says what was seen."""
+
+
+class NotPossible(Exception):
+    """The part cannot run on this machine; the text says why."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A finished command."""
+
+    code: int
+    text: str
+    run: Path
+    seconds: float
+
+    def losses(self) -> list[float]:
+        return [one["loss"] for one in self.records()]
+
+    def records(self) -> list[dict[str, Any]]:
+        """The last record of each step: a resumed run repeats those after its checkpoint."""
+        lines = (self.run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        steps = {one["step"]: one for one in map(json.loads, lines) if "loss" in one}
+        return [steps[step] for step in sorted(steps)]
+
+    def end(self) -> str:
+        return " / ".join(self.text.strip().splitlines()[-3:])[-400:]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where the battery runs, and the folder of its runs."""
+
+    device: str
+    folder: Path
+
+    @property
+    def cuda(self) -> bool:
+        return self.device == "cuda"
+
+    def need_cuda(self, why: str) -> None:
+        if not self.cuda:
+            raise NotPossible(f"no CUDA device: {why}")
+
+    def environment(self, **more: str) -> dict[str, str]:
+        """Without the ranks of a surrounding launcher; one thread a process on a CPU."""
+        kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        hidden = {} if self.cuda else {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        path = f"{ROOT}{os.pathsep}{kept['PYTHONPATH']}" if kept.get("PYTHONPATH") else str(ROOT)
+        return {**kept, **hidden, "PYTHONPATH": path, **more}
+
+    def command(self, name: str, flags: Sequence[str]) -> list[str]:
+        run = ["--run.dir", str(self.folder / name), "--run.device", self.device]
+        return [sys.executable, str(ROOT / "train.py"), *flags, *run]
+
+    def start(self, name: str, *flags: str, **environment: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            self.command(name, flags),
+            cwd=ROOT,
+            env=self.environment(**environment),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def train(self, name: str, *flags: str, limit_s: float = 180, **environment: str) -> Ran:
+        """One process of train.py, without a launcher."""
+        process = self.start(name, *flags, **environment)
+        return ended(process, self.folder / name, limit_s)
+
+    def trained(self, name: str, *flags: str, limit_s: float = 180, **environment: str) -> Ran:
+        """The same; a run that does not finish fails the part."""
+        ran = self.train(name, *flags, limit_s=limit_s, **environment)
+        if ran.code:
+            raise Failed(f"{name}: exit code {ran.code}: {ran.end()}")
+        return ran
+
+    def ranks(self, name: str, count: int, *flags: str, limit_s: float = 120) -> list[Ran]:
+        """Ranks that share one device, each under a torchrun of its own: to NCCL too, each is a node."""
+        port = free_port()
+        processes = []
+        for rank in range(count):
+            words = [
+                "torch.distributed.run",
+                f"--nnodes={count}",
+                "--nproc_per_node=1",
+                f"--node_rank={rank}",
+                "--master_addr=127.0.0.1",
+                f"--master_port={port}",
+                *self.command(name, flags)[1:],
+            ]
+            loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+            processes.append(self.module(*words, NCCL_HOSTID=f"bench-{rank}", **loopback))
+        try:
+            return [ended(process, self.folder / name, limit_s) for process in processes]
+        finally:
+            for process in processes:
+                end(process)
+
+    def module(self, *words: str, **environment: str) -> subprocess.Popen[str]:
+        """Starts python -m WORDS."""
+        return subprocess.Popen(
+            [sys.executable, "-m", *words],
+            cwd=ROOT,
+            env=self.environment(**environment),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def tool(self, *words: str, limit_s: float = 180, **environment: str) -> Ran:
+        """python -m WORDS, to its end."""
+        return ended(self.module(*words, **environment), self.folder, limit_s)
+
+
+def ended(process: subprocess.Popen[str], run: Path, limit_s: float) -> Ran:
+    """Waits; a process that takes longer is killed, and the part fails."""
+    began = time.monotonic()
+    try:
+        text, _ = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        end(process)
+        text, _ = process.communicate()
+        raise Failed(f"{run.name} ran longer than {limit_s:.0f} s: {text.strip()[-300:]}") from None
+    return Ran(process.returncode, text, run, time.monotonic() - began)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """SIGTERM, by which torchrun ends its ranks, then SIGKILL to the process and its children."""
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(TERMINATION_S)
+    kill(process)
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """SIGKILL to the process and its children, if it still runs."""
+    if process.poll() is not None:
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def apart(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """The largest relative difference of two runs' losses."""
+    if len(ours) != len(theirs) or not ours:
+        raise Failed(f"{len(ours)} steps beside {len(theirs)}")
+    worst = max(abs(a - b) / max(abs(b), 1e-30) for a, b in zip(ours, theirs, strict=True))
+    return worst if math.isfinite(worst) else math.inf
+
+
+def need(holds: bool, what: str) -> None:
+    if not holds:
+        raise Failed(what)
+
+
+def digests(run: Path) -> Mapping[str, Any]:
+    """The digest of each tensor of each sealed checkpoint."""
+    found = {}
+    for path in sorted((run / "checkpoints").glob("step-*/manifest.json")):
+        manifest = json.loads(path.read_text(encoding="utf-8").split("\n", 1)[1][:-2])
+        found[path.parent.name] = manifest["digests"]
+    return found

@@ -1,0 +1,269 @@
+"""Output layer and cross entropy in chunks of tokens: loss and gradients as of whole logits, less memory."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp.base.errors import ConfigError
+from fsdp.base.torchvision_import import prepare_torchvision
+from fsdp.config import load
+from fsdp.models.checks import misfit
+from fsdp.models.chunked_loss import ChunkedHead, output_layer
+from fsdp.models.loss import LossFunction, LossParts
+from fsdp.models.transformer import Transformer, TransformerSizes
+
+SIZES = TransformerSizes(vocab_size=37, width=16, layers=1, heads=2, max_seq_len=9)
+TOKENS = torch.randint(0, 37, (3, 9), generator=torch.Generator().manual_seed(1))
+TARGETS = torch.where(torch.arange(9) < torch.tensor([[9], [4], [7]]), TOKENS.roll(-1, 1), -100)
+VALID = torch.tensor([True, True, False])
+DATA = {"inputs": TOKENS, "targets": TARGETS}
+
+
+def transformer(**sizes: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return Transformer(TransformerSizes(**{**vars(SIZES), **sizes})).double()
+
+
+def parts_of(model: nn.Module, chunk: int, **more: Any) -> LossParts:
+    head = ChunkedHead(model, chunk, **more) if chunk else None
+    return LossFunction(model, head=head)(model, DATA, VALID, 2)
+
+
+def gradients(model: nn.Module, chunk: int, scale: float = 0.25) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = parts_of(model, chunk).loss_sum
+    (loss * scale).backward()
+    return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def worst(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[n] - theirs[n]).norm() / theirs[n].norm().clamp(min=1e-30)) for n in theirs)
+
+
+class Biased(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.lm_head = nn.Embedding(37, 8), nn.Linear(8, 37)
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.lm_head(self.table(tokens).tanh())}
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 9, 1000])
+@pytest.mark.parametrize("make", [transformer, lambda: transformer(tied=True), lambda: Biased().double()])
+def test_loss_and_gradients_are_those_of_whole_logits(make: Any, chunk: int) -> None:
+    torch.manual_seed(0)
+    whole, chunked = make(), make()
+    chunked.load_state_dict(whole.state_dict())
+    (expected, theirs), (loss, ours) = gradients(whole, 0), gradients(chunked, chunk)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-13)
+    assert worst(ours, theirs) < 1e-12
+
+
+def test_a_frozen_output_layer_has_no_gradient() -> None:
+    whole, chunked = transformer(), transformer()
+    for model in (whole, chunked):
+        model.get_submodule("head").requires_grad_(False)
+    (_, theirs), (_, ours) = gradients(whole, 0), gradients(chunked, 5)
+    assert "head.weight" not in ours
+    assert worst(ours, theirs) < 1e-12
+
+
+def test_evaluation_counts_right_predictions() -> None:
+    model = transformer()
+    with torch.no_grad():
+        expected, found = parts_of(model, 0), parts_of(model, 5)
+    assert float(found.loss_sum) == pytest.approx(float(expected.loss_sum), rel=1e-13)
+    assert found.correct is not None
+    assert torch.equal(found.correct, expected.correct)  # type: ignore[arg-type]
+
+
+def test_without_a_loss_the_layer_returns_logits() -> None:
+    model = transformer()
+    expected = model(TOKENS)
+    ChunkedHead(model, 5)
+    assert torch.equal(model(TOKENS), expected)
+
+
+def test_low_precision_rounds_no_more_than_whole_logits() -> None:
+    exact = gradients(transformer(), 0)[1]
+    rounded = gradients(transformer().bfloat16(), 0)[1]
+    found = gradients(transformer().bfloat16(), 5)[1]
+    for name in ("head.weight", "norm.weight"):
+        assert found[name].dtype == torch.bfloat16
+        apart, allowed = ((one[name].double() - exact[name]).norm() for one in (found, rounded))
+        assert apart < 1.3 * allowed
+
+
+def test_autocast_computes_the_layer_in_its_dtype() -> None:
+    def loss(chunk: int) -> Tensor:
+        model = transformer().float()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            parts = parts_of(model, chunk)
+        parts.loss_sum.backward()
+        assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+        return parts.loss_sum.detach()
+
+    assert float(loss(5)) == pytest.approx(float(loss(0)), rel=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_compiled_chunk_computes_the_same() -> None:
+    whole, chunked = transformer(), transformer()
+    (expected, theirs), head = gradients(whole, 0), ChunkedHead(chunked, 5, compiled=True)
+    loss = LossFunction(chunked, head=head)(chunked, DATA, VALID, 2).loss_sum
+    (loss * 0.25).backward()
+    assert float(loss.detach()) == pytest.approx(float(expected), rel=1e-13)
+    assert worst({n: p.grad for n, p in chunked.named_parameters()}, theirs) < 1e-12  # type: ignore[misc]
+
+
+# ---------------------------------------------------------------- memory
+
+
+class _Peak(TorchDispatchMode):
+    """The largest sum of bytes that operations made and that were alive together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, (tuple, list)) else [made]:
+            if isinstance(tensor, Tensor) and (key := tensor.untyped_storage()._cdata) not in self._known:
+                storage = tensor.untyped_storage()
+                self._known.add(key)
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._freed, key, storage.nbytes())
+        return made
+
+    def _freed(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self.now -= nbytes
+
+
+def test_logits_never_exist_whole() -> None:
+    def peak(chunk: int) -> int:
+        torch.manual_seed(0)
+        model = Transformer(TransformerSizes(vocab_size=4096, width=16, layers=1, heads=2, max_seq_len=256))
+        tokens = torch.randint(0, 4096, (2, 256))
+        head = ChunkedHead(model, chunk) if chunk else None
+        with _Peak() as counted:
+            parts = LossFunction(model, head=head)(
+                model, {"inputs": tokens, "targets": tokens}, torch.ones(2, dtype=torch.bool), 2
+            )
+            parts.loss_sum.backward()
+        return counted.peak
+
+    logits = 2 * 256 * 4096 * 4
+    assert peak(0) > 2 * logits
+    assert peak(32) < logits / 2
+
+
+# ---------------------------------------------------------------- refusals
+
+
+class Capped(Biased):
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        return {"logits": super().forward(tokens)["logits"].tanh()}
+
+
+class Unused(Biased):
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        return {"logits": F.linear(self.table(tokens), self.lm_head.weight)}
+
+
+class Last(Biased):
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.lm_head(self.table(tokens[:, -1:]))}
+
+
+class OwnLoss(Biased):
+    def forward(self, tokens: Tensor, targets: Tensor) -> Any:  # type: ignore[override]
+        return super().forward(tokens)["logits"].mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (Capped(), "the model's forward changes the logits of lm_head, and the loss is computed there"),
+        (Unused(), "the model's forward does not call lm_head"),
+        (Last(), r"lm_head receives \(2, 1\) positions for targets of \(2, 9\)"),
+        (OwnLoss(), "the model computes a loss of its own from targets"),
+    ],
+)
+def test_a_model_that_the_loss_does_not_fit_is_refused(model: nn.Module, why: str) -> None:
+    with pytest.raises(ConfigError, match=why) as refused:
+        parts_of(model, 5)
+    assert "--memory.loss_chunk 0" in str(refused.value)
+
+
+def test_a_model_without_an_output_layer_is_refused() -> None:
+    with pytest.raises(ConfigError, match="it has no head, lm_head or get_output_embeddings"):
+        output_layer(nn.Sequential(nn.Linear(2, 2)))
+    model = Biased()
+    model.lm_head = nn.Sequential(nn.Linear(8, 37))  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="lm_head is a Sequential"):
+        output_layer(model)
+
+
+def test_a_target_that_is_no_class_is_named() -> None:
+    model = transformer()
+    head = ChunkedHead(model, 5)
+    data = {"inputs": TOKENS, "targets": TOKENS + 37}
+    with pytest.raises((IndexError, RuntimeError)) as failed:
+        LossFunction(model, head=head)(model, data, VALID, 2)
+    found = misfit(failed.value, model)
+    assert found is not None
+    assert "but the model has logits for classes 0 to 36" in str(found)
+
+
+@pytest.mark.parametrize("other", ["--train.loss a:b", "--precision.output bf16"])
+def test_flags_that_need_whole_logits_are_refused(other: str) -> None:
+    with pytest.raises(ConfigError, match=f"--memory.loss_chunk 8 and {other} do not go together"):
+        load(["--memory.loss_chunk", "8", *other.split()])
+
+
+# ---------------------------------------------------------------- a model of transformers
+
+
+@pytest.mark.slow
+@pytest.mark.needs("transformers")
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_causal_model_of_transformers(tied: bool) -> None:
+    prepare_torchvision()
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=37,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        tie_word_embeddings=tied,
+        use_cache=False,
+    )
+    data = {"inputs": TOKENS, "labels": TOKENS}
+    found = []
+    for chunk in (0, 5):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config).double()
+        function = LossFunction(model, head=ChunkedHead(model, chunk) if chunk else None)
+        with torch.no_grad():
+            assert function.learn(model, {name: value[:2] for name, value in data.items()}) == ""
+        loss = function(model, data, VALID, 2).loss_sum
+        loss.backward()
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        found.append((loss.detach(), grads))
+    assert float(found[1][0]) == pytest.approx(float(found[0][0]), rel=1e-13)
+    assert worst(found[1][1], found[0][1]) < 1e-12

@@ -1,0 +1,71 @@
+"""--memory.loss_chunk: the training of whole logits on every mesh, in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdp.run.job import describe, prepare, trained_model
+from tests.support.marks import quick_are
+from tests.support.plain_loop import worst_parameter
+from tests.support.runs import run, settings
+
+STEPS = 3
+BASE = (
+    "--data.name tests.support.user_code:sentences --model.name transformer --model.args.vocab_size 31 "
+    "--model.args.width 24 --model.args.heads 2 --model.args.layers 2 --model.args.ffn 22 "
+    f"--model.args.max_seq_len 9 --train.steps {STEPS} --train.clip_grad_norm 0 --optim.warmup_steps 0 "
+    "--optim.name sgd --optim.schedule constant --precision.master fp64"
+)
+CHUNK = "--memory.loss_chunk 7"
+HSDP = "--mesh.strategy hsdp --mesh.replicate 2 --mesh.shard 2"
+CASES = {
+    "one process": (1, ""),
+    "two ranks, tied, micro-batches": (2, "--model.args.tied true --train.micro_batch 2"),
+    "three ranks, a batch that they do not divide": (3, "--train.global_batch 11 --train.micro_batch 2"),
+    "hsdp": (4, f"{HSDP} --train.micro_batch 1 --mesh.accumulate shard"),
+    "ddp, tied": (2, "--mesh.strategy ddp --model.args.tied true --train.micro_batch 2"),
+    "recomputed": (2, "--memory.activation_checkpointing full"),
+    "activations to the host": (2, "--memory.activation_offload true"),
+    "adapters": (2, "--lora.rank 2"),
+    "offloaded": (2, "--memory.cpu_offload true"),
+    "gathered once a step": (2, "--mesh.reshard_after_forward step --train.micro_batch 2"),
+    "head and embedding in units of their own": (2, "--mesh.wrap size:700"),
+    "compiled": (2, "--speed.compile true"),
+}  # fmt: skip
+QUICK = ("two ranks, tied, micro-batches",)
+SAMPLE = ("three ranks, a batch that they do not divide", "hsdp")
+
+
+@pytest.mark.parametrize("case", quick_are(QUICK, CASES, SAMPLE))
+def test_a_run_is_the_same_with_whole_logits(case: str, tmp_path: Path) -> None:
+    ranks, words = CASES[case]
+    whole = run(ranks, tmp_path / "whole", BASE, words)
+    chunked = run(ranks, tmp_path / "chunked", BASE, words, CHUNK)
+    ours, theirs = ([r for r in one.records if "loss" in r] for one in (chunked, whole))
+    assert [r["step"] for r in ours] == [1, 2, 3]
+    for field in ("loss", "grad_norm"):
+        assert [r[field] for r in ours] == pytest.approx([r[field] for r in theirs], rel=1e-12)
+    assert worst_parameter(chunked.parameters, whole.parameters) < 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_an_evaluation_has_the_same_loss_and_accuracy(tmp_path: Path) -> None:
+    text = (
+        "--data.name synthetic --data.args.kind tokens --data.args.samples 32 --data.args.heldout 8 "
+        "--data.seq_len 8 --model.name transformer --train.steps 2 --precision.master fp64"
+    )
+    found = [run(2, tmp_path / name, text, more) for name, more in (("whole", ""), ("chunked", CHUNK))]
+    ours, theirs = ([r for r in one.records if "eval_loss" in r] for one in found)
+    assert ours
+    for field in ("eval_loss", "eval_accuracy"):
+        assert [r[field] for r in ours] == pytest.approx([r[field] for r in theirs], rel=1e-12)
+
+
+def test_dry_run_names_the_layer() -> None:
+    config = settings(BASE, CHUNK)
+    job = prepare(config, world_size=2, num_nodes=1, device=torch.device("cpu"))
+    assert describe(config, job, trained_model(config, job))["loss"].endswith("from the inputs of head")
