@@ -30,13 +30,13 @@ class Documents:
     or dataclass: FSDP's mixed precision casts the tensors in those.
     """
 
-    def __init__(self, *, mask: Tensor | None = None, bounds: Tensor | None = None, longest: int = 0) -> None:
-        self.mask, self.bounds, self.longest = mask, bounds, longest
+    def __init__(self, *, mask: Tensor | None = None, bounds: Tensor | None = None) -> None:
+        self.mask, self.bounds = mask, bounds
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention of q, k, v [batch, heads, length, head_dim], within documents."""
         if self.bounds is not None:
-            return _varlen(q, k, v, self.bounds, self.longest)
+            return _varlen(q, k, v, self.bounds)
         assert self.mask is not None
         gqa = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask.to(q.dtype), enable_gqa=gqa)
@@ -46,8 +46,7 @@ def documents_of(position_ids: Tensor, x: Tensor, head_dim: int) -> Documents:
     """Chooses between varlen and a mask by the device and dtype of the blocks' input x."""
     starts = document_starts(position_ids)
     if uses_varlen(x.device, x.dtype, head_dim):
-        bounds, longest = document_bounds(starts)
-        return Documents(bounds=bounds, longest=longest)
+        return Documents(bounds=document_bounds(starts))
     return Documents(mask=document_mask(starts, x.dtype))
 
 
@@ -68,13 +67,12 @@ def document_mask(starts: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(blocked.shape, dtype=dtype, device=starts.device).masked_fill_(blocked, -torch.inf)
 
 
-def document_bounds(starts: Tensor) -> tuple[Tensor, int]:
-    """Returns the first place of each document, counted over all rows, then their end; and the greatest
-    length. The host waits for the device, once a micro-batch: the number of documents is a shape.
+def document_bounds(starts: Tensor) -> Tensor:
+    """Returns the first place of each document, counted over all rows, and the end of the last. The host
+    waits for the device, once a micro-batch: the number of documents is a shape.
     """
     flat = starts.flatten()
-    bounds = F.pad(flat.nonzero().flatten(), (0, 1), value=flat.numel()).to(torch.int32)
-    return bounds, int(bounds.diff().max())
+    return F.pad(flat.nonzero().flatten(), (0, 1), value=flat.numel()).to(torch.int32)
 
 
 # ---------------------------------------------------------------- varlen
@@ -99,7 +97,7 @@ def uses_varlen(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int) -> Tensor:
+def _varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor) -> Tensor:
     kernel = varlen_kernel()
     assert kernel is not None
     known = inspect.signature(kernel).parameters
@@ -110,5 +108,8 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int) -> Te
         else:
             k, v = (one.repeat_interleave(q.shape[1] // one.shape[1], dim=1) for one in (k, v))
     flat = [one.transpose(1, 2).flatten(0, 1) for one in (q, k, v)]
-    y: Tensor = kernel(*flat, bounds, bounds, longest, longest, **given)
-    return y.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)
+    # The row's length bounds that of a document; the greatest one would be read from the device, and compiled
+    # code would be compiled anew for each.
+    batch, _, length, _ = q.shape
+    y: Tensor = kernel(*flat, bounds, bounds, length, length, **given)
+    return y.unflatten(0, (batch, length)).transpose(1, 2)
