@@ -5,7 +5,6 @@ Not here: what is compared (fsdp/models/packed_check.py).
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from fsdp.config import Config
@@ -30,5 +29,5 @@ def check_packed_rows(config: Config, job: Job, sharded: Sharded, step: int, ran
         return read_output(sharded.called(tokens, **{POSITIONS: positions})).logits
 
     with sharded.evaluating():
-        tokens: torch.Tensor = data["inputs"].to(sharded.device)
+        tokens = data["inputs"].to(sharded.device)
         check_documents_apart(logits_of, tokens, sharded.root, job.spec.name)
