@@ -160,8 +160,12 @@ Lengths = Callable[[], Iterable[tuple[np.ndarray, np.ndarray]]]
 
 def cached_plan(key: dict[str, object], lengths: Lengths, seq_len: int, long: Long) -> PackingPlan:
     """The plan from the cache; the first process that needs it makes it."""
-    known = {**key, "version": VERSION, "group": GROUP, "seq_len": seq_len, "long": long}
-    return PackingPlan(made_once("packing", known, lambda to: write_plan(to, lengths(), seq_len, long)))
+    known: dict[str, object] = {**key, "version": VERSION, "group": GROUP, "seq_len": seq_len, "long": long}
+
+    def make(aside: Path) -> None:
+        write_plan(aside, lengths(), seq_len, long)
+
+    return PackingPlan(made_once("packing", known, make))
 
 
 def write_plan(

@@ -124,8 +124,8 @@ def plain_best_fit(widths: list[int], room: int) -> list[list[int]]:
     for width in sorted(widths, reverse=True):
         fitting = [row for row in rows if sum(row) + width <= room]
         if not fitting:
-            rows.append(fitting_row := [])
-            fitting = [fitting_row]
+            rows.append([])
+            fitting = rows[-1:]
         max(fitting, key=sum).append(width)
     return rows
 

@@ -96,7 +96,8 @@ def test_recomputation_has_the_same_gradients(memory: tuple[Any, float]) -> None
     for kind, budget in (("none", 1.0), memory):
         model = transformer()
         section = MemorySection(activation_checkpointing=kind, activation_budget=budget)
-        apply_activation_checkpointing([[block] for block in model.blocks], section)
+        units: list[list[nn.Module]] = [[block] for block in model.blocks]
+        apply_activation_checkpointing(units, section)
         model(tokens, positions).square().sum().backward()
         found.append([parameter.grad for parameter in model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
@@ -218,7 +219,12 @@ def test_models_of_transformers_whose_documents_see_each_other_are_refused() -> 
     prepare_torchvision()
     from transformers import OPTConfig, OPTForCausalLM
 
-    sizes = {"hidden_size": 24, "word_embed_proj_dim": 24, "ffn_dim": 40, "num_hidden_layers": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 24,
+        "word_embed_proj_dim": 24,
+        "ffn_dim": 40,
+        "num_hidden_layers": 2,
+    }
     opt = OPTForCausalLM(OPTConfig(vocab_size=VOCABULARY, num_attention_heads=2, **sizes)).eval()
     for model in (opt, small_hf.bert().eval()):
         with pytest.raises(ConfigError, match="its attention crosses the documents"):

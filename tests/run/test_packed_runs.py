@@ -37,7 +37,12 @@ FLAGS = (
     f"--optim.momentum 0 --optim.schedule constant --optim.warmup_steps 0 --optim.lr {RATE} "
     f"--watch.enabled false --checkpoint.every_steps 1000 --data.seq_len {SEQ_LEN} --data.args.rows packed"
 ).split()
-SIZES = {"vocab_size": BYTES, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES: dict[str, Any] = {
+    "vocab_size": BYTES,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 
 
 def llama() -> nn.Module:
@@ -54,8 +59,14 @@ def llama() -> nn.Module:
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"n_embd": 24, "n_layer": 2, "n_head": 2, "n_positions": SEQ_LEN, "bos_token_id": 0}
-    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    sizes: dict[str, Any] = {
+        "n_embd": 24,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_positions": SEQ_LEN,
+        "bos_token_id": 0,
+    }
+    dropout: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return GPT2LMHeadModel(GPT2Config(vocab_size=BYTES, eos_token_id=0, **sizes, **dropout))
 
 
