@@ -93,7 +93,8 @@ def test_rows_without_positions_take_the_causal_path(monkeypatch: pytest.MonkeyP
 def test_recomputation_has_the_same_gradients(memory: tuple[Any, float]) -> None:
     tokens, positions = rows()
     found = []
-    for kind, budget in (("none", 1.0), memory):
+    cases: list[tuple[Any, float]] = [("none", 1.0), memory]
+    for kind, budget in cases:
         model = transformer()
         section = MemorySection(activation_checkpointing=kind, activation_budget=budget)
         units: list[list[nn.Module]] = [[block] for block in model.blocks]
