@@ -2,7 +2,8 @@
 
 Text is one row of tokens, each document ended by the tokenizer's end token, split into windows of seq_len. A
 conversation, or a prompt and its completion, is a sample of its own: cut at seq_len, padded, and masked
-(-100) where it is not trained on. Not here: how a file becomes tokens (fsdp/tokenize).
+(-100) where it is not trained on. Either may be packed, several a sample (packing.py). Not here: how a file
+becomes tokens (fsdp/tokenize).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import functools
 import hashlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,9 +23,11 @@ from torch import Tensor
 
 from fsdp.base.errors import ConfigError, TrainingError
 from fsdp.data.arguments import Where, check_range
+from fsdp.data.packing import VERSION, Long, PackedSamples, cached_plan
 from fsdp.data.text import shifted
 from fsdp.data.tokens import OPEN_AT_ONCE, TokenFile, TokenRow, Windows
 from fsdp.data.types import DataInfo, DataSet, Samples
+from fsdp.models.packed_check import PACKED
 from fsdp.tokenize.cache import made_once
 from fsdp.tokenize.child import tokenize_in_child
 from fsdp.tokenize.documents import DocumentOptions, Loss, template_text
@@ -33,7 +36,7 @@ from fsdp.tokenize.tokenizer import BYTES, digest_of_tokenizer
 
 log = logging.getLogger(__name__)
 MASKED = -100
-RowForm = Literal["auto", "stream", "document"]
+RowForm = Literal["auto", "stream", "document", "packed"]
 
 
 def build(
@@ -59,17 +62,22 @@ def build(
     store = TokenStore.open(folder)
     if rows == "auto":
         rows = "document" if store.form != "text" else "stream"
-    train, held = store.documents(where) if rows == "document" else store.windows(where, heldout)
     facts: dict[str, Any] = {"vocab_size": store.vocab_size, "seq_len": where.seq_len}
+    version: str = rows
+    if rows == "packed":
+        train, held = store.packed(where)
+        facts, version = {**facts, PACKED: True}, f"packed {VERSION}"
+    else:
+        train, held = store.documents(where) if rows == "document" else store.windows(where, heldout)
     tokenizer = where.tokenizer or store.tokenizer
     if tokenizer != BYTES:
         facts["tokenizer"] = tokenizer
-    own = hashlib.sha256(f"{store.fingerprint} {rows} {heldout}".encode()).hexdigest()[:16]
+    own = hashlib.sha256(f"{store.fingerprint} {version} {heldout}".encode()).hexdigest()[:16]
     info = DataInfo(
         kind="text",
         facts={**facts, "fingerprint": own},
         tokens_per_sample=where.seq_len,
-        masks_targets=store.masked or rows == "document",
+        masks_targets=store.masked or rows != "stream",
         default_steps=1000 if rows == "stream" else 0,
         default_epochs=0 if rows == "stream" else 1,
         preprocess={"tokenizer": tokenizer, "end": store.end},
@@ -189,6 +197,33 @@ class TokenStore:
                 where.seq_len,
             )
         return parts[0], parts[1]
+
+    # ------------------------------------------------------------ several documents a sample
+
+    def packed(self, where: Where) -> tuple[Samples, Samples]:
+        train, held = (self._packed(split, where.seq_len) for split in ("train", "val"))
+        if not len(train):
+            raise ConfigError(f"{where} has no document to train on.", "--data.args.heldout 0, or more rows")
+        return train, held
+
+    def _packed(self, split: str, seq_len: int) -> PackedSamples:
+        files = self._of(split)
+        indexes = [file.path.with_suffix(".idx") for file in files]
+        key = {"tokens": self.fingerprint, "documents": [len(read_index(path)[0]) for path in indexes]}
+
+        def documents() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+            before = 0
+            for file, path in zip(files, indexes, strict=True):
+                lengths, starts = read_index(path)
+                yield starts // file.dtype.itemsize + before, lengths
+                before += file.tokens
+
+        long: Long = "split" if self.form == "text" else "cut"
+        plan = cached_plan({**key, "split": split}, documents, seq_len, long)
+        if len(plan.ends):
+            log.info("documents, %s: %s", split, plan.facts.describe(seq_len, long))
+        loss = TokenRow([self._loss(file) for file in files], 2) if self.masked else None
+        return PackedSamples(plan, TokenRow(files, self.vocab_size), loss, self.end, seq_len)
 
     # ------------------------------------------------------------ files
 

@@ -26,6 +26,7 @@ from fsdp.base.torchvision_import import prepare_torchvision
 from fsdp.models.checks import check_parameters, check_vocabulary
 from fsdp.models.factory import blame, unknown_argument
 from fsdp.models.init import name_seed
+from fsdp.models.packed_check import check_positions
 
 PREFIX = "hf:"
 HEADS = {
@@ -91,6 +92,7 @@ def resolve_folder(name: str, args: Mapping[str, Any], facts: Mapping[str, Any])
         trial = found.build()
     check_parameters(trial, name)
     check_vocabulary(trial, name, facts)
+    check_positions(trial, name, facts)
     return found
 
 

@@ -22,6 +22,7 @@ from fsdp.models.builtin import BuiltIn, Facts, make_sizes
 from fsdp.models.checks import check_parameters, check_vocabulary
 from fsdp.models.factory import blame, load_attribute, parameters_of
 from fsdp.models.hf import PREFIX, PretrainedFolder, resolve_folder
+from fsdp.models.packed_check import check_positions
 
 BUILT_INS = ("vit", "transformer", "mlp")
 _DATA_FOR = {"num_classes": ("images", "digits"), "vocab_size": ("tokens", "text")}
@@ -104,6 +105,7 @@ def _resolve_factory(section: ModelSection, facts: Facts) -> ModelSpec:
         trial = build()
     check_parameters(trial, section.name)
     check_vocabulary(trial, section.name, facts)
+    check_positions(trial, section.name, facts)
     return ModelSpec(
         name=section.name, build=build, sizes=given, knows_inits=_knows_inits(section.name, trial)
     )

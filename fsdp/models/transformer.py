@@ -21,6 +21,7 @@ from fsdp.base.torch_private.tensors import ConvertedModule
 from fsdp.models.blocks import LARGE_LAYER
 from fsdp.models.builtin import BuiltIn, Facts, check_covers, check_multiple, check_ranges, size
 from fsdp.models.init import Constant, Init, Normal, fill_from_global
+from fsdp.models.packed_attention import Documents, documents_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +79,16 @@ class Attention(nn.Module):
         self.v = nn.Linear(sizes.width, kv_width, bias=False)
         self.o = nn.Linear(sizes.width, sizes.width, bias=False)
 
-    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, documents: Documents | None = None) -> Tensor:
         q = rotary.turn(self._split(self.q(x), self.heads))
         k = rotary.turn(self._split(self.k(x), self.kv_heads))
         v = self._split(self.v(x), self.kv_heads)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
+        if documents is not None:
+            y = documents.attend(q, k, v)
+        else:
+            y = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads
+            )
         return self.o(y.transpose(1, 2).flatten(2))
 
     @staticmethod
@@ -112,13 +118,16 @@ class Block(nn.Module):
         self.ffn = FeedForward(sizes)
         self.dropout = nn.Dropout(sizes.dropout) if sizes.dropout else nn.Identity()
 
-    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), rotary))
+    def forward(self, x: Tensor, rotary: Rotary, documents: Documents | None = None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), rotary, documents))
         return x + self.dropout(self.ffn(self.ffn_norm(x)))
 
 
 class Transformer(ConvertedModule):
-    """tokens [batch, length] → logits [batch, length, vocab_size]."""
+    """tokens [batch, length] → logits [batch, length, vocab_size].
+
+    With position_ids [batch, length] a row holds several documents: each begins where positions start again.
+    """
 
     rotary_cos: Tensor
     rotary_sin: Tensor
@@ -139,7 +148,7 @@ class Transformer(ConvertedModule):
         if not self.embedding.weight.is_meta:
             self._start_alone()
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
         length = tokens.shape[1]
         if length > self.sizes.max_seq_len:
             raise ConfigError(
@@ -147,11 +156,19 @@ class Transformer(ConvertedModule):
                 f"{self.sizes.max_seq_len}.",
                 f"--model.args.max_seq_len {length}",
             )
-        rotary = Rotary(self.rotary_cos[:length], self.rotary_sin[:length])
+        rotary = self._rotary(length, position_ids)
         x = self.dropout(self.embedding(tokens))
+        head_dim = 2 * self.rotary_cos.shape[1]
+        documents = None if position_ids is None else documents_of(position_ids, x, head_dim)
         for block in self.blocks:
-            x = block(x, rotary)
+            x = block(x, rotary, documents)
         return self.head(self.norm(x))
+
+    def _rotary(self, length: int, position_ids: Tensor | None) -> Rotary:
+        if position_ids is None:
+            return Rotary(self.rotary_cos[:length], self.rotary_sin[:length])
+        cos, sin = (table[position_ids].unsqueeze(1) for table in (self.rotary_cos, self.rotary_sin))
+        return Rotary(cos, sin)
 
     def units(self) -> list[nn.Module | list[nn.Module]]:
         """A tied embedding and head are one parameter, in the root's group with the norm. So are small ones:

@@ -18,6 +18,7 @@ from fsdp.base import devices
 from fsdp.data import DataSet
 from fsdp.models.custom_loss import CustomLoss
 from fsdp.models.loss import LossFunction
+from fsdp.models.packed_attention import POSITIONS
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,9 @@ def flops_per_sample(model: nn.Module, data: DataSet, loss: CustomLoss | None = 
 
 
 def _forward(model: nn.Module, data: DataSet, loss: CustomLoss | None) -> float:
-    first = {name: value.to("meta") for name, value in data.train.batch(np.zeros(1, np.int64)).items()}
+    sample = data.train.batch(np.zeros(1, np.int64))
+    # transformers reads the values of positions: a packed row counts as one document.
+    first = {name: value.to("meta") for name, value in sample.items() if name != POSITIONS}
     counter = FlopCounterMode(display=False)
     with counter, torch.no_grad():
         LossFunction(model, loss)(model, first, torch.ones(1, dtype=torch.bool, device="meta"), 1)

@@ -58,6 +58,7 @@ from fsdp.run import setup
 from fsdp.run.evaluate import Evaluation, evaluate
 from fsdp.run.frozen_base import maybe_base
 from fsdp.run.job import Job, describe, prepare, trained_model
+from fsdp.run.packed_rows import check_packed_rows
 from fsdp.run.planned import Planned, maybe_planned
 from fsdp.run.step import StepParts, gradients_of, run_step
 from fsdp.run.step_hooks import RunHooks
@@ -351,6 +352,7 @@ class _Loop:
     def run_to_end(self) -> Outcome:
         last = min(self.config.train.stop_after or self.job.total_steps, self.job.total_steps)
         self._inspect_loss(resumed=0 < self.state.step < last)
+        check_packed_rows(self.config, self.job, self.sharded, self.state.step, self.env.rank)
         while self.state.step < last and not self.stopped:
             self._one_step()
         self._settle()

@@ -437,6 +437,16 @@ def test_a_float8_product_runs_the_known_operator() -> None:
     holds(tensors.float8_product() in mode.seen, "tensors.float8_product", f"a product runs {mode.seen}")
 
 
+def test_varlen_attention_runs_a_known_operator() -> None:
+    varlen = pytest.importorskip("torch.nn.attention.varlen").varlen_attn
+    query = torch.ones(4, 1, 8, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    bounds = torch.empty(2, dtype=torch.int32, device="meta")
+    with Operators() as mode:
+        varlen(query, query, query, bounds, bounds, 4, 4)
+    known = tensors.attention_products() & set(mode.seen)
+    holds(known, "tensors.attention_products", f"varlen attention runs {mode.seen}")
+
+
 def test_writes_views_and_schemas() -> None:
     tensor = torch.ones(4)
     before = tensors.writes(tensor)

@@ -8,6 +8,7 @@ modules, recipes and flags checked.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shlex
@@ -45,6 +46,8 @@ LONG = {
     "torchrun --nproc_per_node=2 train.py --config recipes/text.toml": 0,
     "torchrun --nproc_per_node=2 train.py --config recipes/text.toml --data.name notes/": 0,
     "torchrun --nproc_per_node=2 train.py --data.name mine:build --data.args.folder corpus": 0,
+    "torchrun --nproc_per_node=2 train.py --data.name stories.jsonl --data.args.rows packed "
+    "--model.name transformer": 0,
     "torchrun --nproc_per_node=2 train.py --model.name mine:build --data.name text": 0,
     "torchrun --nproc_per_node=2 train.py --profile.memory true --profile.steps 3:5 --train.steps 8": 0,
     "torchrun --nproc_per_node=4 train.py --config RUN/config.toml --run.dir RUN": 0,
@@ -153,6 +156,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("notes", "corpus"):
         (folder / name).mkdir()
         (folder / name / "a.md").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
+    stories = [json.dumps({"text": f"Once upon a time {n}"}) for n in range(2000)]
+    (folder / "stories.jsonl").write_text("\n".join(stories))
     programs = folder / "bin"
     programs.mkdir()
     for name, before in (("python", ""), ("torchrun", " -m torch.distributed.run --standalone")):
@@ -177,6 +182,7 @@ def typed(command: str, place: Path) -> subprocess.CompletedProcess[str]:
         **os.environ,
         "PATH": f"{place / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
+        "XDG_CACHE_HOME": str(place / "cache"),
     }
     return subprocess.run(
         filled, shell=True, cwd=place, env=environment, capture_output=True, text=True, timeout=500

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,16 +16,20 @@ __all__ = ["tree_leaves"]
 
 
 def attention_products() -> frozenset[Any]:
-    """The operators that scaled_dot_product_attention becomes on CPU and CUDA. One that is missing here is
-    computed again by `--memory.activation_checkpointing ops`.
+    """The operators that scaled_dot_product_attention becomes on CPU and CUDA, and that of varlen_attn where
+    torch has it. One that is missing here is computed again by `--memory.activation_checkpointing ops`.
     """
     aten: Any = torch.ops.aten
+    with contextlib.suppress(ImportError):  # the import registers the operator
+        importlib.import_module("torch.nn.attention.varlen")
+    varlen = getattr(torch.ops.torch_attn, "_varlen_attn", None)
     return frozenset(
         {
             aten._scaled_dot_product_flash_attention.default,
             aten._scaled_dot_product_efficient_attention.default,
             aten._scaled_dot_product_flash_attention_for_cpu.default,
             aten._scaled_dot_product_cudnn_attention.default,
+            *([varlen.default] if varlen is not None else []),
         }
     )
 

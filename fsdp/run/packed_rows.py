@@ -1,0 +1,33 @@
+"""The check at the start of a run on packed rows: does attention stay within documents?
+
+Not here: what is compared (fsdp/models/packed_check.py).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fsdp.config import Config
+from fsdp.data.loader import read_batch
+from fsdp.models.loss import read_output
+from fsdp.models.packed_attention import POSITIONS
+from fsdp.models.packed_check import PACKED, check_documents_apart
+from fsdp.parallel.shard import Sharded
+from fsdp.run.job import Job
+
+
+def check_packed_rows(config: Config, job: Job, sharded: Sharded, step: int, rank: int) -> None:
+    """Runs two forwards of one or two samples, the same on every rank. Collective. Skipped with float8: its
+    scales depend on every token.
+    """
+    if not job.data.info.facts.get(PACKED) or config.speed.float8 != "off":
+        return
+    rows = job.cursor.indices(step)[: min(2, job.batch.micro_batch)]
+    data = read_batch(job.data.train, rows, f"rank {rank}, before the first step")
+
+    def logits_of(tokens: Tensor, positions: Tensor) -> Tensor | None:
+        return read_output(sharded.called(tokens, **{POSITIONS: positions})).logits
+
+    with sharded.evaluating():
+        tokens = data["inputs"].to(sharded.device)
+        check_documents_apart(logits_of, tokens, sharded.root, job.spec.name)

@@ -1,0 +1,212 @@
+"""documents packed into rows: which tokens, targets and positions they hold, and how many rows there are."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fsdp.base.errors import ConfigError
+from fsdp.data import DataSet, packing
+from fsdp.data.packing import PackingPlan, best_fit, pieces_of, write_plan
+from tests.data.test_documents import data
+from tests.support.data_cache import own_cache as own_cache
+from tests.tokenize.rows import write_lines
+
+SEQ_LEN = 8
+
+
+def packed(path: Path, **args: Any) -> DataSet:
+    return data(path, seq_len=SEQ_LEN, rows="packed", **{"heldout": 0, **args})
+
+
+def text_of(length: int, letter: str) -> dict[str, str]:
+    """A document of `length` tokens: its end token is one of them."""
+    return {"text": letter * (length - 1)}
+
+
+def documents_in(made: DataSet) -> list[tuple[list[int], list[int]]]:
+    """(inputs, targets) of each document of each row, cut where positions start again; padding left out."""
+    batch = made.train.batch(np.arange(len(made.train)))
+    found = []
+    for inputs, targets, positions in zip(
+        *(batch[name].tolist() for name in ("inputs", "targets", "position_ids")), strict=True
+    ):
+        begins = [n for n, position in enumerate(positions) if position == 0]
+        for begin, end in itertools.pairwise([*begins, SEQ_LEN]):
+            assert positions[begin:end] == list(range(end - begin))
+            found.append((inputs[begin:end], targets[begin:end]))
+    return [one for one in found if set(one[1]) != {-100}]
+
+
+def test_rows_hold_each_token_once_as_a_target(tmp_path: Path) -> None:
+    """Of exactly seq_len, of seq_len and its end token, two short ones, one of two pieces, an empty one."""
+    lengths = {"a": SEQ_LEN, "b": SEQ_LEN + 1, "c": 2, "d": 3, "e": SEQ_LEN + 4}
+    rows = [text_of(length, letter) for letter, length in lengths.items()]
+    made = packed(write_lines(tmp_path / "a.jsonl", [*rows, {"text": ""}]))
+    expected = []
+    for letter, length in lengths.items():
+        tokens = [*[ord(letter)] * (length - 1), 0]
+        pieces = [(tokens[at : at + SEQ_LEN], tokens[at + 1 :][:SEQ_LEN]) for at in range(0, length, SEQ_LEN)]
+        expected += [(inputs[: len(targets)], targets) for inputs, targets in pieces if targets]
+    assert sorted(documents_in(made)) == sorted(expected)
+    assert len(made.train) == 4  # 8 + 8 + 8 + (7 and 1) + (3 and 2) places
+    assert made.info.masks_targets
+    assert made.info.facts["packed"]
+
+
+def test_pairs_are_cut_and_masked_as_in_a_row_a_document(tmp_path: Path) -> None:
+    pairs = [{"prompt": "1+1=", "completion": "2"}, {"prompt": "é=", "completion": "e acute, cut off"}]
+    pairs += [{"prompt": "x", "completion": "y"}] * 3
+    path = write_lines(tmp_path / "a.jsonl", pairs)
+    made = packed(path)
+    alone = data(path, seq_len=SEQ_LEN, heldout=0, rows="document")
+    batch = alone.train.batch(np.arange(len(alone.train)))
+    expected = []
+    for inputs, targets in zip(batch["inputs"].tolist(), batch["targets"].tolist(), strict=True):
+        count = max(n + 1 for n, target in enumerate(targets) if target != -100)
+        expected.append((inputs[:count], targets[:count]))
+    assert sorted(documents_in(made)) == sorted(expected)
+    assert (len(alone.train), len(made.train)) == (5, 3)
+
+
+def test_heldout_documents_are_packed_too(tmp_path: Path) -> None:
+    made = packed(write_lines(tmp_path / "a.jsonl", [text_of(5, "a")] * 100), heldout=0.1)
+    assert made.heldout is not None
+    assert (len(made.train), len(made.heldout)) == (45, 5)
+
+
+def test_the_log_has_the_padding_of_both(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [text_of(4, "a")] * 2 + [text_of(SEQ_LEN + 3, "b")])
+    with caplog.at_level(logging.INFO):
+        packed(path)
+    assert (
+        "documents, train: 3 documents packed into 2 rows of 8, 1 of them split at that length: "
+        "0.00 % padding, in a row a document 41.67 %"
+    ) in caplog.text
+
+
+def test_the_second_build_packs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [text_of(2 + n % 9, "a") for n in range(50)])
+    first = packed(path)
+    monkeypatch.setattr(packing, "write_plan", None)
+    assert documents_in(packed(path)) == documents_in(first)
+    with pytest.raises(TypeError):
+        data(path, seq_len=SEQ_LEN + 1, rows="packed", heldout=0)
+
+
+def test_rows_of_another_form_have_another_fingerprint(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [text_of(4, "a")] * 9)
+    prints = {data(path, rows=rows).info.facts["fingerprint"] for rows in ("stream", "document", "packed")}
+    assert len(prints) == 3
+
+
+def test_a_wrong_form_of_rows(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [text_of(4, "a")] * 9)
+    with pytest.raises(
+        ConfigError,
+        match=r"rows pack is not auto or stream or document or packed\. HINT: --data.args.rows auto",
+    ):
+        data(path, rows="pack")
+
+
+# ---------------------------------------------------------------- the plan
+
+
+def plain_best_fit(widths: list[int], room: int) -> list[list[int]]:
+    """One piece after another, the longest first, each into the fullest row that has room."""
+    rows: list[list[int]] = []
+    for width in sorted(widths, reverse=True):
+        fitting = [row for row in rows if sum(row) + width <= room]
+        if not fitting:
+            rows.append([])
+            fitting = rows[-1:]
+        max(fitting, key=sum).append(width)
+    return rows
+
+
+def fewest_rows(widths: tuple[int, ...], room: int) -> int:
+    """By trying every row for every piece."""
+    best = len(widths)
+
+    def place(at: int, left: list[int]) -> None:
+        nonlocal best
+        if len(left) >= best:
+            return
+        if at == len(widths):
+            best = len(left)
+            return
+        for n in range(len(left)):
+            if left[n] >= widths[at]:
+                place(at + 1, [*left[:n], left[n] - widths[at], *left[n + 1 :]])
+        place(at + 1, [*left, room - widths[at]])
+
+    place(0, [])
+    return best
+
+
+def test_best_fit_is_that_of_a_plain_loop() -> None:
+    generator = np.random.default_rng(0)
+    for _ in range(300):
+        room = int(generator.integers(1, 30))
+        widths = generator.integers(1, room + 1, int(generator.integers(1, 60)))
+        row_of = best_fit(widths, room)
+        filled = np.bincount(row_of, weights=widths).astype(int).tolist()
+        # Which of several equally full rows takes a piece is open.
+        assert sorted(filled) == sorted(map(sum, plain_best_fit(widths.tolist(), room)))
+
+
+def test_best_fit_is_near_the_fewest_rows() -> None:
+    generator = np.random.default_rng(1)
+    more = 0
+    for _ in range(150):
+        widths = generator.integers(1, 11, int(generator.integers(1, 9)))
+        rows, fewest = int(best_fit(widths, 10).max()) + 1, fewest_rows(tuple(widths.tolist()), 10)
+        assert fewest <= rows <= 11 / 9 * fewest + 6 / 9
+        more += rows > fewest
+    assert more <= 3
+
+
+def test_a_plan_is_the_same_for_one_file_and_many(tmp_path: Path) -> None:
+    lengths = np.random.default_rng(2).integers(0, 40, 1000)
+    starts = np.cumsum(lengths) - lengths
+    parts = [(starts[at : at + 64], lengths[at : at + 64]) for at in range(0, 1000, 64)]
+    assert write_plan(tmp_path / "one", [(starts, lengths)], 16, "split") == write_plan(
+        tmp_path / "many", parts, 16, "split"
+    )
+    for name in ("first", "width", "ends"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "many" / name).read_bytes()
+
+
+def test_groups_hold_every_piece_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "GROUP", 100)
+    lengths = np.random.default_rng(3).integers(0, 40, 1000)
+    starts = np.cumsum(lengths) - lengths
+    write_plan(tmp_path / "plan", [(starts, lengths)], 16, "split")
+    plan = PackingPlan(tmp_path / "plan")
+    rows = [list(plan.row(n)) for n in range(len(plan.ends))]
+    assert all(sum(width for _, width in row) <= 16 for row in rows)
+    wanted = pieces_of(starts, lengths, 16, "split")
+    assert sorted(itertools.chain(*rows)) == sorted(
+        zip(wanted.first.tolist(), wanted.width.tolist(), strict=True)
+    )
+    facts = json.loads((tmp_path / "plan" / "facts.json").read_text())
+    assert (facts["rows"], facts["filled"]) == (len(rows), int(np.clip(lengths - 1, 0, None).sum()))
+
+
+@pytest.mark.slow
+def test_a_million_documents_are_packed_in_seconds(tmp_path: Path) -> None:
+    lengths = np.maximum(2, np.random.default_rng(0).lognormal(np.log(300), 1.2, 10**6)).astype(np.int64)
+    facts = write_plan(tmp_path / "plan", [(np.cumsum(lengths) - lengths, lengths)], 2048, "split")
+    assert packing.waste(facts.filled, facts.rows, 2048) < 0.001
+    assert facts.unpacked / (facts.documents * 2048) < 0.26
+
+
+def test_no_document_packs_into_no_row(tmp_path: Path) -> None:
+    write_plan(tmp_path / "plan", [], 16, "split")
+    assert len(PackingPlan(tmp_path / "plan").ends) == 0

@@ -1,0 +1,232 @@
+"""Attention within documents of packed rows: the built-in model, models of transformers, and the check."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fsdp.base.errors import ConfigError
+from fsdp.base.torchvision_import import prepare_torchvision
+from fsdp.config import MemorySection
+from fsdp.models import packed_attention
+from fsdp.models.loss import read_output
+from fsdp.models.packed_attention import document_bounds, document_starts, documents_of, uses_varlen
+from fsdp.models.packed_check import check_documents_apart, check_positions
+from fsdp.models.transformer import Transformer, TransformerSizes
+from fsdp.parallel.activations import apply_activation_checkpointing
+from tests.models import small_hf
+
+LENGTHS = ([3, 1, 5], [9], [1, 1, 7])
+VOCABULARY = 31
+
+
+def transformer(**sizes: Any) -> Transformer:
+    torch.manual_seed(0)
+    given = {"vocab_size": VOCABULARY, "width": 16, "heads": 4, "kv_heads": 2, "max_seq_len": 9, **sizes}
+    model = Transformer(TransformerSizes(**given)).double()
+    with torch.no_grad():  # the initial weights' attention is close to uniform
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    return model
+
+
+def rows() -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(1, VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(1))
+    return tokens, torch.stack([torch.cat([torch.arange(n) for n in row]) for row in LENGTHS])
+
+
+def alone(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Every document of `rows` by itself."""
+    found = []
+    for row, lengths in zip(tokens, LENGTHS, strict=True):
+        found.append(torch.cat([logits(model(part[None]))[0] for part in row.split(lengths)]))
+    return torch.stack(found)
+
+
+def logits(output: Any) -> Tensor:
+    found = read_output(output).logits
+    assert found is not None
+    return found
+
+
+def test_packed_documents_are_as_alone() -> None:
+    model, (tokens, positions) = transformer(), rows()
+    weights = torch.randn(3, 9, VOCABULARY, dtype=torch.float64)
+    gradients = []
+    for made in (model(tokens, positions), alone(model, tokens)):
+        gradients.append(torch.autograd.grad((made * weights).sum(), list(model.parameters())))
+    assert torch.allclose(model(tokens, positions), alone(model, tokens), rtol=0, atol=1e-12)
+    assert all(torch.allclose(one, other, rtol=0, atol=1e-12) for one, other in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_document_has_the_same_bits_beside_another(dtype: torch.dtype) -> None:
+    model, (tokens, positions) = transformer().to(dtype), rows()
+    other = tokens.clone()
+    other[0, :4] = (tokens[0, :4] + 1) % VOCABULARY
+    one, two = model(tokens, positions), model(other, positions)
+    assert torch.equal(one[0, 4:], two[0, 4:])
+    assert torch.equal(one[1:], two[1:])
+    assert not torch.equal(one[0, :4], two[0, :4])
+
+
+def test_rows_without_positions_take_the_causal_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (tokens, _) = transformer(), rows()
+    given: list[dict[str, Any]] = []
+    plain = F.scaled_dot_product_attention
+
+    def watched(*args: Any, **kwargs: Any) -> Tensor:
+        given.append(kwargs)
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    model(tokens)
+    assert given == [{"is_causal": True, "enable_gqa": True}] * 2
+
+
+@pytest.mark.parametrize("memory", [("full", 1.0), ("ops", 1.0), ("none", 0.5)])
+def test_recomputation_has_the_same_gradients(memory: tuple[Any, float]) -> None:
+    tokens, positions = rows()
+    found = []
+    cases: list[tuple[Any, float]] = [("none", 1.0), memory]
+    for kind, budget in cases:
+        model = transformer()
+        section = MemorySection(activation_checkpointing=kind, activation_budget=budget)
+        units: list[list[nn.Module]] = [[block] for block in model.blocks]
+        apply_activation_checkpointing(units, section)
+        model(tokens, positions).square().sum().backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+# ---------------------------------------------------------------- varlen
+
+
+def plain_varlen(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, _: Tensor, longest: int, __: int, *, is_causal: bool
+) -> Tensor:
+    """[tokens, heads, head_dim], document by document."""
+    assert is_causal
+    ends = bounds.tolist()
+    assert longest >= max(end - begin for begin, end in itertools.pairwise(ends))
+    parts = []
+    for begin, end in itertools.pairwise(ends):
+        one = [x[begin:end].transpose(0, 1) for x in (q, k, v)]
+        scores = (one[0] @ one[1].mT) / q.shape[-1] ** 0.5
+        blocked = torch.ones(end - begin, end - begin, dtype=torch.bool).triu(1)
+        parts.append((scores.masked_fill(blocked, -torch.inf).softmax(-1) @ one[2]).transpose(0, 1))
+    return torch.cat(parts)
+
+
+def test_bounds_of_documents() -> None:
+    bounds = document_bounds(document_starts(rows()[1]))
+    assert bounds.tolist() == [0, 3, 4, 9, 18, 19, 20, 27]
+    assert bounds.dtype == torch.int32
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_varlen_is_as_the_mask(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (tokens, positions) = transformer(kv_heads=kv_heads), rows()
+    masked = model(tokens, positions)
+    monkeypatch.setattr(packed_attention, "varlen_kernel", lambda: plain_varlen)
+    monkeypatch.setattr(packed_attention, "uses_varlen", lambda *_: True)
+    assert documents_of(positions, masked, 4).mask is None
+    assert torch.allclose(model(tokens, positions), masked, rtol=0, atol=1e-12)
+
+
+def test_torch_takes_these_arguments_of_varlen() -> None:
+    """On the meta device, where it computes nothing."""
+    if packed_attention.varlen_kernel() is None:
+        pytest.skip("this torch has no torch.nn.attention.varlen")
+    documents = packed_attention.Documents(bounds=document_bounds(document_starts(rows()[1])).to("meta"))
+    q = torch.empty(3, 4, 9, 8, dtype=torch.bfloat16, device="meta")
+    kv = torch.empty(3, 2, 9, 8, dtype=torch.bfloat16, device="meta")
+    assert documents.attend(q, kv, kv).shape == q.shape
+
+
+def test_varlen_is_for_half_precision_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(packed_attention, "varlen_kernel", lambda: plain_varlen)
+    cuda = torch.device("cuda")
+    assert uses_varlen(cuda, torch.bfloat16, 64)
+    assert not uses_varlen(cuda, torch.float32, 64)
+    assert not uses_varlen(cuda, torch.bfloat16, 20)
+    assert not uses_varlen(torch.device("cpu"), torch.bfloat16, 64)
+
+
+# ---------------------------------------------------------------- the check
+
+
+class Crossing(nn.Module):
+    """Takes positions, and lets documents see each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = transformer()
+
+    def forward(self, tokens: Tensor, position_ids: Tensor) -> Tensor:
+        found: Tensor = self.inner(tokens)
+        return found
+
+
+def check(model: nn.Module) -> None:
+    with torch.no_grad():
+        check_documents_apart(
+            lambda tokens, positions: logits(model(tokens, position_ids=positions)), rows()[0], model, "a"
+        )
+
+
+def test_a_model_whose_documents_see_each_other_is_refused() -> None:
+    check(transformer())
+    with pytest.raises(
+        ConfigError,
+        match=r"--model.name a takes position_ids, but its attention crosses .* HINT: --data.args",
+    ):
+        check(Crossing())
+
+
+def test_a_model_without_positions_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"forward of Linear has no parameter position_ids, .* HINT: --data.args"
+    ):
+        check_positions(nn.Linear(2, 2), "a", {"packed": True})
+    check_positions(nn.Linear(2, 2), "a", {})
+    check_positions(transformer(), "a", {"packed": True})
+
+
+@pytest.mark.slow
+@pytest.mark.needs("transformers")
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3", "mixtral"])
+def test_documents_are_apart_in_transformers(kind: str, attention: str) -> None:
+    prepare_torchvision()
+    torch.manual_seed(0)
+    model = getattr(small_hf, kind)().double().eval()
+    model.set_attn_implementation(attention)
+    tokens, positions = rows()
+    check(model)
+    packed = model(tokens, position_ids=positions).logits
+    assert torch.allclose(packed, alone(model, tokens), rtol=0, atol=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.needs("transformers")
+def test_models_of_transformers_whose_documents_see_each_other_are_refused() -> None:
+    prepare_torchvision()
+    from transformers import OPTConfig, OPTForCausalLM
+
+    sizes: dict[str, Any] = {
+        "hidden_size": 24,
+        "word_embed_proj_dim": 24,
+        "ffn_dim": 40,
+        "num_hidden_layers": 2,
+    }
+    opt = OPTForCausalLM(OPTConfig(vocab_size=VOCABULARY, num_attention_heads=2, **sizes)).eval()
+    for model in (opt, small_hf.bert().eval()):
+        with pytest.raises(ConfigError, match="its attention crosses the documents"):
+            check(model)
