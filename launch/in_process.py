@@ -62,7 +62,10 @@ def _is_ray_worker() -> bool:
 
     try:
         return bool(ray.train.get_context().get_world_size())
-    except (RuntimeError, AttributeError):  # a task, an actor or a trial of Tune
+    except (
+        RuntimeError,
+        DeprecationWarning,
+    ):  # a driver or an actor; Ray raises the latter in a trial of Tune
         return False
 
 

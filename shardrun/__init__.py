@@ -32,8 +32,7 @@ _PARTS = {
 
 def _use_code() -> None:
     """Raises ImportError if another package called fsdp or launch has been imported."""
-    if str(CODE) not in sys.path:
-        sys.path.insert(0, str(CODE))
+    sys.path[:] = [str(CODE), *(place for place in sys.path if place != str(CODE))]
     for name in ("fsdp", "launch"):
         found = sys.modules.get(name)
         place = Path(str(getattr(found, "__file__", "")))
