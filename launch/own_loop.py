@@ -44,7 +44,7 @@ from fsdp.rundir import history
 from fsdp.rundir.line_files import append_if_possible
 from fsdp.watch.rank import Watch
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("fsdp.own_loop")  # set_up_logging configures the loggers of fsdp
 
 
 @contextmanager
