@@ -105,8 +105,12 @@ def test_the_example_runs_and_continues(tmp_path: Path) -> None:
     for steps in ("4", "6"):
         done = subprocess.run(
             [*torchrun, str(program), "--run.dir", "own", "--train.steps", steps],
-            cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300,
-        )  # fmt: skip
+            cwd=tmp_path,
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
         assert done.returncode == 0, done.stderr
     assert "resumes from step 4" in done.stderr
     saved = tmp_path / "own/checkpoints/step-00000006"
@@ -119,8 +123,11 @@ def test_the_example_of_tune(tmp_path: Path) -> None:
     program = ROOT / "examples/ray_tune.py"
     done = subprocess.run(
         [sys.executable, str(program), "--train.steps", "3"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=500,
-    )  # fmt: skip
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
     assert done.returncode == 0, done.stderr
     assert "best lr 0.00" in done.stdout
     assert len(list((tmp_path / "runs/tune").iterdir())) == 2
