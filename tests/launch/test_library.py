@@ -8,10 +8,12 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.tensor import DTensor
 
 import shardrun
 from fsdp.dist.env import DistEnv
@@ -62,7 +64,7 @@ def own_loop(env: DistEnv, folder: str, last: int) -> dict[str, torch.Tensor]:
                 loss.backward()
             training.update()
             training.record(loss=loss)
-    return {name: p.detach().full_tensor() for name, p in model.root.named_parameters()}
+    return {name: cast(DTensor, p.detach()).full_tensor() for name, p in model.root.named_parameters()}
 
 
 def plain_loop(parameters: dict[str, torch.Tensor], first: int, last: int) -> dict[str, torch.Tensor]:
