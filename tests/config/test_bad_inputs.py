@@ -157,7 +157,7 @@ def hinted(text: str) -> list[str]:
 def mended(words: str, text: str) -> list[str]:
     """As a person would: the flag that the hint names gets the hint's value."""
     name, value = hinted(text)
-    kept = shlex.split(words)
+    kept = shlex.split(words) if words.startswith("--") else []  # a value without its flag
     pairs = [(a, b) for a, b in zip(kept[::2], kept[1::2], strict=True) if a != name]
     return [word for pair in [*pairs, (name, value)] for word in pair]
 
