@@ -7,14 +7,14 @@ A trial returns plain values: its results can be read where this package is not 
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = str(Path(__file__).resolve().parents[1])
-sys.path.insert(0, ROOT)  # not needed after `pip install .`
+from ray import tune
 
-from ray import tune  # noqa: E402
+ROOT = str(Path(__file__).resolve().parents[1])
 
 
 def trial(settings: dict[str, Any]) -> dict[str, Any]:
@@ -27,14 +27,19 @@ def trial(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> None:
+    os.environ["PYTHONPATH"] = ROOT  # for the trials' processes; not needed after `pip install .`
     space = {
         "lr": tune.grid_search([3e-4, 3e-3]),
         "flags": [*argv, "--checkpoint.every_steps", "0", "--checkpoint.export", "false"],
         "runs": str(Path("runs/tune").absolute()),
     }
-    tuner = tune.Tuner(trial, param_space=space, tune_config=tune.TuneConfig(metric="eval_loss", mode="min"))
-    results = tuner.fit()
-    best = results.get_best_result()
+    tuner = tune.Tuner(
+        trial,
+        param_space=space,
+        tune_config=tune.TuneConfig(metric="eval_loss", mode="min"),
+        run_config=tune.RunConfig(storage_path=str(Path("runs/tune-results").absolute())),
+    )
+    best = tuner.fit().get_best_result()
     assert best.metrics is not None
     assert best.config is not None
     print(

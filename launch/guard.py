@@ -63,6 +63,7 @@ def already_failed(marker: Marker | None, program: str) -> int | None:
         print(f"{program}: not tried again, it would fail the same way: {before.message}", file=sys.stderr)
     else:
         wait_for_rank_0_to_print()
+    write_torchrun_error_file(before.message)
     return before.code
 
 

@@ -108,8 +108,9 @@ def test_a_wrong_mesh_is_not_tried_again_without_a_run_directory(
         "train.py: a wrong mesh HINT: another\n"
         "train.py: not tried again, it would fail the same way: a wrong mesh HINT: another\n"
     )
-    shown = json.loads((tmp_path / "torchelastic/run/attempt_0/0/error.json").read_text())
-    assert shown["message"]["message"] == "a wrong mesh HINT: another"
+    for restart in (0, 1):
+        shown = json.loads((tmp_path / f"torchelastic/run/attempt_{restart}/0/error.json").read_text())
+        assert shown["message"]["message"] == "a wrong mesh HINT: another"
 
 
 def test_another_torchrun_does_not_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,6 +119,35 @@ def test_the_example_runs_and_continues(tmp_path: Path) -> None:
     dcp_to_torch_save(saved, tmp_path / "whole.pt")
 
 
+TRIAL = """
+import sys, threading, types, runpy
+from ray import tune
+tune.get_context = lambda: types.SimpleNamespace(get_trial_id=lambda: "one")
+example = runpy.run_path(sys.argv[1])
+found = []
+settings = {"lr": 3e-3, "runs": "runs", "flags": ["--train.steps", "3", "--watch.enabled", "false"]}
+thread = threading.Thread(target=lambda: found.append(example["trial"](settings)))
+thread.start()
+thread.join()
+print(found[0]["step"], found[0]["run_dir"], found[0]["accuracy"] >= 0)
+"""
+
+
+@pytest.mark.slow
+def test_a_trial_of_tune_is_a_run_on_another_thread(tmp_path: Path) -> None:
+    """As Tune calls it, without a Ray."""
+    pytest.importorskip("ray")
+    done = subprocess.run(
+        [sys.executable, "-c", TRIAL, str(ROOT / "examples/ray_tune.py")],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.stdout.endswith("3 runs/one True\n"), done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.ray
 def test_the_example_of_tune(tmp_path: Path) -> None:
