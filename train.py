@@ -15,6 +15,7 @@ import sys
 
 from fsdp import config as configuration
 from fsdp.base import garbage
+from fsdp.base.commands import as_typed
 from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.config import Config
 from fsdp.dist.env import started_by
@@ -25,7 +26,7 @@ from fsdp.watch.last_process import ProcessExit
 def main(argv: list[str]) -> int:
     try:
         if (text := configuration.help_asked(argv, __doc__ or "")) is not None:
-            print(text)
+            print(as_typed(text))
             return 0
         config = configuration.load([word for word in argv if word != "--dry-run"])
         if "--dry-run" in argv:
@@ -42,7 +43,10 @@ def under_ray(config: Config) -> int:
     if maker := started_by():  # each rank would start a Ray
         hint = "--backend torchrun, or python train.py --backend ray with nothing in front"
         raise ConfigError(f"--backend ray starts the ranks, but {maker} has started them already.", hint)
+    from launch.ray_check import check_ranks
     from launch.ray_own import own_ray
+
+    check_ranks(config)
 
     with own_ray(config.ray) as own:
         try:
@@ -55,6 +59,11 @@ def under_ray(config: Config) -> int:
 
 def run_here(config: Config) -> int:
     """This process is one rank, or the only one."""
+    from launch.guard import already_failed
+    from launch.marker import marker_of
+
+    if (code := already_failed(marker_of(config), "train.py")) is not None:
+        return code
     with garbage.importing():
         from fsdp.dist.env import from_environment
         from fsdp.dist.stop import Stopper

@@ -16,7 +16,14 @@ from fsdp.dist.env import DistEnv, prints_shared_errors, wait_for_rank_0_to_prin
 from fsdp.dist.lost_peer import is_lost_peer
 from fsdp.record.console import print_last
 from launch.command import rank_command
-from launch.marker import Failure, Marker, failed_before_this_restart, marker_of
+from launch.marker import (
+    Failure,
+    Marker,
+    failed_before_this_restart,
+    marker_of,
+    note_for_torchrun,
+    write_torchrun_error_file,
+)
 from launch.policy import Kind
 
 if TYPE_CHECKING:
@@ -33,14 +40,8 @@ def run_rank(
     from fsdp.run.summary import summary
 
     marker = marker or marker_of(config)
-    before = failed_before_this_restart(marker) if marker is not None else None
-    if before is not None:
-        if env.local_rank == 0:
-            message = f"{program}: not tried again, it would fail the same way: {before.message}"
-            print(message, file=sys.stderr)
-        else:
-            wait_for_rank_0_to_print()
-        return before.code, None
+    if (code := already_failed(marker, program)) is not None:
+        return code, None
     try:
         outcome = train(config, env)
     except Exception as error:
@@ -50,12 +51,29 @@ def run_rank(
     return 0, outcome
 
 
+def already_failed(marker: Marker | None, program: str) -> int | None:
+    """The exit code of the final error of torchrun's earlier try, printed again; None if this try may train.
+
+    It imports no torch.
+    """
+    before = failed_before_this_restart(marker)
+    if before is None:
+        return None
+    if prints_shared_errors():
+        print(f"{program}: not tried again, it would fail the same way: {before.message}", file=sys.stderr)
+    else:
+        wait_for_rank_0_to_print()
+    write_torchrun_error_file(before.message)
+    return before.code
+
+
 def refuse(error: ShardrunError, program: str) -> int:
     """Print an error found before training, once for all ranks that meet it, and return its exit code."""
     if prints_shared_errors() or error.scope != "all":
         print(f"{program}: {error}", file=sys.stderr)
     else:
         wait_for_rank_0_to_print()
+    write_torchrun_error_file(str(error))
     return error.exit_code
 
 
@@ -66,12 +84,15 @@ def report(error: Exception, env: DistEnv, program: str, marker: Marker | None) 
     failure = failure_of(error)
     if marker is not None:
         marker.write(failure, env.rank)
+    if env.local_rank == 0 and isinstance(error, ShardrunError) and error.scope == "all":
+        note_for_torchrun(failure)
     if failure_was_printed(error):
         return failure.code
     if isinstance(error, OtherRankFailed):
         wait_for_rank_0_to_print()
         return failure.code
     if isinstance(error, ShardrunError):
+        write_torchrun_error_file(str(error))
         if env.is_main or error.scope == "rank" or (error.scope == "node" and env.local_rank == 0):
             print(f"{program}{'' if env.is_main else f' (rank {env.rank})'}: {error}", file=sys.stderr)
         else:

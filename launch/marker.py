@@ -8,9 +8,11 @@ so a launcher ignores an earlier start's. The next start that holds the run dire
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -90,9 +92,44 @@ def marker_of(config: Config, environ: Mapping[str, str] = os.environ) -> Marker
     return None
 
 
-def failed_before_this_restart(marker: Marker, environ: Mapping[str, str] = os.environ) -> Failure | None:
+def note_of_torchrun(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """The file for an error that all ranks meet before they hold a run directory, under `torchrun
+    --max-restarts`: in torchrun's own folder, which its tries share. None elsewhere.
+    """
+    file, restarts = environ.get("TORCHELASTIC_ERROR_FILE", ""), environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if not file or int(restarts) == 0 or len(Path(file).parents) < 4:
+        return None
+    return Path(file).parents[2] / "shardrun-failed.json"  # of …/attempt_0/LOCAL_RANK/error.json
+
+
+def note_for_torchrun(failure: Failure, environ: Mapping[str, str] = os.environ) -> None:
+    """Keep a final configuration error for torchrun's next try."""
+    place = note_of_torchrun(environ)
+    if place is None or failure.code != ConfigError.exit_code or failure.kind is not Kind.FINAL:
+        return
+    with contextlib.suppress(OSError):  # the next try finds the error itself
+        write_atomically(place, json.dumps({"code": failure.code, "message": failure.message}) + "\n")
+
+
+def failed_before_this_restart(
+    marker: Marker | None, environ: Mapping[str, str] = os.environ
+) -> Failure | None:
     """The final error of an earlier try under `torchrun --max-restarts`, which restarts after any failure."""
     if int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
         return None
-    before = marker.read()
+    note = note_of_torchrun(environ)
+    if note is not None and note.is_file():
+        found = json.loads(note.read_text(encoding="utf-8"))
+        return Failure(Kind.FINAL, found["code"], found["message"])
+    before = marker.read() if marker is not None else None
     return before if before is not None and before.kind is Kind.FINAL else None
+
+
+def write_torchrun_error_file(message: str, environ: Mapping[str, str] = os.environ) -> None:
+    """torchrun's own summary then ends with this message in place of `error_file: <N/A>`."""
+    file = Path(environ.get("TORCHELASTIC_ERROR_FILE") or os.devnull)
+    if not file.parent.is_dir() or file.exists():  # the watch has written the rank's failure
+        return
+    extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+    with contextlib.suppress(OSError):  # the message itself is printed
+        file.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")

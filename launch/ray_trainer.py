@@ -30,7 +30,6 @@ from fsdp.base.errors import LaunchError, ShardrunError
 from fsdp.base.phases import StopReason
 from fsdp.config import Config, worker_range
 from fsdp.dist.env import slurm_start
-from fsdp.dist.mesh import plan_batch, resolve
 from fsdp.run.job import prepare
 from fsdp.run.loop import Outcome
 from fsdp.run.summary import summary
@@ -42,6 +41,7 @@ from launch.command import ray_command
 from launch.guard import failure_of
 from launch.marker import Failure, marker_of
 from launch.policy import NODES_LEAVE, Act, Allocation, End, Kind, Past, decide
+from launch.ray_check import check_ranks
 from launch.ray_code_upload import runtime_env
 from launch.ray_failure import FailurePolicy, failure_of_fit
 from launch.ray_output import Follower
@@ -99,11 +99,9 @@ def _run(config: Config, own: OwnRay | None, run: RunDir) -> int:
 
 def _check(config: Config) -> None:
     """Raise the errors in the flags that can be found without a cluster."""
-    low, high = worker_range(config.ray.num_workers)
+    low, _ = worker_range(config.ray.num_workers)
+    check_ranks(config)
     prepare(config, world_size=low, num_nodes=1, device=torch.device("cpu"))
-    for ranks in range(low + 1, high + 1):  # an elastic run may have any of these sizes
-        resolve(config.mesh, ranks)
-        plan_batch(config.train, ranks)
 
 
 @contextmanager

@@ -37,14 +37,17 @@ job_facts() {
     [ ${#nodes[@]} = "$SLURM_JOB_NUM_NODES" ] || die "${#nodes[@]} host names for $SLURM_JOB_NUM_NODES nodes: $SLURM_JOB_NODELIST"
     # NPROC_PER_NODE, else the GPUs that Slurm allocated; without GPUs, sbatch's --ntasks-per-node
     ranks_per_node=${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-${SLURM_NTASKS_PER_NODE:-1}}}
+    # each srun here starts one task a node, which needs all of the node's GPUs: not sbatch's share of a task
+    unset SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK
     local cpus=$((${SLURM_CPUS_ON_NODE:-1} / ranks_per_node))
+    [ "$cpus" -gt 0 ] || say "${SLURM_CPUS_ON_NODE:-1} CPUs a node for $ranks_per_node ranks. HINT: sbatch --cpus-per-task=$((4 * ranks_per_node))" >&2
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cpus > 0 ? cpus : 1))}
     export_end_time
 }
 
 find_python() {
     local venv=${VENV:-$home/.venv}
-    if [ -n "${VENV:-}" ] || { [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ] && [ -x "$venv/bin/python" ]; }; then
+    if [ -n "${VENV:-}" ] || [ -x "$venv/bin/python" ]; then
         export VIRTUAL_ENV=$venv PATH="$venv/bin:$PATH"
     fi
     [ ${#CONTAINER[@]} -gt 0 ] || command -v python >/dev/null || die "no python on $(hostname). HINT: set VENV in $CLUSTER_ENV"

@@ -26,7 +26,7 @@ LEVELS = {
     3: "parallel checkpoint watch memory",
     4: "run",
     5: "plan report doctor predict parity launch",
-    6: "train",
+    6: "train shardrun",
 }
 LEVEL = {name: level for level, names in LEVELS.items() for name in names.split()}
 COMMAND_LEVEL = 5
@@ -47,8 +47,8 @@ def files(*places: str) -> list[Path]:
     return found
 
 
-PRODUCT = files("fsdp", "launch", "train.py")
-EVERYTHING = [*PRODUCT, *files("tests", "bench")]
+PRODUCT = files("fsdp", "launch", "shardrun", "train.py")
+EVERYTHING = [*PRODUCT, *files("tests", "bench", "examples", "setup.py")]
 
 
 @cache

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from fsdp.base.commands import as_typed
+
 
 class ShardrunError(Exception):
     """One line that names the field, the value or the rank, and a HINT that works as typed."""
@@ -26,7 +28,7 @@ class ShardrunError(Exception):
         self, message: str, hint: str | None = None, *, ranks: tuple[int, ...] = (), error_number: int = 0
     ) -> None:
         self.hint, self.ranks, self.error_number = hint, ranks, error_number
-        super().__init__(f"{message} HINT: {hint}" if hint else message)
+        super().__init__(as_typed(f"{message} HINT: {hint}" if hint else message))
 
 
 def error_number(error: BaseException) -> int:

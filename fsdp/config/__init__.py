@@ -5,7 +5,8 @@
     help.py            --help and --help-all
     values.py          parses one value and checks its type and range
     reading.py         loads a recipe (TOML), applies flags `--section.field VALUE`, runs the checks
-    aliases.py         names of other trainers → flags of this one
+    alias_table.py     names of other trainers → flags of this one; aliases.py: the search among them
+    foreign_files.py   reads a configuration of another trainer; migrate.py: writes its recipe
     checks.py          fields that conflict; checks_memory.py: those that save memory or time
     trust.py           reads a run directory's config.toml, and limits the code that it may name
     writing.py         writes a recipe, and hashes the fields that define what is trained

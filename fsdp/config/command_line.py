@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from fsdp.base.commands import as_typed
 from fsdp.base.errors import ConfigError
 
 RUN_FLAGS = "Flags of train.py are accepted too: python train.py --help lists them."
@@ -30,10 +31,10 @@ class CommandParser(argparse.ArgumentParser):
         self.flags: dict[str, argparse.Action] = {}
         self._unknown_hint = unknown_hint
         super().__init__(
-            prog=f"python -m {module}",
+            prog=as_typed(f"python -m {module}"),
             usage=argparse.SUPPRESS,
-            description=(doc or "").strip(),
-            epilog=epilog,
+            description=as_typed((doc or "").strip()),
+            epilog=as_typed(epilog),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )

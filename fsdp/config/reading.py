@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import shlex
 import tomllib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,11 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from fsdp.base.errors import ConfigError
-from fsdp.config.aliases import hint_for
+from fsdp.config.aliases import SHARDING, hint_for, is_flags
 from fsdp.config.checks import check
 from fsdp.config.fields import FIELDS, flatten
+from fsdp.config.foreign_files import FOREIGN_SUFFIXES, foreign_file, is_torchtitan, read_foreign, refuse
 from fsdp.config.sections import LAUNCHERS_OWN, Config
 from fsdp.config.values import parse_free_value, parse_value
+
+SHIPPED = Path(__file__).resolve().parents[2]
+"""The folder of the code, which holds recipes/."""
 
 
 def load(argv: Sequence[str], overrides: Mapping[str, Any] | None = None) -> Config:
@@ -49,8 +54,10 @@ def read_recipe(path: str) -> dict[str, Any]:
 
     A launcher's settings are left out if the file is a run directory's config.toml.
     """
+    if Path(path).suffix in FOREIGN_SUFFIXES:
+        raise refuse(read_foreign(Path(path)))
     try:
-        tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        tree = tomllib.loads(_place_of(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
             f"--config {path} cannot be read ({error.strerror}).", "ls recipes/ lists the recipes that ship"
@@ -60,11 +67,20 @@ def read_recipe(path: str) -> dict[str, Any]:
         raise ConfigError(
             f"--config {path} is not TOML: {error}.", "compare it with recipes/digits.toml"
         ) from None
+    if is_torchtitan(tree):
+        raise refuse(foreign_file(Path(path), tree))
     values = dict(_flatten(tree))
     if not _is_of_a_run(Path(path)):
         return values
     # written by older versions
     return {name: value for name, value in values.items() if name.partition(".")[0] not in LAUNCHERS_OWN}
+
+
+def _place_of(path: str) -> Path:
+    """`recipes/NAME` is the recipe that ships, unless there is a file of that name here."""
+    place = Path(path)
+    shipped = SHIPPED / place
+    return shipped if place.parts[:1] == ("recipes",) and not place.exists() and shipped.exists() else place
 
 
 def _is_of_a_run(path: Path) -> bool:
@@ -86,12 +102,19 @@ def pair_flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
     while rest:
         word = rest.pop(0)
         if not word.startswith("--") or word == "--":
-            raise ConfigError(
-                f"{word} is not a flag.", "flags are --section.field VALUE; python train.py --help lists them"
-            )
+            raise ConfigError(f"{word} is not a flag.", _word_hint(word))
         name, equals, value = word[2:].partition("=")
         name = name.replace("-", "_")
         yield name, value if equals else _value_after(name, rest)
+
+
+def _word_hint(word: str) -> str:
+    """For a value without its flag, such as `ddp` or a file."""
+    if word in SHARDING or word in ("ddp", "hsdp", "fsdp"):
+        return SHARDING.get(word, f"--mesh.strategy {word}")
+    if Path(word).suffix in (".toml", *FOREIGN_SUFFIXES):
+        return f"--config {word}"
+    return "flags are --section.field VALUE; python train.py --help lists them"
 
 
 def _value_after(name: str, rest: list[str]) -> str:
@@ -132,16 +155,16 @@ def _unknown_hint(name: str, value: Any = "") -> str:
 
 def _as_typed(hint: str) -> str:
     """Returns the flags of a hint with valid values: the default replaces a typed value that is invalid."""
-    if not hint.startswith("--"):
+    if not is_flags(hint):
         return hint
-    words = hint.split(" ")
+    words = shlex.split(hint)
     for at in range(0, len(words), 2):
         spec = FIELDS[words[at].removeprefix("--")]
         try:
             parse_value(spec, words[at + 1])
         except ConfigError:
             words[at + 1] = str(spec.default)
-    return " ".join(words)
+    return shlex.join(words)
 
 
 def _build(cls: type, values: Mapping[str, Any], prefix: str = "") -> Any:

@@ -238,8 +238,8 @@ class MeshSection:
     strategy: Literal["auto", "fsdp", "hsdp", "ddp"] = knob(
         "auto",
         "fsdp, hsdp or ddp; auto: hsdp if several nodes",
-        "auto is fsdp on one node. fsdp shards over all ranks. hsdp shards within a node and replicates "
-        "across nodes. ddp replicates.",
+        "auto is fsdp on one node, and where each node has one rank. fsdp shards over all ranks. hsdp shards "
+        "within a node and replicates across nodes. ddp replicates.",
         common=True,
     )
     replicate: int = knob(0, "size of mesh axis dp_replicate; 0: derived", unit="ranks", low=0, common=True)

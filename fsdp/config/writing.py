@@ -17,7 +17,7 @@ from fsdp.config.sections import LAUNCHERS_OWN, Config
 
 def to_toml(config: Config) -> str:
     """The resolved configuration as a recipe; --config loads the same Config from it."""
-    return f"backend = {_toml(config.backend)}\n{_sections(config, ())}"
+    return f"backend = {toml_value(config.backend)}\n{_sections(config, ())}"
 
 
 def run_toml(config: Config) -> str:
@@ -33,11 +33,11 @@ def _sections(config: Config, left_out: Sequence[str]) -> str:
         lines.append(f"\n[{section.name}]")
         part = getattr(config, section.name)
         values = [(f.name, getattr(part, f.name)) for f in dataclasses.fields(part)]
-        lines += [f"{key} = {_toml(value)}" for key, value in values if not isinstance(value, Mapping)]
+        lines += [f"{key} = {toml_value(value)}" for key, value in values if not isinstance(value, Mapping)]
         for key, value in values:
             if isinstance(value, Mapping) and value:
                 lines.append(f"\n[{section.name}.{key}]")
-                lines += [f"{_toml_key(k)} = {_toml(v)}" for k, v in value.items()]
+                lines += [f"{_toml_key(k)} = {toml_value(v)}" for k, v in value.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -45,7 +45,7 @@ def _toml_key(key: str) -> str:
     return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else json.dumps(key)
 
 
-def _toml(value: Any) -> str:
+def toml_value(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, (int, float)):
@@ -54,8 +54,8 @@ def _toml(value: Any) -> str:
         # JSON's string escapes are valid in TOML, except DEL, which JSON does not escape.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_toml_key(k)} = {_toml(v)}" for k, v in value.items()) + "}"
-    return "[" + ", ".join(_toml(v) for v in value) + "]"
+        return "{" + ", ".join(f"{_toml_key(k)} = {toml_value(v)}" for k, v in value.items()) + "}"
+    return "[" + ", ".join(toml_value(v) for v in value) + "]"
 
 
 NOT_TRAINED = {

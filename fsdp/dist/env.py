@@ -221,6 +221,18 @@ def check_gpus_are_seen(environ: Mapping[str, str] = os.environ) -> None:
 # ---------------------------------------------------------------- the job
 
 
+def unused_allocation(env: DistEnv, environ: Mapping[str, str] = os.environ) -> str:
+    """A warning if this is the only process of a Slurm job of several tasks or nodes; else empty."""
+    nodes = _integer(environ, "SLURM_JOB_NUM_NODES", 1)
+    tasks = _integer(environ, "SLURM_NTASKS", nodes)
+    if env.launcher != "a single process" or "SLURM_JOB_ID" not in environ or max(nodes, tasks) == 1:
+        return ""
+    return (
+        f"one process alone in Slurm job {environ['SLURM_JOB_ID']} of {nodes} nodes and {tasks} tasks. "
+        f"HINT: srun python train.py, or sbatch --nodes={nodes} slurm/fsdp.sbatch"
+    )
+
+
 def slurm_start(environ: Mapping[str, str] = os.environ) -> str:
     """`Slurm job 12, start 3`, with `, try 2` if slurm/lib.sh restarted the ranks in the same allocation."""
     if "SLURM_JOB_ID" not in environ:

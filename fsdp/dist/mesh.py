@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
-
-import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from typing import TYPE_CHECKING, Literal
 
 from fsdp.base.errors import ConfigError
 from fsdp.config import MeshSection, TrainSection, reshard_policy
 from fsdp.dist.env import DistEnv
+
+# torch is imported in build_mesh: a wrong mesh is reported without waiting for it.
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
 AXES = ("dp_replicate", "dp_shard")
 
@@ -59,7 +61,7 @@ class BatchPlan:
 
 def resolve(mesh: MeshSection, world_size: int, num_nodes: int = 1) -> MeshSizes:
     """The sizes for this many ranks, or ConfigError with the whole equation."""
-    strategy = _strategy(mesh, num_nodes)
+    strategy = _strategy(mesh, world_size, num_nodes)
     replicate, shard = _fill(mesh, strategy, world_size, num_nodes)
     if replicate * shard != world_size:
         raise ConfigError(
@@ -71,14 +73,12 @@ def resolve(mesh: MeshSection, world_size: int, num_nodes: int = 1) -> MeshSizes
     return MeshSizes(strategy, replicate, shard)
 
 
-def _strategy(mesh: MeshSection, num_nodes: int) -> Strategy:
+def _strategy(mesh: MeshSection, world_size: int, num_nodes: int) -> Strategy:
     if mesh.strategy != "auto":
         return mesh.strategy
-    return (
-        "hsdp"
-        if mesh.replicate > 1 or (num_nodes > 1 and mesh.replicate == 0 and mesh.shard == 0)
-        else "fsdp"
-    )
+    # Nodes of one rank have nothing to shard within.
+    several = world_size > num_nodes > 1
+    return "hsdp" if mesh.replicate > 1 or (several and not mesh.replicate and not mesh.shard) else "fsdp"
 
 
 def _fill(mesh: MeshSection, strategy: Strategy, world_size: int, num_nodes: int) -> tuple[int, int]:
@@ -118,6 +118,8 @@ def build_mesh(sizes: MeshSizes, device: torch.device, timeout_s: float | None =
     """The mesh. `timeout_s` sets the time-out of its groups, which do not inherit that of the default group;
     torch's own is 10 minutes on NCCL, 30 on gloo.
     """
+    from torch.distributed.device_mesh import init_device_mesh
+
     mesh = init_device_mesh(device.type, (sizes.replicate, sizes.shard), mesh_dim_names=AXES)
     if timeout_s is not None:
         for axis in AXES:

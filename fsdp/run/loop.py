@@ -30,7 +30,7 @@ from fsdp.data.loader import read_batch
 from fsdp.data.types import Batch
 from fsdp.data.unreadable_samples import maybe_skipping
 from fsdp.dist import preflight
-from fsdp.dist.env import DistEnv, check_torch, end_time
+from fsdp.dist.env import DistEnv, check_torch, end_time, unused_allocation
 from fsdp.dist.mesh import build_mesh, data_rank
 from fsdp.dist.process_group import process_group
 from fsdp.dist.stop import Stopper
@@ -96,6 +96,8 @@ def train(config: Config, env: DistEnv, reporter: Reporter | None = None) -> Out
     job = prepare(config, world_size=env.world_size, num_nodes=env.num_nodes, device=env.device)
     if env.local_rank == 0:
         log.info("%s", env)
+    if warning := unused_allocation(env):
+        log.warning("%s", warning)
     preflight.check_names(env)
     with (
         attention_kernel(config.speed),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 
+from fsdp.base.commands import as_typed
 from fsdp.config import Config
 from fsdp.run.loop import Outcome
 
@@ -33,4 +34,4 @@ def summary(outcome: Outcome, config: Config, command: str) -> str:
             lines.append(f"  python -m fsdp.predict {target}")
         lines.append(f"  {resume} --train.steps {outcome.step * 2} --train.epochs 0   # trains further")
     lines += [f"  python -m fsdp.report {target}", f"  python -m fsdp.checkpoint {run}"]
-    return "\n".join(lines)
+    return as_typed("\n".join(lines))

@@ -26,6 +26,8 @@ FLAGS = {
     "--nothing.like.it 3": "--nothing.like.it is not a flag. HINT: python train.py --help-all lists them",
     "train.steps 3": "train.steps is not a flag. HINT: flags are --section.field VALUE; python train.py "
     "--help lists them",
+    "ddp": "ddp is not a flag. HINT: --mesh.strategy ddp",
+    "recipes/text.toml": "recipes/text.toml is not a flag. HINT: --config recipes/text.toml",
     "--train.steps": "--train.steps has no value. HINT: --train.steps VALUE",
     "--train.steps ten": "--train.steps ten is not a whole number. HINT: --train.steps 0",
     "--train.steps 2.5": "--train.steps 2.5 is not a whole number. HINT: --train.steps 0",
@@ -155,7 +157,7 @@ def hinted(text: str) -> list[str]:
 def mended(words: str, text: str) -> list[str]:
     """As a person would: the flag that the hint names gets the hint's value."""
     name, value = hinted(text)
-    kept = shlex.split(words)
+    kept = shlex.split(words) if words.startswith("--") else []  # a value without its flag
     pairs = [(a, b) for a, b in zip(kept[::2], kept[1::2], strict=True) if a != name]
     return [word for pair in [*pairs, (name, value)] for word in pair]
 

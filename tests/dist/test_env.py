@@ -8,7 +8,7 @@ import pytest
 
 import train
 from fsdp.base.errors import LaunchError
-from fsdp.dist.env import check_torch, from_environment, prints_shared_errors
+from fsdp.dist.env import check_torch, from_environment, prints_shared_errors, unused_allocation
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
@@ -77,3 +77,19 @@ def test_an_old_torch_is_refused_in_a_line(version: str, old: bool) -> None:
         LaunchError, match=r"torch .* is older than 2\.11\. HINT: pip install torch==2\.13\.0"
     ):
         check_torch(version)
+
+
+@pytest.mark.parametrize(
+    ("environ", "warned"),
+    [
+        ({}, False),
+        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_NTASKS": "1"}, False),
+        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_NTASKS": "8"}, True),
+        ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}, True),
+    ],
+)
+def test_one_process_in_an_allocation_for_several_is_a_warning(environ: dict[str, str], warned: bool) -> None:
+    said = unused_allocation(from_environment({}, device="cpu"), environ)
+    assert bool(said) is warned
+    assert not warned or "HINT: srun python train.py, or sbatch --nodes=" in said
+    assert not unused_allocation(from_environment(TORCHRUN, device="cpu"), environ)

@@ -17,6 +17,7 @@ from fsdp.dist.mesh import BatchPlan, MeshSizes, plan_batch, resolve
         ({}, 1, 1, ("fsdp", 1, 1)),
         ({}, 4, 1, ("fsdp", 1, 4)),
         ({}, 8, 2, ("hsdp", 2, 4)),
+        ({}, 4, 4, ("fsdp", 1, 4)),
         ({"shard": 8}, 8, 2, ("fsdp", 1, 8)),
         ({"replicate": 2}, 8, 1, ("hsdp", 2, 4)),
         ({"strategy": "fsdp"}, 8, 2, ("fsdp", 1, 8)),

@@ -34,6 +34,7 @@ RUN = {
     "python -m fsdp.predict RUN": 0,
     "python -m fsdp.report RUN": 0,
     "python -m fsdp.report A B --out both.html": 0,
+    "python -m fsdp.config table": 0,
     "python -m bench.claims vit_parameters": 0,
     "python -m tests.house_picture": 0,
 }
@@ -68,6 +69,9 @@ NOT_RUN = {
     r"python train\.py --backend ray": "starts or joins a Ray: tests/ray",
     r"torchrun .*--model\.name hf:FOLDER": "needs a folder of transformers: tests/run/test_pretrained.py",
     r"python -m fsdp\.predict RUN --prompt \"text\"": "needs its tokenizer: tests/run/test_pretrained.py",
+    r"python -m fsdp\.config migrate FILE": "a file of another trainer: tests/config/test_migrate.py",
+    r"(torchrun --nproc_per_node=2|python) examples/": "tests/launch/test_library.py",
+    r"torchrun --nproc_per_node=2 -m shardrun train": "needs pip install .: tests/launch/test_installed.py",
     r"torchrun train\.py$": "names the program",
     r"torchrun --max-restarts=N$": "names a flag of torchrun",
     r"torchrun --tee$": "names a flag of torchrun",
@@ -88,7 +92,7 @@ NOT_RUN = {
     r"python -m$": "names the option",
 }
 
-COPIED = ("train.py", "fsdp", "launch", "slurm", "recipes", "bench", "tests", "docs")
+COPIED = ("train.py", "shardrun", "examples", "fsdp", "launch", "slurm", "recipes", "bench", "tests", "docs")
 MINE = """
 from torch import arange, nn
 from torch.utils.data import Dataset

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -33,6 +34,43 @@ def test_a_job_script_outside_a_job_says_how_it_is_used(name: str) -> None:
     )
     assert said.returncode != 0
     assert f"HINT: sbatch slurm/{name}" in said.stderr
+
+
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name.endswith(".sbatch")])
+def test_a_copied_job_script_names_what_it_misses(name: str, tmp_path: Path) -> None:
+    copied = shutil.copy(REPOSITORY / "slurm" / name, tmp_path / "mine.sbatch")
+    environ = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "1", "SLURM_SUBMIT_DIR": str(tmp_path)}
+    said = subprocess.run(["bash", copied], env=environ, capture_output=True, text=True)
+    assert said.returncode == 2
+    assert said.stderr == (
+        f"no lib.sh in {tmp_path}/slurm. HINT: export SHARDRUN_HOME=/path/to/shardrun before sbatch\n"
+    )
+    found = {**environ, "SHARDRUN_HOME": str(REPOSITORY)}
+    said = subprocess.run(["bash", copied], env=found, capture_output=True, text=True)
+    assert "no lib.sh" not in said.stderr
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [({}, "home/.venv"), ({"VENV": "other"}, "other"), ({"CONDA_PREFIX": "c"}, "home/.venv")],
+)
+def test_the_python_beside_train_py_comes_before_an_active_one(
+    environ: dict[str, str], expected: str, tmp_path: Path
+) -> None:
+    """As slurm/cluster.env promises; VENV comes before both."""
+    for place in ("home/.venv", "other"):
+        (tmp_path / place / "bin").mkdir(parents=True)
+        (tmp_path / place / "bin/python").symlink_to("/bin/true")
+    shutil.copytree(REPOSITORY / "slurm", tmp_path / "home/slurm")
+    script = "source home/slurm/lib.sh; CONTAINER=() home=home; find_python; command -v python"
+    said = subprocess.run(
+        ["bash", "-c", script],
+        cwd=tmp_path,
+        env={"PATH": "/usr/bin:/bin", **environ},
+        capture_output=True,
+        text=True,
+    )
+    assert said.stdout == f"{expected}/bin/python\n", said.stderr
 
 
 def test_the_clusters_own_facts_are_all_commented() -> None:

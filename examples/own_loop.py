@@ -1,0 +1,54 @@
+"""A training loop of one's own over a sharded module, with this package's checkpoints and watch:
+
+    torchrun --nproc_per_node=2 examples/own_loop.py --run.dir runs/own --train.steps 60
+
+The same command continues the run, on any number of ranks. The flags are train.py's, of the sections that
+shardrun.shard and shardrun.Training read (docs/library.md).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # not needed after `pip install .`
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import shardrun
+
+GLOBAL_BATCH = 32
+
+
+def build() -> nn.Module:
+    block = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)]
+    return nn.Sequential(nn.Linear(16, 64), *block, nn.Linear(64, 4))
+
+
+def batch(step: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
+    """This rank's rows of the step's batch: a function of the step, so that a resumed run repeats none."""
+    source = torch.Generator().manual_seed(step)
+    rows = torch.randn(GLOBAL_BATCH, 16, generator=source)
+    labels = rows[:, :4].argmax(1)
+    return rows[rank::ranks], labels[rank::ranks]
+
+
+def main() -> None:
+    config = shardrun.load_config(sys.argv[1:])
+    with shardrun.process(config) as env:
+        model = shardrun.shard(build, config, env)
+        optimizer = torch.optim.AdamW(model.root.parameters(), lr=3e-3)
+        with shardrun.Training(config, env, model, optimizer) as training:
+            for step in training.steps(config.train.steps or 60):
+                rows, labels = (part.to(env.device) for part in batch(step, env.rank, env.world_size))
+                with model.micro_batch(last=True):
+                    loss = cross_entropy(model.called(rows), labels)
+                    loss.backward()
+                norm = training.update()
+                training.record(loss=loss, grad_norm=norm)
+
+
+if __name__ == "__main__":
+    main()

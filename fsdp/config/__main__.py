@@ -1,0 +1,60 @@
+"""Translate the configuration of another trainer: Accelerate, DeepSpeed, torchtitan, transformers.
+
+    python -m fsdp.config migrate FILE                 write FILE's recipe beside it, as NAME.recipe.toml
+    python -m fsdp.config migrate FILE --out RECIPE    the same under a name of yours
+    python -m fsdp.config table                        print the tables of docs/migrate.md
+
+FILE is YAML, JSON or TOML. An entry without a counterpart becomes a comment with the reason.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fsdp.base.errors import ConfigError, ShardrunError
+from fsdp.config.aliases import table
+from fsdp.config.command_line import CommandParser
+from fsdp.config.foreign_files import read_foreign
+from fsdp.config.migrate import recipe_text
+
+ACTIONS = ("migrate", "table")
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = CommandParser("fsdp.config", __doc__)
+    parser.add_argument("action", metavar="ACTION", help="migrate or table")
+    parser.add_argument("file", metavar="FILE", nargs="?", help="the configuration of another trainer")
+    parser.add_argument("--out", type=Path, metavar="RECIPE", help="where to write the recipe")
+    try:
+        options = parser.parse(argv)
+        if options.action not in ACTIONS:
+            raise ConfigError(
+                f"{options.action} is not one of {', '.join(ACTIONS)}.", "python -m fsdp.config --help"
+            )
+        print(table().rstrip() if options.action == "table" else migrate(options.file, options.out))
+    except ShardrunError as error:
+        print(f"fsdp.config: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def migrate(file: str | None, out: Path | None) -> str:
+    """Writes the recipe; returns what to do with it."""
+    if file is None:
+        raise ConfigError("migrate: FILE is missing.", "python -m fsdp.config migrate FILE")
+    source = Path(file)
+    found = read_foreign(source)
+    target = out or source.with_name(f"{source.stem}.recipe.toml")
+    if target.exists():
+        raise ConfigError(f"{target} exists.", f"python -m fsdp.config migrate {file} --out another.toml")
+    try:
+        target.write_text(recipe_text(found, target), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{target} cannot be written ({error.strerror}).", "--out RECIPE") from None
+    return f"{found.listing()}\nwritten: {target}; python train.py --config {target} --dry-run"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,162 @@
+"""Reads the configuration of another trainer, and lists each entry with its counterpart here.
+
+Accelerate's YAML, DeepSpeed's JSON, torchtitan's TOML, and any flat YAML or JSON, such as transformers'
+TrainingArguments. Not here: the rows (alias_table.py), writing a recipe (migrate.py).
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdp.base.errors import ConfigError
+from fsdp.config.alias_table import SAME_NAME
+from fsdp.config.aliases import VALUE, alias_of
+from fsdp.config.fields import FIELDS
+
+FOREIGN_SUFFIXES = (".yaml", ".yml", ".json")
+TORCHTITAN = {
+    "job", "profiling", "metrics", "optimizer", "lr_scheduler", "training", "parallelism", "compile",
+    "activation_checkpoint", "validation", "quantize", "float8", "fault_tolerance", "experimental",
+}  # fmt: skip
+"""Sections of torchtitan's files that are not sections here."""
+_OFF = ("false", "no", "none", "disabled")
+_UNKNOWN = "no counterpart is known"
+
+
+@dataclass(frozen=True)
+class ForeignEntry:
+    """One entry of the file, and `here`: our flags, or why there are none.
+
+    Where several entries set one field, that of the highest `weight` counts: 2 for one that turns something
+    off, 1 for a typed value, 0 for flags without it.
+    """
+
+    name: str
+    value: Any
+    here: str
+    weight: int = 1
+
+    @property
+    def text(self) -> str:
+        return as_text(self.value)
+
+
+@dataclass(frozen=True)
+class ForeignFile:
+    path: Path
+    trainer: str
+    entries: tuple[ForeignEntry, ...]
+
+    def listing(self) -> str:
+        """One line an entry."""
+        shown = [f"{entry.name} {entry.text}"[:60] for entry in self.entries]
+        width = max(map(len, shown), default=0)
+        return "\n".join(f"  {one:<{width}}  {e.here}" for one, e in zip(shown, self.entries, strict=True))
+
+
+def read_foreign(path: Path) -> ForeignFile:
+    """Raises ConfigError if the file cannot be read."""
+    try:
+        tree = _parse(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}).", "the path of the file") from None
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"{path} holds no names with values.", "a configuration in YAML, JSON or TOML")
+    return foreign_file(path, tree)
+
+
+def foreign_file(path: Path, tree: Mapping[str, Any]) -> ForeignFile:
+    trainer = _trainer_of(path, tree)
+    titan = trainer == "torchtitan"
+    return ForeignFile(path, trainer, tuple(_entry(name, value, titan) for name, value in _leaves(tree)))
+
+
+def is_torchtitan(tree: Mapping[str, Any]) -> bool:
+    return any(isinstance(tree.get(section), Mapping) for section in TORCHTITAN)
+
+
+def refuse(file: ForeignFile) -> ConfigError:
+    """The error of `--config FILE`: each entry of the file with its counterpart."""
+    return ConfigError(
+        f"--config {file.path} is a file of {file.trainer}, not a recipe. Its entries are here:\n"
+        f"{file.listing()}\n",
+        f"python -m fsdp.config migrate {file.path}",
+    )
+
+
+def as_text(value: Any) -> str:
+    """A value as it is typed after a flag."""
+    if isinstance(value, bool) or value is None:
+        return str(value).lower()
+    if isinstance(value, list) and not any(isinstance(one, list | Mapping) for one in value):
+        return ",".join(map(as_text, value)) if value else "[]"
+    return str(value)
+
+
+def _parse(path: Path) -> Any:
+    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        if path.suffix == ".toml":
+            return tomllib.loads(text)
+        if path.suffix == ".json":
+            return json.loads(text)
+        return _yaml(path, text)
+    except (ValueError, RecursionError) as error:
+        first = str(error).partition("\n")[0]
+        raise ConfigError(f"{path} cannot be parsed: {first}.", "a file in YAML, JSON or TOML") from None
+
+
+def _yaml(path: Path, text: str) -> Any:
+    try:
+        import yaml  # type: ignore[import-untyped]
+    except ImportError:
+        raise ConfigError(f"{path} is YAML, and PyYAML is not installed.", "pip install pyyaml") from None
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+
+
+def _trainer_of(path: Path, tree: Mapping[str, Any]) -> str:
+    if path.suffix == ".toml":
+        return "torchtitan"
+    if {"compute_environment", "distributed_type", "fsdp_config", "main_training_function"} & tree.keys():
+        return "Accelerate"
+    if {"zero_optimization", "train_micro_batch_size_per_gpu"} & tree.keys():
+        return "DeepSpeed"
+    if {"output_dir", "per_device_train_batch_size", "num_train_epochs"} & tree.keys():
+        return "transformers"
+    return "Lightning" if isinstance(tree.get("trainer"), Mapping) else "another trainer"
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _entry(name: str, value: Any, titan: bool) -> ForeignEntry:
+    alias = (SAME_NAME.get(name) if titan else None) or alias_of(name)
+    if alias is not None:
+        if value in ("", {}):
+            return ForeignEntry(name, value, "leave it out: it is empty")
+        typed = VALUE in alias.flags and not alias.is_exception(as_text(value))
+        weight = 2 if as_text(value).lower() in _OFF else int(typed)
+        return ForeignEntry(name, value, alias.hint(as_text(value)), weight)
+    field = _field_of(name)
+    return ForeignEntry(name, value, f"--{field} {shlex.quote(as_text(value))}" if field else _UNKNOWN)
+
+
+def _field_of(name: str) -> str:
+    """The only field whose name ends like this one; empty if there is none or several."""
+    tail = "." + name.rpartition(".")[2]
+    found = [one for one in FIELDS if one.endswith(tail) and not one.startswith(("plan.", "ray."))]
+    return found[0] if len(found) == 1 else ""

@@ -1,0 +1,85 @@
+"""train(config) in this process: a script, a notebook, a rank of torchrun or srun, a worker of Ray Train.
+
+The process is not ended, and errors are raised: ShardrunError, or the exception of the user's own code. Not
+here: messages and exit codes (guard.py), the parts for a loop of one's own (own_loop.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fsdp import config as configuration
+from fsdp.base.errors import ConfigError
+from fsdp.config import Config
+from fsdp.dist.env import DistEnv, from_environment
+from fsdp.record.metrics import Reporter
+from fsdp.run.loop import Outcome
+from fsdp.run.loop import train as train_rank
+
+
+def load_config(flags: Sequence[str] = (), **values: Any) -> Config:
+    """The configuration of these flags, with `section__field=value` over them. Raises ConfigError."""
+    return configuration.load(flags, {name.replace("__", "."): value for name, value in values.items()})
+
+
+def train(config: Config | Sequence[str], *, reporter: Reporter | None = None) -> Outcome:
+    """Trains as this process's rank, from the newest checkpoint of `run.dir` if there is one.
+
+    `config` may be the flags of train.py. Under torchrun, srun or Ray Train every rank calls this; elsewhere
+    it is one process. In a worker of Ray Train the metrics and checkpoints go to `ray.train.report`.
+    """
+    resolved = config if isinstance(config, Config) else load_config(config)
+    if resolved.backend == "ray":
+        raise ConfigError(
+            "backend ray starts ranks of its own, which a call in this process cannot.",
+            "leave it out in a worker of Ray Train, or python train.py --backend ray",
+        )
+    if not _is_ray_worker():
+        return train_rank(resolved, from_environment(device=resolved.run.device), reporter)
+    return _train_in_ray(resolved, reporter)
+
+
+def record_of(outcome: Outcome) -> dict[str, Any]:
+    """The outcome as plain types: it can be unpickled where this package is not installed."""
+    found = outcome.evaluation
+    return {
+        "run_dir": str(outcome.run_dir),
+        "step": outcome.step,
+        "stopped": outcome.stopped,
+        "eval_loss": found.loss if found is not None else None,
+        "accuracy": found.accuracy if found is not None else None,
+    }
+
+
+def _is_ray_worker() -> bool:
+    """Whether this process is a worker of a TorchTrainer. Ray is imported by its worker before this."""
+    if "ray.train" not in sys.modules:
+        return False
+    import ray.train
+
+    try:
+        return bool(ray.train.get_context().get_world_size())
+    except (
+        RuntimeError,
+        DeprecationWarning,
+    ):  # a driver or an actor; Ray raises the latter in a trial of Tune
+        return False
+
+
+def _train_in_ray(config: Config, reporter: Reporter | None) -> Outcome:
+    from launch.ray_worker import RayReporter, dist_env
+
+    env: DistEnv = dist_env()
+    if not config.run.dir:
+        raise ConfigError(
+            "run.dir is empty: every worker needs the same one.", 'train([..., "--run.dir", "/shared/run"])'
+        )
+    if reporter is not None:
+        return train_rank(config, env, reporter)
+    own = RayReporter(env.rank, Path(config.run.dir))
+    outcome = train_rank(config, env, own)
+    own.close()
+    return outcome

@@ -1,0 +1,181 @@
+"""The parts of a run for a training loop of one's own: sharding, materialization, checkpoints, the watch.
+
+    with process(config) as env:                          the process group of this rank
+        model = shard(build, config, env)                 sharded, with the weights of config.run.seed
+        optimizer = torch.optim.AdamW(model.root.parameters())
+        with Training(config, env, model, optimizer) as training:     locked, watched, restored
+            for step in training.steps(100):
+                with model.micro_batch(last=True):
+                    loss = ...model.called(data)...
+                    loss.backward()
+                training.update()
+                training.record(loss=loss)
+
+Batches, loss and schedule are the caller's: each rank reads its own data, `env.rank` of `env.world_size`;
+gradients are averaged over ranks. Not here: the loop of train.py (fsdp/run/loop.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+
+import torch
+from torch import Tensor, nn
+
+from fsdp.base.phases import Phases
+from fsdp.checkpoint import Checkpointer
+from fsdp.config import Config, config_hash
+from fsdp.dist.collectives import on_main, sum_over_ranks
+from fsdp.dist.env import DistEnv, check_torch, from_environment
+from fsdp.dist.mesh import build_mesh, resolve
+from fsdp.dist.process_group import process_group
+from fsdp.models import ModelSpec
+from fsdp.optim.train_state import TrainState
+from fsdp.parallel.materialize import materialize
+from fsdp.parallel.shard import Sharded, replicate, shard_model
+from fsdp.record.console import set_up_logging
+from fsdp.run import setup
+from fsdp.run.job import meta_model
+from fsdp.run.step import gradients_of
+from fsdp.rundir import history
+from fsdp.rundir.line_files import append_if_possible
+from fsdp.watch.rank import Watch
+
+log = logging.getLogger("fsdp.own_loop")  # set_up_logging configures the loggers of fsdp
+
+
+@contextmanager
+def process(config: Config) -> Iterator[DistEnv]:
+    """This process as a rank of torchrun or srun, or alone, with its process group."""
+    check_torch()
+    env = from_environment(device=config.run.device)
+    set_up_logging(env)
+    with process_group(env, config.run.process_group_timeout_s):
+        yield env
+
+
+def shard(build: Callable[[], nn.Module], config: Config, env: DistEnv) -> Sharded:
+    """Builds the module on meta, shards it, and draws its weights from `config.run.seed`. Collective.
+
+    The sections mesh, precision, memory, speed and comm apply. `root` of what it returns holds the
+    parameters, `called` is the module to call.
+    """
+    sizes = resolve(config.mesh, env.world_size, env.num_nodes)
+    spec = ModelSpec(name=getattr(build, "__name__", "model"), build=build, sizes={}, knows_inits=False)
+    sharded = shard_model(
+        meta_model(spec),
+        sizes=sizes,
+        mesh=build_mesh(sizes, env.device, config.run.process_group_timeout_s),
+        device=env.device,
+        section=config.mesh,
+        precision=config.precision,
+        memory=config.memory,
+        speed=config.speed,
+        comm=config.comm,
+    )
+    host = torch.device("cpu") if config.memory.cpu_offload else None
+    materialize(
+        sharded, spec=spec, seed=config.run.seed, init=config.model.init, rank=env.rank, rest_device=host
+    )
+    replicate(sharded)
+    return sharded
+
+
+class Training:
+    """The run directory's lock, the watch and the checkpoints around a loop. Every method is collective.
+
+    Entering restores the newest checkpoint of `config.run.dir`; leaving saves the last step, unless an
+    exception is raised. `config.checkpoint.every_steps` is the interval, `config.train.clip_grad_norm` clips.
+    """
+
+    def __init__(
+        self, config: Config, env: DistEnv, model: Sharded, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._config, self._env, self._model = config, env, model
+        self._state = TrainState(model=model.root, optimizer=optimizer)
+        self._gradients = gradients_of(model)
+        self._phases, self._stack = Phases(), ExitStack()
+        self._metrics: dict[str, float] = {}
+        self._saved = -1
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return self._state.step
+
+    def __enter__(self) -> Training:
+        with self._stack as stack:
+            self._run, claim = stack.enter_context(setup.locked_run(self._config, self._env))
+            watch = stack.enter_context(Watch(self._config.watch, self._env, self._run.path))
+            self._phases.listen(watch.phase)
+            self._checkpointer = Checkpointer(
+                self._config.checkpoint,
+                self._run.path,
+                self._env,
+                self._model.sizes,
+                config_hash=config_hash(self._config),
+                claim=claim,
+            )
+            restored = self._checkpointer.restore(self._state)
+            on_main(self._env.rank, lambda: history.truncate_metrics(self._run, self.step))
+            if self._env.is_main:
+                resumed = f", resumes from step {restored.step}" if restored is not None else ""
+                log.info("run %s%s", self._run.path, resumed)
+            self._saved = self.step if restored is not None else -1
+            self._stack = stack.pop_all()
+        return self
+
+    def steps(self, last: int) -> Iterator[int]:
+        """The numbers of the steps that are left, up to `last`."""
+        while self.step < last:
+            self._phases.enter("forward", self.step + 1)
+            yield self.step + 1
+
+    def update(self) -> Tensor:
+        """Clips the gradients, updates the parameters and clears the gradients; returns the norm."""
+        self._phases.enter("reduce")
+        norm = self._gradients.norm()
+        if self._config.train.clip_grad_norm:
+            self._gradients.clip(self._config.train.clip_grad_norm, norm)
+        self._phases.enter("optimizer")
+        self._checkpointer.before_update()
+        self._state.optimizer.step()
+        self._state.optimizer.zero_grad(set_to_none=True)
+        self._state.step += 1
+        return norm
+
+    def record(self, **metrics: Tensor | float) -> None:
+        """Writes the means over ranks to RUN/metrics.jsonl, logs them, and saves where a save is due."""
+        self._phases.enter("record")
+        values = [float(value.detach() if isinstance(value, Tensor) else value) for value in metrics.values()]
+        means = [total / self._env.world_size for total in sum_over_ranks(*values)]
+        self._metrics = dict(zip(metrics, means, strict=True))
+        if self._env.is_main:
+            shown = "  ".join(f"{name} {value:.4g}" for name, value in self._metrics.items())
+            log.info("step %d  %s", self.step, shown)
+            append_if_possible(self._run.metrics, {"step": self.step, **self._metrics})
+        every = self._config.checkpoint.every_steps
+        if every and self.step % every == 0:
+            self.save(f"every {every} steps")
+        self._checkpointer.sealed()
+
+    def save(self, reason: str, *, wait: bool = False) -> None:
+        """Starts a save of this step, written beside the next ones; with `wait`, written when it returns."""
+        self._phases.enter("save")
+        self._checkpointer.save(self._state, metrics=self._metrics, reason=reason, wait=wait)
+        self._saved = self.step
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._stack.__exit__(kind, error, trace)
+            return
+        with self._stack:
+            if self._saved != self.step:
+                self.save("the end", wait=True)
+            self._phases.enter("end")
+            self._checkpointer.close()

@@ -1,0 +1,164 @@
+"""The Python API: train() in this process, and the parts for a loop of one's own, as examples/own_loop.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.tensor import DTensor
+
+import shardrun
+from fsdp.dist.env import DistEnv
+from tests.launch.test_local import ROOT
+from tests.support.runs import QUIET
+from tests.support.world import run_world
+
+SHORT = ["--checkpoint.every_steps", "4", "--train.clip_grad_norm", "0", "--watch.enabled", "false"]
+
+
+def test_train_in_this_process(tmp_path: Path) -> None:
+    config = shardrun.load_config(QUIET, run__dir=str(tmp_path / "run"), train__steps=4)
+    outcome = shardrun.train(config)
+    assert (outcome.step, outcome.stopped, outcome.run_dir) == (4, None, tmp_path / "run")
+    again = shardrun.train([*QUIET, "--run.dir", str(tmp_path / "run"), "--train.steps", "6"])
+    assert again.step == 6
+    record = shardrun.record_of(again)
+    assert b"fsdp" not in pickle.dumps(record)
+    assert record["step"] == 6
+
+
+def test_an_error_is_raised() -> None:
+    with pytest.raises(shardrun.ShardrunError, match=r"HINT: leave it out in a worker of Ray Train"):
+        shardrun.train(["--backend", "ray"])
+    with pytest.raises(shardrun.ShardrunError, match=r"HINT: did you mean --train\.steps"):
+        shardrun.load_config(train__stepz=3)
+    with pytest.raises(AttributeError, match="shardrun has no attribute trane"):
+        _ = shardrun.trane
+
+
+def build() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
+
+
+def rows_of(step: int) -> torch.Tensor:
+    return torch.randn(8, 3, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def own_loop(env: DistEnv, folder: str, last: int) -> dict[str, torch.Tensor]:
+    """Steps of SGD up to `last`; the whole parameters."""
+    config = shardrun.load_config([*SHORT, "--precision.master", "fp64"], run__dir=folder)
+    model = shardrun.shard(build, config, env)
+    optimizer = torch.optim.SGD(model.root.parameters(), lr=0.1, momentum=0.9)
+    with shardrun.Training(config, env, model, optimizer) as training:
+        for step in training.steps(last):
+            with model.micro_batch(last=True):
+                loss = model.called(rows_of(step)[env.rank :: env.world_size]).square().mean()
+                loss.backward()
+            training.update()
+            training.record(loss=loss)
+    return {name: cast(DTensor, p.detach()).full_tensor() for name, p in model.root.named_parameters()}
+
+
+def plain_loop(parameters: dict[str, torch.Tensor], first: int, last: int) -> dict[str, torch.Tensor]:
+    """The same steps from these parameters, unsharded, with no code of fsdp/."""
+    model = build().double()
+    model.load_state_dict(parameters)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(first, last + 1):
+        optimizer.zero_grad()
+        model(rows_of(step)).square().mean().backward()
+        optimizer.step()
+    return dict(model.state_dict())
+
+
+def test_a_loop_of_ones_own_is_that_of_the_unsharded_module(tmp_path: Path) -> None:
+    start, *_ = run_world(2, own_loop, str(tmp_path / "start"), 0)
+    whole, *_ = run_world(2, own_loop, str(tmp_path / "whole"), 6)
+    expected = plain_loop(start, 1, 6)
+    for name, tensor in whole.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-10, atol=1e-12)
+
+
+def test_a_loop_of_ones_own_resumes(tmp_path: Path) -> None:
+    """Stopped after 3 steps on two ranks and continued on one: momentum is restored too."""
+    whole, *_ = run_world(2, own_loop, str(tmp_path / "whole"), 6)
+    run_world(2, own_loop, str(tmp_path / "parts"), 3)
+    parts, *_ = run_world(1, own_loop, str(tmp_path / "parts"), 6)
+    for name, tensor in parts.items():
+        torch.testing.assert_close(tensor, whole[name], rtol=1e-10, atol=1e-12)
+    lines = (tmp_path / "parts/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.slow
+def test_the_example_runs_and_continues(tmp_path: Path) -> None:
+    program = ROOT / "examples/own_loop.py"
+    assert len(program.read_text().splitlines()) <= 60
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for steps in ("4", "6"):
+        done = subprocess.run(
+            [*torchrun, str(program), "--run.dir", "own", "--train.steps", steps],
+            cwd=tmp_path,
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+    assert "resumes from step 4" in done.stderr
+    saved = tmp_path / "own/checkpoints/step-00000006"
+    dcp_to_torch_save(saved, tmp_path / "whole.pt")
+
+
+TRIAL = """
+import sys, threading, types, runpy
+from ray import tune
+tune.get_context = lambda: types.SimpleNamespace(get_trial_id=lambda: "one")
+example = runpy.run_path(sys.argv[1])
+found = []
+settings = {"lr": 3e-3, "runs": "runs", "flags": ["--train.steps", "3", "--watch.enabled", "false"]}
+thread = threading.Thread(target=lambda: found.append(example["trial"](settings)))
+thread.start()
+thread.join()
+print(found[0]["step"], found[0]["run_dir"], found[0]["accuracy"] >= 0)
+"""
+
+
+@pytest.mark.slow
+def test_a_trial_of_tune_is_a_run_on_another_thread(tmp_path: Path) -> None:
+    """As Tune calls it, without a Ray."""
+    pytest.importorskip("ray")
+    done = subprocess.run(
+        [sys.executable, "-c", TRIAL, str(ROOT / "examples/ray_tune.py")],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.stdout.endswith(f"3 {tmp_path}/runs/one True\n"), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+def test_the_example_of_tune(tmp_path: Path) -> None:
+    program = ROOT / "examples/ray_tune.py"
+    done = subprocess.run(
+        [sys.executable, str(program), "--train.steps", "3"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "best lr 0.00" in done.stdout
+    assert len(list((tmp_path / "runs/tune").iterdir())) == 2
