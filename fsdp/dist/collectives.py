@@ -121,6 +121,7 @@ def this_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+@announces(Activity.RANKS)
 def all_to_all(sent: Tensor, counts: Sequence[int], received: Sequence[int]) -> Tensor:
     """What each rank sent to this one, in rank order: one-dimensional, as `sent`, whose elements are for rank
     0, 1, …: `counts` of them each. `received` is the number from each rank.

@@ -35,7 +35,18 @@ class MlflowSink:
     """One MLflow run for a run directory: a later start continues it, and logs no step of a metric twice."""
 
     def __init__(self, config: Config, run_dir: Path) -> None:
+        """Raises ConfigError if the server refuses, or is not there."""
         self._mlflow: Any = importlib.import_module("mlflow")
+        self._last: dict[str, int] = {}
+        try:
+            self._open(config, run_dir)
+        except Exception as error:
+            raise ConfigError(
+                f"--run.mlflow {config.run.mlflow}: {type(error).__name__}: {' '.join(str(error).split())}",
+                "export MLFLOW_TRACKING_URI=http://HOST:PORT, or leave --run.mlflow out",
+            ) from error
+
+    def _open(self, config: Config, run_dir: Path) -> None:
         self._client = self._mlflow.MlflowClient()
         name = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()[:16]
         experiment = self._experiment(config.run.mlflow)
@@ -48,7 +59,6 @@ class MlflowSink:
             tags = {TAG: name}
             self._run = self._client.create_run(experiment, run_name=run_dir.name, tags=tags).info.run_id
             self._parameters(flatten(config))
-        self._last: dict[str, int] = {}
 
     def _experiment(self, name: str) -> str:
         found = self._client.get_experiment_by_name(name)

@@ -226,10 +226,9 @@ def updated(**more: Any) -> dict[str, Tensor]:
 
 def test_each_setting_changes_its_matrices_alone() -> None:
     usual = updated()
-    for setting in (
-        {"muon_lr": 1.5}, {"muon_momentum": 0.5}, {"muon_steps": 3}, {"muon_adjust_lr": "original"},
-    ):  # fmt: skip
-        found = updated(**setting)
+    others = {"muon_lr": 1.5, "muon_momentum": 0.5, "muon_steps": 3, "muon_adjust_lr": "original"}
+    for setting, value in others.items():
+        found = updated(**{setting: value})
         changed = [name for name in usual if not torch.equal(found[name], usual[name])]
         assert changed == UNEVEN, setting
     ratio = updated(muon_lr=1.0, weight_decay=0.0)[UNEVEN[0]] / updated(weight_decay=0.0)[UNEVEN[0]]
