@@ -95,17 +95,17 @@ class Restore:
     ) -> Restored:
         """Restores a sealed checkpoint with its counters."""
         adapter_weights.check(manifest, self.base, source.store.path(source.folder))
-        where = Prefixes()
+        where, more = Prefixes(), []
         if not same_states(manifest.optimizer, state.optimizer_name):
             where = Prefixes(optim=None)
-            notes.append(
+            more.append(
                 f"--optim.name {state.optimizer_name} starts with fresh states: "
                 f"those of the checkpoint are of {manifest.optimizer}"
             )
-        notes += self._load(state, source, where, exact=True)
+        more += self._load(state, source, where, exact=True)
         state.set_counters(dict(manifest.counters))
         differences = discovery.differences(manifest, self.sizes, self.env.world_size, self.config)
-        return Restored(manifest.step, source.store.path(source.folder), (*notes, *differences))
+        return Restored(manifest.step, source.store.path(source.folder), (*notes, *more, *differences))
 
     def _set_aside(self, found: CheckpointListing, broken: Broken) -> str:
         """Renames and logs the broken checkpoint on rank 0; returns the same note on every rank."""

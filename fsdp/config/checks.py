@@ -169,6 +169,12 @@ def _check_checkpoint(config: Config) -> None:
         raise ConfigError(
             "--checkpoint.keep_best_metric is empty.", "--checkpoint.keep_best_metric eval_loss"
         )
+    if checkpoint.keep_best and "eval_ema_" in checkpoint.keep_best_metric and not config.optim.ema:
+        raise ConfigError(
+            f"--checkpoint.keep_best_metric {checkpoint.keep_best_metric} is that of a moving average, and "
+            "--optim.ema is 0.",
+            "--optim.ema 0.999",
+        )
     if checkpoint.keep_best and not config.train.eval_every_steps and "eval" in checkpoint.keep_best_metric:
         raise ConfigError(
             f"--checkpoint.keep_best {checkpoint.keep_best} by {checkpoint.keep_best_metric} "

@@ -235,6 +235,10 @@ def test_older_checkpoints_keep_their_hash() -> None:
     [
         ("--optim.ema 1", "--optim.ema 1.0 is out of range"),
         (
+            "--checkpoint.keep_best 1 --checkpoint.keep_best_metric eval_ema_loss --train.eval_every_steps 5",
+            "--checkpoint.keep_best_metric eval_ema_loss is that of a moving average, and --optim.ema is 0",
+        ),
+        (
             "--optim.ema 0.9 --memory.nvme optimizer --memory.nvme_dir /tmp",
             "--optim.ema 0.9 and --memory.nvme optimizer do not go together. HINT: --memory.nvme off",
         ),
