@@ -27,6 +27,7 @@ from fsdp.data.types import Batch
 from fsdp.dist.collectives import Sum
 from fsdp.dist.mesh import BatchPlan, build_mesh, plan_batch, resolve
 from fsdp.models.loss import LossFunction
+from fsdp.optim.ema import maybe_ema
 from fsdp.optim.optimizer import build_optimizer
 from fsdp.parallel.materialize import materialize
 from fsdp.parallel.shard import replicate, shard_model
@@ -230,6 +231,7 @@ def build(flags: tuple[str, ...], ranks: int, rank: int, device: torch.device) -
     )
     replicate(sharded)
     optimizer = build_optimizer(config.optim, sharded.root)
+    maybe_ema(config.optim, sharded.root, optimizer)
     parts = StepParts(
         sharded=sharded,
         loss_function=loss_function,

@@ -26,8 +26,9 @@ from fsdp import config
 from fsdp.base.errors import CheckpointError, ConfigError, RefusedError, ShardrunError
 from fsdp.checkpoint import file_names, inspect, load, retention
 from fsdp.checkpoint.adapter_weights import PEFT, Base
-from fsdp.checkpoint.export import export
+from fsdp.checkpoint.export import export, of_averages
 from fsdp.checkpoint.inspect import CheckpointListing
+from fsdp.checkpoint.load import CheckpointSource
 from fsdp.checkpoint.lock import Locks, hold
 from fsdp.checkpoint.manifest import Broken
 from fsdp.checkpoint.open_store import open_store
@@ -91,6 +92,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--shard-gib", type=number(0), help="export: maximum size of a safetensors file, in GiB"
     )
     parser.add_argument("--out", help="export: folder to write to; default: RUN/full_model")
+    parser.add_argument(
+        "--ema",
+        action="store_true",
+        help="export: the moving average of the weights; default folder: RUN/full_model_ema",
+    )
     parser.add_argument(
         "--trust-code",
         action="append",
@@ -256,10 +262,13 @@ def _export(store: Store, options: argparse.Namespace) -> int:
         )
     if "://" in options.run and not options.out:
         raise ConfigError("an object store needs a local folder to export to.", "--out FOLDER")
-    folder = Path(options.out) if options.out else _own_export(Path(options.run))
+    name = "full_model_ema" if options.ema else "full_model"
+    folder = Path(options.out) if options.out else _own_export(Path(options.run), name)
     section, base = options.section, _base(options, found)
     try:
         source = load.open_one(store, found.folder, found.manifest)
+        if options.ema:
+            source = _averages(source, options)
         files = export(
             source,
             folder,
@@ -277,9 +286,19 @@ def _export(store: Store, options: argparse.Namespace) -> int:
     return 0
 
 
-def _own_export(run: Path) -> Path:
-    """RUN/full_model; ConfigError where it is a link."""
-    folder = run / "full_model"
+def _averages(source: CheckpointSource, options: argparse.Namespace) -> CheckpointSource:
+    found = of_averages(source)
+    if found is None:
+        raise ConfigError(
+            f"{source.folder} holds no moving average of the weights.",
+            f"python -m fsdp.checkpoint {options.run} export, without --ema",
+        )
+    return found
+
+
+def _own_export(run: Path, name: str) -> Path:
+    """The folder in the run directory; ConfigError where it is a link."""
+    folder = run / name
     for one in (folder, folder / PEFT):
         if one.is_symlink():
             raise ConfigError(

@@ -207,6 +207,7 @@ class Checkpointer:
             digests={},
             metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
             base={} if self.base is None else self.base.for_manifest(),
+            optimizer=state.optimizer_name,
         )
 
     def _ousted(self) -> str | None:
@@ -254,12 +255,14 @@ class Checkpointer:
 
     # ------------------------------------------------------------ export
 
-    def export(self, folder: Path) -> list[Path]:
-        """Rank 0 exports the newest checkpoint's model while the others wait; returns the files."""
-        return self._group.on_main(lambda: self._export(folder))
+    def export(self, folder: Path, *, averaged: bool = False) -> list[Path]:
+        """Rank 0 exports the newest checkpoint's model, or its moving average, while the others wait; returns
+        the files.
+        """
+        return self._group.on_main(lambda: self._export(folder, averaged))
 
-    def _export(self, folder: Path) -> list[Path]:
-        from fsdp.checkpoint.export import export  # keeps it out of a run's start
+    def _export(self, folder: Path, averaged: bool) -> list[Path]:
+        from fsdp.checkpoint.export import export, of_averages  # keeps it out of a run's start
 
         found = next((one for one in inspect.scan(self._store) if one.manifest is not None), None)
         if found is None:
@@ -268,6 +271,8 @@ class Checkpointer:
             )
         try:
             source = load.open_one(self._store, found.folder, found.manifest)
+            if averaged and (average := of_averages(source)) is not None:
+                source = average
             return export(
                 source,
                 folder,

@@ -6,6 +6,7 @@ one tensor in memory at a time. A file gets its name when it is whole.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import secrets
@@ -72,6 +73,45 @@ def export(
             files += _folder_of_transformers(folder, entries, fetch, largest, pretrained)
     sync_folder(folder)
     return files
+
+
+def of_averages(source: CheckpointSource) -> CheckpointSource | None:
+    """The same checkpoint with the moving averages as its model; None if it holds none. What is not trained
+    is the model's own.
+    """
+    stored = source.metadata.state_dict_metadata
+    owners: dict[object, str] = {}
+    replaced = {}
+    for key in stored:
+        if key.startswith("model."):
+            # A tied weight has several names, and its average the first one trained.
+            owner = owners.setdefault(_place(source, key), f"ema.{key.removeprefix('model.')}")
+            replaced[key] = owner if owner in stored else key
+    if not any(key.startswith("ema.") for key in replaced.values()):
+        return None
+    entries = {**stored, **{key: stored[other] for key, other in replaced.items()}}
+    places = dict(source.metadata.storage_data)
+    for key, other in replaced.items():
+        for chunk in getattr(stored[other], "chunks", ()):
+            places[MetadataIndex(key, chunk.offsets)] = source.metadata.storage_data[
+                MetadataIndex(other, chunk.offsets)
+            ]
+    manifest = source.manifest
+    if manifest is not None:
+        digests = manifest.digests
+        taken = {key: digests[other] for key, other in replaced.items() if other in digests}
+        manifest = dataclasses.replace(manifest, digests={**digests, **taken})
+    metadata = dataclasses.replace(source.metadata, state_dict_metadata=entries, storage_data=places)
+    return dataclasses.replace(source, metadata=metadata, manifest=manifest)
+
+
+def _place(source: CheckpointSource, key: str) -> object:
+    """The same for all names of a tied weight."""
+    about = source.metadata.state_dict_metadata[key]
+    if not isinstance(about, TensorStorageMetadata) or not about.chunks:
+        return key
+    info = source.metadata.storage_data[MetadataIndex(key, about.chunks[0].offsets)]
+    return info.relative_path, info.offset
 
 
 def _fetch(source: CheckpointSource, prefix: str) -> full_state.Fetch:

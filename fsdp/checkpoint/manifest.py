@@ -49,6 +49,8 @@ class Manifest:
     bytes: int = 0
     base: Mapping[str, Any] = field(default_factory=dict)
     """In a checkpoint of adapters alone: the frozen weights under them."""
+    optimizer: str = ""
+    """--optim.name of its states; empty in older checkpoints."""
 
     @property
     def mesh(self) -> str:
@@ -107,6 +109,8 @@ def _checked(body: dict[str, Any]) -> Manifest:
         body["base"]["alpha"] = _number(base["alpha"])
     else:
         body["base"] = {}
+    if not isinstance(body.get("optimizer", ""), str):
+        raise TypeError("optimizer is not a string")
     _number(body["created"])
     return Manifest(**body)
 

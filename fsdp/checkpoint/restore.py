@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+import torch
+
 from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import adapter_weights, discovery, file_names, inspect, load, snapshot
 from fsdp.checkpoint.adapter_weights import Base
@@ -16,11 +18,21 @@ from fsdp.checkpoint.inspect import CheckpointListing
 from fsdp.checkpoint.manifest import Broken, Manifest
 from fsdp.checkpoint.open_store import open_store
 from fsdp.checkpoint.store import Store
-from fsdp.checkpoint.tensor_keys import LoadTarget, PendingState, Prefixes, of_model, of_optimizer
+from fsdp.checkpoint.tensor_keys import (
+    LoadTarget,
+    PendingState,
+    Prefixes,
+    of_averages,
+    of_model,
+    of_optimizer,
+)
 from fsdp.config import CheckpointSection
 from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.env import DistEnv
+from fsdp.dist.local_tensors import local_tensor
 from fsdp.dist.mesh import MeshSizes
+from fsdp.optim.ema import averages
+from fsdp.optim.optimizer import same_states
 from fsdp.optim.train_state import TrainState
 
 log = logging.getLogger(__name__)
@@ -70,22 +82,30 @@ class Restore:
             if found.manifest is not None:
                 return self._sealed(state, source, found.manifest, [])
             where = prefixes(source.metadata, snapshot.parameter_names(state.model).values(), path)
-            self._load(state, source, where, exact=False)
+            averaged = self._load(state, source, where, exact=False)
         except Broken as broken:
             hint = "give another, or --checkpoint.resume auto"
             raise CheckpointError(f"{path} is not whole: {broken.detail}.", hint) from None
         what = "weights and optimizer" if where.optim is not None else "weights alone"
-        return Restored(0, path, (f"{what} of a checkpoint without a manifest, which cannot be verified",))
+        note = f"{what} of a checkpoint without a manifest, which cannot be verified"
+        return Restored(0, path, (note, *averaged))
 
     def _sealed(
         self, state: TrainState, source: load.CheckpointSource, manifest: Manifest, notes: list[str]
     ) -> Restored:
         """Restores a sealed checkpoint with its counters."""
         adapter_weights.check(manifest, self.base, source.store.path(source.folder))
-        self._load(state, source, Prefixes(), exact=True)
+        where, more = Prefixes(), []
+        if not same_states(manifest.optimizer, state.optimizer_name):
+            where = Prefixes(optim=None)
+            more.append(
+                f"--optim.name {state.optimizer_name} starts with fresh states: "
+                f"those of the checkpoint are of {manifest.optimizer}"
+            )
+        more += self._load(state, source, where, exact=True)
         state.set_counters(dict(manifest.counters))
         differences = discovery.differences(manifest, self.sizes, self.env.world_size, self.config)
-        return Restored(manifest.step, source.store.path(source.folder), (*notes, *differences))
+        return Restored(manifest.step, source.store.path(source.folder), (*notes, *more, *differences))
 
     def _set_aside(self, found: CheckpointListing, broken: Broken) -> str:
         """Renames and logs the broken checkpoint on rank 0; returns the same note on every rank."""
@@ -113,14 +133,30 @@ class Restore:
         except OSError as error:
             return b"", inspect.classify_failure(error, f"{store.path(folder)}/{file_names.METADATA}")
 
-    def _load(self, state: TrainState, source: load.CheckpointSource, where: Prefixes, exact: bool) -> None:
+    def _load(
+        self, state: TrainState, source: load.CheckpointSource, where: Prefixes, exact: bool
+    ) -> list[str]:
+        """Returns notes for the log."""
         path = source.store.path(source.folder)
         targets: list[LoadTarget] = of_model(state, source.metadata, where, exact, path)
         pending: PendingState | None = None
         if where.optim is not None:
             more, pending = of_optimizer(state, source.metadata, where.optim, exact, path)
             targets += more
-        load.fill(source, _distinct(targets), pending, self.group, self.section.verify)
+        found, missing = of_averages(state, source.metadata)
+        load.fill(source, _distinct(targets + found), pending, self.group, self.section.verify)
+        _start_averages(state, missing)
+        if missing:
+            return [f"the moving average of {len(missing)} parameters starts from the checkpoint's weights"]
+        dropped = not found and any(key.startswith("ema.") for key in source.metadata.state_dict_metadata)
+        return ["the checkpoint's moving average of the weights is dropped: --optim.ema is 0"] * dropped
+
+
+@torch.no_grad()
+def _start_averages(state: TrainState, names: list[str]) -> None:
+    weights = snapshot.model_tensors(state.model) if names else {}
+    for name in names:
+        local_tensor(averages(state.optimizer)[name]).copy_(local_tensor(weights[name]))
 
 
 def _distinct(targets: list[LoadTarget]) -> list[LoadTarget]:

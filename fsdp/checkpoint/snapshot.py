@@ -2,8 +2,8 @@
 
 The keys are DCP's: `model.<parameter>`, `optim.state.<parameter>.<moment>`,
 `optim.param_groups.<n>.<field>`, `train.<counter>`, as `get_model_state_dict` and `get_optimizer_state_dict`
-return them, without the names of wrappers. A snapshot holds references; buffers, which a forward pass
-changes, are copied at once. Files are written in saver.py and rank_file.py.
+return them, without the names of wrappers; and `ema.<parameter>`. A snapshot holds references; buffers, which
+a forward pass changes, are copied at once. Files are written in saver.py and rank_file.py.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from fsdp.base.torch_private.saving import global_offset
 from fsdp.dist.local_tensors import local_tensor
 from fsdp.models.lora import base_names
 from fsdp.models.parameter_names import clean_name
+from fsdp.optim.ema import averages
 from fsdp.optim.train_state import TrainState
 
 KeyPath = tuple[str | int, ...]
@@ -99,6 +100,7 @@ def take(state: TrainState) -> Snapshot:
             pieces.append(piece(path, value))
         else:
             values[join(path)] = (path, value)
+    pieces += [piece(("ema", name), tensor) for name, tensor in averages(state.optimizer).items()]
     for name, number in state.counters().items():
         values[f"train.{name}"] = (("train", name), number)
     return Snapshot(_merge_aliases([p for p in pieces if p.local.numel() or not math.prod(p.size)]), values)

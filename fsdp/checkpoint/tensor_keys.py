@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint.snapshot import Piece, model_tensors, parameter_names, piece
+from fsdp.optim.ema import averages
 from fsdp.optim.train_state import TrainState
 
 
@@ -128,6 +129,18 @@ def of_optimizer(
     if exact and stored:
         raise _misfit(where, f"it holds optimizer state of {min(stored)}, which this run does not train")
     return targets, pending
+
+
+def of_averages(state: TrainState, metadata: Metadata) -> tuple[list[LoadTarget], list[str]]:
+    """Targets for the moving averages that the checkpoint holds, and the names of the others."""
+    targets, missing = [], []
+    for name, tensor in averages(state.optimizer).items():
+        entry = metadata.state_dict_metadata.get(f"ema.{name}")
+        if isinstance(entry, TensorStorageMetadata) and _fits(tensor, entry):
+            targets.append(LoadTarget(f"ema.{name}", piece(("ema", name), tensor), replicas(tensor)))
+        else:
+            missing.append(name)
+    return targets, missing
 
 
 def _by_parameter(metadata: Metadata, prefix: str) -> dict[str, dict[str, str]]:

@@ -6,6 +6,7 @@ the number of ranks (fsdp/dist/mesh.py) or the device (fsdp/parallel/device_chec
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from fsdp.base.errors import ConfigError
@@ -58,6 +59,7 @@ def _check_train(config: Config) -> None:
             f"--train.stop_after {train.steps}",
         )
     _check_schedule(config)
+    _check_muon(config)
     if train.steps and config.optim.warmup_steps > train.steps:
         raise ConfigError(
             f"--optim.warmup_steps {config.optim.warmup_steps} is longer than --train.steps {train.steps}.",
@@ -73,6 +75,17 @@ def _check_schedule(config: Config) -> None:
             f"--optim.schedule {optim.schedule}.",
             "--optim.schedule wsd",
         )
+
+
+def _check_muon(config: Config) -> None:
+    optim, usual = config.optim, OptimSection()
+    for field in dataclasses.fields(OptimSection):
+        value = getattr(optim, field.name)
+        if field.name.startswith("muon_") and optim.name != "muon" and value != getattr(usual, field.name):
+            raise ConfigError(
+                f"--optim.{field.name} {value} has no effect under --optim.name {optim.name}.",
+                "--optim.name muon",
+            )
 
 
 def _check_mesh(config: Config) -> None:
@@ -155,6 +168,12 @@ def _check_checkpoint(config: Config) -> None:
     if checkpoint.keep_best and not checkpoint.keep_best_metric.lstrip("-"):
         raise ConfigError(
             "--checkpoint.keep_best_metric is empty.", "--checkpoint.keep_best_metric eval_loss"
+        )
+    if checkpoint.keep_best and "eval_ema_" in checkpoint.keep_best_metric and not config.optim.ema:
+        raise ConfigError(
+            f"--checkpoint.keep_best_metric {checkpoint.keep_best_metric} is that of a moving average, and "
+            "--optim.ema is 0.",
+            "--optim.ema 0.999",
         )
     if checkpoint.keep_best and not config.train.eval_every_steps and "eval" in checkpoint.keep_best_metric:
         raise ConfigError(

@@ -75,6 +75,11 @@ def _check_nvme(config: Config) -> None:
         raise ConfigError(
             "--memory.nvme optimizer: --optim.name sgd has no states without momentum.", "--memory.nvme off"
         )
+    _refuse_beside(
+        f"optim.ema {config.optim.ema:g}",
+        [("memory.nvme", memory.nvme, bool(config.optim.ema) and memory.nvme != "off")],
+        "--memory.nvme off",
+    )
 
 
 def check_comm(config: Config) -> None:
@@ -136,14 +141,17 @@ def check_ahead(config: Config) -> None:
 
 
 def check_optimizer(config: Config) -> None:
-    """A user's optimizer keeps states of its own, and has the kernels that its factory selects."""
+    """A user's optimizer keeps states of its own, and has the kernels that its factory selects. Muon's update
+    is not elementwise: it cannot go part by part.
+    """
     optim, memory = config.optim, config.memory
-    if ":" not in optim.name:
+    custom = ":" in optim.name
+    if not custom and optim.name != "muon":
         return
     others = (
         ("memory.nvme", memory.nvme, memory.nvme != "off"),
         ("optim.state", optim.state, optim.state != "master"),
-        ("optim.fused", optim.fused, optim.fused != "auto"),
+        ("optim.fused", optim.fused, custom and optim.fused != "auto"),
     )
     _refuse_beside(f"optim.name {optim.name}", others, "--optim.name adamw")
 

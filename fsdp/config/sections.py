@@ -70,6 +70,17 @@ class RunSection:
         "As torch.set_float32_matmul_precision. highest computes in full fp32, more slowly.",
     )
     wandb: str = knob("", "Weights & Biases project to log to; empty: none", common=True)
+    mlflow: str = knob(
+        "",
+        "MLflow experiment to log to; empty: none",
+        "The server is MLFLOW_TRACKING_URI.",
+        common=True,
+    )
+    sinks: str = knob(
+        "",
+        "package.module:Class, or several, that receive each step's numbers on rank 0",
+        "Class(*, run_dir, config, from_step) has a method scalars(step, values), and may have close().",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,7 +320,7 @@ class PrecisionSection:
     )
 
 
-OPTIMIZERS = ("adamw", "adam", "sgd")
+OPTIMIZERS = ("adamw", "adam", "sgd", "muon")
 SCHEDULES = ("cosine", "linear", "constant", "wsd")
 
 
@@ -319,7 +330,8 @@ class OptimSection:
 
     name: str = knob(
         "adamw",
-        "adamw, adam, sgd or package.module:factory",
+        "adamw, adam, sgd, muon or package.module:factory",
+        "muon updates the matrices inside repeated blocks; AdamW updates the other parameters. "
         "factory(named_parameters, *, lr, betas, weight_decay) returns a torch.optim.Optimizer.",
         common=True,
         names=OPTIMIZERS,
@@ -336,6 +348,20 @@ class OptimSection:
         common=True,
     )
     momentum: float = knob(0.9, "SGD: momentum", low=0, high=1)
+    muon_lr: float = knob(0.0, "Muon: peak rate of its matrices; 0: --optim.lr", low=0)
+    muon_momentum: float = knob(0.95, "Muon: momentum, Nesterov's", low=0, high=1)
+    muon_steps: int = knob(5, "Muon: Newton–Schulz steps", unit="steps", low=1, high=99)
+    muon_adjust_lr: Literal["match_rms_adamw", "original"] = knob(
+        "match_rms_adamw",
+        "Muon: factor of a matrix's rate: 0.2·√max(rows, columns), or √max(1, rows / columns)",
+        "match_rms_adamw gives updates of AdamW's size, for which one --optim.lr serves both. original is "
+        "Keller Jordan's and torch's default, for a --optim.muon_lr of about 0.02.",
+    )
+    muon_parameters: str = knob(
+        "",
+        "Muon: its matrices, by names or patterns, as in *.attention.*; empty: those inside repeated blocks",
+        "Without embeddings.",
+    )
     fused: Literal["auto", "true", "false"] = knob(
         "auto", "use one fused kernel for the update; auto: where torch has one"
     )
@@ -343,6 +369,13 @@ class OptimSection:
         "master",
         "storage of Adam's moments: the master dtype, bf16, or 8 bits",
         "bf16 rounds stochastically; 8bit keeps a scale per block. Both save memory.",
+    )
+    ema: float = knob(
+        0.0,
+        "decay of a moving average of the weights, as in 0.999; 0: none",
+        "Saved, evaluated beside the weights as eval_ema_loss, and exported to full_model_ema/.",
+        low=0,
+        high=0.999999999,
     )
     schedule: str = knob(
         "cosine",

@@ -26,6 +26,7 @@ TRAINING_CODE = (
     "optim.schedule",
     "optim.name",
     "train.loss",
+    "run.sinks",
 )
 """Fields that may name code which only training runs."""
 STORES = ("file", "local", "s3", "gs", "gcs", "abfs", "az", "adl")

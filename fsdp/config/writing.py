@@ -60,7 +60,8 @@ def toml_value(value: Any) -> str:
 
 NOT_TRAINED = {
     "backend", "mesh", "ray", "plan", "checkpoint", "stop", "memory", "speed", "profile",
-    "run.dir", "run.log_every_steps", "run.wandb", "run.process_group_timeout_s", "train.stop_after",
+    "run.dir", "run.log_every_steps", "run.wandb", "run.mlflow", "run.sinks",
+    "run.process_group_timeout_s", "train.stop_after",
     "data.workers", "data.prefetch", "data.to_device", "comm.divide_by",
     "watch.enabled", "watch.hang_s", "watch.late_percent", "watch.divergence", "watch.unit_norms",
     "watch.spike",
@@ -68,7 +69,10 @@ NOT_TRAINED = {
 """Sections and fields that define where and how the run is executed, not what is trained."""
 
 
-ADDED_LATER = ("optim.decay_share", "train.loss", "data.tokenizer")
+ADDED_LATER = (
+    "optim.decay_share", "optim.ema", "train.loss", "data.tokenizer", "optim.muon_lr", "optim.muon_momentum",
+    "optim.muon_steps", "optim.muon_adjust_lr", "optim.muon_parameters",
+)  # fmt: skip
 """Fields whose default trains as before they existed: at it, hashes of older checkpoints stay equal."""
 
 

@@ -4,11 +4,12 @@ Sum, sum_over_ranks    a tensor or numbers, summed over the ranks
 broadcast_object       rank 0's object on every rank
 all_gather_objects     every rank's object on every rank
 on_main                a function of rank 0: its result, or its error, on every rank
+all_to_all             elements from each rank to each rank
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -109,6 +110,33 @@ def on_main(rank: int, act: Callable[[], T]) -> T:
     if message is not None:
         raise OtherRankFailed(0, message, code)
     return result  # type: ignore[return-value]
+
+
+def ranks() -> int:
+    """The number of ranks; 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def this_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+@announces(Activity.RANKS)
+def all_to_all(sent: Tensor, counts: Sequence[int], received: Sequence[int]) -> Tensor:
+    """What each rank sent to this one, in rank order: one-dimensional, as `sent`, whose elements are for rank
+    0, 1, …: `counts` of them each. `received` is the number from each rank.
+    """
+    if ranks() == 1:
+        return sent
+    found, size = sent.new_empty(sum(received)), sent.element_size()
+    # As bytes: not every backend sends every dtype.
+    dist.all_to_all_single(
+        found.view(torch.uint8),
+        sent.view(torch.uint8),
+        [size * count for count in received],
+        [size * count for count in counts],
+    )
+    return found
 
 
 class ObjectGroup:

@@ -218,7 +218,7 @@ def footprint_of(config: Config, scene: OomContext, device: torch.device) -> Foo
         return sum(fresh.values())
 
     units = (*(count(unit) for unit in scene.units), count([scene.root]))
-    resting = resting_bytes(config.optim, scene.root.parameters(), scene.dtypes[0])
+    resting = resting_bytes(config.optim, scene.root, scene.dtypes[0])
     master, param, reduce = (dtype.itemsize for dtype in scene.dtypes)
     trained = resting.gradients // master
     return Footprint(
@@ -237,7 +237,7 @@ def footprint_of(config: Config, scene: OomContext, device: torch.device) -> Foo
         checkpointing=config.memory.activation_checkpointing,
         counted=param,
         offload=config.memory.cpu_offload and device.type == "cuda",
-        own_optimizer=":" in config.optim.name,
+        own_optimizer=":" in config.optim.name or config.optim.name == "muon",
         nvme=getattr(config.memory, "nvme", "off") != "off",
         ddp=scene.sizes.strategy == "ddp",
         recomputes=bool(blocks_of([list(unit) for unit in scene.units])),

@@ -46,7 +46,7 @@ class Footprint:
     nvme: bool = False
     ddp: bool = False
     own_optimizer: bool = False
-    """A user's: its states have no other form, and move to no file."""
+    """A user's, or Muon: its states have no other form, and move to no file."""
 
     @property
     def total(self) -> int:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fsdp.config import OptimSection
+from fsdp.optim.muon import hidden_matrices
 from fsdp.optim.small_states import moment_bytes
 
 
@@ -34,23 +35,41 @@ class RestingBytes:
         return (self.parameters if frozen else self.gradients) + self.optimizer
 
 
-def resting_bytes(
-    section: OptimSection, parameters: Iterable[nn.Parameter], master: torch.dtype
-) -> RestingBytes:
-    """Of parameters that are kept in `master`."""
-    every = list(parameters)
+def resting_bytes(section: OptimSection, model: nn.Module, master: torch.dtype) -> RestingBytes:
+    """Of a model whose parameters are kept in `master`."""
+    every = list(model.parameters())
     trained = [p for p in every if p.requires_grad]
     return RestingBytes(
         parameters=sum(p.numel() for p in every) * master.itemsize,
         gradients=sum(p.numel() for p in trained) * master.itemsize,
-        optimizer=state_bytes(section, trained, master.itemsize),
+        optimizer=state_bytes(section, trained, master.itemsize, muon_matrices(section, model)),
     )
 
 
-def state_bytes(section: OptimSection, trained: Iterable[nn.Parameter], itemsize: int) -> int:
-    """Optimizer states of whole parameters that are `itemsize` bytes an element."""
+def muon_matrices(section: OptimSection, model: nn.Module) -> list[nn.Parameter]:
+    return hidden_matrices(model, section.muon_parameters) if section.name == "muon" else []
+
+
+def state_bytes(
+    section: OptimSection,
+    trained: Iterable[nn.Parameter],
+    itemsize: int,
+    matrices: Iterable[nn.Parameter] = (),
+) -> int:
+    """Optimizer states of whole parameters that are `itemsize` bytes an element, with the moving average of
+    the weights. Muon's `matrices` have one moment.
+    """
+    trained = list(trained)
+    averages = itemsize * sum(p.numel() for p in trained) if section.ema else 0
+    return averages + _moments(section, trained, itemsize, matrices)
+
+
+def _moments(
+    section: OptimSection, trained: list[nn.Parameter], itemsize: int, matrices: Iterable[nn.Parameter]
+) -> int:
     if section.state != "master":
         return sum(moment_bytes(p, section.state) for p in trained)
     # A user's optimizer counts as Adam: what it keeps is unknown before its first step.
     moments = {"sgd": 1 if section.momentum else 0}.get(section.name, 2)
-    return moments * itemsize * sum(p.numel() for p in trained)
+    found = moments * sum(p.numel() for p in trained) - sum(p.numel() for p in matrices)
+    return itemsize * found

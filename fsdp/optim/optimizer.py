@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from fsdp.base.torch_private.tensors import LocalShardAdam
 from fsdp.config import OptimSection
 from fsdp.optim.custom_optimizer import LR_RATIO, build_custom, is_custom
+from fsdp.optim.muon import ShardedMuon, hidden_matrices
 from fsdp.optim.small_states import SmallStateAdam, adapt_states, places_of
 
 
@@ -28,9 +29,14 @@ class ShardedAdam(LocalShardAdam):
 class ShardedAdamW(LocalShardAdam, torch.optim.AdamW): ...
 
 
+DECAYING = ("adamw", "muon")
+
+
 def build_optimizer(section: OptimSection, model: nn.Module) -> torch.optim.Optimizer:
     if is_custom(section):
         return build_custom(section, model)
+    if section.name == "muon":
+        return _build_muon(section, model)
     groups = parameter_groups(section, model.parameters())
     if section.state != "master":
         return SmallStateAdam(
@@ -50,6 +56,24 @@ def build_optimizer(section: OptimSection, model: nn.Module) -> torch.optim.Opti
     return kind(groups, lr=section.lr, betas=(section.beta1, section.beta2), eps=section.eps, fused=fused)
 
 
+def _build_muon(section: OptimSection, model: nn.Module) -> ShardedMuon:
+    matrices = hidden_matrices(model, section.muon_parameters)
+    other = parameter_groups(section, (p for p in model.parameters() if p not in set(matrices)))
+    fused, betas = section.fused != "false", (section.beta1, section.beta2)
+    adamw = ShardedAdamW(other, lr=section.lr, betas=betas, eps=section.eps, fused=fused) if other else None
+    made = ShardedMuon(
+        matrices,
+        adamw,
+        lr=section.muon_lr or section.lr,
+        weight_decay=section.weight_decay,
+        momentum=section.muon_momentum,
+        ns_steps=section.muon_steps,
+        adjust_lr=section.muon_adjust_lr,
+    )
+    made.param_groups[0][LR_RATIO] = (section.muon_lr or section.lr) / section.lr
+    return made
+
+
 def parameter_groups(section: OptimSection, parameters: Iterable[nn.Parameter]) -> list[dict[str, object]]:
     """At most four groups, in a fixed order: decayed or not, sharded or not; without frozen parameters."""
     sorted_out: dict[tuple[bool, bool], list[nn.Parameter]] = {}
@@ -58,7 +82,7 @@ def parameter_groups(section: OptimSection, parameters: Iterable[nn.Parameter]) 
             sorted_out.setdefault((parameter.dim() >= 2, isinstance(parameter, DTensor)), []).append(
                 parameter
             )
-    decay = section.weight_decay if section.name == "adamw" else 0.0
+    decay = section.weight_decay if section.name in DECAYING else 0.0
     return [
         {"params": found, "weight_decay": decay if matrix else 0.0}
         for (matrix, _), found in sorted(sorted_out.items(), key=lambda item: item[0], reverse=True)
@@ -67,14 +91,25 @@ def parameter_groups(section: OptimSection, parameters: Iterable[nn.Parameter]) 
 
 def apply_hyperparameters(section: OptimSection, optimizer: torch.optim.Optimizer) -> None:
     """After a restore: rates, decay and the form of the states follow the flags, not the checkpoint."""
-    if is_custom(section):
-        return  # its groups are as the factory made them; a restore changes none
+    if isinstance(optimizer, ShardedMuon):
+        optimizer.drop_other_states()
+    if is_custom(section) or section.name == "muon":
+        return  # its groups are as they were built; a restore changes none
     adapt_states(optimizer)
     fresh = {"betas": (section.beta1, section.beta2), "eps": section.eps, "momentum": section.momentum}
     decay = section.weight_decay if section.name == "adamw" else 0.0
     for group in optimizer.param_groups:
         group.update({name: value for name, value in fresh.items() if name in group})
         group["weight_decay"] = decay if group["params"][0].dim() >= 2 else 0.0
+
+
+ALIKE = ("adamw", "adam")
+"""Optimizers with the same states."""
+
+
+def same_states(saved: str, name: str) -> bool:
+    """Whether states saved by one --optim.name are those of another; True where a name is not known."""
+    return not saved or not name or saved == name or (saved in ALIKE and name in ALIKE)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -26,6 +26,8 @@ class TrainState:
     tokens: int = 0
     loss_scale: float = 1.0
     good_steps: int = 0
+    optimizer_name: str = ""
+    """--optim.name, which a checkpoint keeps; empty where it is not known."""
 
     def counters(self) -> dict[str, float | int]:
         """The numbers beside the tensors, as a checkpoint keeps them."""

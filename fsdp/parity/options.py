@@ -5,6 +5,7 @@ Not here: how either side trains (reference.py, ranks.py), or the size of a diff
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -29,6 +30,9 @@ PRECISION: Mapping[str, Mapping[str, Any]] = {
 LOSS_SCALE = 256.0
 """For fp16: no gradient overflows. A run would skip such a step; the plain loop has no loss scale."""
 
+MUON = tuple(field.name for field in dataclasses.fields(OptimSection) if field.name.startswith("muon_"))
+"""Its settings, which other optimizers refuse."""
+
 FAR = 2.0**20
 """The learning rate of a step from which its gradient is computed; the initial parameter is then rounding."""
 CLIP = 2.0**-10
@@ -50,6 +54,7 @@ class Comparison(StrEnum):
         sgd = {
             "optim.name": "sgd", "optim.momentum": 0.5, "optim.state": "master", "optim.schedule": "constant",
             "optim.decay_share": OptimSection().decay_share, "optim.warmup_steps": 0,
+            **{f"optim.{name}": getattr(OptimSection(), name) for name in MUON},
         }  # fmt: skip
         if self is Comparison.GRADIENT:
             return {**sgd, "optim.lr": FAR, "train.clip_grad_norm": 0.0, "train.steps": 1}

@@ -80,7 +80,7 @@ class PlainLoop:
         self.model.load_state_dict(self._start)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-        optimizer = _optimizer(config.optim, named)
+        optimizer = _optimizer(config.optim, named, self.model)
         ratios = [float(group["lr"]) / config.optim.lr for group in optimizer.param_groups]
         done = TrainingRecord(_parameters(self.model), {})
         for step in range(config.train.steps):
@@ -274,11 +274,14 @@ def _cross_entropy(logits: Tensor, targets: Tensor, shifts: bool) -> tuple[Tenso
 # ---------------------------------------------------------------- the update
 
 
-def _optimizer(section: OptimSection, named: list[tuple[str, Any]]) -> Any:
+def _optimizer(section: OptimSection, named: list[tuple[str, Any]], model: nn.Module | None = None) -> Any:
     import torch
 
     if ":" in section.name:
         return _user_optimizer(section, named)
+    if section.name == "muon":
+        assert model is not None
+        return _muon(section, named, model)
     trained = [parameter for _, parameter in named]
     decay = section.weight_decay if section.name == "adamw" else 0.0
     groups = [
@@ -289,6 +292,47 @@ def _optimizer(section: OptimSection, named: list[tuple[str, Any]]) -> Any:
         return torch.optim.SGD(groups, lr=section.lr, momentum=section.momentum)
     kind = torch.optim.AdamW if section.name == "adamw" else torch.optim.Adam
     return kind(groups, lr=section.lr, betas=(section.beta1, section.beta2), eps=section.eps)
+
+
+class _Together:
+    """Several optimizers as one."""
+
+    def __init__(self, *optimizers: Any) -> None:
+        self._optimizers = optimizers
+        self.param_groups = [group for one in optimizers for group in one.param_groups]
+
+    def zero_grad(self) -> None:
+        for one in self._optimizers:
+            one.zero_grad()
+
+    def step(self) -> None:
+        for one in self._optimizers:
+            one.step()
+
+
+def _muon(section: OptimSection, named: list[tuple[str, Any]], model: nn.Module) -> _Together:
+    """torch's Muon beside its AdamW. Which matrices it updates is the run's rule: not a matter of parity."""
+    import torch
+
+    from fsdp.optim.muon import hidden_matrices
+
+    matrices = hidden_matrices(model, section.muon_parameters)
+    ids = {id(matrix) for matrix in matrices}
+    muon = torch.optim.Muon(
+        matrices,
+        lr=section.muon_lr or section.lr,
+        weight_decay=section.weight_decay,
+        momentum=section.muon_momentum,
+        ns_steps=section.muon_steps,
+        adjust_lr_fn=section.muon_adjust_lr,
+    )
+    others = [parameter for _, parameter in named if id(parameter) not in ids]
+    groups = [
+        {"params": [p for p in others if p.dim() >= 2], "weight_decay": section.weight_decay},
+        {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    betas = (section.beta1, section.beta2)
+    return _Together(muon, torch.optim.AdamW(groups, lr=section.lr, betas=betas, eps=section.eps))
 
 
 def _user_optimizer(section: OptimSection, named: list[tuple[str, Any]]) -> Any:

@@ -28,6 +28,7 @@ from fsdp.models.chunked_loss import maybe_chunked
 from fsdp.models.custom_loss import load_loss
 from fsdp.models.loss import LossFunction
 from fsdp.optim.custom_optimizer import is_custom
+from fsdp.optim.ema import maybe_ema
 from fsdp.optim.loss_scale import LossScaler
 from fsdp.optim.optimizer import build_optimizer
 from fsdp.optim.small_states import dynamic_map
@@ -122,6 +123,7 @@ def stage(ask: FakeRun) -> Iterator[Stage]:
             if ask.device == "cuda":
                 _group_kernels(optimizer)
             _fill(optimizer, config)
+            maybe_ema(config.optim, sharded.root, optimizer)
             yield Stage(sharded, loss_function, optimizer, buckets, subject)
 
 
@@ -242,4 +244,4 @@ def checkpoint_bytes(config: Config) -> float:
 
 def _resting(config: Config) -> RestingBytes:
     model = model_of(config, subject_of(config.model, config.data).spec)
-    return resting_bytes(config.optim, model.parameters(), resolve_dtypes(config.precision, CPU).master)
+    return resting_bytes(config.optim, model, resolve_dtypes(config.precision, CPU).master)

@@ -1,7 +1,8 @@
 """Writes a run's numbers to metrics.jsonl, TensorBoard, other sinks, the console and the launcher's Reporter.
 
 Rank 0 writes files; every rank reports, every time. On CUDA the numbers of a step stay on the device until a
-line is printed. A file or a sink that cannot be written (a full disk) loses records; the run continues.
+line is printed. A file or a sink that fails (a full disk, an error in a user's sink) loses records;
+the run continues.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from fsdp.dist.env import DistEnv
 from fsdp.record.console import Console
+from fsdp.record.custom_sinks import CustomSink
 from fsdp.record.metrics import Reporter, StepMetrics
 from fsdp.record.tensorboard import EventWriter
 from fsdp.rundir.line_files import Appender
@@ -178,17 +180,17 @@ class Recorder:
         for nth, sink in enumerate(self._sinks):
             try:
                 sink.scalars(step, values)
-            except OSError as error:  # a sink's own files may be on the full disk
+            except Exception as error:  # a full disk, a server that is away, an error in a user's sink
                 self._failed(nth, step, error)
             else:
                 self._recovered(nth, step)
 
-    def _failed(self, nth: int, step: int, error: OSError) -> None:
+    def _failed(self, nth: int, step: int, error: Exception) -> None:
         if nth not in self._missed:
             log.warning(
                 "step %d: %s cannot write: %s. The run continues",
                 step,
-                type(self._sinks[nth]).__name__,
+                _label(self._sinks[nth]),
                 error,
             )
         self._missed[nth] = self._missed.get(nth, 0) + 1
@@ -196,7 +198,7 @@ class Recorder:
     def _recovered(self, nth: int, step: int) -> None:
         if missed := self._missed.pop(nth, 0):
             log.warning(
-                "step %d: %s writes again, %d records are lost", step, type(self._sinks[nth]).__name__, missed
+                "step %d: %s writes again, %d records are lost", step, _label(self._sinks[nth]), missed
             )
 
     def close(self) -> None:
@@ -206,13 +208,17 @@ class Recorder:
         for nth, sink in enumerate(self._sinks):
             try:
                 sink.close()
-            except OSError as error:
+            except Exception as error:
                 log.warning(
                     "%s cannot be closed: %s. %d records are lost",
-                    type(sink).__name__,
+                    _label(sink),
                     error,
                     self._missed.get(nth, 0),
                 )
+
+
+def _label(sink: Sink) -> str:
+    return sink.label if isinstance(sink, CustomSink) else type(sink).__name__
 
 
 def step_record(metrics: StepMetrics) -> dict[str, float]:

@@ -22,9 +22,13 @@ class Evaluation:
     loss: float
     accuracy: float | None
     stopped: str | None
+    averaged: Evaluation | None = None
+    """That of the weights' moving average."""
 
     def values(self) -> dict[str, float]:
-        return {"eval_loss": self.loss} | ({} if self.accuracy is None else {"eval_accuracy": self.accuracy})
+        found = {"eval_loss": self.loss} | ({} if self.accuracy is None else {"eval_accuracy": self.accuracy})
+        more = {} if self.averaged is None else self.averaged.values()
+        return found | {name.replace("eval_", "eval_ema_", 1): value for name, value in more.items()}
 
 
 def evaluate(

@@ -276,7 +276,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def _bytes_a_rank(config: Config, job: Job, model: nn.Module) -> str:
     """Parameters, gradients and optimizer states. A plan adds what a step takes."""
-    held = resting_bytes(config.optim, model.parameters(), job.dtypes.master)
+    held = resting_bytes(config.optim, model, job.dtypes.master)
     resting = held.total / job.sizes.shard
     counted = " (its states counted as Adam's)" if is_custom(config.optim) else ""
     return f"{resting / 2**30:.3f} GiB of parameters, gradients and optimizer{counted}"

@@ -9,7 +9,8 @@ from __future__ import annotations
 import linecache
 import logging
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,7 @@ from fsdp.models.chunked_loss import maybe_chunked
 from fsdp.models.loss import LossFunction
 from fsdp.models.unsharded import seed_streams
 from fsdp.optim.custom_optimizer import StateCheck, is_custom
+from fsdp.optim.ema import Ema, maybe_ema
 from fsdp.optim.gradients import InTurn
 from fsdp.optim.loss_scale import LossScaler
 from fsdp.optim.nonfinite import Verdicts
@@ -51,7 +53,9 @@ from fsdp.parallel.nvme import maybe_nvme_files
 from fsdp.parallel.shard import Sharded, compiles, shard_model
 from fsdp.parallel.update import Update, Whole, build_update
 from fsdp.record.console import set_up_logging
+from fsdp.record.custom_sinks import load_sinks
 from fsdp.record.metrics import NoReporter, Reporter
+from fsdp.record.mlflow_sink import check_mlflow
 from fsdp.record.recorder import Pending, Recorder
 from fsdp.record.wandb_sink import check_wandb
 from fsdp.run import setup
@@ -90,6 +94,8 @@ def train(config: Config, env: DistEnv, reporter: Reporter | None = None) -> Out
     check_torch()
     set_up_logging(env)
     check_wandb(config.run.wandb)
+    check_mlflow(config.run.mlflow)
+    load_sinks(config.run.sinks)
     torch.set_float32_matmul_precision(config.run.matmul_precision)
     if config.watch.deterministic:
         make_deterministic()
@@ -204,7 +210,13 @@ def _set_up(
     )
     oom.sees(oom_context)
     optimizer = build_optimizer(config.optim, sharded.root)
-    state = TrainState(model=sharded.root, optimizer=optimizer, loss_scale=config.precision.loss_scale)
+    state = TrainState(
+        model=sharded.root,
+        optimizer=optimizer,
+        loss_scale=config.precision.loss_scale,
+        optimizer_name=config.optim.name,
+    )
+    ema = maybe_ema(config.optim, sharded.root, optimizer)
     with shelf.offered(optimizer) if shelf is not None else nullcontext():
         restored = checkpointer.restore(state)
     apply_hyperparameters(config.optim, optimizer)
@@ -236,7 +248,7 @@ def _set_up(
         reporter,
         setup.console(config, env, job),
         from_step=state.step,
-        sinks=setup.sinks(config, env, run, job, planned),
+        sinks=setup.sinks(config, env, run, job, planned, state.step),
         mfu_of=mfu_of,
     )
     if env.is_main:
@@ -261,6 +273,7 @@ def _set_up(
         numbers=ReplicaChecks(config.watch, env, run.path, sharded),
         planned=planned,
         kernels=kernels,
+        ema=ema,
     )
 
 
@@ -309,6 +322,7 @@ class _Loop:
     numbers: ReplicaChecks
     planned: Planned | None
     kernels: CompileCache | None
+    ema: Ema | None
 
     def __post_init__(self) -> None:
         scaler = LossScaler(self.state) if self.job.dtypes.needs_loss_scale else None
@@ -327,7 +341,9 @@ class _Loop:
             self.state.optimizer,
             self.sharded.root,
             scaler=scaler,
-            whole_update=isinstance(self.update, Whole),
+            # the average is updated on the host's word
+            whole_update=isinstance(self.update, Whole)
+            and (self.ema is None or self.config.train.nonfinite == "stop"),
         )
         self.branches = BranchCheck(self.sharded)
         self.states: StateCheck | None = None
@@ -346,6 +362,7 @@ class _Loop:
                 self.sharded.root, self.config.speed, sharded=self.job.sizes.strategy != "ddp"
             ),
             states=self.states,
+            ema=self.ema,
         )
         self.stopped: str | None = None
         self.evaluation: Evaluation | None = None
@@ -472,7 +489,29 @@ class _Loop:
 
     def _evaluate(self) -> None:
         self.phases.enter("evaluate")
-        found = evaluate(
+        found = self._measure()
+        if self.ema is not None and not found.stopped:
+            self.checkpointer.before_update()  # a save may still read the parameters
+            with self._averaged(self.ema):
+                averaged = self._measure()
+            found = replace(found, averaged=averaged, stopped=averaged.stopped)
+        if found.stopped:
+            self.stopped = found.stopped
+            return
+        self.evaluation = found
+        self._settle()
+        self.recorder.evaluation(self.state.step, found.values())
+
+    @contextmanager
+    def _averaged(self, ema: Ema) -> Iterator[None]:
+        """The model's weights are their moving average inside."""
+        with ema.swapped():
+            self.hooks.refresh_scales()
+            yield
+        self.hooks.refresh_scales()
+
+    def _measure(self) -> Evaluation:
+        return evaluate(
             self.sharded,
             self.loss_function,
             self.job.data,
@@ -482,12 +521,6 @@ class _Loop:
             rank=data_rank(self.env),
             asked_to_stop=self._stop_reason,
         )
-        if found.stopped:
-            self.stopped = found.stopped
-            return
-        self.evaluation = found
-        self._settle()
-        self.recorder.evaluation(self.state.step, found.values())
 
     def _stop_reason(self) -> str | None:
         self.phases.enter("evaluate")
@@ -516,6 +549,8 @@ class _Loop:
     def _finish(self) -> Outcome:
         if self.stopped is None and self.config.checkpoint.export and self.last_saved == self.state.step:
             self.checkpointer.export(self.run.full_model)
+            if self.ema is not None:
+                self.checkpointer.export(self.run.full_model_ema, averaged=True)
         if self.env.is_main:
             why = self.stopped or "the last step"
             marker = self.run.stopped if self.stopped else self.run.done

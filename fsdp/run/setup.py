@@ -25,6 +25,8 @@ from fsdp.parallel.materialize import materialize
 from fsdp.parallel.nvme import NvmeFiles
 from fsdp.parallel.shard import Sharded, replicate
 from fsdp.record.console import Console
+from fsdp.record.custom_sinks import build_sinks
+from fsdp.record.mlflow_sink import MlflowSink
 from fsdp.record.recorder import Sink
 from fsdp.record.wandb_sink import WandbSink
 from fsdp.run import weights
@@ -78,12 +80,21 @@ def records(config: Config, env: DistEnv, run: RunDir, step: int, data: Mapping[
     collectives.on_main(env.rank, write)
 
 
-def sinks(config: Config, env: DistEnv, run: RunDir, job: Job, planned: Planned | None) -> list[Sink]:
-    if not env.is_main:
-        return []
-    found: list[Sink] = [SpikeRecorder(config.watch.spike, run.path, job.cursor.indices)]
-    found += [planned] if planned is not None else []
-    return [*found, WandbSink(config, run.path)] if config.run.wandb else found
+def sinks(
+    config: Config, env: DistEnv, run: RunDir, job: Job, planned: Planned | None, from_step: int
+) -> list[Sink]:
+    """Those of rank 0; the other ranks have none. Collective: every rank raises what rank 0 does."""
+    found: list[Sink] = []
+
+    def build() -> None:
+        found.append(SpikeRecorder(config.watch.spike, run.path, job.cursor.indices))
+        found.extend([planned] if planned is not None else [])
+        found.extend([WandbSink(config, run.path)] if config.run.wandb else [])
+        found.extend([MlflowSink(config, run.path)] if config.run.mlflow else [])
+        found.extend(build_sinks(config, run.path, from_step))
+
+    collectives.on_main(env.rank, build)
+    return found
 
 
 def console(config: Config, env: DistEnv, job: Job) -> Console:

@@ -19,6 +19,7 @@ from fsdp.dist import collectives
 from fsdp.dist.stop import Stopper
 from fsdp.models.loss import LossFunction
 from fsdp.optim.custom_optimizer import StateCheck
+from fsdp.optim.ema import Ema
 from fsdp.optim.nonfinite import Verdicts
 from fsdp.parallel.float8 import Scales
 from fsdp.run.step import StepHooks
@@ -59,6 +60,7 @@ class RunHooks(StepHooks):
     checkpointer: Checkpointer
     scales: Scales | None
     states: StateCheck | None
+    ema: Ema | None
 
     def start(self, step: int, batch: StepBatch) -> None:
         """Starts the sum of the step's tokens."""
@@ -110,8 +112,14 @@ class RunHooks(StepHooks):
     def before_update(self) -> None:
         self.checkpointer.before_update()
 
-    def after_update(self) -> None:
+    def refresh_scales(self) -> None:
+        """After each change of the parameters."""
         if self.scales is not None:
             self.scales.refresh()
+
+    def after_update(self) -> None:
+        if self.ema is not None:
+            self.ema.update()
+        self.refresh_scales()
         if self.states is not None:
             self.states.after_update()

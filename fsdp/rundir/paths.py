@@ -66,6 +66,10 @@ class RunDir:
     def full_model(self) -> Path:
         return self.path / "full_model"
 
+    @property
+    def full_model_ema(self) -> Path:
+        return self.path / "full_model_ema"
+
 
 def new_name(config: Config) -> str:
     """Time, model and data set; a random suffix distinguishes two runs started in one second."""

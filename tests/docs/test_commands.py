@@ -58,6 +58,7 @@ LONG = {
     "python -m fsdp.doctor --ranks 2": 0,
     "python -m fsdp.doctor": 0,
     "python -m fsdp.parity --model.name mine:build --data.name text": 0,
+    "python -m fsdp.parity --optim.name muon": 0,
 }  # fmt: skip
 
 NOT_RUN = {
@@ -82,6 +83,7 @@ NOT_RUN = {
     r"python -m fsdp\.tokenize": "needs a tokenizer and a corpus: tests/tokenize/test_shards.py runs it",
     r"python -m fsdp\.plan --model\.name ": "tests/plan/test_command.py runs it as typed",
     r"python -m fsdp\.plan --config recipes/llama": "tests/plan/test_recipes.py plans every recipe",
+    r"python -m fsdp\.checkpoint RUN export --ema": "needs a run with --optim.ema: tests/optim/test_ema.py",
     r"python -m fsdp\.report RUN --trust-code": "names a person's package; tests/security/test_named_code.py",
     r"python -m fsdp\.(plan|parity|predict|report)$": "names the tool; other commands run it",
     r"python -m launch\.agent$": "the job scripts' torchrun: tests/slurm",

@@ -33,6 +33,7 @@ ABSENT: dict[str, Callable[[], str]] = {
     "transformers": functools.partial(_package, "transformers"),
     "pyarrow": functools.partial(_package, "pyarrow"),
     "zstandard": functools.partial(_package, "zstandard"),
+    "mlflow": functools.partial(_package, "mlflow"),
     "torchao": functools.partial(_package, "torchao"),
     "s3": _s3,
 }

@@ -1,0 +1,71 @@
+"""An exponential moving average of the trained parameters, kept on their shards (--optim.ema).
+
+Its tensors are an entry of the optimizer's `state`, as torch allows beside those of parameters: saves, the
+account of memory and the planner read them there. A checkpoint keeps them as `ema.<parameter>`. Not here: the
+evaluation with them (fsdp/run/loop.py) and their export (fsdp/checkpoint/export.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from fsdp.config import OptimSection
+from fsdp.dist.local_tensors import local_tensor
+from fsdp.models.parameter_names import clean_name
+
+KEY: Any = "ema"
+"""Of the averages in the optimizer's `state`."""
+
+
+class Ema:
+    """In the dtype of the stored parameters. It starts from their present values."""
+
+    def __init__(self, decay: float, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        named = {clean_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+        self._parameters = list(named.values())
+        with torch.no_grad():
+            # Not clone: of a float8 weight it would make a tensor that is cast as weights are.
+            found = {n: torch.zeros_like(p, requires_grad=False).copy_(p) for n, p in named.items()}
+        optimizer.state[KEY] = found
+        self._averages = list(found.values())
+        self._average = get_ema_multi_avg_fn(decay)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """After an update of the parameters: average ← decay · average + (1 − decay) · parameter."""
+        self._average(*self._locals(), 0)
+
+    @contextmanager
+    def swapped(self) -> Iterator[None]:
+        """The parameters hold the averages inside, and the averages the parameters."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for average, parameter in zip(*self._locals(), strict=True):
+            kept = parameter.clone()
+            parameter.copy_(average)
+            average.copy_(kept)
+
+    def _locals(self) -> tuple[list[Tensor], list[Tensor]]:
+        return [local_tensor(t) for t in self._averages], [local_tensor(p) for p in self._parameters]
+
+
+def maybe_ema(section: OptimSection, model: nn.Module, optimizer: torch.optim.Optimizer) -> Ema | None:
+    return Ema(section.ema, model, optimizer) if section.ema else None
+
+
+def averages(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The averages by the parameters' names; empty without --optim.ema."""
+    found: dict[str, Tensor] = optimizer.state.get(KEY, {})
+    return found

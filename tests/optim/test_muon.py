@@ -1,0 +1,306 @@
+"""--optim.name muon: the numbers of torch.optim.Muon beside AdamW on the whole model, on any mesh."""
+
+from __future__ import annotations
+
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from bench.plan_real import _asks
+from fsdp.base.errors import ConfigError
+from fsdp.config import OptimSection, load
+from fsdp.data import build_dataset
+from fsdp.dist.env import DistEnv
+from fsdp.memory.resting import muon_matrices, state_bytes
+from fsdp.models import resolve
+from fsdp.optim.muon import hidden_matrices
+from fsdp.optim.muon.exchange import Matrix, rounds
+from fsdp.optim.optimizer import build_optimizer, set_lr
+from fsdp.plan.fake_runs import count
+from fsdp.plan.memory import memory_of
+from tests.plan.test_measured import BATCH, SMALL, tensors
+from tests.support import plain_loop
+from tests.support.plain_loop import Trained, relative_difference, train_plainly
+from tests.support.runs import failures, run, settings
+from tests.support.user_code import TiedWords, Tiny, Uneven
+from tests.support.world import run_world
+
+MUON = "--optim.name muon --precision.master fp64 --precision.param fp64 --train.steps 6"
+UNEVEN = [f"blocks.{at}.{part}.weight" for at in range(3) for part in ("up", "down")]
+
+
+class Both:
+    """torch's Muon and AdamW, written without shardrun."""
+
+    def __init__(self, model: nn.Module, **more: Any) -> None:
+        named = dict(model.named_parameters())
+        others = [p for name, p in named.items() if name not in UNEVEN]
+        decaying = [p for p in others if p.dim() >= 2]
+        vectors = [p for p in others if p.dim() < 2]
+        self.one = torch.optim.Muon(
+            [named[name] for name in UNEVEN], lr=1.0, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+        )
+        self.other = torch.optim.AdamW(
+            [{"params": decaying, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+            lr=1.0,
+            betas=(0.9, 0.95),
+        )
+        self.param_groups = self.one.param_groups + self.other.param_groups
+
+    def zero_grad(self) -> None:
+        self.one.zero_grad()
+        self.other.zero_grad()
+
+    def step(self) -> None:
+        self.one.step()
+        self.other.step()
+
+
+@functools.cache
+def plain() -> Trained:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plain_loop, "_adamw", Both)
+        return train_plainly(settings(MUON), dtype="fp64", steps=6)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [
+        (2, ""),
+        (4, "--mesh.strategy hsdp --mesh.replicate 2 --mesh.shard 2"),
+        pytest.param(1, "", marks=pytest.mark.long),
+        pytest.param(3, "", marks=pytest.mark.long),
+        pytest.param(2, "--mesh.strategy ddp", marks=pytest.mark.long),
+        pytest.param(3, "--train.micro_batch 1 --mesh.wrap root", marks=pytest.mark.long),
+        pytest.param(
+            2,
+            "--memory.activation_checkpointing full --memory.activation_checkpointing_every 2",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_a_run_updates_as_torch_s_muon_on_one_process(ranks: int, more: str, tmp_path: Path) -> None:
+    finished = run(ranks, tmp_path, MUON, more)
+    assert relative_difference(finished.parameters, plain().parameters) <= 1e-12
+
+
+def test_a_run_resumes_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    assert failures(2, tmp_path, MUON, "--train.stop_after 2") == [None] * 2
+    assert failures(1, tmp_path, MUON, "--train.stop_after 4") == [None]
+    finished = run(3, tmp_path, MUON)
+    assert relative_difference(finished.parameters, plain().parameters) <= 1e-12
+
+
+# ---------------------------------------------------------------- its exchange, to the bit
+
+SHAPES = [(7, 5), (4, 9), (1, 6), (8, 8), (5, 7), (2, 3), (12, 2)]
+
+
+def drawn(seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+class Body(nn.Module):
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self.matrices = nn.ParameterList([nn.Parameter(tensor) for tensor in tensors])
+
+
+def steps_on_a_mesh(env: DistEnv, shape: tuple[int, ...], owned: int) -> list[Tensor]:
+    """Three updates from gradients that are given; the last matrix has none. The whole matrices."""
+    mesh = init_device_mesh("cpu", shape) if shape else None
+    placements = [*[Replicate()] * (len(shape) - 1), Shard(0)]
+
+    def placed(tensors: list[Tensor]) -> list[Tensor]:
+        return [distribute_tensor(t, mesh, placements) for t in tensors] if mesh is not None else tensors
+
+    model = Body(placed(drawn(0)))
+    section = OptimSection(name="muon", muon_parameters="*", lr=0.1)
+    optimizer: Any = build_optimizer(section, model)
+    optimizer._rounds = rounds(optimizer._shapes, env.world_size, owned)
+    for seed in (1, 2, 3):
+        for parameter, grad in zip(list(model.parameters())[:-1], placed(drawn(seed)), strict=False):
+            parameter.grad = grad
+        optimizer.step()
+    return [(p.full_tensor() if isinstance(p, DTensor) else p).detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shape", "owned"),
+    [(1, (), 1 << 20), (3, (3,), 1 << 20), (3, (3,), 20), (3, (), 20), (4, (2, 2), 1 << 20), (4, (2, 2), 30)],
+)
+def test_every_rank_has_torch_s_bits(ranks: int, shape: tuple[int, ...], owned: int) -> None:
+    expected = [nn.Parameter(tensor) for tensor in drawn(0)]
+    plainly = torch.optim.Muon(expected, lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for seed in (1, 2, 3):
+        for parameter, grad in zip(expected[:-1], drawn(seed), strict=False):
+            parameter.grad = grad
+        plainly.step()
+    for found in run_world(ranks, steps_on_a_mesh, shape, owned):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_each_matrix_has_one_owner_and_the_owners_cost_is_even() -> None:
+    matrices = [Matrix(rows, 512, 8) for rows in (512, 2048) for _ in range(32)]
+    found = rounds(matrices, 8, 4 * 512 * 2048)
+    assert sorted(at for one in found for mine in one for at in mine) == list(range(64))
+    assert len(found) == 2
+    for one in found:
+        costs = [sum(matrices[at].cost for at in mine) for mine in one]
+        assert max(costs) <= 1.1 * min(costs)
+
+
+# ---------------------------------------------------------------- which parameters
+
+
+def names_of(model: nn.Module, wanted: str = "") -> list[str]:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return [names[parameter] for parameter in hidden_matrices(model, wanted)]
+
+
+def test_matrices_inside_repeated_blocks() -> None:
+    assert names_of(Uneven()) == UNEVEN
+    assert not any("words" in name for name in names_of(TiedWords()))
+    layers = nn.Sequential(
+        nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 3)
+    )
+    assert names_of(layers) == ["2.weight", "4.weight"]
+
+
+@pytest.mark.parametrize(("name", "kind"), [("transformer", "tokens"), ("vit", "images")])
+def test_of_a_built_in_model_all_but_embedding_and_head(name: str, kind: str) -> None:
+    config = load(["--model.name", name, "--data.name", "synthetic", "--data.args.kind", kind])
+    with torch.device("meta"):
+        model = resolve(config.model, build_dataset(config.data).info.facts).build()
+    inside = [n for n, p in model.named_parameters() if re.search(r"\.\d+\.", n) and p.dim() == 2]
+    assert inside
+    assert names_of(model) == inside
+
+
+def test_patterns_replace_the_rule() -> None:
+    assert names_of(Uneven(), "head.weight,blocks.0.*p.weight") == ["blocks.0.up.weight", "head.weight"]
+
+
+@pytest.mark.parametrize(
+    ("model", "wanted", "message"),
+    [
+        (
+            Tiny,
+            "",
+            "--optim.name muon finds no matrix inside repeated blocks of this model. HINT: --optim.",
+        ),
+        (Uneven, "blocks.0.*", "--optim.muon_parameters blocks.0.*: blocks.0.norm.weight is (13,), and Muon"),
+        (Uneven, "heads", "--optim.muon_parameters heads matches no trained parameter of this model"),
+    ],
+)
+def test_a_model_or_pattern_without_matrices_is_one_line(
+    model: type[nn.Module], wanted: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        hidden_matrices(model(), wanted)
+
+
+# ---------------------------------------------------------------- its settings
+
+
+def updated(**more: Any) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Uneven()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = build_optimizer(OptimSection(**{"name": "muon", "lr": 0.5, **more}), model)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    set_lr(optimizer, 0.25)
+    for _ in range(2):
+        optimizer.step()
+    return {name: p.detach() - before[name] for name, p in model.named_parameters()}
+
+
+def test_each_setting_changes_its_matrices_alone() -> None:
+    usual = updated()
+    others = {"muon_lr": 1.5, "muon_momentum": 0.5, "muon_steps": 3, "muon_adjust_lr": "original"}
+    for setting, value in others.items():
+        found = updated(**{setting: value})
+        changed = [name for name in usual if not torch.equal(found[name], usual[name])]
+        assert changed == UNEVEN, setting
+    ratio = updated(muon_lr=1.0, weight_decay=0.0)[UNEVEN[0]] / updated(weight_decay=0.0)[UNEVEN[0]]
+    assert torch.allclose(ratio, torch.full_like(ratio, 2.0), rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "--optim.name muon --memory.nvme optimizer --memory.nvme_dir /tmp",
+            "--optim.name muon and --memory.nvme optimizer do not go together. HINT: --optim.name adamw",
+        ),
+        (
+            "--optim.name muon --optim.state bf16",
+            "--optim.name muon and --optim.state bf16 do not go",
+        ),
+        (
+            "--optim.muon_lr 0.02",
+            "--optim.muon_lr 0.02 has no effect under --optim.name adamw. HINT: --optim.name muon",
+        ),
+    ],
+)
+def test_conflicts_are_one_line(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load(flags.split())
+
+
+# ---------------------------------------------------------------- its memory
+
+
+def test_its_states_are_one_moment_of_the_matrices_and_two_of_the_others() -> None:
+    model = Uneven()
+    section = OptimSection(name="muon")
+    optimizer = build_optimizer(section, model)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    held = sum(v.numel() * 4 for state in optimizer.state.values() for v in state.values() if v.dim())
+    assert held == state_bytes(section, model.parameters(), 4, muon_matrices(section, model))
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        ("--mesh.strategy", "fsdp"),
+        pytest.param(("--mesh.strategy", "ddp"), marks=pytest.mark.long),
+        pytest.param(("--mesh.strategy", "fsdp", "--model.args.layers", "9"), marks=pytest.mark.long),
+    ],
+)
+def test_a_plan_counts_its_states_and_its_buffers(mesh: tuple[str, ...]) -> None:
+    flags = (
+        *SMALL,
+        "--data.seq_len",
+        "8",
+        "--model.args.width",
+        "128",
+        *BATCH,
+        "--optim.name",
+        "muon",
+        *mesh,
+    )
+    measured = run_world(2, tensors, flags)
+    planned = [memory_of(count(ask)).peak for ask in _asks(flags, 2)]
+    assert planned == pytest.approx(measured, rel=0.01)
+
+
+# ---------------------------------------------------------------- a start with other settings
+
+
+@pytest.mark.long
+def test_parameters_that_change_between_muon_and_adamw_start_with_fresh_states(tmp_path: Path) -> None:
+    flags = f"--train.steps 3 --optim.name muon --optim.muon_parameters {UNEVEN[0]},head.weight"
+    assert failures(2, tmp_path, flags, "--train.stop_after 1") == [None] * 2
+    assert failures(1, tmp_path, "--train.steps 3 --optim.name muon") == [None]

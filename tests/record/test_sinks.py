@@ -1,0 +1,195 @@
+"""--run.sinks and --run.mlflow: what a sink receives, on which rank, after a resume, and when it fails."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from fsdp.base.errors import ConfigError
+from fsdp.config import config_hash, load
+from fsdp.dist.env import DistEnv
+from fsdp.record import mlflow_sink
+from fsdp.record.custom_sinks import build_sinks, load_sinks
+from fsdp.record.mlflow_sink import MlflowSink, check_mlflow
+from tests.support.runs import failures, finished, flags, on_a_rank
+from tests.support.world import run_world
+
+OWN = "tests.record.test_sinks:"
+EVALUATED = (
+    "--data.name tests.support.user_code:vectors_with_heldout --train.steps 4 --train.eval_every_steps 2"
+)
+
+
+class Lines:
+    """As in the documentation."""
+
+    def __init__(self, *, run_dir: Path, config: Mapping[str, Any], from_step: int) -> None:
+        self.file = (run_dir / "lines.jsonl").open("a")
+        self.file.write(json.dumps({"from": from_step, "lr": config["optim.lr"]}) + "\n")
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self.file.write(json.dumps({"step": step, **values}) + "\n")
+
+    def close(self) -> None:
+        self.file.write('"closed"\n')
+        self.file.close()
+
+
+class Failing:
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        if step in (2, 3):
+            raise ValueError(f"the server is away at step {step}")
+
+    def close(self) -> None:
+        raise RuntimeError("not now")
+
+
+class Unmade:
+    def __init__(self, run_dir: Path) -> None:
+        raise ValueError("no such server")
+
+
+def logged(env: DistEnv, words: list[str]) -> str:
+    with contextlib.redirect_stderr(io.StringIO()) as stream:
+        assert on_a_rank(env, words) is None
+    return stream.getvalue()
+
+
+def lines(folder: Path) -> list[Any]:
+    return [json.loads(line) for line in (folder / "lines.jsonl").read_text().splitlines()]
+
+
+def test_a_sink_receives_each_step_and_evaluation_on_rank_0_and_the_step_of_a_resume(tmp_path: Path) -> None:
+    words = f"{EVALUATED} --run.sinks {OWN}Lines"
+    assert failures(2, tmp_path, words, "--train.stop_after 2") == [None] * 2
+    assert failures(2, tmp_path, words) == [None] * 2
+    found = lines(tmp_path)
+    starts = [one["from"] for one in found if "from" in one]
+    assert (starts, found[0]["lr"], found.count("closed")) == ([0, 2], 0.01, 2)
+    losses = [(one["step"], one["train/loss"]) for one in found if "train/loss" in one]
+    recorded = finished(tmp_path).records
+    assert losses == [(one["step"], one["loss"]) for one in recorded if "loss" in one]
+    assert [one["step"] for one in found if "eval/eval_loss" in one] == [2, 4]
+
+
+def test_an_exception_in_a_sink_is_logged_once_and_ends_nothing(tmp_path: Path) -> None:
+    words = flags(f"--train.steps 4 --run.sinks {OWN}Failing,{OWN}Lines")
+    text = run_world(2, logged, ["--run.dir", str(tmp_path), *words])[0]
+    name = f"--run.sinks {OWN}Failing"
+    assert text.count("the server is away") == 1
+    assert f"step 2: {name} cannot write: ValueError: the server is away at step 2 (" in text
+    assert f"step 4: {name} writes again, 2 records are lost" in text
+    assert f"{name} cannot be closed: RuntimeError: not now (" in text
+    assert [one["step"] for one in lines(tmp_path)[1:-1]] == [1, 2, 3, 4]
+
+
+def test_a_sink_that_cannot_be_made_is_one_line_on_every_rank(tmp_path: Path) -> None:
+    said = failures(2, tmp_path, f"--train.steps 1 --run.sinks {OWN}Unmade")
+    for line in said:
+        assert line is not None
+        assert f"--run.sinks {OWN}Unmade failed: ValueError: no such server (" in line
+        assert "HINT: it is called with (*, run_dir, config, from_step)" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (OWN + "Liness", f"has no Liness. HINT: --run.sinks {OWN}Lines"),
+        ("nothing", "--run.sinks nothing is not package.module:factory."),
+        (f"{OWN}Lines,absent_module:X", "there is no module absent_module"),
+    ],
+)
+def test_a_wrong_name_is_found_before_the_first_collective(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load_sinks(name)
+
+
+def test_a_class_without_scalars_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"object has no method scalars. HINT: def scalars\(self, step"):
+        build_sinks(load(["--run.sinks", "builtins:object"]), tmp_path, 0)
+
+
+def test_they_change_nothing_that_is_trained() -> None:
+    assert config_hash(load(["--run.sinks", "a:b", "--run.mlflow", "e"])) == config_hash(load([]))
+
+
+# ---------------------------------------------------------------- MLflow, with a store of files
+
+
+def test_mlflow_that_is_not_installed_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mlflow_sink.importlib.util, "find_spec", lambda _: None)
+    check_mlflow("")
+    with pytest.raises(ConfigError, match=r"--run.mlflow e: mlflow is not installed. HINT: pip install mlfl"):
+        check_mlflow("e")
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """MLflow's client on a store of files."""
+    for name, value in variables(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    mlflow: Any = importlib.import_module("mlflow")
+    return mlflow.MlflowClient()
+
+
+def variables(folder: Path) -> dict[str, str]:
+    return {"MLFLOW_TRACKING_URI": (folder / "store").as_uri(), "MLFLOW_ALLOW_FILE_STORE": "true"}
+
+
+def on_a_rank_with(env: DistEnv, words: list[str], more: dict[str, str]) -> str | None:
+    with mock.patch.dict(os.environ, more):
+        return on_a_rank(env, words)
+
+
+@pytest.mark.needs("mlflow")
+def test_mlflow_has_each_step_once_in_one_run_for_a_run_directory(store: Any, tmp_path: Path) -> None:
+    config = load(["--run.mlflow", "digits", "--optim.lr", "0.5"])
+    first = MlflowSink(config, tmp_path / "run")
+    for step in (1, 2, 3):
+        first.scalars(step, {"train/loss": 1.0 / step})
+    first.scalars(2, {"eval/eval_loss": 0.5})
+    first.close()
+    later = MlflowSink(config, tmp_path / "run")
+    for step in (2, 3, 4):
+        later.scalars(step, {"train/loss": 1.0 / step})
+    later.scalars(4, {"eval/eval_loss": 0.25})
+    later.close()
+    MlflowSink(config, tmp_path / "other").close()
+    experiment = store.get_experiment_by_name("digits").experiment_id
+    runs = {one.info.run_name: one for one in store.search_runs([experiment])}
+    assert sorted(runs) == ["other", "run"]
+    run = runs["run"]
+    history = store.get_metric_history(run.info.run_id, "train/loss")
+    assert sorted((one.step, one.value) for one in history) == [(n, 1.0 / n) for n in (1, 2, 3, 4)]
+    assert [one.step for one in store.get_metric_history(run.info.run_id, "eval/eval_loss")] == [2, 4]
+    assert run.data.params["optim.lr"] == "0.5"
+    assert run.info.status == "FINISHED"
+
+
+@pytest.mark.needs("mlflow")
+@pytest.mark.usefixtures("store")
+def test_a_store_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "nowhere://x")
+    with pytest.raises(ConfigError, match=r"--run.mlflow e: Unsupported.* HINT: export MLFLOW_TRACKING_URI="):
+        MlflowSink(load(["--run.mlflow", "e"]), tmp_path)
+
+
+@pytest.mark.needs("mlflow")
+def test_a_run_logs_to_mlflow_and_continues_there(store: Any, tmp_path: Path) -> None:
+    words = ["--run.dir", str(tmp_path / "run"), *flags(EVALUATED, "--run.mlflow vectors")]
+    for more in (["--train.stop_after", "2"], []):
+        assert run_world(1, on_a_rank_with, [*words, *more], variables(tmp_path)) == [None]
+    (run,) = store.search_runs([store.get_experiment_by_name("vectors").experiment_id])
+    losses = [(one.step, one.value) for one in store.get_metric_history(run.info.run_id, "train/loss")]
+    assert losses == [(r["step"], r["loss"]) for r in finished(tmp_path / "run").records if "loss" in r]
+    assert [one.step for one in store.get_metric_history(run.info.run_id, "eval/eval_loss")] == [2, 4]
