@@ -207,6 +207,7 @@ class Checkpointer:
             digests={},
             metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
             base={} if self.base is None else self.base.for_manifest(),
+            data=state.data,
         )
 
     def _ousted(self) -> str | None:

@@ -49,6 +49,8 @@ class Manifest:
     bytes: int = 0
     base: Mapping[str, Any] = field(default_factory=dict)
     """In a checkpoint of adapters alone: the frozen weights under them."""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """The position of a mixture or a stream; checked by the reader (fsdp/data)."""
 
     @property
     def mesh(self) -> str:
@@ -57,6 +59,8 @@ class Manifest:
 
 def encode(manifest: Manifest) -> bytes:
     body = {"format": FORMAT, **asdict(manifest)}
+    if not body["data"]:
+        del body["data"]  # older versions read the manifests of data without a position
     text = json.dumps(body, sort_keys=True, ensure_ascii=False)
     return f'{{"crc32": {crc32(text.encode()):10d}, "manifest":\n{text}}}\n'.encode()
 
@@ -107,6 +111,8 @@ def _checked(body: dict[str, Any]) -> Manifest:
         body["base"]["alpha"] = _number(base["alpha"])
     else:
         body["base"] = {}
+    if not isinstance(body.get("data", {}), dict):
+        raise TypeError("data is not an object")
     _number(body["created"])
     return Manifest(**body)
 

@@ -84,6 +84,7 @@ class Restore:
         adapter_weights.check(manifest, self.base, source.store.path(source.folder))
         self._load(state, source, Prefixes(), exact=True)
         state.set_counters(dict(manifest.counters))
+        state.data = manifest.data
         differences = discovery.differences(manifest, self.sizes, self.env.world_size, self.config)
         return Restored(manifest.step, source.store.path(source.folder), (*notes, *differences))
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from fsdp.config.fields import FIELDS, flatten
 from fsdp.config.sections import LAUNCHERS_OWN, Config
+from fsdp.config.sources import as_tables
 
 
 def to_toml(config: Config) -> str:
@@ -33,11 +34,16 @@ def _sections(config: Config, left_out: Sequence[str]) -> str:
         lines.append(f"\n[{section.name}]")
         part = getattr(config, section.name)
         values = [(f.name, getattr(part, f.name)) for f in dataclasses.fields(part)]
-        lines += [f"{key} = {_toml(value)}" for key, value in values if not isinstance(value, Mapping)]
+        lines += [
+            f"{key} = {_toml(value)}" for key, value in values if not isinstance(value, (Mapping, tuple))
+        ]
         for key, value in values:
             if isinstance(value, Mapping) and value:
                 lines.append(f"\n[{section.name}.{key}]")
                 lines += [f"{_toml_key(k)} = {_toml(v)}" for k, v in value.items()]
+            for table in as_tables(value) if isinstance(value, tuple) else ():
+                lines.append(f"\n[[{section.name}.{key}]]")
+                lines += [f"{_toml_key(k)} = {_toml(v)}" for k, v in table.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -68,7 +74,7 @@ NOT_TRAINED = {
 """Sections and fields that define where and how the run is executed, not what is trained."""
 
 
-ADDED_LATER = ("optim.decay_share", "train.loss", "data.tokenizer")
+ADDED_LATER = ("optim.decay_share", "train.loss", "data.tokenizer", "data.sources")
 """Fields whose default trains as before they existed: at it, hashes of older checkpoints stay equal."""
 
 

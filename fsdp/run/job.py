@@ -10,14 +10,16 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
 from fsdp.config import Config
-from fsdp.data import Cursor, DataSet, build_dataset
+from fsdp.data import Cursor, DataSet, MixCursor, build_dataset
+from fsdp.data.mixture import first_segment
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import BatchPlan, MeshSizes, plan_batch, resolve
 from fsdp.memory.resting import resting_bytes
@@ -52,7 +54,7 @@ class Job:
     spec: ModelSpec
     sizes: MeshSizes
     batch: BatchPlan
-    cursor: Cursor
+    cursor: Cursor | MixCursor
     total_steps: int
     dtypes: Dtypes
     hooks: Hooks
@@ -88,7 +90,7 @@ def prepare(config: Config, *, world_size: int, num_nodes: int, device: torch.de
     batch = plan_batch(config.train, world_size)
     load_factory(config.optim)  # its errors come before the data is read
     data = _data_of_this_node(config)
-    cursor = Cursor(seed=config.run.seed, samples=len(data.train), global_batch=config.train.global_batch)
+    cursor = _cursor(config, data)
     total_steps = _total_steps(config, data, cursor)
     return Job(
         data=data,
@@ -112,9 +114,28 @@ def _data_of_this_node(config: Config) -> DataSet:
         raise
 
 
-def _total_steps(config: Config, data: DataSet, cursor: Cursor) -> int:
+def _cursor(config: Config, data: DataSet) -> Cursor | MixCursor:
+    seed, batch = config.run.seed, config.train.global_batch
+    if data.sources is None:
+        return Cursor(seed=seed, samples=len(data.train), global_batch=batch)
+    first = first_segment(config.data, data, global_batch=batch, epochs=config.train.epochs)
+    return MixCursor(seed=seed, segments=[first])
+
+
+def resumed(job: Job, config: Config, saved: Mapping[str, Any], step: int) -> Job:
+    """The job of a run that resumes at `step`, where a checkpoint kept `saved` about the data's position."""
+    cursor = job.cursor.resumed(saved, step)
+    total_steps = _total_steps(config, job.data, cursor)
+    if total_steps != job.total_steps:
+        job = replace(job, total_steps=total_steps, schedule=Schedule(config.optim, total_steps))
+    return replace(job, cursor=cursor)
+
+
+def _total_steps(config: Config, data: DataSet, cursor: Cursor | MixCursor) -> int:
     if config.train.steps:
         return config.train.steps
+    if cursor.end is not None:
+        return cursor.end
     if config.train.epochs:
         return config.train.epochs * cursor.steps_per_epoch
     return data.info.default_steps or (data.info.default_epochs or DEFAULT_EPOCHS) * cursor.steps_per_epoch
@@ -177,11 +198,11 @@ def describe(config: Config, job: Job, model: nn.Module) -> Mapping[str, str]:
         "mesh": f"{sizes.strategy}, replicate {sizes.replicate} × shard {sizes.shard} = {sizes.ranks} ranks",
         "model": f"{job.spec.name} {config.model.preset}".strip() + f", {total:,} parameters"
         + ("" if trained == total else f", {trained:,} trained"),
-        "data": f"{config.data.name}, {len(job.data.train):,} samples"
+        "data": f"{_data_name(job, config)}, {len(job.data.train):,} samples"
         + (f", {len(job.data.heldout):,} held out" if job.data.heldout is not None else ""),
         "global batch": f"{batch.global_batch} samples = micro-batch {batch.micro_batch} × "
         f"{batch.accumulation} × {sizes.ranks} ranks" + (", padded" if padded else ""),
-        "steps": f"{job.total_steps:,}, {job.cursor.steps_per_epoch:,} an epoch",
+        "steps": steps_line(job),
         "precision": f"{_name(dtypes.param)} on {_name(dtypes.master)}, reduced in {_name(dtypes.reduce)}",
         "bytes a rank": _bytes_a_rank(config, job, model),
     }  # fmt: skip
@@ -202,6 +223,22 @@ def describe(config: Config, job: Job, model: nn.Module) -> Mapping[str, str]:
     if tokens:
         facts["tokens a step"] = f"{tokens:,}"
     return facts
+
+
+def steps_line(job: Job) -> str:
+    return f"{job.total_steps:,}, {job.cursor.steps_per_epoch:,} an epoch"
+
+
+def _data_name(job: Job, config: Config) -> str:
+    """The data set, or each source of a mixture with its share of the samples."""
+    if not isinstance(job.cursor, MixCursor):
+        return config.data.name
+    shares = job.cursor.now.shares
+    parts = [
+        f"{label} {share / sum(shares):.1%}"
+        for label, share in zip(job.cursor.now.samples, shares, strict=True)
+    ]
+    return " + ".join(parts)
 
 
 def _units(model: nn.Module, wrap: str) -> list[tuple[str, list[nn.Parameter]]]:

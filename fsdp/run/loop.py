@@ -55,8 +55,9 @@ from fsdp.record.wandb_sink import check_wandb
 from fsdp.run import setup
 from fsdp.run.evaluate import Evaluation, evaluate
 from fsdp.run.frozen_base import maybe_base
-from fsdp.run.job import Job, describe, prepare, trained_model
+from fsdp.run.job import Job, describe, prepare, resumed, steps_line, trained_model
 from fsdp.run.planned import Planned, maybe_planned
+from fsdp.run.source_losses import NOT_KNOWN, SourceLosses
 from fsdp.run.step import StepParts, gradients_of, run_step
 from fsdp.run.step_hooks import RunHooks
 from fsdp.rundir import history
@@ -198,6 +199,8 @@ def _set_up(
     with shelf.offered(optimizer) if shelf is not None else nullcontext():
         restored = checkpointer.restore(state)
     apply_hyperparameters(config.optim, optimizer)
+    job = resumed(job, config, state.data, state.step)
+    facts = {**facts, "steps": steps_line(job)}
     loader = Loader(
         job.data.train,
         job.cursor,
@@ -208,6 +211,7 @@ def _set_up(
         prefetch=config.data.prefetch,
         pin=env.device.type == "cuda",
         device=env.device if config.data.to_device else None,
+        source_of=None if job.data.sources is None else job.data.sources.of_train,
     )
     stopper = Stopper(
         config.stop,
@@ -230,7 +234,7 @@ def _set_up(
         mfu_of=mfu_of,
     )
     if env.is_main:
-        setup.log_start(run, facts, restored)
+        setup.log_start(run, facts, restored, job.cursor.note() if restored is not None else "")
     oom_context.optimizer, oom_context.phases = optimizer, Phases()
     return _Loop(
         config=config,
@@ -277,6 +281,7 @@ class StepResult:
     grad_norm: Tensor
     tokens: int
     applied: bool
+    sources: SourceLosses | None = None
 
 
 @dataclass(kw_only=True)
@@ -301,6 +306,10 @@ class _Loop:
     kernels: CompileCache | None
 
     def __post_init__(self) -> None:
+        mixed = self.job.data.sources
+        self.labels = () if mixed is None else mixed.labels
+        self.loss_function.per_row = mixed is not None
+        self.sources_missing = False
         scaler = LossScaler(self.state) if self.job.dtypes.needs_loss_scale else None
         self.parts = StepParts(
             sharded=self.sharded,
@@ -310,6 +319,7 @@ class _Loop:
             update=self.update,
             scaler=scaler,
             clip_norm=self.config.train.clip_grad_norm,
+            sources=len(self.labels),
         )
         self.verdicts = Verdicts(
             self.config.train,
@@ -336,6 +346,7 @@ class _Loop:
                 self.sharded.root, self.config.speed, sharded=self.job.sizes.strategy != "ddp"
             ),
             states=self.states,
+            labels=self.labels,
         )
         self.stopped: str | None = None
         self.evaluation: Evaluation | None = None
@@ -420,6 +431,8 @@ class _Loop:
                 began=began,
                 step_time_s=time.perf_counter() - began,
                 data_wait_s=waited,
+                more=None if result.sources is None else result.sources.sums,
+                named=None if result.sources is None else partial(result.sources.named, unit=self.unit),
             )
         )
         if self.recorder.fetches(step):
@@ -441,7 +454,12 @@ class _Loop:
         self.hooks.start(self.state.step + 1, batch)
         micro = (host.to(self.env.device) for host in batch.micro)
         norm, applied = run_step(self.parts, micro, len(batch.micro), lr=lr, hooks=self.hooks)
-        return StepResult(self.hooks.loss, norm, self.hooks.tokens, applied)
+        sources = self.hooks.source_losses
+        if self.labels and sources is None and not self.sources_missing:
+            self.sources_missing = True
+            if self.env.is_main:
+                log.warning("%s", NOT_KNOWN)
+        return StepResult(self.hooks.loss, norm, self.hooks.tokens, applied, sources)
 
     def _count(self, batch: StepBatch, result: StepResult) -> None:
         self.state.step += 1
@@ -478,6 +496,17 @@ class _Loop:
         self._settle()
         self.recorder.evaluation(self.state.step, found.values())
 
+    @property
+    def unit(self) -> str:
+        """What a loss is a mean over, in the names of metrics."""
+        return (
+            "weights"
+            if self.loss_function.custom
+            else "tokens"
+            if self.loss_function.counts_tokens
+            else "samples"
+        )
+
     def _stop_reason(self) -> str | None:
         self.phases.enter("evaluate")
         return self.stopper.check_now().stop
@@ -490,6 +519,7 @@ class _Loop:
         metrics = {} if self.recorder.last is None else {"loss": self.recorder.last.loss}
         metrics |= self.evaluation.values() if self.evaluation is not None else {}
         self.recorder.saving(self.state.step)
+        self.state.data = self.job.cursor.saved(self.state.step)
         self.checkpointer.save(self.state, metrics=metrics, reason=reason, wait=wait)
         self.last_saved = self.state.step
         self.stopper.saved()
