@@ -3,6 +3,7 @@
     DataSet      train samples, held-out samples, and their description (DataInfo)
     Cursor       (seed, step, global batch) → sample indices; independent of the world size
     MixCursor    the same for a mixture of data sets ([[data.sources]])
+    StreamCursor the same for data without a length
     Loader       a step's micro-batches for one rank, read ahead by threads
 
 Each data set is one file here, named as in --data.name. Not here: how a batch becomes a loss

@@ -74,7 +74,7 @@ def _built(section: DataSection, one: MixedSource, build_one: Callable[[DataSect
     except ConfigError as error:
         error.args = (f"[[data.sources]] {one.label}: {error}",)
         raise
-    if not hasattr(data.train, "__len__"):
+    if data.stream is not None:
         raise ConfigError(
             f"[[data.sources]] {one.label}: {one.name} is a stream, and a mixture needs the number of "
             "samples of each source.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -12,6 +12,9 @@ from torch import Tensor
 
 from fsdp.config import Args
 from fsdp.models.loss import TokenCounts
+
+if TYPE_CHECKING:
+    from fsdp.data.stream import StreamItems
 
 
 class Samples(Protocol):
@@ -62,6 +65,8 @@ class DataSet:
     info: DataInfo
     sources: MixedRows | None = None
     """Of a mixture ([[data.sources]])."""
+    stream: StreamItems | None = None
+    """Of data without a length: the indices of `train` are positions, and it has no len()."""
 
 
 @dataclass(frozen=True)

@@ -20,16 +20,16 @@ from tests.support.data_ids import Numbered
 SIZES = {"a": 10, "b": 33, "c": 5}
 
 
-def segment(batch: int = 7, **wishes: tuple[str, float]) -> MixSegment:
-    return MixSegment(0, batch, {label: SIZES[label] for label in wishes}, wishes, {})
+Wishes = dict[str, tuple[str, float]]
 
 
-def cursor(batch: int = 7, **wishes: tuple[str, float]) -> MixCursor:
-    return MixCursor(seed=3, segments=[segment(batch, **wishes)])
+def cursor(wishes: Wishes, batch: int = 7) -> MixCursor:
+    first = MixSegment(0, batch, {label: SIZES[label] for label in wishes}, wishes, {})
+    return MixCursor(seed=3, segments=[first])
 
 
-BY_WEIGHT = {"a": ("weight", 0.5), "b": ("weight", 0.3), "c": ("weight", 0.2)}
-BY_EPOCHS = {"a": ("epochs", 2.0), "b": ("epochs", 1.0), "c": ("epochs", 0.4)}
+BY_WEIGHT: Wishes = {"a": ("weight", 0.5), "b": ("weight", 0.3), "c": ("weight", 0.2)}
+BY_EPOCHS: Wishes = {"a": ("epochs", 2.0), "b": ("epochs", 1.0), "c": ("epochs", 0.4)}
 
 
 @pytest.mark.parametrize("shares", [(5, 3, 2), (1, 1), (1000, 1), (123457, 7, 99991, 1, 0)])
@@ -53,7 +53,7 @@ def test_decimal_weights_are_exact() -> None:
 
 
 def test_a_batch_holds_each_source_and_a_source_repeats_nothing_within_its_epoch() -> None:
-    found = np.concatenate([cursor(**BY_WEIGHT).indices(step) for step in range(100)])
+    found = np.concatenate([cursor(BY_WEIGHT).indices(step) for step in range(100)])
     a, b, c = (found[(found >= low) & (found < high)] for low, high in ((0, 10), (10, 43), (43, 48)))
     assert (len(a), len(b), len(c)) == (350, 210, 140)
     for drawn, size in ((b, 33), (c, 5)):
@@ -65,7 +65,7 @@ def test_a_batch_holds_each_source_and_a_source_repeats_nothing_within_its_epoch
 
 
 def test_epochs_set_the_length_and_the_last_batch_is_short() -> None:
-    mixed = cursor(**BY_EPOCHS)
+    mixed = cursor(BY_EPOCHS)
     assert mixed.end == 8
     batches = [mixed.indices(step) for step in range(8)]
     assert [len(batch) for batch in batches] == [7] * 7 + [6]
@@ -76,9 +76,9 @@ def test_epochs_set_the_length_and_the_last_batch_is_short() -> None:
 
 @pytest.mark.parametrize("batch", [1, 5, 48])
 def test_another_global_batch_at_a_resume_repeats_and_loses_nothing(batch: int) -> None:
-    before = cursor(**BY_EPOCHS)
+    before = cursor(BY_EPOCHS)
     saved = json.loads(json.dumps(before.saved(3), sort_keys=True))
-    after = cursor(batch, **BY_EPOCHS).resumed(saved, 3)
+    after = cursor(BY_EPOCHS, batch).resumed(saved, 3)
     assert after.end is not None
     steps = [before.indices(n) for n in range(3)] + [after.indices(n) for n in range(3, after.end)]
     whole = [before.indices(n) for n in range(8)]
@@ -87,20 +87,20 @@ def test_another_global_batch_at_a_resume_repeats_and_loses_nothing(batch: int) 
 
 
 def test_an_unchanged_mixture_keeps_its_segment_and_an_older_checkpoint_drops_later_ones() -> None:
-    first = cursor(**BY_WEIGHT)
-    same = cursor(**BY_WEIGHT).resumed(first.saved(9), 9)
+    first = cursor(BY_WEIGHT)
+    same = cursor(BY_WEIGHT).resumed(first.saved(9), 9)
     assert same.segments == first.segments
-    changed = cursor(**{**BY_WEIGHT, "a": ("weight", 1.0)}).resumed(first.saved(9), 9)
+    changed = cursor({**BY_WEIGHT, "a": ("weight", 1.0)}).resumed(first.saved(9), 9)
     assert [one.step for one in changed.segments] == [0, 9]
     assert changed.segments[1].drawn == first.drawn(9) == {"a": 32, "b": 19, "c": 12}
-    again = cursor(**BY_WEIGHT).resumed(changed.saved(20), 5)
+    again = cursor(BY_WEIGHT).resumed(changed.saved(20), 5)
     assert again.segments == first.segments
 
 
 def test_a_source_that_comes_back_continues_where_it_stood() -> None:
-    first = cursor(**BY_WEIGHT)
-    alone = cursor(a=("weight", 1.0)).resumed(first.saved(4), 4)
-    back = cursor(**BY_WEIGHT).resumed(alone.saved(6), 6)
+    first = cursor(BY_WEIGHT)
+    alone = cursor({"a": ("weight", 1.0)}).resumed(first.saved(4), 4)
+    back = cursor(BY_WEIGHT).resumed(alone.saved(6), 6)
     assert back.now.drawn == {**first.drawn(4), "a": first.drawn(4)["a"] + 14}
 
 
@@ -108,9 +108,9 @@ def test_a_source_that_comes_back_continues_where_it_stood() -> None:
     "broken", [{"sources": []}, {"sources": [["a", 0, "weight", 1]]}, {"step": -1}, {"drawn": 3}]
 )
 def test_a_checkpoint_whose_record_is_broken_is_refused(broken: dict[str, object]) -> None:
-    saved = cursor(**BY_WEIGHT).saved(2)["mixture"][0] | broken
+    saved = cursor(BY_WEIGHT).saved(2)["mixture"][0] | broken
     with pytest.raises(CheckpointError, match=r"record of the mixture cannot be read .*HINT: "):
-        cursor(**BY_WEIGHT).resumed({"mixture": [saved]}, 2)
+        cursor(BY_WEIGHT).resumed({"mixture": [saved]}, 2)
 
 
 def test_rows_come_in_the_order_that_was_requested() -> None:

@@ -49,6 +49,48 @@ def with_heldout(count: int, base: int = 0) -> tuple[Numbered, Numbered]:
     return Numbered(count, base), Numbered(5, base + 1000)
 
 
+class Lines:
+    """A reader of one shard's samples; its state is the number of those given."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self.ids, self.given = ids, 0
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        while self.given < len(self.ids):
+            index = self.ids[self.given]
+            self.given += 1
+            yield Numbered(index + 1)[index]
+        self.given = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.given = state["given"]
+
+
+class Shards:
+    """Shard i of S has the ids i, i + S, i + 2S … below `count`."""
+
+    def __init__(self, shards: int, count: int) -> None:
+        self.shards, self.count = shards, count
+
+    def shard(self, index: int) -> Lines:
+        return Lines(list(range(index, self.count, self.shards)))
+
+
+def sharded(shards: int = 6, count: int = 48) -> Shards:
+    return Shards(shards, count)
+
+
+def lines(count: int = 48) -> Lines:
+    return Lines(list(range(count)))
+
+
+def sharded_with_heldout() -> tuple[Shards, Numbered]:
+    return Shards(2, 8), Numbered(5)
+
+
 class Scores(torch.nn.Module):
     """A table of logits."""
 
