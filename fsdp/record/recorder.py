@@ -168,7 +168,8 @@ class Recorder:
         if self._env.is_main:
             self._write(step, {"step": step, **values}, "eval")
             self._console.print_line(
-                "  ".join(f"{name} {value:.4f}" for name, value in values.items()) + f"  at step {step}"
+                "  ".join(f"{name} {value:.4f}" for name, value in values.items() if "/" not in name)
+                + f"  at step {step}"
             )
         self._reporter.report({"step": step, **values})
 
