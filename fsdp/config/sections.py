@@ -189,7 +189,7 @@ class LoraSection:
         return self.alpha / max(1, self.rank)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class MixedSource:
     """One source of a mixture, a table [[data.sources]] of a recipe; 0 is a number that is not given."""
 
@@ -200,6 +200,11 @@ class MixedSource:
     label: str = ""
     weight: float = 0
     epochs: float = 0
+
+    def __repr__(self) -> str:
+        """The given fields, for the report; config_hash reads it too, so none of them is left out."""
+        given = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+        return "{" + ", ".join(f"{name} = {value!r}" for name, value in given if value) + "}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fsdp.base.errors import CheckpointError, ConfigError, OneRankError
-from fsdp.config import DataSection, load, to_toml
+from fsdp.config import DataSection, config_hash, load, to_toml
 from fsdp.data import MixCursor, build_dataset
 from fsdp.data.mixing_order import MixSegment, Quotas, whole_shares
 from fsdp.data.mixture import MixedSamples
@@ -149,6 +149,8 @@ def test_a_recipe_and_the_file_of_a_flag_are_the_same_and_survive_config_toml(tm
     (tmp_path / "again.toml").write_text(to_toml(config))
     assert load(["--config", str(tmp_path / "again.toml")]) == config
     assert load(["--config", path, "--data.sources", "none"]).data == DataSection()
+    other = load(["--config", recipe(tmp_path, ONE.replace("9", "8") + "weight = 2\n")])
+    assert len({config_hash(config), config_hash(other), config_hash(load([]))}) == 3
     data = build_dataset(config.data)
     assert len(data.train) == 18
     assert data.heldout is not None
