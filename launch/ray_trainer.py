@@ -111,7 +111,7 @@ def _code(config: Config) -> Iterator[Mapping[str, Any]]:
         yield {}
         return
     with tempfile.TemporaryDirectory(prefix="shardrun-code-") as folder:
-        own = [name for name in (config.model.name, config.data.name) if ":" in name]
+        own = [name for name in (config.model.name, *config.data.names) if ":" in name]
         yield runtime_env(REPOSITORY, own, Path(folder))
 
 

@@ -208,6 +208,7 @@ class Checkpointer:
             metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
             base={} if self.base is None else self.base.for_manifest(),
             optimizer=state.optimizer_name,
+            data=state.data,
         )
 
     def _ousted(self) -> str | None:

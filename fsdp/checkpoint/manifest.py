@@ -51,6 +51,8 @@ class Manifest:
     """In a checkpoint of adapters alone: the frozen weights under them."""
     optimizer: str = ""
     """--optim.name of its states; empty in older checkpoints."""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """The position of a mixture or a stream; checked by the reader (fsdp/data)."""
 
     @property
     def mesh(self) -> str:
@@ -59,6 +61,8 @@ class Manifest:
 
 def encode(manifest: Manifest) -> bytes:
     body = {"format": FORMAT, **asdict(manifest)}
+    if not body["data"]:
+        del body["data"]  # older versions read the manifests of data without a position
     text = json.dumps(body, sort_keys=True, ensure_ascii=False)
     return f'{{"crc32": {crc32(text.encode()):10d}, "manifest":\n{text}}}\n'.encode()
 
@@ -111,6 +115,8 @@ def _checked(body: dict[str, Any]) -> Manifest:
         body["base"] = {}
     if not isinstance(body.get("optimizer", ""), str):
         raise TypeError("optimizer is not a string")
+    if not isinstance(body.get("data", {}), dict):
+        raise TypeError("data is not an object")
     _number(body["created"])
     return Manifest(**body)
 

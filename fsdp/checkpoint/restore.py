@@ -104,6 +104,7 @@ class Restore:
             )
         more += self._load(state, source, where, exact=True)
         state.set_counters(dict(manifest.counters))
+        state.data = manifest.data
         differences = discovery.differences(manifest, self.sizes, self.env.world_size, self.config)
         return Restored(manifest.step, source.store.path(source.folder), (*notes, *more, *differences))
 

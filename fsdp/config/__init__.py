@@ -3,6 +3,7 @@
     sections.py        the tree: every field with its default, help, unit and range
     fields.py          the fields as data, `section.field` → type, default, help
     help.py            --help and --help-all
+    sources.py         [[data.sources]], the tables of a mixture
     values.py          parses one value and checks its type and range
     reading.py         loads a recipe (TOML), applies flags `--section.field VALUE`, runs the checks
     alias_table.py     names of other trainers → flags of this one; aliases.py: the search among them
@@ -29,6 +30,7 @@ from fsdp.config.sections import (
     LoraSection,
     MemorySection,
     MeshSection,
+    MixedSource,
     ModelSection,
     OptimSection,
     PlanSection,
@@ -41,15 +43,18 @@ from fsdp.config.sections import (
     TrainSection,
     WatchSection,
 )
+from fsdp.config.sources import as_tables
 from fsdp.config.trust import TRUST_HELP, CodeRefused, check_store, load_run_config
 from fsdp.config.values import parse_free_value, parse_value, profile_steps, reshard_policy, worker_range
 from fsdp.config.writing import config_hash, run_toml, to_toml
 
 __all__ = [
     "FIELDS", "LAUNCHERS_OWN", "TRUST_HELP", "Args", "CheckpointSection", "CodeRefused", "CommSection",
-    "Config", "DataSection", "FieldSpec", "LoraSection", "MemorySection", "MeshSection", "ModelSection",
+    "Config", "DataSection", "FieldSpec", "LoraSection", "MemorySection", "MeshSection", "MixedSource",
+    "ModelSection",
     "OptimSection", "PlanSection", "PrecisionSection", "ProfileSection", "RaySection", "RunSection",
-    "SpeedSection", "StopSection", "TrainSection", "WatchSection", "all_fields", "check", "check_store",
+    "SpeedSection", "StopSection", "TrainSection", "WatchSection", "all_fields", "as_tables", "check",
+    "check_store",
     "common_fields", "config_hash", "flatten", "help_asked", "load", "load_run_config", "pair_flags",
     "parse_free_value", "parse_value", "profile_steps", "read_recipe", "replace", "reshard_policy",
     "run_toml", "to_toml", "worker_range",

@@ -19,13 +19,21 @@ from fsdp.config.checks_memory import (
     check_optimizer,
     check_states,
 )
-from fsdp.config.sections import SCHEDULES, Config, OptimSection, ProfileSection
+from fsdp.config.sections import SCHEDULES, Config, DataSection, OptimSection, ProfileSection
 from fsdp.config.values import profile_steps, reshard_policy, worker_range
 
 
 def check(config: Config) -> None:
     """Raises ConfigError for the first conflict between two fields. Needs no number of ranks."""
-    for one in (_check_profile, _check_train, _check_mesh, _check_precision, _check_checkpoint, _check_ray):
+    for one in (
+        _check_sources,
+        _check_profile,
+        _check_train,
+        _check_mesh,
+        _check_precision,
+        _check_checkpoint,
+        _check_ray,
+    ):
         one(config)
     for one in (
         check_memory,
@@ -64,6 +72,38 @@ def _check_train(config: Config) -> None:
         raise ConfigError(
             f"--optim.warmup_steps {config.optim.warmup_steps} is longer than --train.steps {train.steps}.",
             f"--optim.warmup_steps {train.steps // 20}",
+        )
+
+
+def _check_sources(config: Config) -> None:
+    data, sources = config.data, config.data.sources
+    if not sources:
+        return
+    if data.name != DataSection().name:
+        raise ConfigError(
+            f"--data.name {data.name} and [[data.sources]] ({', '.join(data.names)}) both set the data.",
+            f'leave one out: --data.sources none, or [[data.sources]] with name = "{data.name}"',
+        )
+    for field, value in (("dir", data.dir), ("args", dict(data.args))):
+        if value:
+            raise ConfigError(
+                f"--data.{field} {value} has no effect beside [[data.sources]].",
+                f"{field} in the table of the source that it belongs to",
+            )
+    by_weight = [one for one in sources if one.weight]
+    if by_weight and len(by_weight) < len(sources):
+        other = next(one for one in sources if not one.weight)
+        raise ConfigError(
+            f"[[data.sources]] {by_weight[0].label} has weight = {by_weight[0].weight} and {other.label} "
+            f"{f'epochs = {other.epochs}' if other.epochs else 'no weight'}.",
+            f"weight in every source, or in none: weight = 1 for {other.label}",
+        )
+    if config.train.epochs and (by_epochs := [one for one in sources if one.epochs]):
+        one = by_epochs[0]
+        raise ConfigError(
+            f"--train.epochs {config.train.epochs} and epochs = {one.epochs} of [[data.sources]] {one.label} "
+            "both set how often the data is seen.",
+            f"--train.epochs 0, and epochs = {one.epochs * config.train.epochs:g} for {one.label}",
         )
 
 

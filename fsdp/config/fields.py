@@ -29,6 +29,11 @@ class FieldSpec:
     def is_args(self) -> bool:
         return self.type is Args or typing.get_origin(self.type) is typing.get_origin(Args)
 
+    @property
+    def is_tables(self) -> bool:
+        """An array of tables: data.sources."""
+        return typing.get_origin(self.type) is tuple
+
 
 def _specs(cls: type, prefix: str = "") -> Iterator[FieldSpec]:
     hints = typing.get_type_hints(cls)

@@ -106,7 +106,7 @@ def _in_detail(spec: FieldSpec) -> str:
 
 
 def _default(spec: FieldSpec) -> str:
-    if spec.is_args:
+    if spec.is_args or spec.is_tables:
         return ""
     return str(spec.default).lower() if isinstance(spec.default, bool) else str(spec.default)
 
@@ -127,4 +127,6 @@ def _type_name(spec: FieldSpec) -> str:
         return "|".join(typing.get_args(spec.type))
     if spec.meta["names"]:
         return "|".join((*spec.meta["names"], "MODULE:NAME"))
+    if spec.is_tables:
+        return "FILE.toml"
     return {int: "INT", float: "FLOAT", bool: "true|false", str: "TEXT"}[spec.type]

@@ -90,7 +90,9 @@ def _is_of_a_run(path: Path) -> bool:
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
         name = prefix + key
-        if isinstance(value, Mapping) and not (name in FIELDS and FIELDS[name].is_args):
+        if isinstance(value, Mapping) and not (
+            name in FIELDS and (FIELDS[name].is_args or FIELDS[name].is_tables)
+        ):
             yield from _flatten(value, name + ".")
         else:
             yield name, value

@@ -200,6 +200,24 @@ class LoraSection:
         return self.alpha / max(1, self.rank)
 
 
+@dataclass(frozen=True, kw_only=True, repr=False)
+class MixedSource:
+    """One source of a mixture, a table [[data.sources]] of a recipe; 0 is a number that is not given."""
+
+    name: str
+    dir: str = ""
+    tokenizer: str = ""
+    args: Args = dataclasses.field(default_factory=dict)
+    label: str = ""
+    weight: float = 0
+    epochs: float = 0
+
+    def __repr__(self) -> str:
+        """The given fields, for the report; config_hash reads it too, so none of them is left out."""
+        given = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+        return "{" + ", ".join(f"{name} = {value!r}" for name, value in given if value) + "}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataSection:
     """the data set and how it is read"""
@@ -221,6 +239,12 @@ class DataSection:
         256, "tokens per sample, for text, tokens and documents", unit="tokens", low=1, common=True
     )
     args: Args = knob({}, "keyword arguments of the data set", common=True)
+    sources: tuple[MixedSource, ...] = knob(
+        (),
+        "data sets mixed into one order: FILE.toml with [[data.sources]]",
+        "A recipe holds these tables itself. none: --data.name alone.",
+        common=True,
+    )
     workers: int = knob(
         1,
         "reader threads per rank; 0: read within the step",
@@ -240,6 +264,11 @@ class DataSection:
     to_device: bool = knob(
         True, "on CUDA, copy the batches read ahead to the device too, on a separate stream"
     )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every --data.name that the run reads: those of its sources, if it mixes some."""
+        return tuple(one.name for one in self.sources) or (self.name,)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,12 +65,22 @@ def _without_downloads(values: dict[str, Any]) -> dict[str, Any]:
     """Drops the mirror and a folder without the files: FashionMNIST is downloaded if it is missing, and
     neither the address nor the target may come from a run directory.
     """
-    if values.get("data.name") != "fashion_mnist":
-        return values
-    args = values.get("data.args")
+    tables = values.get("data.sources")
+    if isinstance(tables, list):
+        values = values | {
+            "data.sources": [_not_downloaded(one) if isinstance(one, dict) else one for one in tables]
+        }
+    data = {key: values[f"data.{key}"] for key in ("name", "dir", "args") if f"data.{key}" in values}
+    return values | {f"data.{key}": value for key, value in _not_downloaded(data).items()}
+
+
+def _not_downloaded(data: dict[str, Any]) -> dict[str, Any]:
+    if data.get("name") != "fashion_mnist":
+        return data
+    args = data.get("args")
     kept = {name: value for name, value in args.items() if name != "mirror"} if isinstance(args, dict) else {}
-    folder = Path(str(values.get("data.dir", ""))).expanduser()
-    return values | {"data.args": kept} | ({} if (folder / "FashionMNIST").is_dir() else {"data.dir": ""})
+    folder = Path(str(data.get("dir", ""))).expanduser()
+    return data | {"args": kept} | ({} if (folder / "FashionMNIST").is_dir() else {"dir": ""})
 
 
 def check_store(run: Path, place: str) -> str:
@@ -92,6 +102,7 @@ def check_code(run: Path, config: Config, trusted: Collection[str]) -> None:
     directory.
     """
     named = {"model.name": config.model.name, "data.name": config.data.name}
+    named |= {f"data.sources.{one.label}": one.name for one in config.data.sources}
     # hf:FOLDER names data: a configuration and weights, read without code of the folder.
     named = {field: name for field, name in named.items() if ":" in name and not name.startswith("hf:")}
     refused = {field: name for field, name in named.items() if name not in trusted}

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from fsdp.base.errors import ConfigError
 from fsdp.config.aliases import SHARDING
 from fsdp.config.fields import FieldSpec
+from fsdp.config.sources import parse_sources
 
 
 def parse_value(spec: FieldSpec, value: Any) -> Any:
@@ -31,6 +32,8 @@ def parse_value(spec: FieldSpec, value: Any) -> Any:
                 _choice_hint(spec, text, names),
             )
         return text
+    if spec.is_tables:
+        return parse_sources(value)
     if spec.type is bool:
         return _parse_bool(spec, value)
     if spec.type is str:

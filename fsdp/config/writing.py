@@ -13,6 +13,7 @@ from typing import Any
 
 from fsdp.config.fields import FIELDS, flatten
 from fsdp.config.sections import LAUNCHERS_OWN, Config
+from fsdp.config.sources import as_tables
 
 
 def to_toml(config: Config) -> str:
@@ -33,11 +34,16 @@ def _sections(config: Config, left_out: Sequence[str]) -> str:
         lines.append(f"\n[{section.name}]")
         part = getattr(config, section.name)
         values = [(f.name, getattr(part, f.name)) for f in dataclasses.fields(part)]
-        lines += [f"{key} = {toml_value(value)}" for key, value in values if not isinstance(value, Mapping)]
+        lines += [
+            f"{key} = {toml_value(value)}" for key, value in values if not isinstance(value, (Mapping, tuple))
+        ]
         for key, value in values:
             if isinstance(value, Mapping) and value:
                 lines.append(f"\n[{section.name}.{key}]")
                 lines += [f"{_toml_key(k)} = {toml_value(v)}" for k, v in value.items()]
+            for table in as_tables(value) if isinstance(value, tuple) else ():
+                lines.append(f"\n[[{section.name}.{key}]]")
+                lines += [f"{_toml_key(k)} = {toml_value(v)}" for k, v in table.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -70,8 +76,8 @@ NOT_TRAINED = {
 
 
 ADDED_LATER = (
-    "optim.decay_share", "optim.ema", "train.loss", "data.tokenizer", "optim.muon_lr", "optim.muon_momentum",
-    "optim.muon_steps", "optim.muon_adjust_lr", "optim.muon_parameters",
+    "optim.decay_share", "optim.ema", "train.loss", "data.tokenizer", "data.sources", "optim.muon_lr",
+    "optim.muon_momentum", "optim.muon_steps", "optim.muon_adjust_lr", "optim.muon_parameters",
 )  # fmt: skip
 """Fields whose default trains as before they existed: at it, hashes of older checkpoints stay equal."""
 

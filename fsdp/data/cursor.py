@@ -11,6 +11,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -43,7 +45,7 @@ def stream_key(*parts: int | str) -> int:
 class Permutation:
     """A keyed bijection of 0…n-1, evaluated at the given positions."""
 
-    def __init__(self, n: int, key: tuple[int, ...]) -> None:
+    def __init__(self, n: int, key: tuple[int | str, ...]) -> None:
         self.n = n
         rows = max(1, math.isqrt(n - 1) + 1)
         self._sides = np.uint64(rows), np.uint64(-(-n // rows))
@@ -65,23 +67,27 @@ class Permutation:
         return left * columns + right
 
 
-class Cursor:
-    """The samples of optimizer step 0, 1, 2 …: every sample once per epoch; its last batch is shorter."""
+class EpochWalk:
+    """All samples of a data set, epoch after epoch, each epoch by a permutation of its own."""
 
-    def __init__(self, *, seed: int, samples: int, global_batch: int) -> None:
-        if samples < 1:
-            raise ConfigError("the data has no sample to train on.", "look into --data.dir")
-        self.seed, self.samples, self.global_batch = seed, samples, global_batch
-        self.steps_per_epoch = -(-samples // global_batch)
-        self._order = functools.lru_cache(maxsize=4)(lambda epoch: Permutation(samples, (seed, epoch)))
+    def __init__(self, samples: int, key: tuple[int | str, ...]) -> None:
+        self.samples = samples
+        self._order = functools.lru_cache(maxsize=4)(lambda epoch: Permutation(samples, (*key, epoch)))
         self._block = functools.lru_cache(maxsize=4)(self._look_up)
 
-    def indices(self, step: int) -> np.ndarray:
-        """Returns 1 … global_batch sample indices, int64, in the order in which ranks slice them."""
-        epoch, place = divmod(step, self.steps_per_epoch)
-        first = place * self.global_batch
-        last = min(first + self.global_batch, self.samples)
-        if self.global_batch >= AT_ONCE:
+    def draws(self, first: int, count: int) -> np.ndarray:
+        """The samples of the draws `first` … `first + count - 1`, of as many epochs as they take."""
+        parts = []
+        while count:
+            epoch, place = divmod(first, self.samples)
+            here = min(count, self.samples - place)
+            parts.append(self.within(epoch, place, place + here))
+            first, count = first + here, count - here
+        return np.concatenate(parts)
+
+    def within(self, epoch: int, first: int, last: int) -> np.ndarray:
+        """The samples at the positions first … last-1 of an epoch's order."""
+        if last - first >= AT_ONCE:
             return self._order(epoch)(np.arange(first, last))
         start = first // AT_ONCE
         blocks = [self._block(epoch, nth) for nth in range(start, (last - 1) // AT_ONCE + 1)]
@@ -90,3 +96,37 @@ class Cursor:
     def _look_up(self, epoch: int, nth: int) -> np.ndarray:
         """The nth block of an epoch's order."""
         return self._order(epoch)(np.arange(nth * AT_ONCE, min((nth + 1) * AT_ONCE, self.samples)))
+
+
+class Cursor:
+    """The samples of optimizer step 0, 1, 2 …: every sample once per epoch; its last batch is shorter."""
+
+    def __init__(self, *, seed: int, samples: int, global_batch: int) -> None:
+        if samples < 1:
+            raise ConfigError("the data has no sample to train on.", "look into --data.dir")
+        self.seed, self.samples, self.global_batch = seed, samples, global_batch
+        self.steps_per_epoch = -(-samples // global_batch)
+        self._walk = EpochWalk(samples, (seed,))
+
+    @property
+    def end(self) -> int | None:
+        """The step at which the data are complete; None for data that may be walked any number of times."""
+        return None
+
+    def saved(self, step: int) -> dict[str, Any]:
+        """What a checkpoint keeps: nothing, since (seed, step, global batch) is the position."""
+        return {}
+
+    def resumed(self, saved: Mapping[str, Any], step: int) -> Cursor:
+        """The cursor of a run that resumes at `step`."""
+        return self
+
+    def note(self) -> str:
+        """One line for the log of a resumed run, or ""."""
+        return ""
+
+    def indices(self, step: int) -> np.ndarray:
+        """Returns 1 … global_batch sample indices, int64, in the order in which ranks slice them."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        first = place * self.global_batch
+        return self._walk.within(epoch, first, min(first + self.global_batch, self.samples))

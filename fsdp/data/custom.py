@@ -4,6 +4,7 @@ The factory takes --data.args as keyword arguments (and seq_len, dir, if it has 
 
     a torch map-style Dataset         or
     a pair (train, heldout) of them   or
+    a stream, which has no length (stream.py), alone or as train     or
     a DataSet of fsdp.data, used as it is
 
 Items are (inputs, targets), or dicts with "inputs" (or "input_ids") and the other arguments of the model's
@@ -25,6 +26,7 @@ from torch.utils.data import Subset, default_collate
 from fsdp.base.errors import ConfigError, OneRankError
 from fsdp.config import Args
 from fsdp.data.arguments import Where
+from fsdp.data.stream import StreamItems, StreamSamples, is_stream
 from fsdp.data.types import DataInfo, DataSet, Samples
 from fsdp.models.factory import blame, load_attribute, parameters_of
 
@@ -32,15 +34,18 @@ from fsdp.models.factory import blame, load_attribute, parameters_of
 def build(name: str, where: Where, args: Args) -> DataSet:
     factory = load_attribute(name, "--data.name")
     given = _arguments(name, factory, where, args)
-    try:
-        made = factory(**given)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"--data.name {name} failed: {blame(error)}.", "the error is on that line of the factory"
-        ) from error
-    return as_dataset(name, made, where.skip_unreadable)
+
+    def make() -> Any:
+        try:
+            return factory(**given)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"--data.name {name} failed: {blame(error)}.", "the error is on that line of the factory"
+            ) from error
+
+    return as_dataset(name, make, where.skip_unreadable)
 
 
 def _arguments(name: str, factory: Callable[..., Any], where: Where, args: Args) -> dict[str, Any]:
@@ -64,7 +69,8 @@ def _arguments(name: str, factory: Callable[..., Any], where: Where, args: Args)
     return given
 
 
-def as_dataset(name: str, made: Any, skip_unreadable: int = 0) -> DataSet:
+def as_dataset(name: str, make: Callable[[], Any], skip_unreadable: int = 0) -> DataSet:
+    made = make()
     if isinstance(made, DataSet):
         return made
     pair = made if isinstance(made, tuple) else (made, None)
@@ -73,11 +79,34 @@ def as_dataset(name: str, made: Any, skip_unreadable: int = 0) -> DataSet:
             f"--data.name {name} returned a tuple of {len(pair)}.",
             "return a Dataset, or the pair (train, heldout)",
         )
-    for part in pair if pair[1] is not None else pair[:1]:
+    streams = is_stream(pair[0])
+    for part in pair[streams : 2 if pair[1] is not None else 1]:
         _check_map_style(name, part)
-    train = ItemSamples(pair[0])
     heldout = ItemSamples(pair[1]) if pair[1] is not None and len(pair[1]) else None
+    if streams:
+        return _stream(name, make, pair[0], heldout, skip_unreadable)
+    train = ItemSamples(pair[0])
     return DataSet(train=train, heldout=heldout, info=_info(name, train, pair[0], skip_unreadable))
+
+
+def _stream(
+    name: str, make: Callable[[], Any], made: Any, heldout: Samples | None, skip_unreadable: int
+) -> DataSet:
+    if skip_unreadable:
+        raise ConfigError(
+            f"--data.skip_unreadable {skip_unreadable} has no effect on --data.name {name}, a stream.",
+            "--data.skip_unreadable 0; a stream can leave out items itself",
+        )
+
+    def again() -> Any:
+        one = make()
+        return one[0] if isinstance(one, tuple) else one
+
+    items = StreamItems(name, made, again)
+    train = StreamSamples(items, ItemSamples(items).batch)
+    info = _info(name, train, made, 0)  # type: ignore[arg-type]
+    # `train` has no length, which only code that has seen that there is no stream reads
+    return DataSet(train=train, heldout=heldout, info=info, stream=items)  # type: ignore[arg-type]
 
 
 def _check_map_style(name: str, part: Any) -> None:
@@ -172,7 +201,7 @@ def _value(value: Any) -> Any:
 
 def _first(name: str, samples: Samples, skip_unreadable: int) -> dict[str, Tensor]:
     """Returns sample 0, or the first readable one if --data.skip_unreadable allows it."""
-    for index in range(min(skip_unreadable + 1, len(samples))):
+    for index in range(min(skip_unreadable + 1, len(samples)) if skip_unreadable else 1):
         try:
             return samples.batch(np.array([index], np.int64))
         except Exception as error:

@@ -27,7 +27,8 @@ class DevicePrefetch:
         computing = torch.cuda.current_stream(self._device)
         computing.wait_event(batch.arrived)
         for micro in batch.micro:
-            for tensor in (*micro.data.values(), micro.valid):
+            own = () if micro.sources is None else (micro.sources,)
+            for tensor in (*micro.data.values(), micro.valid, *own):
                 # Allocated on the copy stream: without this the allocator could reuse the memory while it is
                 # still read.
                 tensor.record_stream(computing)

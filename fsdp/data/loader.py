@@ -7,7 +7,7 @@ same number of micro-batches. Not here: the order (fsdp/data/cursor.py) and the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -65,9 +65,10 @@ class Loader:
         prefetch: int,
         pin: bool,
         device: torch.device | None = None,
+        source_of: Callable[[np.ndarray], Tensor] | None = None,
     ) -> None:
         """Batches are copied to `device` while they are read ahead; None leaves them on the host."""
-        self.samples, self.cursor = samples, cursor
+        self.samples, self.cursor, self._source_of = samples, cursor, source_of
         self.micro_batch, self.accumulation, self.rank = micro_batch, accumulation, rank
         self._pin = pin
         masks = [torch.arange(micro_batch) < rows for rows in range(micro_batch + 1)]
@@ -101,7 +102,10 @@ class Loader:
         counted = count_tokens(data, mask)
         if self._pin:
             data = {name: value.pin_memory() for name, value in data.items()}
-        return Batch(data, mask, len(part), counted)
+        sources = None if self._source_of is None else self._source_of(rows)
+        if sources is not None and self._pin:
+            sources = sources.pin_memory()
+        return Batch(data, mask, len(part), counted, sources)
 
 
 def read_batch(samples: Samples, indices: np.ndarray, where: str) -> dict[str, Tensor]:
@@ -154,6 +158,7 @@ def heldout_batches(
     prefetch: int = 2,
     pin: bool = False,
     device: torch.device | None = None,
+    source_of: Callable[[np.ndarray], Tensor] | None = None,
 ) -> Iterator[Batch]:
     """Yields as many batches on every rank, with each held-out sample in one of them; limit 0 takes all."""
     count = min(limit or len(samples), len(samples))
@@ -168,6 +173,7 @@ def heldout_batches(
         prefetch=prefetch,
         pin=pin,
         device=device,
+        source_of=source_of,
     )
     try:
         for step in range(order.steps):

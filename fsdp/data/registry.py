@@ -28,6 +28,11 @@ LOOKED_AT = 1000  # files of a folder, to tell images from text
 
 def build_dataset(section: DataSection, model_facts: Mapping[str, Any] | None = None) -> DataSet:
     """Depends on the section and the files only: each rank calls it and gets the same."""
+    if section.sources:
+        mixed: DataSet = importlib.import_module("fsdp.data.mixture").build(
+            section, lambda one: build_dataset(one, model_facts)
+        )
+        return mixed
     name, where = section.name, _where(section, model_facts or {})
     if name and name not in BUILT_INS and (Path(name).exists() or matching(name)):
         name, where = _at_path(section, where)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -12,6 +12,9 @@ from torch import Tensor
 
 from fsdp.config import Args
 from fsdp.models.loss import TokenCounts
+
+if TYPE_CHECKING:
+    from fsdp.data.stream import StreamItems
 
 
 class Samples(Protocol):
@@ -39,11 +42,31 @@ class DataInfo:
     preprocess: Args = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class MixedRows:
+    """Which source of a mixture a sample is from: the labels, and where each source's indices end."""
+
+    labels: tuple[str, ...]
+    train_ends: np.ndarray
+    heldout_ends: np.ndarray
+
+    def of_train(self, indices: np.ndarray) -> Tensor:
+        """int64 numbers of the sources, in the order of labels."""
+        return torch.from_numpy(np.searchsorted(self.train_ends, indices, side="right"))
+
+    def of_heldout(self, indices: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.searchsorted(self.heldout_ends, indices, side="right"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataSet:
     train: Samples
     heldout: Samples | None
     info: DataInfo
+    sources: MixedRows | None = None
+    """Of a mixture ([[data.sources]])."""
+    stream: StreamItems | None = None
+    """Of data without a length: the indices of `train` are positions, and it has no len()."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +78,8 @@ class Batch:
     valid_rows: int
     counted: Mapping[str, TokenCounts] = field(default_factory=dict)
     """Unmasked "targets" and "labels" of tokens, counted on the host before the copy to a device."""
+    sources: Tensor | None = None
+    """In a mixture, the number of each row's source."""
 
     @property
     def tokens(self) -> int:
@@ -66,7 +91,8 @@ class Batch:
         if device.type == "cpu":
             return self
         moved = {name: value.to(device, non_blocking=True) for name, value in self.data.items()}
-        return Batch(moved, self.valid.to(device, non_blocking=True), self.valid_rows, self.counted)
+        sources = None if self.sources is None else self.sources.to(device, non_blocking=True)
+        return Batch(moved, self.valid.to(device, non_blocking=True), self.valid_rows, self.counted, sources)
 
 
 @dataclass(frozen=True)

@@ -202,7 +202,9 @@ class ActivationEstimates:
         def prepare(model: nn.Module) -> None:
             apply_activation_checkpointing(find_units(model, self.config.mesh.wrap), memory)
 
-        batch = self.scene.samples.batch(np.arange(micro, dtype=np.int64) % len(self.scene.samples))
+        samples = self.scene.samples
+        count = len(samples) if hasattr(samples, "__len__") else micro  # a stream has no length
+        batch = samples.batch(np.arange(micro, dtype=np.int64) % count)
         built, computed = self.scene.build(), self.scene.dtypes[1]
         chunk = memory.loss_chunk
         return activation_bytes(built, batch, self.device, computed, prepare, self.scene.loss, chunk)

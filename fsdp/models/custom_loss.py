@@ -35,6 +35,11 @@ class CustomLoss:
 
     def sums(self, output: Any, batch: Mapping[str, Tensor], valid: Tensor) -> tuple[Tensor, Tensor]:
         """The sums of the weighted losses, in at least fp32, and of the weights over the valid rows."""
+        losses, weights = self.weighted(output, batch, valid)
+        return losses.sum(), weights.sum(dtype=torch.float64)
+
+    def weighted(self, output: Any, batch: Mapping[str, Tensor], valid: Tensor) -> tuple[Tensor, Tensor]:
+        """The weighted losses, in at least fp32, and the weights; 0 in rows that are not valid."""
         losses, weights = self._read(self.function(output, batch), len(valid))
         weights = torch.where(valid.view(-1, *[1] * (losses.dim() - 1)), weights.detach(), 0)
         losses = losses if losses.dtype == torch.float64 else losses.float()
@@ -44,7 +49,7 @@ class CustomLoss:
                 "compute them from the output, without .detach(), .item() or torch.no_grad()",
             )
         # Not a product alone: 0 times an infinity is NaN.
-        return (torch.where(weights != 0, losses, 0) * weights).sum(), weights.sum(dtype=torch.float64)
+        return torch.where(weights != 0, losses, 0) * weights, weights
 
     def trial(self, output: Any, batch: Mapping[str, Tensor], valid: Tensor) -> None:
         """The same before the first step: an error of the function becomes one line that names it."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,12 +43,14 @@ class LossParts:
     """loss_sum over the weight of the global batch is the mean. `correct` is counted in evaluation.
 
     `weight` is this micro-batch's part of that weight if a user's loss returned it; None if it is known from
-    the data.
+    the data. `rows`, if LossFunction.per_row is set and the model gives them: each row's part of the sum
+    (without an auxiliary loss) and of the weight.
     """
 
     loss_sum: Tensor
     correct: Tensor | None
     weight: Tensor | None = None
+    rows: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,8 @@ class LossFunction:
         """The model accepts labels: with data that have them it returns its own loss; see `learn`."""
         self.counts_tokens = False
         """Known after the first call: whether a batch is weighted by unmasked tokens, not by samples."""
+        self.per_row = False
+        """Set by a run that needs the loss of each row: that of a mixture."""
         self.classifies = False
         """Known after the first call: whether the model returns logits, so that accuracy is defined."""
 
@@ -116,8 +120,9 @@ class LossFunction:
         """`valid` marks the first `valid_rows` rows; the others are padding and add nothing."""
         if self.custom is not None:
             output = self._call(model, data, withheld=self._unread)
-            loss_sum, weight = self.custom.sums(output, data, valid)
-            return LossParts(loss_sum, None, weight)
+            losses, weights = self.custom.weighted(output, data, valid)
+            rows = (row_sums(losses), row_sums(weights)) if self.per_row else None
+            return LossParts(losses.sum(), None, weights.sum(dtype=torch.float64), rows)
         if valid_rows < len(valid) and self._cuts_padding:
             # The model's own loss cannot be masked by row: it is called without the padding.
             data, valid = {k: v[: max(valid_rows, 1)] for k, v in data.items()}, valid[: max(valid_rows, 1)]
@@ -127,13 +132,14 @@ class LossFunction:
         output = read_output(self._call(model, data, withheld=unread))
         if self._own is not None:
             # Without the model's loss: the memory of its graph is freed before this loss is computed.
-            return own_parts(self._own, Output(None, output.logits, output.auxiliary), data, valid)
+            alone = Output(None, output.logits, output.auxiliary)
+            return own_parts(self._own, alone, data, valid, per_row=self.per_row)
         self._own_loss = output.loss is not None
         if output.loss is not None:
             return LossParts(output.loss * valid_rows, None)
         assert output.logits is not None
         self.counts_tokens, self.classifies = data["targets"].dim() > 1, True
-        return cross_entropy_parts(output.logits, data["targets"], valid)
+        return cross_entropy_parts(output.logits, data["targets"], valid, per_row=self.per_row)
 
     def learn(self, model: nn.Module, data: Mapping[str, Tensor]) -> str:
         """Determines the model's own loss from one forward of these samples, without gradients and in eval
@@ -296,10 +302,12 @@ def matching_shift(output: Output, labels: Tensor, auxiliary_weight: float) -> b
     return min(within, key=lambda shifted: within[shifted]) if within else None
 
 
-def own_parts(own: OwnLoss, output: Output, data: Mapping[str, Tensor], valid: Tensor) -> LossParts:
+def own_parts(
+    own: OwnLoss, output: Output, data: Mapping[str, Tensor], valid: Tensor, *, per_row: bool = False
+) -> LossParts:
     labels = _targets(own, data)
     assert output.logits is not None
-    parts = cross_entropy_parts(output.logits, labels, valid)
+    parts = cross_entropy_parts(output.logits, labels, valid, per_row=per_row)
     return _with_auxiliary(parts, own, output, labels, valid)
 
 
@@ -316,7 +324,7 @@ def _with_auxiliary(
     if own is None or not own.auxiliary or output.auxiliary is None:
         return parts
     counted = (labels[valid] != IGNORED).sum()
-    return LossParts(parts.loss_sum + own.auxiliary * output.auxiliary * counted, parts.correct)
+    return replace(parts, loss_sum=parts.loss_sum + own.auxiliary * output.auxiliary * counted)
 
 
 def _auxiliary_weight(model: nn.Module) -> float:
@@ -355,13 +363,26 @@ def _next(labels: Tensor) -> Tensor:
 # ---------------------------------------------------------------- cross entropy
 
 
-def cross_entropy_parts(logits: Tensor, targets: Tensor, valid: Tensor) -> LossParts:
+def cross_entropy_parts(
+    logits: Tensor, targets: Tensor, valid: Tensor, *, per_row: bool = False
+) -> LossParts:
     """Sums in at least fp32 over valid rows and unmasked targets."""
-    flat, wanted = _flat(logits), _masked(targets, valid).reshape(-1)
-    loss_sum = F.cross_entropy(flat, wanted, reduction="sum", ignore_index=IGNORED)
+    targets = _masked(targets, valid)
+    flat, wanted = _flat(logits), targets.reshape(-1)
+    rows = None
+    if per_row:
+        losses = F.cross_entropy(flat, wanted, reduction="none", ignore_index=IGNORED).view(targets.shape)
+        loss_sum, rows = losses.sum(), (row_sums(losses), row_sums(targets != IGNORED))
+    else:
+        loss_sum = F.cross_entropy(flat, wanted, reduction="sum", ignore_index=IGNORED)
     # A pass over all logits, skipped in training.
     correct = None if torch.is_grad_enabled() else (flat.argmax(-1) == wanted).sum()
-    return LossParts(loss_sum, correct)
+    return LossParts(loss_sum, correct, rows=rows)
+
+
+def row_sums(values: Tensor) -> Tensor:
+    """The sum of each row in float64, without a gradient."""
+    return values.detach().reshape(len(values), -1).sum(1, dtype=torch.float64)
 
 
 def _masked(targets: Tensor, valid: Tensor) -> Tensor:

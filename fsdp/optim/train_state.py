@@ -2,12 +2,14 @@
 
 Random streams are derived from (seed, step, stream) and the data's order from (seed, step), so neither is
 here. The learning rate is a function of the step. Beside parameters and optimizer a restored run needs four
-numbers.
+numbers; a mixture and a stream also have a position of their own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,6 +30,8 @@ class TrainState:
     good_steps: int = 0
     optimizer_name: str = ""
     """--optim.name, which a checkpoint keeps; empty where it is not known."""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """The data's position where (seed, step) does not give it: a mixture's segments, a stream's states."""
 
     def counters(self) -> dict[str, float | int]:
         """The numbers beside the tensors, as a checkpoint keeps them."""

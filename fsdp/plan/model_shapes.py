@@ -60,16 +60,16 @@ def _subject(key: str, sections: _Sections) -> Subject:
 
 def _dataset(model: ModelSection, data: DataSection) -> tuple[DataSet, str]:
     stand_in = _stand_in(model, data)
-    if data.name in (DataSection().name, "fashion_mnist") and stand_in is not None:
+    if not data.sources and data.name in (DataSection().name, "fashion_mnist") and stand_in is not None:
         return build_dataset(stand_in), ""
     try:
         return build_dataset(data), ""
     except ConfigError as error:
-        if stand_in is None or not data.dir:
+        if stand_in is None or not (data.dir or data.sources):
             raise
         return build_dataset(
             stand_in
-        ), f"{data.name} is not here ({error}); the plan uses samples of its kind"
+        ), f"{', '.join(data.names)} is not here ({error}); the plan uses samples of its kind"
 
 
 def _stand_in(model: ModelSection, data: DataSection) -> DataSection | None:

@@ -40,9 +40,12 @@ def classes_of(trained: TrainedModel) -> tuple[str, ...]:
 
 
 def of_samples(trained: TrainedModel, samples: Samples, count: int) -> list[Prediction]:
-    """`count` samples, evenly spread over all of them: the first ones alone may be of one class."""
-    count = min(count, len(samples))
-    indices = np.arange(count, dtype=np.int64) * len(samples) // max(count, 1)
+    """`count` samples, evenly spread over all of them: the first ones alone may be of one class. Those of a
+    stream are its first.
+    """
+    available = len(samples) if hasattr(samples, "__len__") else count
+    count = min(count, available)
+    indices = np.arange(count, dtype=np.int64) * available // max(count, 1)
     predictions: list[Prediction] = []
     for chosen in np.array_split(indices, max(1, -(-count // BATCH))) if count else []:
         batch = samples.batch(chosen)

@@ -7,10 +7,11 @@ the run continues.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import resource
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -45,8 +46,14 @@ class Pending:
     data_wait_s: float
     began: float = 0.0
     """time.perf_counter() at its start."""
+    more: Tensor | None = None
+    """Further numbers on the device, fetched with the loss."""
+    named: Callable[[list[float]], Mapping[str, float]] | None = None
+    """From the fetched `more` to fields of the record."""
 
-    def fetched(self, loss: float, norm: float, step_time_s: float, max_mem_gib: float) -> StepMetrics:
+    def fetched(
+        self, loss: float, more: list[float], norm: float, step_time_s: float, max_mem_gib: float
+    ) -> StepMetrics:
         return StepMetrics(
             step=self.step,
             loss=loss,
@@ -57,6 +64,7 @@ class Pending:
             step_time_s=step_time_s,
             data_wait_s=self.data_wait_s,
             max_mem_gib=max_mem_gib,
+            extra=self.named(more) if self.named is not None else {},
         )
 
 
@@ -131,7 +139,7 @@ class Recorder:
         the last fetch does not.
         """
         losses, norms = (
-            self._read([one.loss for one in pending]),
+            self._read_rows([(one.loss, one.more) for one in pending]),
             self._read([one.grad_norm for one in pending]),
         )
         times = [one.step_time_s for one in pending]
@@ -139,7 +147,18 @@ class Recorder:
             times = [(time.perf_counter() - pending[0].began) / len(pending)] * len(pending)
         memory = peak_memory_gib(self._env.device)
         numbers = zip(pending, losses, norms, times, strict=True)
-        return [one.fetched(loss, norm, seconds, memory) for one, loss, norm, seconds in numbers]
+        return [
+            one.fetched(loss, more, norm, seconds, memory) for one, (loss, *more), norm, seconds in numbers
+        ]
+
+    def _read_rows(self, rows: list[tuple[Tensor, Tensor | None]]) -> list[list[float]]:
+        """A number and the further ones of each step, in one copy."""
+        if all(more is None for _, more in rows):
+            return [[number] for number in self._read([first for first, _ in rows])]
+        whole = [[first.double().view(1)] + ([] if more is None else [more.double()]) for first, more in rows]
+        sizes = [sum(part.numel() for part in parts) for parts in whole]
+        numbers = iter(torch.cat([part for parts in whole for part in parts]).tolist())
+        return [list(itertools.islice(numbers, size)) for size in sizes]
 
     def _read(self, numbers: list[Tensor]) -> list[float]:
         """One copy from the device for all numbers; on the host each is read in place."""
@@ -151,7 +170,8 @@ class Recorder:
         if self._env.is_main:
             self._write(step, {"step": step, **values}, "eval")
             self._console.print_line(
-                "  ".join(f"{name} {value:.4f}" for name, value in values.items()) + f"  at step {step}"
+                "  ".join(f"{name} {value:.4f}" for name, value in values.items() if "/" not in name)
+                + f"  at step {step}"
             )
         self._reporter.report({"step": step, **values})
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -13,6 +13,7 @@ from fsdp.dist.collectives import sum_over_ranks
 from fsdp.dist.mesh import BatchPlan, DataRank
 from fsdp.models.loss import LossFunction
 from fsdp.parallel.shard import Sharded
+from fsdp.run.source_losses import sums_by_source
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,12 @@ class Evaluation:
     stopped: str | None
     averaged: Evaluation | None = None
     """That of the weights' moving average."""
+    by_source: Mapping[str, float] = field(default_factory=dict)
+    """Each source's mean loss, of a mixture."""
 
     def values(self) -> dict[str, float]:
         found = {"eval_loss": self.loss} | ({} if self.accuracy is None else {"eval_accuracy": self.accuracy})
+        found |= {f"eval_loss/{label}": loss for label, loss in self.by_source.items()}
         more = {} if self.averaged is None else self.averaged.values()
         return found | {name.replace("eval_", "eval_ema_", 1): value for name, value in more.items()}
 
@@ -49,6 +53,8 @@ def evaluate(
     correct = torch.zeros((), dtype=torch.int64, device=sharded.device)
     weight, weighed = 0.0, torch.zeros((), dtype=torch.float64, device=sharded.device)
     stopped: str | None = None
+    labels = () if data.sources is None else data.sources.labels
+    by_source = torch.zeros(2 * len(labels), dtype=torch.float64, device=sharded.device)
     with sharded.evaluating():
         on_cuda = sharded.device.type == "cuda"
         for host in heldout_batches(
@@ -60,10 +66,13 @@ def evaluate(
             prefetch=reading.prefetch,
             pin=on_cuda,
             device=sharded.device if reading.to_device else None,
+            source_of=None if data.sources is None else data.sources.of_heldout,
         ):
             one = host.to(sharded.device)
             parts = loss_function(sharded.called, one.data, one.valid, one.valid_rows)
             loss_sum += parts.loss_sum.double()
+            if own := sums_by_source(parts, one, len(labels)):
+                by_source += torch.cat(own)
             if parts.correct is not None:
                 correct += parts.correct
             if parts.weight is not None:
@@ -74,6 +83,10 @@ def evaluate(
             stopped = asked_to_stop()
             if stopped:
                 break
-    total, right, count = sum_over_ranks(float(loss_sum), float(correct), weight + float(weighed))
+    total, right, count, *own_sums = sum_over_ranks(
+        float(loss_sum), float(correct), weight + float(weighed), *by_source.tolist()
+    )
+    losses, weights = own_sums[: len(labels)], own_sums[len(labels) :]
+    means = {label: loss / n for label, loss, n in zip(labels, losses, weights, strict=True) if n}
     accuracy = right / max(count, 1) if loss_function.classifies else None
-    return Evaluation(total / (count or 1), accuracy, stopped)
+    return Evaluation(total / (count or 1), accuracy, stopped, by_source=means)

@@ -10,14 +10,17 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
 from fsdp.config import Config
-from fsdp.data import Cursor, DataSet, build_dataset
+from fsdp.data import Cursor, DataSet, MixCursor, build_dataset
+from fsdp.data.mixture import first_segment
+from fsdp.data.stream import StreamCursor
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import BatchPlan, MeshSizes, plan_batch, resolve
 from fsdp.memory.resting import resting_bytes
@@ -54,7 +57,7 @@ class Job:
     spec: ModelSpec
     sizes: MeshSizes
     batch: BatchPlan
-    cursor: Cursor
+    cursor: Cursor | MixCursor | StreamCursor
     total_steps: int
     dtypes: Dtypes
     hooks: Hooks
@@ -66,6 +69,8 @@ class Job:
         """What must stay the same for a step to mean the same samples: their number, and the data set's own
         identity if it has one.
         """
+        if self.data.stream is not None:
+            return {"shards": len(self.data.stream.shards)}
         own = self.data.info.facts.get("fingerprint")
         return {"samples": len(self.data.train)} | ({"fingerprint": own} if own else {})
 
@@ -92,7 +97,7 @@ def prepare(config: Config, *, world_size: int, num_nodes: int, device: torch.de
     load_factory(config.optim)  # its errors come before the data is read
     data = _data_of_this_node(config)
     check_float8_tokens(config.speed, batch.micro_batch * data.info.tokens_per_sample)
-    cursor = Cursor(seed=config.run.seed, samples=len(data.train), global_batch=config.train.global_batch)
+    cursor = _cursor(config, data)
     total_steps = _total_steps(config, data, cursor)
     return Job(
         data=data,
@@ -116,9 +121,36 @@ def _data_of_this_node(config: Config) -> DataSet:
         raise
 
 
-def _total_steps(config: Config, data: DataSet, cursor: Cursor) -> int:
+def _cursor(config: Config, data: DataSet) -> Cursor | MixCursor | StreamCursor:
+    seed, batch = config.run.seed, config.train.global_batch
+    if data.stream is not None:
+        ahead = max(config.data.prefetch, config.data.workers) + config.data.workers + 3
+        return StreamCursor(data.stream, global_batch=batch, ahead=ahead)
+    if data.sources is None:
+        return Cursor(seed=seed, samples=len(data.train), global_batch=batch)
+    first = first_segment(config.data, data, global_batch=batch, epochs=config.train.epochs)
+    return MixCursor(seed=seed, segments=[first])
+
+
+def resumed(job: Job, config: Config, saved: Mapping[str, Any], step: int) -> Job:
+    """The job of a run that resumes at `step`, where a checkpoint kept `saved` about the data's position."""
+    cursor = job.cursor.resumed(saved, step)
+    total_steps = _total_steps(config, job.data, cursor)
+    if total_steps != job.total_steps:
+        job = replace(job, total_steps=total_steps, schedule=Schedule(config.optim, total_steps))
+    return replace(job, cursor=cursor)
+
+
+def _total_steps(config: Config, data: DataSet, cursor: Cursor | MixCursor | StreamCursor) -> int:
     if config.train.steps:
         return config.train.steps
+    if data.stream is not None:
+        given = f"--train.epochs {config.train.epochs}: " if config.train.epochs else ""
+        raise ConfigError(
+            f"{given}--data.name {config.data.name} is a stream, which has no length.", "--train.steps 1000"
+        )
+    if cursor.end is not None:
+        return cursor.end
     if config.train.epochs:
         return config.train.epochs * cursor.steps_per_epoch
     return data.info.default_steps or (data.info.default_epochs or DEFAULT_EPOCHS) * cursor.steps_per_epoch
@@ -181,11 +213,11 @@ def describe(config: Config, job: Job, model: nn.Module) -> Mapping[str, str]:
         "mesh": f"{sizes.strategy}, replicate {sizes.replicate} × shard {sizes.shard} = {sizes.ranks} ranks",
         "model": f"{job.spec.name} {config.model.preset}".strip() + f", {total:,} parameters"
         + ("" if trained == total else f", {trained:,} trained"),
-        "data": f"{config.data.name}, {len(job.data.train):,} samples"
+        "data": _data_name(job, config)
         + (f", {len(job.data.heldout):,} held out" if job.data.heldout is not None else ""),
         "global batch": f"{batch.global_batch} samples = micro-batch {batch.micro_batch} × "
         f"{batch.accumulation} × {sizes.ranks} ranks" + (", padded" if padded else ""),
-        "steps": f"{job.total_steps:,}, {job.cursor.steps_per_epoch:,} an epoch",
+        "steps": steps_line(job),
         "precision": f"{_name(dtypes.param)} on {_name(dtypes.master)}, reduced in {_name(dtypes.reduce)}",
         "bytes a rank": _bytes_a_rank(config, job, model),
     }  # fmt: skip
@@ -208,6 +240,27 @@ def describe(config: Config, job: Job, model: nn.Module) -> Mapping[str, str]:
     if tokens:
         facts["tokens a step"] = f"{tokens:,}"
     return facts
+
+
+def steps_line(job: Job) -> str:
+    if job.data.stream is not None:
+        return f"{job.total_steps:,}"
+    return f"{job.total_steps:,}, {job.cursor.steps_per_epoch:,} an epoch"
+
+
+def _data_name(job: Job, config: Config) -> str:
+    """The data set, or each source of a mixture with its share of the samples; and how many there are."""
+    if job.data.stream is not None:
+        return f"{config.data.name}, a stream of {len(job.data.stream.shards)} shards"
+    samples = f", {len(job.data.train):,} samples"
+    if not isinstance(job.cursor, MixCursor):
+        return config.data.name + samples
+    shares = job.cursor.now.shares
+    parts = [
+        f"{label} {share / sum(shares):.1%}"
+        for label, share in zip(job.cursor.now.samples, shares, strict=True)
+    ]
+    return " + ".join(parts) + samples
 
 
 def _units(model: nn.Module, wrap: str) -> list[tuple[str, list[nn.Parameter]]]:

@@ -61,9 +61,10 @@ from fsdp.record.wandb_sink import check_wandb
 from fsdp.run import setup
 from fsdp.run.evaluate import Evaluation, evaluate
 from fsdp.run.frozen_base import maybe_base
-from fsdp.run.job import Job, describe, prepare, trained_model
+from fsdp.run.job import Job, describe, prepare, resumed, steps_line, trained_model
 from fsdp.run.packed_rows import check_packed_rows
 from fsdp.run.planned import Planned, maybe_planned
+from fsdp.run.source_losses import NOT_KNOWN, SourceLosses
 from fsdp.run.step import StepParts, gradients_of, run_step
 from fsdp.run.step_hooks import RunHooks
 from fsdp.rundir import history
@@ -220,6 +221,8 @@ def _set_up(
     with shelf.offered(optimizer) if shelf is not None else nullcontext():
         restored = checkpointer.restore(state)
     apply_hyperparameters(config.optim, optimizer)
+    job = resumed(job, config, state.data, state.step)
+    facts = {**facts, "steps": steps_line(job)}
     loader = Loader(
         job.data.train,
         job.cursor,
@@ -230,6 +233,7 @@ def _set_up(
         prefetch=config.data.prefetch,
         pin=env.device.type == "cuda",
         device=env.device if config.data.to_device else None,
+        source_of=None if job.data.sources is None else job.data.sources.of_train,
     )
     stopper = Stopper(
         config.stop,
@@ -252,7 +256,7 @@ def _set_up(
         mfu_of=mfu_of,
     )
     if env.is_main:
-        setup.log_start(run, facts, restored)
+        setup.log_start(run, facts, restored, job.cursor.note() if restored is not None else "")
     oom_context.optimizer, oom_context.phases = optimizer, Phases()
     return _Loop(
         config=config,
@@ -300,6 +304,7 @@ class StepResult:
     grad_norm: Tensor
     tokens: int
     applied: bool
+    sources: SourceLosses | None = None
 
 
 @dataclass(kw_only=True)
@@ -325,6 +330,10 @@ class _Loop:
     ema: Ema | None
 
     def __post_init__(self) -> None:
+        mixed = self.job.data.sources
+        self.labels = () if mixed is None else mixed.labels
+        self.loss_function.per_row = mixed is not None
+        self.sources_missing = False
         scaler = LossScaler(self.state) if self.job.dtypes.needs_loss_scale else None
         self.parts = StepParts(
             sharded=self.sharded,
@@ -334,6 +343,7 @@ class _Loop:
             update=self.update,
             scaler=scaler,
             clip_norm=self.config.train.clip_grad_norm,
+            sources=len(self.labels),
         )
         self.verdicts = Verdicts(
             self.config.train,
@@ -363,6 +373,7 @@ class _Loop:
             ),
             states=self.states,
             ema=self.ema,
+            labels=self.labels,
         )
         self.stopped: str | None = None
         self.evaluation: Evaluation | None = None
@@ -448,6 +459,8 @@ class _Loop:
                 began=began,
                 step_time_s=time.perf_counter() - began,
                 data_wait_s=waited,
+                more=None if result.sources is None else result.sources.sums,
+                named=None if result.sources is None else partial(result.sources.named, unit=self.unit),
             )
         )
         if self.recorder.fetches(step):
@@ -469,7 +482,12 @@ class _Loop:
         self.hooks.start(self.state.step + 1, batch)
         micro = (host.to(self.env.device) for host in batch.micro)
         norm, applied = run_step(self.parts, micro, len(batch.micro), lr=lr, hooks=self.hooks)
-        return StepResult(self.hooks.loss, norm, self.hooks.tokens, applied)
+        sources = self.hooks.source_losses
+        if self.labels and sources is None and not self.sources_missing:
+            self.sources_missing = True
+            if self.env.is_main:
+                log.warning("%s", NOT_KNOWN)
+        return StepResult(self.hooks.loss, norm, self.hooks.tokens, applied, sources)
 
     def _count(self, batch: StepBatch, result: StepResult) -> None:
         self.state.step += 1
@@ -522,6 +540,17 @@ class _Loop:
             asked_to_stop=self._stop_reason,
         )
 
+    @property
+    def unit(self) -> str:
+        """What a loss is a mean over, in the names of metrics."""
+        return (
+            "weights"
+            if self.loss_function.custom
+            else "tokens"
+            if self.loss_function.counts_tokens
+            else "samples"
+        )
+
     def _stop_reason(self) -> str | None:
         self.phases.enter("evaluate")
         return self.stopper.check_now().stop
@@ -534,6 +563,7 @@ class _Loop:
         metrics = {} if self.recorder.last is None else {"loss": self.recorder.last.loss}
         metrics |= self.evaluation.values() if self.evaluation is not None else {}
         self.recorder.saving(self.state.step)
+        self.state.data = self.job.cursor.saved(self.state.step)
         self.checkpointer.save(self.state, metrics=metrics, reason=reason, wait=wait)
         self.last_saved = self.state.step
         self.stopper.saved()

@@ -102,12 +102,14 @@ def console(config: Config, env: DistEnv, job: Job) -> Console:
     return Console(total_steps=job.total_steps, every=config.run.log_every_steps or chosen, unit=job.unit)
 
 
-def log_start(run: RunDir, facts: Mapping[str, str], restored: Restored | None) -> None:
+def log_start(run: RunDir, facts: Mapping[str, str], restored: Restored | None, data_note: str) -> None:
     log.info("run %s", run.path)
     for note in restored.notes if restored is not None else ():
         log.info("%s", note)
     if restored is not None:
         log.info("resumes from step %d", restored.step)
+    if data_note:
+        log.info("%s", data_note)
     log.info("%s", "; ".join(f"{name} {text}" for name, text in facts.items()))
 
 

@@ -20,6 +20,7 @@ from fsdp.optim.loss_scale import LossScaler
 from fsdp.optim.optimizer import set_lr
 from fsdp.parallel.shard import Sharded
 from fsdp.parallel.update import Update
+from fsdp.run.source_losses import numbers_of
 
 
 class StepHooks:
@@ -36,7 +37,7 @@ class StepHooks:
 
     def reduce_loss(self, total: Tensor, scaled: Tensor) -> None:
         """Before the last backward, which starts at `scaled`: `total` is this rank's sum of losses, for a
-        user's loss followed by the sum of its weights.
+        user's loss followed by the sum of its weights, for a mixture by those of its sources.
         """
 
     def correction(self) -> Tensor | None:
@@ -59,7 +60,7 @@ class StepHooks:
 
 @dataclass(frozen=True, kw_only=True)
 class StepParts:
-    """What a step needs of a run. `clip_norm` 0 turns clipping off."""
+    """The objects that a step uses. `clip_norm` 0 turns clipping off."""
 
     sharded: Sharded
     loss_function: LossFunction
@@ -68,6 +69,8 @@ class StepParts:
     update: Update
     scaler: LossScaler | None
     clip_norm: float
+    sources: int = 0
+    """Sources of a mixture, whose losses are summed too."""
 
 
 def gradients_of(sharded: Sharded, in_turn: InTurn | None = None) -> Gradients:
@@ -106,9 +109,7 @@ def micro_batch(
         found = parts.loss_function(parts.sharded.called, batch.data, batch.valid, batch.valid_rows)
         check_one_number(found.loss_sum)
         weight = hooks.weight()
-        loss = found.loss_sum.detach().double()
-        if found.weight is not None:
-            loss = torch.stack([loss, found.weight])
+        loss = numbers_of(found, batch, parts.sources)
         total = loss if total is None else total + loss
         # A reduction averages over the ranks: each multiplies by their number.
         scaled = found.loss_sum * (parts.sharded.divisor * scale / weight)

@@ -22,6 +22,7 @@ from fsdp.optim.custom_optimizer import StateCheck
 from fsdp.optim.ema import Ema
 from fsdp.optim.nonfinite import Verdicts
 from fsdp.parallel.float8 import Scales
+from fsdp.run.source_losses import SourceLosses
 from fsdp.run.step import StepHooks
 from fsdp.watch.branch_check import BranchCheck
 from fsdp.watch.replica_checks import ReplicaChecks
@@ -61,6 +62,8 @@ class RunHooks(StepHooks):
     scales: Scales | None
     states: StateCheck | None
     ema: Ema | None
+    labels: tuple[str, ...] = ()
+    """Of the sources of a mixture."""
 
     def start(self, step: int, batch: StepBatch) -> None:
         """Starts the sum of the step's tokens."""
@@ -71,6 +74,14 @@ class RunHooks(StepHooks):
     def loss(self) -> Tensor:
         """The global batch's mean loss, after the step. May still be on its way."""
         return self._loss
+
+    @property
+    def source_losses(self) -> SourceLosses | None:
+        """Each source's sums, after the step; None without a mixture, or if the model gives none."""
+        first, count = (1 if self.loss_function.custom is None else 2), 2 * len(self.labels)
+        if not count or self._numbers == first:
+            return None
+        return SourceLosses(self.labels, self._loss_sum.wait()[first : first + count])
 
     @property
     def tokens(self) -> int:
@@ -95,6 +106,7 @@ class RunHooks(StepHooks):
 
     def reduce_loss(self, total: Tensor, scaled: Tensor) -> None:
         self.verdicts.own_loss = total.view(-1)[0].clone()  # names the rank, should the sum not be finite
+        self._numbers = total.numel()
         self._loss_sum = self.stopper.sum_with(total, scaled, self.branches.signature)
 
     def measured(self) -> None:

@@ -75,7 +75,9 @@ def new_name(config: Config) -> str:
     """Time, model and data set; a random suffix distinguishes two runs started in one second."""
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     model = config.model.name.replace(":", "-").replace(".", "-").replace("/", "-").strip("-")
-    return f"{now}-{model}-{Path(config.data.name.replace(':', '-')).name}-{os.urandom(2).hex()}"
+    data = "-".join(one.label for one in config.data.sources) or config.data.name
+    data = Path(data.replace(":", "-")).name[:40]
+    return f"{now}-{model}-{data}-{os.urandom(2).hex()}"
 
 
 def choose(config: Config) -> Path:
@@ -111,7 +113,11 @@ def write_config(run: RunDir, config: Config) -> list[str]:
         for name, value in configuration.flatten(config).items():
             if name.partition(".")[0] in configuration.LAUNCHERS_OWN:
                 continue
-            before = old.get(name, {} if isinstance(value, Mapping) else value)
+            if isinstance(value, tuple):
+                value = configuration.as_tables(value)
+            before = old.get(
+                name, [] if isinstance(value, list) else {} if isinstance(value, Mapping) else value
+            )
             if before != value:
                 changed.append(f"{name}: {before} → {value}")
     write_atomically(run.config, configuration.run_toml(config))

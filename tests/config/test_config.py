@@ -86,7 +86,7 @@ def test_every_field_survives_the_way_back_when_it_is_changed(tmp_path: Path) ->
     """Each alone, at a value that is not its default, where no other field forbids it."""
     tried = 0
     for name, spec in FIELDS.items():
-        if spec.is_args:
+        if spec.is_args or spec.is_tables:
             continue
         choices = typing.get_args(spec.type)
         text = next(c for c in choices if c != spec.default) if choices else OTHER[spec.type.__name__]

@@ -282,7 +282,11 @@ def test_the_factory_is_offered_what_it_has_parameters_for() -> None:
             {},
             r"my_own_data:with_heldout needs count. HINT: --data.args.count VALUE",
         ),
-        ("my_own_data:stream", {}, r"returned a Stream, which has no length or no items by index"),
+        (
+            "my_own_data:stream",
+            {},
+            r"returned a Stream, which has no length and no state_dict: .*HINT: give it state_dict",
+        ),
         (
             "my_own_data:bad",
             {},

@@ -45,6 +45,7 @@ LONG = {
     "torchrun --nproc_per_node=4 train.py --config runs/first/config.toml --run.dir runs/first "
     "--train.steps 400": 0,
     "torchrun --nproc_per_node=2 train.py --config recipes/text.toml": 0,
+    "torchrun --nproc_per_node=2 train.py --config recipes/mixture.toml": 0,
     "torchrun --nproc_per_node=2 train.py --config recipes/text.toml --data.name notes/": 0,
     "torchrun --nproc_per_node=2 train.py --data.name mine:build --data.args.folder corpus": 0,
     "torchrun --nproc_per_node=2 train.py --data.name stories.jsonl --data.args.rows packed "

@@ -250,3 +250,17 @@ def test_no_download_goes_where_a_run_directory_says(tmp_path: Path) -> None:
     assert (found.data.dir, dict(found.data.args)) == ("", {})
     (theirs / "FashionMNIST").mkdir(parents=True)
     assert configuration.load_run_config(run).data.dir == str(theirs)
+
+
+def test_code_of_a_mixtures_source_needs_its_name_on_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(
+        '[[data.sources]]\nname = "synthetic"\n[[data.sources]]\nname = "mine_own:data"\n'
+        '[[data.sources]]\nname = "fashion_mnist"\ndir = "absent"\nargs = {mirror = "http://a"}\n'
+    )
+    with pytest.raises(
+        configuration.CodeRefused, match=r"names code, .*mine_own:data.*--trust-code mine_own:data"
+    ):
+        configuration.load_run_config(tmp_path)
+    config = configuration.load_run_config(tmp_path, trusted=["mine_own:data"])
+    assert config.data.names == ("synthetic", "mine_own:data", "fashion_mnist")
+    assert (config.data.sources[2].dir, config.data.sources[2].args) == ("", {})

@@ -1,0 +1,275 @@
+"""The order of a mixture: (seed, segments, step) → sample indices, independent of the number of ranks.
+
+Which source: sample number t of a segment belongs to the source whose quota grows there. The quotas of all
+sources at t sum to t, and each is its exact share of t to within half a sample for each doubling of the
+number of sources. They follow from t alone: a tree of two-way splits, each rounded, in integers. A seeded
+draw would need more samples until its proportions are right, and a shuffled block would have to be walked
+from its beginning; here each global batch has each source's share, and any position takes the same time.
+The rows of a batch are shuffled, so that each rank's part is mixed.
+
+Which sample: each source is walked by its own permutation, one an epoch, as often as it is drawn.
+
+A segment is a stretch of steps with the same weights, sources and global batch. It starts with the number of
+samples drawn from each source before it; a change at a resume starts the next segment. Checkpoints keep the
+segments. Not here: reading samples (mixture.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from fsdp.base.errors import CheckpointError
+from fsdp.data.cursor import EpochWalk, mix, stream_key
+
+MOST = 2**40
+"""The sum of shares: a batch of 2**20 samples is then split in int64. Greater sums are scaled down."""
+Wish = tuple[str, float]
+"""("weight", 2.0), or ("epochs", 1.0) of a source."""
+
+
+@dataclass(frozen=True)
+class MixSegment:
+    """Steps from `step` on, by label: samples of each source, what the recipe gives, samples drawn before."""
+
+    step: int
+    global_batch: int
+    samples: Mapping[str, int]
+    wishes: Mapping[str, Wish]
+    drawn: Mapping[str, int]
+    """Also of sources that earlier segments had."""
+
+    @property
+    def by_epochs(self) -> bool:
+        return any(kind == "epochs" for kind, _ in self.wishes.values())
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Whole numbers in the proportions of the sources; by epochs, the samples that each still gives."""
+        if self.by_epochs:
+            return tuple(
+                max(0, max(1, round(self.samples[label] * Fraction(str(value)))) - self.drawn.get(label, 0))
+                for label, (_, value) in self.wishes.items()
+            )
+        return whole_shares([value for _, value in self.wishes.values()])
+
+    @property
+    def period(self) -> int:
+        """Samples after which all epochs are complete; 0 for weights, which have no end."""
+        return sum(self.shares) if self.by_epochs else 0
+
+    def as_json(self) -> dict[str, Any]:
+        """The order of sources is part of the order of samples: a list, since JSON's keys may be sorted."""
+        sources = [[label, samples, *self.wishes[label]] for label, samples in self.samples.items()]
+        return {
+            "step": self.step,
+            "global_batch": self.global_batch,
+            "sources": sources,
+            "drawn": dict(self.drawn),
+        }
+
+    @staticmethod
+    def from_json(value: Any) -> MixSegment:
+        try:
+            sources = [(str(label), _count(n), str(kind), float(v)) for label, n, kind, v in value["sources"]]
+            found = MixSegment(
+                step=_count(value["step"]),
+                global_batch=_count(value["global_batch"]),
+                samples={label: samples for label, samples, _, _ in sources},
+                wishes={label: (kind, number) for label, _, kind, number in sources},
+                drawn={str(label): _count(n) for label, n in value["drawn"].items()},
+            )
+            if (
+                not (found.global_batch and sources)
+                or not all(found.samples.values())
+                or not all(kind in ("weight", "epochs") and number > 0 for _, _, kind, number in sources)
+            ):
+                raise ValueError("a number is 0")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"the checkpoint's record of the mixture cannot be read ({error}).",
+                "--checkpoint.resume never",
+            ) from None
+        return found
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ValueError(f"{value!a:.40} is not a whole number from 0")
+    return value
+
+
+def whole_shares(weights: Sequence[float]) -> tuple[int, ...]:
+    """The smallest whole numbers in the proportions of these decimal numbers: 0.7, 0.2, 0.1 → 7, 2, 1."""
+    exact = [Fraction(str(weight)) for weight in weights]
+    unit = math.lcm(*(one.denominator for one in exact))
+    whole = [int(one * unit) for one in exact]
+    divisor = math.gcd(*whole)
+    whole = [one // divisor for one in whole]
+    if sum(whole) <= MOST:
+        return tuple(whole)
+    return tuple(max(1, one * (MOST // 2) // sum(whole)) for one in whole)
+
+
+# ---------------------------------------------------------------- which source
+
+
+class Quotas:
+    """Divides positions 0, 1, 2 … among sources in proportion to their shares."""
+
+    def __init__(self, shares: Sequence[int]) -> None:
+        self.shares = tuple(shares)
+
+    def split(self, first: int, count: int) -> tuple[np.ndarray, list[int]]:
+        """The source of each of `count` positions from `first` on, and each source's quota before them."""
+        owner = np.zeros(count, np.int64)
+        before = [0] * len(self.shares)
+        self._split(0, len(self.shares), first, np.arange(count), owner, before)
+        return owner, before
+
+    def _split(
+        self, low: int, high: int, base: int, places: np.ndarray, owner: np.ndarray, before: list[int]
+    ) -> None:
+        """Sources low … high-1 own `places`, and `base` positions before them."""
+        if high - low == 1:
+            owner[places], before[low] = low, base
+            return
+        middle = (low + high) // 2
+        whole = sum(self.shares[low:high])
+        left = sum(self.shares[low:middle])
+        if not whole:
+            return
+        # The left half's quota at n is n · left / whole, rounded. From `base` on only the rest is counted.
+        quota, rest = divmod(2 * base * left + whole, 2 * whole)
+        steps = np.arange(len(places) + 1, dtype=np.int64)
+        grown = (rest + 2 * left * steps) // (2 * whole)
+        to_left = np.diff(grown) == 1
+        self._split(low, middle, quota, places[to_left], owner, before)
+        self._split(middle, high, base - quota, places[~to_left], owner, before)
+
+
+# ---------------------------------------------------------------- which sample
+
+
+class MixCursor:
+    """The samples of each step of a mixture, as indices into its concatenated sources."""
+
+    def __init__(self, *, seed: int, segments: Sequence[MixSegment]) -> None:
+        self.seed, self.segments = seed, tuple(segments)
+        self._quotas = functools.lru_cache(maxsize=4)(lambda segment: Quotas(segments[segment].shares))
+        self._walk = functools.lru_cache(maxsize=None)(
+            lambda label, samples: EpochWalk(samples, (seed, label))
+        )
+
+    @property
+    def now(self) -> MixSegment:
+        """The last segment, which the run is in."""
+        return self.segments[-1]
+
+    @property
+    def global_batch(self) -> int:
+        return self.now.global_batch
+
+    @property
+    def samples(self) -> int:
+        """Samples of an epoch: those until all epochs are complete, or one pass of every source."""
+        return self.now.period or sum(self.now.samples.values())
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.samples // self.global_batch)
+
+    @property
+    def end(self) -> int | None:
+        """The step at which all epochs are complete; None for weights."""
+        now = self.now
+        return now.step + -(-now.period // now.global_batch) if now.by_epochs else None
+
+    def indices(self, step: int) -> np.ndarray:
+        """Returns 1 … global_batch sample indices, int64, in the order in which ranks slice them."""
+        nth, segment = self._segment(step)
+        first, last, passes = self._stretch(segment, step)
+        owner, before = self._quotas(nth).split(first, last - first)
+        found = np.empty(last - first, np.int64)
+        offset = 0
+        for source, (label, samples) in enumerate(segment.samples.items()):
+            rows = np.flatnonzero(owner == source)
+            if len(rows):
+                drawn = self._drawn(segment, nth, source, label, before[source], passes)
+                found[rows] = offset + self._walk(label, samples).draws(drawn, len(rows))
+            offset += samples
+        return found[np.argsort(mix(np.arange(len(found), dtype=np.uint64), self._key(step)), kind="stable")]
+
+    def drawn(self, step: int) -> dict[str, int]:
+        """Samples drawn from each source before `step`, of all segments."""
+        nth, segment = self._segment(step)
+        first, _, passes = self._stretch(segment, step)
+        _, before = self._quotas(nth).split(first, 0)
+        found = {
+            label: self._drawn(segment, nth, source, label, before[source], passes)
+            for source, label in enumerate(segment.samples)
+        }
+        return {**segment.drawn, **found}
+
+    def _key(self, step: int) -> int:
+        return stream_key("rows", self.seed, step)
+
+    def _drawn(self, segment: MixSegment, nth: int, source: int, label: str, before: int, passes: int) -> int:
+        whole = passes * self._quotas(nth).shares[source] if passes else 0
+        return segment.drawn.get(label, 0) + whole + before
+
+    def _segment(self, step: int) -> tuple[int, MixSegment]:
+        nth = max(n for n, one in enumerate(self.segments) if one.step <= step or n == 0)
+        return nth, self.segments[nth]
+
+    @staticmethod
+    def _stretch(segment: MixSegment, step: int) -> tuple[int, int, int]:
+        """The step's first position and the one after its last, and the passes of the period before it."""
+        place, batch, period = step - segment.step, segment.global_batch, segment.period
+        if not period:
+            return place * batch, (place + 1) * batch, 0
+        passes, place = divmod(place, -(-period // batch))
+        return place * batch, min((place + 1) * batch, period), passes
+
+    # ------------------------------------------------------------ over starts
+
+    def saved(self, step: int) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"mixture": [one.as_json() for one in self.segments]}
+
+    def resumed(self, saved: Mapping[str, Any], step: int) -> MixCursor:
+        """The cursor of a run that resumes at `step`: a changed mixture continues each source where it stood.
+
+        A step before the last segment, from an older checkpoint, drops that segment.
+        """
+        before = [MixSegment.from_json(one) for one in saved.get("mixture", [])]
+        before = [one for one in before if one.step <= step]
+        if not before:
+            return MixCursor(seed=self.seed, segments=[replace(self.now, step=step)])
+        now, old = self.now, before[-1]
+        if (now.global_batch, now.samples, now.wishes) == (
+            old.global_batch,
+            old.samples,
+            old.wishes,
+        ) and list(now.samples) == list(old.samples):
+            return MixCursor(seed=self.seed, segments=before)
+        drawn = MixCursor(seed=self.seed, segments=before).drawn(step)
+        kept = before[:-1] if old.step == step else before
+        return MixCursor(seed=self.seed, segments=[*kept, replace(now, step=step, drawn=drawn)])
+
+    def note(self) -> str:
+        """One line about the segment that a resume has started; empty for the first."""
+        now = self.now
+        if len(self.segments) < 2 and not now.step:
+            return ""
+        sources = ", ".join(
+            f"{label} {kind} {value:g} after {now.drawn.get(label, 0):,} samples"
+            for label, (kind, value) in now.wishes.items()
+        )
+        return f"mixture from step {now.step} on: {sources}"

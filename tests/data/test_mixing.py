@@ -1,0 +1,252 @@
+"""The order of a mixture: proportions at every position, epochs, changes at a resume; and wrong recipes."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fsdp.base.errors import CheckpointError, ConfigError, OneRankError
+from fsdp.config import DataSection, config_hash, load, to_toml
+from fsdp.data import MixCursor, build_dataset
+from fsdp.data.mixing_order import MixSegment, Quotas, whole_shares
+from fsdp.data.mixture import MixedSamples
+from tests.data.test_loader import Numbers
+from tests.support.data_ids import Numbered
+
+SIZES = {"a": 10, "b": 33, "c": 5}
+
+
+Wishes = dict[str, tuple[str, float]]
+
+
+def cursor(wishes: Wishes, batch: int = 7) -> MixCursor:
+    first = MixSegment(0, batch, {label: SIZES[label] for label in wishes}, wishes, {})
+    return MixCursor(seed=3, segments=[first])
+
+
+BY_WEIGHT: Wishes = {"a": ("weight", 0.5), "b": ("weight", 0.3), "c": ("weight", 0.2)}
+BY_EPOCHS: Wishes = {"a": ("epochs", 2.0), "b": ("epochs", 1.0), "c": ("epochs", 0.4)}
+
+
+@pytest.mark.parametrize("shares", [(5, 3, 2), (1, 1), (1000, 1), (123457, 7, 99991, 1, 0)])
+def test_every_source_is_near_its_share_at_every_position(shares: tuple[int, ...]) -> None:
+    owner, before = Quotas(shares).split(0, 2000)
+    assert before == [0] * len(shares)
+    for source, share in enumerate(shares):
+        drawn = np.cumsum(owner == source)
+        exact = np.arange(1, 2001) * share / sum(shares)
+        assert np.abs(drawn - exact).max() <= 0.5 * np.ceil(np.log2(len(shares)))
+    later, before = Quotas(shares).split(777, 100)
+    assert later.tolist() == owner[777:877].tolist()
+    assert before == [int((owner[:777] == source).sum()) for source in range(len(shares))]
+    assert Quotas(shares).split(sum(shares) * 10**9, 1)[1] == [share * 10**9 for share in shares]
+
+
+def test_decimal_weights_are_exact() -> None:
+    assert whole_shares([0.7, 0.2, 0.1]) == (7, 2, 1)
+    assert whole_shares([3, 1.5]) == (2, 1)
+    assert whole_shares([1e-30, 1]) == (1, 2**39 - 1)
+
+
+def test_a_batch_holds_each_source_and_a_source_repeats_nothing_within_its_epoch() -> None:
+    found = np.concatenate([cursor(BY_WEIGHT).indices(step) for step in range(100)])
+    a, b, c = (found[(found >= low) & (found < high)] for low, high in ((0, 10), (10, 43), (43, 48)))
+    assert (len(a), len(b), len(c)) == (350, 210, 140)
+    for drawn, size in ((b, 33), (c, 5)):
+        # Rows of a batch are shuffled: an epoch's end may lie within one.
+        for epochs in range(1, 4):
+            counts = Counter(drawn[: epochs * size].tolist())
+            assert max(counts.values()) <= epochs + 1
+    assert set(Counter(c.tolist()).values()) == {28}
+
+
+def test_epochs_set_the_length_and_the_last_batch_is_short() -> None:
+    mixed = cursor(BY_EPOCHS)
+    assert mixed.end == 8
+    batches = [mixed.indices(step) for step in range(8)]
+    assert [len(batch) for batch in batches] == [7] * 7 + [6]
+    counts = np.bincount(np.concatenate(batches), minlength=48)
+    assert counts[:43].tolist() == [2] * 10 + [1] * 33
+    assert sorted(counts[43:].tolist()) == [0, 0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("batch", [1, 5, 48])
+def test_another_global_batch_at_a_resume_repeats_and_loses_nothing(batch: int) -> None:
+    before = cursor(BY_EPOCHS)
+    saved = json.loads(json.dumps(before.saved(3), sort_keys=True))
+    after = cursor(BY_EPOCHS, batch).resumed(saved, 3)
+    assert after.end is not None
+    steps = [before.indices(n) for n in range(3)] + [after.indices(n) for n in range(3, after.end)]
+    whole = [before.indices(n) for n in range(8)]
+    assert np.bincount(np.concatenate(steps)).tolist() == np.bincount(np.concatenate(whole)).tolist()
+    assert all(np.array_equal(after.indices(n), before.indices(n)) for n in range(3))
+
+
+def test_an_unchanged_mixture_keeps_its_segment_and_an_older_checkpoint_drops_later_ones() -> None:
+    first = cursor(BY_WEIGHT)
+    same = cursor(BY_WEIGHT).resumed(first.saved(9), 9)
+    assert same.segments == first.segments
+    changed = cursor({**BY_WEIGHT, "a": ("weight", 1.0)}).resumed(first.saved(9), 9)
+    assert [one.step for one in changed.segments] == [0, 9]
+    assert changed.segments[1].drawn == first.drawn(9) == {"a": 32, "b": 19, "c": 12}
+    again = cursor(BY_WEIGHT).resumed(changed.saved(20), 5)
+    assert again.segments == first.segments
+
+
+def test_a_source_that_comes_back_continues_where_it_stood() -> None:
+    first = cursor(BY_WEIGHT)
+    alone = cursor({"a": ("weight", 1.0)}).resumed(first.saved(4), 4)
+    back = cursor(BY_WEIGHT).resumed(alone.saved(6), 6)
+    assert back.now.drawn == {**first.drawn(4), "a": first.drawn(4)["a"] + 14}
+
+
+@pytest.mark.parametrize(
+    "broken", [{"sources": []}, {"sources": [["a", 0, "weight", 1]]}, {"step": -1}, {"drawn": 3}]
+)
+def test_a_checkpoint_whose_record_is_broken_is_refused(broken: dict[str, object]) -> None:
+    saved = cursor(BY_WEIGHT).saved(2)["mixture"][0] | broken
+    with pytest.raises(CheckpointError, match=r"record of the mixture cannot be read .*HINT: "):
+        cursor(BY_WEIGHT).resumed({"mixture": [saved]}, 2)
+
+
+def test_rows_come_in_the_order_that_was_requested() -> None:
+    mixed = MixedSamples({"a": Numbers(10), "b": Numbers(33)})
+    wanted = np.array([12, 3, 42, 0, 10, 9])
+    assert mixed.batch(wanted)["inputs"].tolist() == [2, 3, 32, 0, 0, 9]
+    assert mixed.batch(wanted[:1])["inputs"].tolist() == [2]
+
+
+def test_sources_whose_samples_differ_later_are_named() -> None:
+    class Longer(Numbers):
+        def batch(self, indices: np.ndarray) -> dict[str, object]:  # type: ignore[override]
+            return {name: value.view(-1, 1) for name, value in super().batch(indices).items()}
+
+    with pytest.raises(
+        OneRankError, match=r"the sources a and b differ in inputs of a sample: \[\] and \[1\]"
+    ):
+        MixedSamples({"a": Numbers(10), "b": Longer(10)}).batch(np.array([0, 10]))  # type: ignore[dict-item]
+
+
+# ---------------------------------------------------------------- recipes
+
+ONE = '[[data.sources]]\nname = "synthetic"\nlabel = "one"\nargs = {kind = "tokens", samples = 9}\n'
+
+
+def recipe(tmp_path: Path, text: str) -> str:
+    (tmp_path / "mix.toml").write_text(text)
+    return str(tmp_path / "mix.toml")
+
+
+def test_a_recipe_and_the_file_of_a_flag_are_the_same_and_survive_config_toml(tmp_path: Path) -> None:
+    path = recipe(tmp_path, ONE + "weight = 2\n" + ONE.replace("one", "two") + "weight = 1\n")
+    config = load(["--config", path])
+    assert [(one.label, one.weight) for one in config.data.sources] == [("one", 2), ("two", 1)]
+    assert load(["--data.sources", path]) == config
+    (tmp_path / "again.toml").write_text(to_toml(config))
+    assert load(["--config", str(tmp_path / "again.toml")]) == config
+    assert load(["--config", path, "--data.sources", "none"]).data == DataSection()
+    other = load(["--config", recipe(tmp_path, ONE.replace("9", "8") + "weight = 2\n")])
+    assert len({config_hash(config), config_hash(other), config_hash(load([]))}) == 3
+    data = build_dataset(config.data)
+    assert len(data.train) == 18
+    assert data.heldout is not None
+    assert len(data.heldout) == 2000
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            ONE + "weigth = 2",
+            r"\[\[data.sources\]\] 1: weigth is not a field of a source. HINT: weight = VALUE",
+        ),
+        (ONE + "weight = 0", r"1: weight = 0 is out of range: above 0. HINT: weight = 1, or leave"),
+        (ONE + "epochs = -1.5", r"1: epochs = -1.5 is out of range"),
+        (ONE + 'weight = "much"', r"1: weight = much is not a number. HINT: weight = 1"),
+        (
+            ONE + "weight = 1\nepochs = 2",
+            r"weight = 1 and epochs = 2 both set how often synthetic is seen. HINT",
+        ),
+        ('[[data.sources]]\nlabel = "a"', r"\[\[data.sources\]\] 1 has no name. HINT: name = "),
+        ('[data.sources]\nname = "a"', r"is one table. HINT: \[\[data.sources\]\] before each source"),
+        ("[data]\nsources = []", r"data.sources = \[\] has no source. HINT"),
+        ("[data]\nsources = 3", r"data.sources = 3 is not a list of tables. HINT"),
+        (ONE + ONE, r"\[\[data.sources\]\] 1 and 2 have the same label, one. HINT: label = \"one-2\""),
+        (
+            ONE.replace('"one"', '"a/b"'),
+            r"label = 'a/b' is not letters, digits, _ . \+ -. HINT: label = \"b\"",
+        ),
+        ('[data]\nname = "text"\n' + ONE, r"--data.name text and .*both set the data. HINT: leave one out"),
+        ('[data]\ndir = "x"\n' + ONE, r"--data.dir x has no effect beside .*HINT: dir in the table"),
+        (
+            ONE + "weight = 1\n" + ONE.replace("one", "two"),
+            r"one has weight = 1 and two no weight. HINT: .*two",
+        ),
+        (
+            "[train]\nepochs = 2\n" + ONE + "epochs = 3",
+            r"--train.epochs 2 and epochs = 3 of .*HINT: .*epochs = 6",
+        ),
+    ],
+)
+def test_each_wrong_recipe_has_a_line_that_mends_it(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(["--config", recipe(tmp_path, text)])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (
+            'args = {kind = "tokens", vocab_size = 77}',
+            r"one and two differ in vocab_size: \d+ and 77. HINT: one tok",
+        ),
+        ('args = {kind = "images"}', r"one and two differ in kind: text and images. HINT: "),
+        (
+            'args = {samples = "x"}',
+            r"\[\[data.sources\]\] two: --data.args.samples x is not a whole number. HINT",
+        ),
+    ],
+)
+def test_sources_that_cannot_be_mixed_are_refused(tmp_path: Path, other: str, message: str) -> None:
+    path = recipe(tmp_path, ONE + f'[[data.sources]]\nname = "synthetic"\nlabel = "two"\n{other}')
+    with pytest.raises(ConfigError, match=message) as caught:
+        build_dataset(load(["--config", path]).data)
+    assert "\n" not in str(caught.value)
+
+
+def test_fields_of_samples_that_differ_name_both_sources(tmp_path: Path) -> None:
+    own = '[[data.sources]]\nname = "tests.data.test_mixing:{}"\n'
+    path = recipe(tmp_path, own.format("numbered") + own.format("without_ids"))
+    with pytest.raises(
+        ConfigError, match=r"numbered and without_ids differ in ids of a sample: int64 \[\] and none"
+    ):
+        build_dataset(load(["--config", path]).data)
+
+
+def numbered() -> Numbered:
+    return Numbered(5)
+
+
+def without_ids() -> object:
+    class Bare(Numbered):
+        def __getitem__(self, index: int) -> dict[str, object]:  # type: ignore[override]
+            found = super().__getitem__(index)
+            return {"inputs": found["inputs"], "targets": found["targets"]}
+
+    return Bare(5)
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [("absent.toml", "cannot be read"), ("a.toml", "is not TOML"), ("b.toml", "has no source")],
+)
+def test_a_file_of_sources_that_cannot_be_used_is_named(tmp_path: Path, file: str, message: str) -> None:
+    (tmp_path / "a.toml").write_text("[[")
+    (tmp_path / "b.toml").write_text("[data]\nseq_len = 3\n")
+    with pytest.raises(ConfigError, match=rf"--data.sources .*{file} {message}.*HINT: "):
+        load(["--data.sources", str(tmp_path / file)])
