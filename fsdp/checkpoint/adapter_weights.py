@@ -126,22 +126,26 @@ def _check_unchanged(base: Base, weights: Mapping[str, Tensor], entries: list[En
         )
 
 
-def peft_files(source: CheckpointSource, folder: Path, base: Base) -> dict[Path, Callable[..., object]]:
-    """The adapters alone, in the names and layout of the peft library: file → the function that writes it."""
+def peft_files(
+    source: CheckpointSource, folder: Path, base: Base, saved_layer: Callable[[str], str] = str
+) -> dict[Path, Callable[..., object]]:
+    """The adapters alone, in the names and layout of the peft library: file → the function that writes it.
+    `saved_layer` maps a layer's name to that in the model of the base's folder.
+    """
     place = folder / PEFT
     place.mkdir(parents=True, exist_ok=True)
     keys = {}
     for key, about in source.metadata.state_dict_metadata.items():
         layer, _, part = key.removeprefix("model.").rpartition(".")
         if key.startswith("model.") and part in (A, B):
-            name = f"base_model.model.{layer}.{'lora_A' if part == A else 'lora_B'}.weight"
+            name = f"base_model.model.{saved_layer(layer)}.{'lora_A' if part == A else 'lora_B'}.weight"
             entry = Entry(name, about.properties.dtype, tuple(about.size))  # type: ignore[union-attr]
             keys[name] = (key, entry)
-    layers = sorted({key.removeprefix("model.").rpartition(".")[0] for key, _ in keys.values()})
+    layers = sorted({saved_layer(key.removeprefix("model.").rpartition(".")[0]) for key, _ in keys.values()})
     origin = base.origin.removeprefix("--model.weights ")
     config = {
         "peft_type": "LORA", "task_type": None,
-        "base_model_name_or_path": origin.removeprefix("--model.name hf:"),
+        "base_model_name_or_path": origin.removeprefix("--model.name ").removeprefix("hf:"),
         "r": base.lora.rank, "lora_alpha": base.lora.alpha, "lora_dropout": base.lora.dropout, "bias": "none",
         "target_modules": layers, "inference_mode": True,
     }  # fmt: skip

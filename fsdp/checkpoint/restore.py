@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from torch import nn
+
 from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import adapter_weights, discovery, file_names, inspect, load, snapshot
 from fsdp.checkpoint.adapter_weights import Base
@@ -115,12 +117,26 @@ class Restore:
 
     def _load(self, state: TrainState, source: load.CheckpointSource, where: Prefixes, exact: bool) -> None:
         path = source.store.path(source.folder)
-        targets: list[LoadTarget] = of_model(state, source.metadata, where, exact, path)
+        targets: list[LoadTarget] = of_model(state.model, source.metadata, where, exact, path)
         pending: PendingState | None = None
         if where.optim is not None:
             more, pending = of_optimizer(state, source.metadata, where.optim, exact, path)
             targets += more
         load.fill(source, _distinct(targets), pending, self.group, self.section.verify)
+
+
+def load_weights(
+    source: load.CheckpointSource, model: nn.Module, group: ObjectGroup, *, verify: bool
+) -> None:
+    """Fills a sharded model alone, without optimizer and counters. Collective."""
+    path = source.store.path(source.folder)
+    targets = of_model(model, source.metadata, Prefixes(), True, path)
+    try:
+        load.fill(source, _distinct(targets), None, group, verify)
+    except Broken as broken:
+        raise CheckpointError(
+            f"{path} is not whole: {broken.detail}.", "python -m fsdp.checkpoint RUN verify"
+        ) from None
 
 
 def _distinct(targets: list[LoadTarget]) -> list[LoadTarget]:

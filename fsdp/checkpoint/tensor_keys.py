@@ -55,10 +55,10 @@ class Prefixes:
 
 
 def of_model(
-    state: TrainState, metadata: Metadata, prefixes: Prefixes, exact: bool, where: str
+    model: nn.Module, metadata: Metadata, prefixes: Prefixes, exact: bool, where: str
 ) -> list[LoadTarget]:
     """A target for every parameter and persistent buffer."""
-    tensors = model_tensors(state.model)
+    tensors = model_tensors(model)
     stored = {key for key in metadata.state_dict_metadata if key.startswith(prefixes.model)}
     unknown = stored - {prefixes.model + name for name in tensors}
     if exact and unknown:

@@ -11,6 +11,7 @@ import difflib
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ from fsdp.config import ModelSection
 from fsdp.models.builtin import BuiltIn, Facts, make_sizes
 from fsdp.models.checks import check_parameters, check_vocabulary
 from fsdp.models.factory import blame, load_attribute, parameters_of
-from fsdp.models.hf import PREFIX, PretrainedFolder, resolve_folder
+from fsdp.models.hf import resolve_folder
+from fsdp.models.hub import PREFIX
+from fsdp.models.source_folder import SourceFolder
 
 BUILT_INS = ("vit", "transformer", "mlp")
 _DATA_FOR = {"num_classes": ("images", "digits"), "vocab_size": ("tokens", "text")}
@@ -35,7 +38,7 @@ class ModelSpec:
     build: Callable[[], nn.Module]
     sizes: Mapping[str, Any]
     knows_inits: bool
-    pretrained: PretrainedFolder | None = None
+    pretrained: SourceFolder | None = None
 
 
 def resolve(section: ModelSection, facts: Facts) -> ModelSpec:
@@ -63,11 +66,21 @@ def _resolve_built_in(section: ModelSection, facts: Facts, model: BuiltIn) -> Mo
             f"--model.preset {near[0] if near else next(iter(model.presets))}",
         )
     _check_kind_of_data(section.name, model, facts)
-    given = {**model.from_facts(facts), **model.presets[preset], **section.args}
+    folder = model.find_folder(section.weights) if model.find_folder is not None else None
+    if folder is None:
+        given = {**model.from_facts(facts), **model.presets[preset], **section.args}
+    else:
+        named = (section.preset, model.presets[preset] if section.preset else {})
+        given = folder.sizes(facts, named, section.args)
     sizes = make_sizes(model.sizes, given, f"--model.name {section.name}")
     model.check_facts(sizes, facts)
+    build = partial(model.build, sizes)
     return ModelSpec(
-        name=section.name, build=lambda: model.build(sizes), sizes=asdict(sizes), knows_inits=True
+        name=section.name,
+        build=build,
+        sizes=asdict(sizes),
+        knows_inits=True,
+        pretrained=None if folder is None else folder.source(sizes, build),
     )
 
 

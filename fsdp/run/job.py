@@ -38,6 +38,7 @@ from fsdp.parallel.device_check import check_device
 from fsdp.parallel.float8 import check_float8, gathered_in_float8
 from fsdp.parallel.init_check import cut_of
 from fsdp.parallel.shard import Dtypes, resolve_dtypes
+from fsdp.run.weights import saved_as
 
 log = logging.getLogger(__name__)
 
@@ -90,9 +91,11 @@ def prepare(config: Config, *, world_size: int, num_nodes: int, device: torch.de
     data = _data_of_this_node(config)
     cursor = Cursor(seed=config.run.seed, samples=len(data.train), global_batch=config.train.global_batch)
     total_steps = _total_steps(config, data, cursor)
+    spec = resolve_model(config.model, data.info.facts)
+    saved_as(config, spec)  # its errors come before the ranks meet
     return Job(
         data=data,
-        spec=resolve_model(config.model, data.info.facts),
+        spec=spec,
         sizes=sizes,
         batch=batch,
         cursor=cursor,
