@@ -333,7 +333,7 @@ def _base(options: argparse.Namespace, found: CheckpointListing) -> Base | None:
     )
     job = prepare(run, world_size=1, num_nodes=1, device=torch.device("cpu"))
     return dataclasses.replace(
-        base_of(run, job.spec, job.dtypes.master, saved["digest"]),
+        base_of(run, job.spec, job.dtypes, saved["digest"]),
         lora=dataclasses.replace(run.lora, rank=saved["rank"], alpha=saved["alpha"]),
     )
 

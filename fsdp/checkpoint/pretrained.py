@@ -100,6 +100,12 @@ class PretrainedWeights(Mapping[str, Tensor]):
     def _shape(self, name: str) -> torch.Size:
         return self._model.state_dict()[name].shape
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The widest floating-point dtype of the files."""
+        found = {one.dtype for one in self._stored.values() if one.dtype.is_floating_point}
+        return max(found, key=lambda dtype: dtype.itemsize, default=torch.float32)
+
     def __getitem__(self, name: str) -> Tensor:
         shape = self._shape(name)
         return self.rows(name, 0, shape[0] if shape else 1)

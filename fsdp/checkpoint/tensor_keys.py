@@ -79,7 +79,9 @@ def _target(source: str, tensor: torch.Tensor, metadata: Metadata, exact: bool, 
         kind = kinds.get(entry.properties.dtype, str(entry.properties.dtype))
         raise CheckpointError(
             f"{where} keeps {source} in {entry.properties.dtype} and this run in {tensor.dtype}.",
-            f"--precision.master {kind}",
+            f"--precision.frozen {'auto' if tensor.dtype == torch.bfloat16 else 'bf16'}"
+            if torch.bfloat16 in (tensor.dtype, entry.properties.dtype)
+            else f"--precision.master {kind}",
         )
     return LoadTarget(source, piece((source,), tensor), replicas(tensor))
 

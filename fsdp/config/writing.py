@@ -68,7 +68,7 @@ NOT_TRAINED = {
 """Sections and fields that define where and how the run is executed, not what is trained."""
 
 
-ADDED_LATER = ("optim.decay_share", "train.loss", "data.tokenizer")
+ADDED_LATER = ("optim.decay_share", "train.loss", "data.tokenizer", "precision.frozen")
 """Fields whose default trains as before they existed: at it, hashes of older checkpoints stay equal."""
 
 

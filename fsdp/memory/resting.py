@@ -35,14 +35,19 @@ class RestingBytes:
 
 
 def resting_bytes(
-    section: OptimSection, parameters: Iterable[nn.Parameter], master: torch.dtype
+    section: OptimSection,
+    parameters: Iterable[nn.Parameter],
+    master: torch.dtype,
+    frozen: torch.dtype | None = None,
 ) -> RestingBytes:
-    """Of parameters that are kept in `master`."""
+    """Of parameters that are kept in `master`, and those that are not trained in `frozen`."""
     every = list(parameters)
     trained = [p for p in every if p.requires_grad]
+    count = sum(p.numel() for p in trained)
     return RestingBytes(
-        parameters=sum(p.numel() for p in every) * master.itemsize,
-        gradients=sum(p.numel() for p in trained) * master.itemsize,
+        parameters=count * master.itemsize
+        + (sum(p.numel() for p in every) - count) * (frozen or master).itemsize,
+        gradients=count * master.itemsize,
         optimizer=state_bytes(section, trained, master.itemsize),
     )
 

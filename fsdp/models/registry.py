@@ -23,6 +23,7 @@ from fsdp.models.builtin import BuiltIn, Facts, make_sizes
 from fsdp.models.checks import check_parameters, check_vocabulary
 from fsdp.models.factory import blame, load_attribute, parameters_of
 from fsdp.models.hf import resolve_folder
+from fsdp.models.hf_random import ModuleDraws
 from fsdp.models.hub import PREFIX
 from fsdp.models.source_folder import SourceFolder
 
@@ -39,6 +40,12 @@ class ModelSpec:
     sizes: Mapping[str, Any]
     knows_inits: bool
     pretrained: SourceFolder | None = None
+
+    def draws(self, seed: int, build_whole: Callable[[], nn.Module]) -> ModuleDraws | None:
+        """Random weights module by module, for a model of transformers that --model.name names."""
+        if self.knows_inits or self.pretrained is None:
+            return None
+        return ModuleDraws(self.build, seed, build_whole)
 
 
 def resolve(section: ModelSection, facts: Facts) -> ModelSpec:

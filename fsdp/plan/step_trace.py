@@ -240,4 +240,5 @@ def checkpoint_bytes(config: Config) -> float:
 
 def _resting(config: Config) -> RestingBytes:
     model = model_of(config, subject_of(config.model, config.data).spec)
-    return resting_bytes(config.optim, model.parameters(), resolve_dtypes(config.precision, CPU).master)
+    dtypes = resolve_dtypes(config.precision, CPU)
+    return resting_bytes(config.optim, model.parameters(), dtypes.master, dtypes.frozen)

@@ -128,5 +128,8 @@ def open_export(
 
 
 def _floating(state: Mapping[str, Tensor]) -> torch.dtype:
-    """The dtype of the saved parameters: a float64 master must not be rounded when loaded."""
-    return next((value.dtype for value in state.values() if value.is_floating_point()), torch.float32)
+    """The widest dtype of the saved parameters: a float64 master must not be rounded when loaded."""
+    if isinstance(state, PretrainedWeights):
+        return state.dtype
+    found = {value.dtype for value in state.values() if value.is_floating_point()}
+    return max(found, key=lambda dtype: dtype.itemsize, default=torch.float32)

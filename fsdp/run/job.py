@@ -185,7 +185,8 @@ def describe(config: Config, job: Job, model: nn.Module) -> Mapping[str, str]:
         "global batch": f"{batch.global_batch} samples = micro-batch {batch.micro_batch} × "
         f"{batch.accumulation} × {sizes.ranks} ranks" + (", padded" if padded else ""),
         "steps": f"{job.total_steps:,}, {job.cursor.steps_per_epoch:,} an epoch",
-        "precision": f"{_name(dtypes.param)} on {_name(dtypes.master)}, reduced in {_name(dtypes.reduce)}",
+        "precision": f"{_name(dtypes.param)} on {_name(dtypes.master)}, reduced in {_name(dtypes.reduce)}"
+        + ("" if dtypes.frozen is None else f", frozen in {_name(dtypes.frozen)}"),
         "bytes a rank": _bytes_a_rank(config, job, model),
     }  # fmt: skip
     facts["units"] = units_line(model, config.mesh.wrap)
@@ -273,7 +274,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def _bytes_a_rank(config: Config, job: Job, model: nn.Module) -> str:
     """Parameters, gradients and optimizer states. A plan adds what a step takes."""
-    held = resting_bytes(config.optim, model.parameters(), job.dtypes.master)
+    held = resting_bytes(config.optim, model.parameters(), job.dtypes.master, job.dtypes.frozen)
     resting = held.total / job.sizes.shard
     counted = " (its states counted as Adam's)" if is_custom(config.optim) else ""
     return f"{resting / 2**30:.3f} GiB of parameters, gradients and optimizer{counted}"

@@ -180,7 +180,7 @@ def _set_up(
     setup.fill_weights(
         config, env, job, sharded, shelf, restored=not config.lora.rank and checkpointer.finds()
     )
-    checkpointer.base = maybe_base(config, job.spec, job.dtypes.master, sharded.root)
+    checkpointer.base = maybe_base(config, job.spec, job.dtypes, sharded.root)
     checkpointer.pretrained = weights.saved_as(config, job.spec)
     oom_context = OomContext(
         sizes=job.sizes,
