@@ -135,7 +135,7 @@ def load_weights(
         load.fill(source, _distinct(targets), None, group, verify)
     except Broken as broken:
         raise CheckpointError(
-            f"{path} is not whole: {broken.detail}.", "python -m fsdp.checkpoint RUN verify"
+            f"{path} is not whole: {broken.detail}.", f"python -m fsdp.checkpoint {source.store.where} verify"
         ) from None
 
 

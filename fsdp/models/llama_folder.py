@@ -89,7 +89,7 @@ class LlamaConfigFile:
         found = _sizes_of(self.file, self.fields)
         name, sizes = preset
         self._check_same(found, sizes, f"--model.preset {name}: ", f"leave out --model.preset {name}")
-        self._check_same(found, args, "--model.args: ", "leave it out: the folder has its sizes")
+        self._check_same(found, args, "--model.args.", "leave it out: the folder has its sizes")
         found["max_seq_len"] = self._length(facts, {**sizes, **args})
         return {**found, **{key: value for key, value in {**sizes, **args}.items() if key not in found}}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ def sharded_run(
         if state is None:
             _load_checkpoint(run, config, spec, sharded)
         else:
-            _load_export(sharded, spec, state, config.run.seed, env.rank)
+            _load_export(run, config, spec, state, sharded, env.rank)
         sharded.root.eval()
         yield TrainedModel(run, config, sharded.root, data, env.device, from_rank_0=broadcast_object)
 
@@ -68,7 +68,7 @@ def _sharded(config: Config, spec: ModelSpec, env: DistEnv) -> Sharded:
     mesh = MeshSizes("fsdp", 1, env.world_size)
     plain = Config()
     return shard_model(
-        model_of(plain, spec),
+        model_of(replace(plain, model=config.model), spec),  # frozen parameters may have their own dtype
         sizes=mesh,
         mesh=build_mesh(mesh, env.device, config.run.process_group_timeout_s),
         device=env.device,
@@ -83,6 +83,7 @@ def _sharded(config: Config, spec: ModelSpec, env: DistEnv) -> Sharded:
 class StateRows:
     """Rows of tensors in mapped files. A tied tensor may have any of its names there."""
 
+    run: Path
     state: Mapping[str, Tensor]
     names: Mapping[str, list[str]]
 
@@ -90,23 +91,23 @@ class StateRows:
         known = next((one for one in self.names.get(name, [name]) if one in self.state), None)
         if known is None:
             raise ConfigError(
-                f"RUN/full_model has no {name}.", "python -m fsdp.checkpoint RUN export writes it again"
+                f"{self.run}/full_model has no {name}.", f"python -m fsdp.checkpoint {self.run} export"
             )
         tensor = self.state[known]
         return tensor[first:last] if tensor.dim() else tensor
 
 
 def _load_export(
-    sharded: Sharded, spec: ModelSpec, state: Mapping[str, Tensor], seed: int, rank: int
+    run: Path, config: Config, spec: ModelSpec, state: Mapping[str, Tensor], sharded: Sharded, rank: int
 ) -> None:
     """Each rank reads its rows; a model with buffers that no file holds is built on rank 0 for those."""
     root = sharded.root
-    rows: Any = state if hasattr(state, "rows") else StateRows(state, all_names(root))
+    rows: Any = state if hasattr(state, "rows") else StateRows(run, state, all_names(root))
     complete = hasattr(root, "init_buffers") or not set(dict(root.named_buffers())) - set(root.state_dict())
     materialize(
         sharded,
         spec=spec,
-        seed=seed,
+        seed=config.run.seed,
         init="shard",
         rank=rank,
         pretrained=(lambda: rows) if complete else None,

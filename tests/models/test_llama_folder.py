@@ -154,7 +154,7 @@ def edit(folder: Path, **fields: object) -> None:
 
 def test_sizes_that_differ_from_the_folder_are_named(tmp_path: Path) -> None:
     write("llama", tmp_path)
-    assert "--model.args: layers is 3, and 2 in" in refusal(tmp_path, layers=3)
+    assert "--model.args.layers is 3, and 2 in" in refusal(tmp_path, layers=3)
     said = refusal(tmp_path, preset="llama-8b")
     assert "--model.preset llama-8b: vocab_size is 128256, and 97 in" in said
     assert "HINT: leave out --model.preset llama-8b" in said
