@@ -41,7 +41,7 @@ class TrainedModel:
 
     def logits(self, inputs: Tensor) -> Tensor:
         """The model's logits, on its device."""
-        dtype = next(self.model.parameters()).dtype
+        dtype = max((p.dtype for p in self.model.parameters()), key=lambda one: one.itemsize)
         inputs = inputs.to(self.device, dtype if inputs.is_floating_point() else None)
         # FSDP2 gathers no parameters in inference mode
         with torch.inference_mode() if self.from_rank_0 is None else torch.no_grad():
