@@ -35,9 +35,14 @@ from fsdp.checkpoint.open_store import open_store
 from fsdp.checkpoint.store import Store
 from fsdp.config import CheckpointSection
 from fsdp.config.command_line import CommandParser, number, one_of, whole_number
-from fsdp.models.hf import PREFIX, PretrainedFolder, resolve_folder
+from fsdp.models import resolve
+from fsdp.models.hf import resolve_folder
+from fsdp.models.hub import PREFIX
+from fsdp.models.llama_folder import maybe_llama
+from fsdp.models.source_folder import SourceFolder
 from fsdp.run.frozen_base import base_of
 from fsdp.run.job import prepare
+from fsdp.run.weights import saved_as
 
 COMMANDS = ("list", "verify", "prune", "export")
 READ_AT_ONCE = 2 << 30
@@ -80,8 +85,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--format",
-        type=one_of("torch", "safetensors", "both"),
-        help="export: torch, safetensors or both; default: the run's config.toml",
+        type=one_of("torch", "safetensors", "both", "hf"),
+        help="export: torch, safetensors, both, or hf for from_pretrained; default: the run's config.toml",
     )
     parser.add_argument(
         "--dtype",
@@ -275,7 +280,7 @@ def _export(store: Store, options: argparse.Namespace) -> int:
             section.export_format,
             section.export_shard_gib,
             base=base,
-            pretrained=_pretrained(options),
+            pretrained=_saved_as(options),
             dtype=section.export_dtype,
         )
     except (EOFError, LookupError, ValueError, TypeError, RuntimeError, MemoryError) as error:
@@ -308,14 +313,26 @@ def _own_export(run: Path, name: str) -> Path:
     return folder
 
 
-def _pretrained(options: argparse.Namespace) -> PretrainedFolder | None:
-    """The folder of transformers that the run's --model.name names; a torch export needs none."""
+def _saved_as(options: argparse.Namespace) -> SourceFolder | None:
+    """The format of transformers in which the run's model is exported; a torch export needs none."""
     file = Path(options.run, "config.toml")
     if "://" in options.run or not file.is_file() or options.section.export_format == "torch":
         return None
     values = config.read_recipe(str(file))
     name, args = str(values.get("model.name", "")), values.get("model.args", {})
-    return resolve_folder(name, args, {}) if name.startswith(PREFIX) else None
+    if name.startswith(PREFIX):
+        return resolve_folder(name, args, {})
+    if name != "transformer":
+        return None
+    run = config.load_run_config(
+        Path(options.run), trusted=options.trust_code, forgotten=("checkpoint.resume",)
+    )
+    run = dataclasses.replace(run, checkpoint=options.section)
+    if maybe_llama(run.model.weights) is not None:
+        return saved_as(run, resolve(run.model, {}))
+    if options.section.export_format != "hf":
+        return None
+    return saved_as(run, prepare(run, world_size=1, num_nodes=1, device=torch.device("cpu")).spec)
 
 
 def _base(options: argparse.Namespace, found: CheckpointListing) -> Base | None:
@@ -335,7 +352,7 @@ def _base(options: argparse.Namespace, found: CheckpointListing) -> Base | None:
     )
     job = prepare(run, world_size=1, num_nodes=1, device=torch.device("cpu"))
     return dataclasses.replace(
-        base_of(run, job.spec, job.dtypes.master, saved["digest"]),
+        base_of(run, job.spec, job.dtypes, saved["digest"]),
         lora=dataclasses.replace(run.lora, rank=saved["rank"], alpha=saved["alpha"]),
     )
 

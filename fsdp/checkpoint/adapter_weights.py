@@ -37,8 +37,15 @@ class Base:
     origin: str
     lora: LoraSection
     dtype: torch.dtype
+    """Of the merged model."""
+    stored: torch.dtype
+    """Of the frozen weights on the ranks."""
     build: Callable[[], nn.Module]
     open: Callable[[], Mapping[str, Tensor]]
+
+    def as_stored(self, tensor: Tensor, entry: Entry) -> Tensor:
+        """A weight of the source, rounded as the ranks round it."""
+        return tensor.to(self.stored if entry.dtype.is_floating_point else entry.dtype)
 
     def for_manifest(self) -> dict[str, str | float]:
         """The form in which the manifest stores it."""
@@ -75,7 +82,11 @@ def check(manifest: Manifest, base: Base | None, where: str) -> None:
         raise CheckpointError(
             f"{where} holds adapters over {origin} ({saved['digest']}), and this run has other weights, "
             f"from {base.origin} ({base.digest}).",
-            origin if origin.startswith("--") else "give the flags that the run had",
+            f"--precision.frozen {'auto' if base.stored == torch.bfloat16 else 'bf16'}, or the old files"
+            if origin == base.origin
+            else origin
+            if origin.startswith("--")
+            else "give the flags that the run had",
         )
 
 
@@ -94,7 +105,7 @@ def whole_model(source: CheckpointSource, base: Base) -> tuple[list[Entry], full
     def fetch(entry: Entry) -> Tensor:
         if entry.name in stored:
             return load.whole(source, f"model.{entry.name}")
-        plain = weights[entry.name].to(entry.dtype)
+        plain = base.as_stored(weights[entry.name], entry).to(entry.dtype)
         layer = entry.name.removesuffix(".weight")
         if f"{layer}.{A}" not in stored:
             return plain
@@ -117,7 +128,9 @@ def _entries(base: Base) -> list[Entry]:
 
 def _check_unchanged(base: Base, weights: Mapping[str, Tensor], entries: list[Entry]) -> None:
     """CheckpointError if the weights have changed since the run read them."""
-    digests = {e.name: digest_shard(weights[e.name].to(e.dtype)).weighted for e in entries if not e.same_as}
+    digests = {
+        e.name: digest_shard(base.as_stored(weights[e.name], e)).weighted for e in entries if not e.same_as
+    }
     if digest_of(digests) != base.digest:
         raise CheckpointError(
             f"{base.origin} has changed: its weights have the digest {digest_of(digests)}, "
@@ -126,22 +139,26 @@ def _check_unchanged(base: Base, weights: Mapping[str, Tensor], entries: list[En
         )
 
 
-def peft_files(source: CheckpointSource, folder: Path, base: Base) -> dict[Path, Callable[..., object]]:
-    """The adapters alone, in the names and layout of the peft library: file → the function that writes it."""
+def peft_files(
+    source: CheckpointSource, folder: Path, base: Base, saved_layer: Callable[[str], str] = str
+) -> dict[Path, Callable[..., object]]:
+    """The adapters alone, in the names and layout of the peft library: file → the function that writes it.
+    `saved_layer` maps a layer's name to that in the model of the base's folder.
+    """
     place = folder / PEFT
     place.mkdir(parents=True, exist_ok=True)
     keys = {}
     for key, about in source.metadata.state_dict_metadata.items():
         layer, _, part = key.removeprefix("model.").rpartition(".")
         if key.startswith("model.") and part in (A, B):
-            name = f"base_model.model.{layer}.{'lora_A' if part == A else 'lora_B'}.weight"
+            name = f"base_model.model.{saved_layer(layer)}.{'lora_A' if part == A else 'lora_B'}.weight"
             entry = Entry(name, about.properties.dtype, tuple(about.size))  # type: ignore[union-attr]
             keys[name] = (key, entry)
-    layers = sorted({key.removeprefix("model.").rpartition(".")[0] for key, _ in keys.values()})
+    layers = sorted({saved_layer(key.removeprefix("model.").rpartition(".")[0]) for key, _ in keys.values()})
     origin = base.origin.removeprefix("--model.weights ")
     config = {
         "peft_type": "LORA", "task_type": None,
-        "base_model_name_or_path": origin.removeprefix("--model.name hf:"),
+        "base_model_name_or_path": origin.removeprefix("--model.name ").removeprefix("hf:"),
         "r": base.lora.rank, "lora_alpha": base.lora.alpha, "lora_dropout": base.lora.dropout, "bias": "none",
         "target_modules": layers, "inference_mode": True,
     }  # fmt: skip

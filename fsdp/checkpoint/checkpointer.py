@@ -32,7 +32,7 @@ from fsdp.config import CheckpointSection
 from fsdp.dist.collectives import ObjectGroup
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import MeshSizes
-from fsdp.models.hf import PretrainedFolder
+from fsdp.models.source_folder import SourceFolder
 from fsdp.optim.train_state import TrainState
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class Checkpointer:
         room: Room | None = None,
     ) -> None:
         self.base: Base | None = None
-        self.pretrained: PretrainedFolder | None = None
+        self.pretrained: SourceFolder | None = None
         """The frozen weights of a run with adapters, set before the first restore or save."""
         self._section, self._run_dir = section, run_dir
         self._env, self._sizes, self._config = env, sizes, config_hash

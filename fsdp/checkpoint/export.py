@@ -24,9 +24,9 @@ from fsdp.checkpoint.full_state import Entry
 from fsdp.checkpoint.load import CheckpointSource
 from fsdp.checkpoint.local_store import sync_folder
 from fsdp.checkpoint.pretrained import SINGLE_FILE
-from fsdp.models.hf import PretrainedFolder
+from fsdp.models.source_folder import SourceFolder
 
-Format = Literal["auto", "torch", "safetensors", "both"]
+Format = Literal["auto", "torch", "safetensors", "both", "hf"]
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -37,7 +37,7 @@ def export(
     shard_gib: float,
     prefix: str = "model.",
     base: Base | None = None,
-    pretrained: PretrainedFolder | None = None,
+    pretrained: SourceFolder | None = None,
     dtype: str = "auto",
 ) -> list[Path]:
     """Writes the model of a checkpoint into a folder; returns the files.
@@ -47,15 +47,16 @@ def export(
     """
     folder.mkdir(parents=True, exist_ok=True)
     files = []
-    if format == "auto":
+    if format in ("auto", "hf"):
         format = "torch" if pretrained is None else "safetensors"
     if base is None:
         entries, fetch = _entries(source, prefix), _fetch(source, prefix)
     else:
         entries, fetch = adapter_weights.whole_model(source, base)
+        layer_name = str if pretrained is None else pretrained.saved_layer
         files += [
             _whole_file(file, write)
-            for file, write in adapter_weights.peft_files(source, folder, base).items()
+            for file, write in adapter_weights.peft_files(source, folder, base, layer_name).items()
         ]
     own = pretrained.dtype if pretrained is not None and format != "torch" else None
     entries, fetch = pretrained_export.with_dtype(entries, fetch, DTYPES.get(dtype, own))
@@ -155,7 +156,7 @@ def _safetensors(folder: Path, entries: list[Entry], fetch: full_state.Fetch, la
 
 
 def _folder_of_transformers(
-    folder: Path, entries: list[Entry], fetch: full_state.Fetch, largest: int, pretrained: PretrainedFolder
+    folder: Path, entries: list[Entry], fetch: full_state.Fetch, largest: int, pretrained: SourceFolder
 ) -> list[Path]:
     """As save_pretrained: one file without an index if everything fits in it."""
     stored = next(one.dtype for one in entries if one.dtype.is_floating_point)

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from fsdp.base.errors import ConfigError
 from fsdp.checkpoint.full_state import INDEX_FILE, StoredTensor, files_of_index, open_safetensors
-from fsdp.models.hf import PretrainedFolder, draw_missing
-from fsdp.models.hf_names import Conversion, NamePlan, plan_names
+from fsdp.models.hf_names import Conversion, NamePlan
 from fsdp.models.parameter_names import all_names
+from fsdp.models.source_folder import SourceFolder
 
 log = logging.getLogger(__name__)
 
@@ -28,13 +28,13 @@ SINGLE_FILE = "model.safetensors"
 class PretrainedWeights(Mapping[str, Tensor]):
     """The tensors of a model's state dict by name, whole or by rows of dim 0; a tied one under any name."""
 
-    def __init__(self, source: PretrainedFolder, seed: int, quiet: bool = False) -> None:
+    def __init__(self, source: SourceFolder, seed: int, quiet: bool = False) -> None:
         """`seed` draws a new head (--model.args.head); `quiet` logs no line about names."""
         with torch.device("meta"):
             self._model: Any = source.build()
         self._source, self._seed = source, seed
         self._stored = open_stored(source)
-        self._plan = plan_names(self._model, {name: one.size for name, one in self._stored.items()})
+        self._plan = source.plan_names(self._model, {name: one.size for name, one in self._stored.items()})
         self._first = {name: names[0] for names in all_names(self._model).values() for name in names}
         self._drawn = frozenset(_check(source, self._model, self._plan))
         self._last: tuple[object, dict[str, Tensor]] = (None, {})
@@ -57,7 +57,7 @@ class PretrainedWeights(Mapping[str, Tensor]):
         """Rows first … last - 1 of a tensor, in the dtype of the file; a scalar is one row."""
         name = self._first[name]
         if name in self._drawn:
-            whole = draw_missing(self._source, name, self._seed)
+            whole = self._source.draw_missing(name, self._seed)
             return whole[first:last] if whole.dim() else whole
         if name in self._plan.converted:
             return self._convert(name, first, last)
@@ -66,9 +66,8 @@ class PretrainedWeights(Mapping[str, Tensor]):
         for other in keys[1:]:
             if not torch.equal(found, self._read(other, first, last)):
                 raise ConfigError(
-                    f"--model.name {self._source.name}: {keys[0]} and {other} differ, and config.json ties "
-                    "them.",
-                    "--model.args.tie_word_embeddings false",
+                    f"{self._source.flag}: {keys[0]} and {other} differ, and config.json ties them.",
+                    self._source.hints.tied,
                 )
         return found
 
@@ -101,6 +100,12 @@ class PretrainedWeights(Mapping[str, Tensor]):
     def _shape(self, name: str) -> torch.Size:
         return self._model.state_dict()[name].shape
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The widest floating-point dtype of the files."""
+        found = {one.dtype for one in self._stored.values() if one.dtype.is_floating_point}
+        return max(found, key=lambda dtype: dtype.itemsize, default=torch.float32)
+
     def __getitem__(self, name: str) -> Tensor:
         shape = self._shape(name)
         return self.rows(name, 0, shape[0] if shape else 1)
@@ -112,9 +117,9 @@ class PretrainedWeights(Mapping[str, Tensor]):
         return len(self._model.state_dict())
 
 
-def open_stored(source: PretrainedFolder) -> dict[str, StoredTensor]:
+def open_stored(source: SourceFolder) -> dict[str, StoredTensor]:
     """The tensors of the folder's safetensors, in one file or in those of an index."""
-    folder = source.folder
+    folder = _folder(source)
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
     if single.is_file():
         return open_safetensors(single)
@@ -130,13 +135,17 @@ def open_stored(source: PretrainedFolder) -> dict[str, StoredTensor]:
     return found
 
 
-def _no_weights(source: PretrainedFolder) -> ConfigError:
-    pickled = next(source.folder.glob("pytorch_model*.bin"), None)
+def _folder(source: SourceFolder) -> Path:
+    assert source.folder is not None, "there is a folder to read from"
+    return source.folder
+
+
+def _no_weights(source: SourceFolder) -> ConfigError:
+    pickled = next(_folder(source).glob("pytorch_model*.bin"), None)
     what = f"; {pickled.name} is a pickle" if pickled else ""
     error = ConfigError(
-        f"--model.name {source.name}: {source.folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}{what}.",
-        f"in Python, {source.cls.__name__}.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER); or "
-        "--model.weights none, to train from random weights",
+        f"{source.flag}: {source.folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}{what}.",
+        source.hints.no_weights,
     )
     error.scope = "node"
     return error
@@ -145,7 +154,7 @@ def _no_weights(source: PretrainedFolder) -> ConfigError:
 # ---------------------------------------------------------------- what does not fit
 
 
-def _check(source: PretrainedFolder, model: Any, plan: NamePlan) -> list[str]:
+def _check(source: SourceFolder, model: Any, plan: NamePlan) -> list[str]:
     """Names to draw: those of a new head. ConfigError for others that are missing or have another shape."""
     drawn = [
         name for name in [*plan.missing, *plan.misshapen] if source.new_head and _is_new(name, model, plan)
@@ -153,9 +162,9 @@ def _check(source: PretrainedFolder, model: Any, plan: NamePlan) -> list[str]:
     missing = [name for name in plan.missing if name not in drawn]
     if missing:
         raise ConfigError(
-            f"--model.name {source.name}: {source.folder} lacks {_listed(missing)} of {source.cls.__name__}"
+            f"{source.flag}: {source.folder} lacks {_listed(missing)} of {source.class_name}"
             + (f"; it has {_listed(plan.unexpected)}." if plan.unexpected else "."),
-            "--model.args.head NAME draws a new head; --model.weights none trains from random weights",
+            source.hints.missing,
         )
     tensors = model.state_dict()
     misshapen = [
@@ -165,9 +174,8 @@ def _check(source: PretrainedFolder, model: Any, plan: NamePlan) -> list[str]:
     ]
     if misshapen:
         raise ConfigError(
-            f"--model.name {source.name}: {source.folder} has other shapes than the model: "
-            f"{_listed(misshapen)}.",
-            "leave out the --model.args that change them; --model.args.head NAME draws a new head",
+            f"{source.flag}: {source.folder} has other shapes than the model: {_listed(misshapen)}.",
+            source.hints.shape,
         )
     return drawn
 

@@ -1,12 +1,11 @@
-"""An export that `from_pretrained` of transformers reads: its names and files, for a run of hf:FOLDER.
+"""An export that `from_pretrained` of transformers reads: its names and files.
 
-config.json is written from the run's configuration; the tokenizer's and processor's files are copied from the
-source folder. Not here: how tensors are fetched and files are sealed (export.py).
+config.json is written from the run's configuration or sizes; the tokenizer's and processor's files are copied
+from the source folder. Not here: how tensors are fetched and files are sealed (export.py).
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +16,7 @@ from torch import Tensor
 
 from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint.full_state import Entry, Fetch
-from fsdp.models.hf import PretrainedFolder
-from fsdp.models.hf_names import reverted, saved_pieces
+from fsdp.models.source_folder import SourceFolder
 
 COPIED = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
@@ -30,7 +28,7 @@ COPIED = (
 
 
 def with_saved_names(
-    source: PretrainedFolder, entries: Sequence[Entry], fetch: Fetch
+    source: SourceFolder, entries: Sequence[Entry], fetch: Fetch
 ) -> tuple[list[Entry], Fetch]:
     """Entries as save_pretrained names them, tied tensors once; one tensor of the model is held at a time."""
     with torch.device("meta"):
@@ -38,10 +36,10 @@ def with_saved_names(
     own = {entry.name: entry for entry in entries}
     owners: dict[str, str] = {}
     found: list[Entry] = []
-    for name, pieces in saved_pieces(model).items():
+    for name, pieces in source.saved_pieces(model).items():
         if name not in own:
             raise CheckpointError(
-                f"the checkpoint has no {name} of {source.cls.__name__}.",
+                f"the checkpoint has no {name} of {source.class_name}.",
                 "export with the --model flags of the run",
             )
         owners |= dict.fromkeys(pieces, name)
@@ -54,7 +52,7 @@ def with_saved_names(
         if last[0] != name:
             last = ("", {})  # freed before the next is read
             tensor = fetch(own[name])
-            last = (name, {name: tensor} if name == entry.name else reverted(model, name, tensor))
+            last = (name, {name: tensor} if name == entry.name else source.reverted(model, name, tensor))
         return last[1][entry.name]
 
     return found, take
@@ -72,14 +70,12 @@ def with_dtype(
 
 
 def side_files(
-    source: PretrainedFolder, folder: Path, dtype: torch.dtype
+    source: SourceFolder, folder: Path, dtype: torch.dtype
 ) -> dict[Path, Callable[[BinaryIO], object]]:
     """File → the function that writes it: config.json, and the copied files that the source folder has."""
-    config = copy.deepcopy(source.config)
-    config.architectures, config.dtype = [source.cls.__name__], str(dtype).removeprefix("torch.")
-    texts = {"config.json": config.to_json_string().encode()}
+    texts = {"config.json": source.config_json(dtype).encode()}
     for name in COPIED:
-        if (source.folder / name).is_file():
+        if source.folder is not None and (source.folder / name).is_file():
             texts[name] = (source.folder / name).read_bytes()
     return {folder / name: _writer(text) for name, text in texts.items()}
 

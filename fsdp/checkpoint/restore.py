@@ -9,6 +9,7 @@ import logging
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import adapter_weights, discovery, file_names, inspect, load, snapshot
@@ -139,7 +140,7 @@ class Restore:
     ) -> list[str]:
         """Returns notes for the log."""
         path = source.store.path(source.folder)
-        targets: list[LoadTarget] = of_model(state, source.metadata, where, exact, path)
+        targets: list[LoadTarget] = of_model(state.model, source.metadata, where, exact, path)
         pending: PendingState | None = None
         if where.optim is not None:
             more, pending = of_optimizer(state, source.metadata, where.optim, exact, path)
@@ -158,6 +159,20 @@ def _start_averages(state: TrainState, names: list[str]) -> None:
     weights = snapshot.model_tensors(state.model) if names else {}
     for name in names:
         local_tensor(averages(state.optimizer)[name]).copy_(local_tensor(weights[name]))
+
+
+def load_weights(
+    source: load.CheckpointSource, model: nn.Module, group: ObjectGroup, *, verify: bool
+) -> None:
+    """Fills a sharded model alone, without optimizer and counters. Collective."""
+    path = source.store.path(source.folder)
+    targets = of_model(model, source.metadata, Prefixes(), True, path)
+    try:
+        load.fill(source, _distinct(targets), None, group, verify)
+    except Broken as broken:
+        raise CheckpointError(
+            f"{path} is not whole: {broken.detail}.", f"python -m fsdp.checkpoint {source.store.where} verify"
+        ) from None
 
 
 def _distinct(targets: list[LoadTarget]) -> list[LoadTarget]:

@@ -56,10 +56,10 @@ class Prefixes:
 
 
 def of_model(
-    state: TrainState, metadata: Metadata, prefixes: Prefixes, exact: bool, where: str
+    model: nn.Module, metadata: Metadata, prefixes: Prefixes, exact: bool, where: str
 ) -> list[LoadTarget]:
     """A target for every parameter and persistent buffer."""
-    tensors = model_tensors(state.model)
+    tensors = model_tensors(model)
     stored = {key for key in metadata.state_dict_metadata if key.startswith(prefixes.model)}
     unknown = stored - {prefixes.model + name for name in tensors}
     if exact and unknown:
@@ -80,7 +80,9 @@ def _target(source: str, tensor: torch.Tensor, metadata: Metadata, exact: bool, 
         kind = kinds.get(entry.properties.dtype, str(entry.properties.dtype))
         raise CheckpointError(
             f"{where} keeps {source} in {entry.properties.dtype} and this run in {tensor.dtype}.",
-            f"--precision.master {kind}",
+            f"--precision.frozen {'auto' if tensor.dtype == torch.bfloat16 else 'bf16'}"
+            if torch.bfloat16 in (tensor.dtype, entry.properties.dtype)
+            else f"--precision.master {kind}",
         )
     return LoadTarget(source, piece((source,), tensor), replicas(tensor))
 

@@ -188,6 +188,23 @@ def check_lora(config: Config) -> None:
         )
 
 
+def check_frozen(config: Config) -> None:
+    frozen, mesh, memory = config.precision.frozen, config.mesh, config.memory
+    if frozen == "auto":
+        return
+    if not config.lora.rank and not config.model.frozen:
+        raise ConfigError(
+            f"--precision.frozen {frozen} has no effect: every parameter is trained.", "--lora.rank 8"
+        )
+    others = (
+        # DDP has no policy that would cast them
+        ("mesh.strategy", "ddp", mesh.strategy == "ddp"),
+        ("memory.nvme", "all", memory.nvme == "all"),
+        ("speed.float8", config.speed.float8, config.speed.float8 != "off"),
+    )
+    _refuse_beside(f"precision.frozen {frozen}", others, "--precision.frozen auto")
+
+
 def _refuse_beside(flag: str, others: Iterable[tuple[str, object, bool]], hint: str) -> None:
     """Raises ConfigError for the first of `others`, (flag, value, whether it conflicts), that conflicts."""
     for other, value, wrong in others:

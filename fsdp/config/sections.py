@@ -175,7 +175,8 @@ class ModelSection:
     weights: str = knob(
         "",
         "torch or safetensors file or folder to start from",
-        "A state dict, in one file or in several. Empty draws weights from the seed, or reads those of "
+        "A state dict, in one file or in several; for the transformer also a folder of save_pretrained "
+        "(Llama, Mistral, Qwen2, Qwen3) or hf:ORG/NAME. Empty draws weights from the seed, or reads those of "
         "hf:FOLDER; none draws them there too.",
         common=True,
     )
@@ -338,6 +339,11 @@ class PrecisionSection:
     """dtypes of parameters, computation and reduction"""
 
     master: Literal["fp32", "fp64"] = knob("fp32", "dtype of stored parameters and optimizer states")
+    frozen: Literal["auto", "bf16"] = knob(
+        "auto",
+        "dtype of stored parameters that are not trained; auto: the master's",
+        "bf16 halves a frozen model under adapters. What is trained, and its states, stay in the master's.",
+    )
     param: Precision = knob("auto", "dtype of computation; auto: bf16 on CUDA, else master", common=True)
     reduce: Precision = knob("auto", "dtype of the gradient reduction; auto: the master's")
     output: Precision = knob("auto", "dtype that the model's output is cast to; auto: as computed")
@@ -455,11 +461,11 @@ class CheckpointSection:
     )
     verify: bool = knob(True, "check every file's checksum before loading", "Sizes are checked in any case.")
     export: bool = knob(True, "write full_model/ at the end of the run", common=True)
-    export_format: Literal["auto", "torch", "safetensors", "both"] = knob(
+    export_format: Literal["auto", "torch", "safetensors", "both", "hf"] = knob(
         "auto",
         "format of the export; auto: torch",
-        "auto is safetensors for --model.name hf:FOLDER, whose export is a folder for from_pretrained unless "
-        "it is torch.",
+        "hf is a folder for from_pretrained: of a transformer as a class of Llama's family. It is auto for "
+        "weights of hf:FOLDER, and for a transformer that started from such a folder.",
     )
     export_dtype: Literal["auto", "fp64", "fp32", "bf16", "fp16"] = knob(
         "auto", "dtype of the export; auto: the stored one, or that of hf:FOLDER"

@@ -220,7 +220,8 @@ def footprint_of(config: Config, scene: OomContext, device: torch.device) -> Foo
         return sum(fresh.values())
 
     units = (*(count(unit) for unit in scene.units), count([scene.root]))
-    resting = resting_bytes(config.optim, scene.root, scene.dtypes[0])
+    frozen = torch.bfloat16 if config.precision.frozen == "bf16" else None
+    resting = resting_bytes(config.optim, scene.root, scene.dtypes[0], frozen)
     master, param, reduce = (dtype.itemsize for dtype in scene.dtypes)
     trained = resting.gradients // master
     return Footprint(

@@ -35,13 +35,17 @@ class RestingBytes:
         return (self.parameters if frozen else self.gradients) + self.optimizer
 
 
-def resting_bytes(section: OptimSection, model: nn.Module, master: torch.dtype) -> RestingBytes:
-    """Of a model whose parameters are kept in `master`."""
+def resting_bytes(
+    section: OptimSection, model: nn.Module, master: torch.dtype, frozen: torch.dtype | None = None
+) -> RestingBytes:
+    """Of a model whose parameters are kept in `master`, and those that are not trained in `frozen`."""
     every = list(model.parameters())
     trained = [p for p in every if p.requires_grad]
+    count = sum(p.numel() for p in trained)
     return RestingBytes(
-        parameters=sum(p.numel() for p in every) * master.itemsize,
-        gradients=sum(p.numel() for p in trained) * master.itemsize,
+        parameters=count * master.itemsize
+        + (sum(p.numel() for p in every) - count) * (frozen or master).itemsize,
+        gradients=count * master.itemsize,
         optimizer=state_bytes(section, trained, master.itemsize, muon_matrices(section, model)),
     )
 

@@ -10,12 +10,13 @@ import dataclasses
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
 from fsdp.base.errors import ConfigError
 from fsdp.models.factory import unknown_argument
+from fsdp.models.source_folder import SourceFolder
 
 Facts = Mapping[str, Any]
 Sizes = TypeVar("Sizes")
@@ -32,6 +33,20 @@ class BuiltIn:
     from_facts: Callable[[Facts], dict[str, Any]]
     check_facts: Callable[[Any, Facts], None]
     build: Callable[[Any], nn.Module]
+    find_folder: Callable[[str], FoundFolder | None] | None = None
+    """Finds the folder of transformers that --model.weights names, if the model reads such folders."""
+
+
+class FoundFolder(Protocol):
+    """A folder whose config.json has the sizes of a built-in model."""
+
+    def sizes(
+        self, facts: Facts, preset: tuple[str, Mapping[str, Any]], args: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The sizes of the folder; ConfigError if preset or args differ from them."""
+        ...
+
+    def source(self, sizes: Any, build: Callable[[], nn.Module]) -> SourceFolder: ...
 
 
 def size(default: Any, low: float = 1, below: float | None = None) -> Any:
@@ -49,7 +64,7 @@ def make_sizes(cls: type[Sizes], given: Mapping[str, Any], owner: str) -> Sizes:
 
 
 def _typed(name: str, value: Any, kind: type) -> Any:
-    if kind is bool and isinstance(value, bool):
+    if kind in (bool, str) and isinstance(value, kind):
         return value
     if (
         kind in (int, float)
@@ -58,8 +73,8 @@ def _typed(name: str, value: Any, kind: type) -> Any:
         and kind(value) == value
     ):
         return kind(value)
-    wanted = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
-    example = {bool: "true", int: "8", float: "0.1"}[kind]
+    wanted = {bool: "true or false", int: "a whole number", float: "a number", str: "a word"}[kind]
+    example = {bool: "true", int: "8", float: "0.1", str: "NAME"}[kind]
     raise ConfigError(f"--model.args.{name} {value} is not {wanted}.", f"--model.args.{name} {example}")
 
 

@@ -12,7 +12,6 @@ import functools
 import importlib
 import importlib.util
 import json
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +24,12 @@ from fsdp.base.errors import ConfigError
 from fsdp.base.torchvision_import import prepare_torchvision
 from fsdp.models.checks import check_parameters, check_vocabulary
 from fsdp.models.factory import blame, unknown_argument
+from fsdp.models.hf_names import NamePlan, Shape, plan_names, reverted, saved_pieces
+from fsdp.models.hub import find_folder, on_this_node
 from fsdp.models.init import name_seed
 from fsdp.models.packed_check import check_positions
+from fsdp.models.source_folder import FolderHints
 
-PREFIX = "hf:"
 HEADS = {
     "causal": "CAUSAL_LM",
     "masked": "MASKED_LM",
@@ -41,7 +42,6 @@ ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_atte
 EXPERTS = ("eager", "batched_mm", "grouped_mm")
 KERNELS = {"attn_implementation": ATTENTION, "experts_implementation": EXPERTS}
 _PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 _FLAG = "_is_hf_initialized"
 """transformers' mark on a tensor that its init functions leave unchanged."""
 
@@ -56,6 +56,29 @@ class PretrainedFolder:
     config: Any
     new_head: bool
     """--model.args.head is given: weights that the folder lacks outside the base model are drawn."""
+
+    @property
+    def flag(self) -> str:
+        return f"--model.name {self.name}"
+
+    @property
+    def weights(self) -> str:
+        return ""
+
+    @property
+    def class_name(self) -> str:
+        return self.cls.__name__
+
+    @property
+    def hints(self) -> FolderHints:
+        none = "--model.weights none"
+        return FolderHints(
+            no_weights=f"in Python, {self.class_name}.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER); "
+            f"or {none}, to train from random weights",
+            missing=f"--model.args.head NAME draws a new head; {none} trains from random weights",
+            shape="leave out the --model.args that change them; --model.args.head NAME draws a new head",
+            tied="--model.args.tie_word_embeddings false",
+        )
 
     def build(self) -> nn.Module:
         """Builds the model on torch's default device, in torch's default dtype."""
@@ -76,6 +99,27 @@ class PretrainedFolder:
         named = self.config.dtype
         return getattr(torch, named, None) if isinstance(named, str) else named
 
+    def plan_names(self, model: Any, files: Mapping[str, Shape]) -> NamePlan:
+        return plan_names(model, files)
+
+    def draw_missing(self, name: str, seed: int) -> torch.Tensor:
+        return draw_missing(self, name, seed)
+
+    def saved_pieces(self, model: Any) -> dict[str, dict[str, torch.Tensor]]:
+        return saved_pieces(model)
+
+    def reverted(self, model: Any, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        return reverted(model, name, tensor)
+
+    def saved_layer(self, name: str) -> str:
+        return name
+
+    def config_json(self, dtype: torch.dtype) -> str:
+        config = copy.deepcopy(self.config)
+        config.architectures, config.dtype = [self.class_name], str(dtype).removeprefix("torch.")
+        text: str = config.to_json_string()
+        return text
+
 
 def resolve_folder(name: str, args: Mapping[str, Any], facts: Mapping[str, Any]) -> PretrainedFolder:
     """Reads `hf:FOLDER` or `hf:ORG/NAME`; every error in it is a ConfigError."""
@@ -94,39 +138,6 @@ def resolve_folder(name: str, args: Mapping[str, Any], facts: Mapping[str, Any])
     check_vocabulary(trial, name, facts)
     check_positions(trial, name, facts)
     return found
-
-
-def find_folder(name: str) -> Path:
-    """The folder itself, or the newest snapshot of a hub id in huggingface_hub's cache."""
-    place = name.removeprefix(PREFIX)
-    folder = Path(place).expanduser()
-    if folder.is_dir():
-        return folder
-    if not _HUB_ID.fullmatch(place):
-        raise _on_this_node(
-            ConfigError(
-                f"--model.name {name}: the folder {place} does not exist.",
-                "--model.name hf:FOLDER or hf:ORG/NAME",
-            )
-        )
-    _transformers(name)
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(place, local_files_only=True))
-    except Exception as error:  # several classes, which differ between versions
-        raise _on_this_node(
-            ConfigError(
-                f"--model.name {name}: {place} is neither a folder nor in huggingface_hub's cache "
-                f"({type(error).__name__}).",
-                f"hf download {place}",
-            )
-        ) from None
-
-
-def _on_this_node(error: ConfigError) -> ConfigError:
-    error.scope = "node"
-    return error
 
 
 def _transformers(name: str) -> Any:
@@ -149,7 +160,7 @@ def _read_config(name: str, folder: Path) -> dict[str, Any]:
         if not isinstance(fields, dict):
             raise ValueError("it is not a JSON object")
     except (OSError, ValueError, RecursionError) as error:
-        raise _on_this_node(
+        raise on_this_node(
             ConfigError(
                 f"--model.name {name}: {file} cannot be read: {error}.", "a folder that save_pretrained wrote"
             )

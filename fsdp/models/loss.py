@@ -240,7 +240,9 @@ class LossFunction:
         """Casts to the parameters' stored dtype: FSDP casts inputs only if it computes in another dtype."""
         if self._dtype is None:
             # At the first call, before any group is gathered in the dtype of computation.
-            self._dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+            # The widest: frozen parameters may be stored in bf16, and computed with in fp32.
+            found = {p.dtype for p in model.parameters() if p.is_floating_point()}
+            self._dtype = max(found, key=lambda dtype: dtype.itemsize, default=torch.float32)
         return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
 

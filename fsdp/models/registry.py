@@ -11,6 +11,7 @@ import difflib
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +22,11 @@ from fsdp.config import ModelSection
 from fsdp.models.builtin import BuiltIn, Facts, make_sizes
 from fsdp.models.checks import check_parameters, check_vocabulary
 from fsdp.models.factory import blame, load_attribute, parameters_of
-from fsdp.models.hf import PREFIX, PretrainedFolder, resolve_folder
+from fsdp.models.hf import resolve_folder
+from fsdp.models.hf_random import ModuleDraws
+from fsdp.models.hub import PREFIX
 from fsdp.models.packed_check import check_positions
+from fsdp.models.source_folder import SourceFolder
 
 BUILT_INS = ("vit", "transformer", "mlp")
 _DATA_FOR = {"num_classes": ("images", "digits"), "vocab_size": ("tokens", "text")}
@@ -36,7 +40,13 @@ class ModelSpec:
     build: Callable[[], nn.Module]
     sizes: Mapping[str, Any]
     knows_inits: bool
-    pretrained: PretrainedFolder | None = None
+    pretrained: SourceFolder | None = None
+
+    def draws(self, seed: int, build_whole: Callable[[], nn.Module]) -> ModuleDraws | None:
+        """Random weights module by module, for a model of transformers that --model.name names."""
+        if self.knows_inits or self.pretrained is None:
+            return None
+        return ModuleDraws(self.build, seed, build_whole)
 
 
 def resolve(section: ModelSection, facts: Facts) -> ModelSpec:
@@ -64,11 +74,21 @@ def _resolve_built_in(section: ModelSection, facts: Facts, model: BuiltIn) -> Mo
             f"--model.preset {near[0] if near else next(iter(model.presets))}",
         )
     _check_kind_of_data(section.name, model, facts)
-    given = {**model.from_facts(facts), **model.presets[preset], **section.args}
+    folder = model.find_folder(section.weights) if model.find_folder is not None else None
+    if folder is None:
+        given = {**model.from_facts(facts), **model.presets[preset], **section.args}
+    else:
+        named = (section.preset, model.presets[preset] if section.preset else {})
+        given = folder.sizes(facts, named, section.args)
     sizes = make_sizes(model.sizes, given, f"--model.name {section.name}")
     model.check_facts(sizes, facts)
+    build = partial(model.build, sizes)
     return ModelSpec(
-        name=section.name, build=lambda: model.build(sizes), sizes=asdict(sizes), knows_inits=True
+        name=section.name,
+        build=build,
+        sizes=asdict(sizes),
+        knows_inits=True,
+        pretrained=None if folder is None else folder.source(sizes, build),
     )
 
 

@@ -21,12 +21,16 @@ from fsdp.base.torch_private.tensors import ConvertedModule
 from fsdp.models.blocks import LARGE_LAYER
 from fsdp.models.builtin import BuiltIn, Facts, check_covers, check_multiple, check_ranges, size
 from fsdp.models.init import Constant, Init, Normal, fill_from_global
+from fsdp.models.llama_folder import maybe_llama
 from fsdp.models.packed_attention import Documents, documents_of
+from fsdp.models.rope import RopeSizes, check_scaling, frequencies
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransformerSizes:
-    """kv_heads 0 is heads; ffn 0 is ⅔ of 4·width, rounded up to a multiple of 64."""
+class TransformerSizes(RopeSizes):
+    """kv_heads 0 is heads; ffn 0 is ⅔ of 4·width, rounded up to a multiple of 64; head_dim 0 is width over
+    heads.
+    """
 
     vocab_size: int = size(256)
     width: int = size(128)
@@ -35,18 +39,29 @@ class TransformerSizes:
     kv_heads: int = size(0, low=0)
     ffn: int = size(0, low=0)
     max_seq_len: int = size(1024)
-    rope_theta: float = size(10_000.0)
     tied: bool = False
     dropout: float = size(0.0, low=0, below=1)
     norm_eps: float = size(1e-5, low=0)
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    ffn_bias: bool = False
 
     def __post_init__(self) -> None:
         check_ranges(self)
+        check_scaling(self.rope_scaling, self.rope_original_len)
+        if not self.head_dim:
+            check_multiple(self, "width", "heads")
+        object.__setattr__(self, "head_dim", self.head_dim or self.width // self.heads)
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
         object.__setattr__(self, "ffn", self.ffn or 64 * math.ceil(self.width * 8 / 3 / 64))
-        check_multiple(self, "width", "heads")
         check_multiple(self, "heads", "kv_heads")
-        if self.width // self.heads % 2:
+        if self.head_dim % 2 and self.head_dim != self.width // self.heads:
+            raise ConfigError(
+                f"--model.args.head_dim {self.head_dim} is odd: rotary positions turn pairs.",
+                f"--model.args.head_dim {self.head_dim + 1}",
+            )
+        if self.head_dim % 2:
             raise ConfigError(
                 f"--model.args.width {self.width} over --model.args.heads {self.heads} gives heads of "
                 f"{self.width // self.heads}: rotary positions need an even size.",
@@ -73,15 +88,16 @@ class Attention(nn.Module):
     def __init__(self, sizes: TransformerSizes) -> None:
         super().__init__()
         self.heads, self.kv_heads = sizes.heads, sizes.kv_heads
-        kv_width = sizes.width // sizes.heads * sizes.kv_heads
-        self.q = nn.Linear(sizes.width, sizes.width, bias=False)
-        self.k = nn.Linear(sizes.width, kv_width, bias=False)
-        self.v = nn.Linear(sizes.width, kv_width, bias=False)
-        self.o = nn.Linear(sizes.width, sizes.width, bias=False)
+        q_width, kv_width = sizes.head_dim * sizes.heads, sizes.head_dim * sizes.kv_heads
+        self.q = nn.Linear(sizes.width, q_width, bias=sizes.qkv_bias)
+        self.k = nn.Linear(sizes.width, kv_width, bias=sizes.qkv_bias)
+        self.v = nn.Linear(sizes.width, kv_width, bias=sizes.qkv_bias)
+        self.o = nn.Linear(q_width, sizes.width, bias=sizes.out_bias)
+        self.q_norm, self.k_norm = _head_norm(sizes), _head_norm(sizes)
 
     def forward(self, x: Tensor, rotary: Rotary, documents: Documents | None = None) -> Tensor:
-        q = rotary.turn(self._split(self.q(x), self.heads))
-        k = rotary.turn(self._split(self.k(x), self.kv_heads))
+        q = rotary.turn(self.q_norm(self._split(self.q(x), self.heads)))
+        k = rotary.turn(self.k_norm(self._split(self.k(x), self.kv_heads)))
         v = self._split(self.v(x), self.kv_heads)
         if documents is not None:
             y = documents.attend(q, k, v)
@@ -96,14 +112,18 @@ class Attention(nn.Module):
         return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
+def _head_norm(sizes: TransformerSizes) -> nn.Module:
+    return nn.RMSNorm(sizes.head_dim, eps=sizes.norm_eps) if sizes.qk_norm else nn.Identity()
+
+
 class FeedForward(nn.Module):
     """SwiGLU."""
 
     def __init__(self, sizes: TransformerSizes) -> None:
         super().__init__()
-        self.gate = nn.Linear(sizes.width, sizes.ffn, bias=False)
-        self.up = nn.Linear(sizes.width, sizes.ffn, bias=False)
-        self.down = nn.Linear(sizes.ffn, sizes.width, bias=False)
+        self.gate = nn.Linear(sizes.width, sizes.ffn, bias=sizes.ffn_bias)
+        self.up = nn.Linear(sizes.width, sizes.ffn, bias=sizes.ffn_bias)
+        self.down = nn.Linear(sizes.ffn, sizes.width, bias=sizes.ffn_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
@@ -143,7 +163,7 @@ class Transformer(ConvertedModule):
         if sizes.tied:
             self.head.weight = self.embedding.weight
         for name in ("rotary_cos", "rotary_sin"):
-            table = torch.empty(sizes.max_seq_len, sizes.width // sizes.heads // 2)
+            table = torch.empty(sizes.max_seq_len, sizes.head_dim // 2)
             self.register_buffer(name, table, persistent=False)
         if not self.embedding.weight.is_meta:
             self._start_alone()
@@ -184,7 +204,7 @@ class Transformer(ConvertedModule):
         inits: dict[str, Init] = {}
         for name, parameter in self.named_parameters():
             if parameter.dim() == 1:
-                inits[name] = Constant(1.0)
+                inits[name] = Constant(0.0 if name.endswith(".bias") else 1.0)
             else:
                 inits[name] = (
                     residual if name.endswith(("attention.o.weight", "ffn.down.weight")) else Normal(0.02)
@@ -195,13 +215,10 @@ class Transformer(ConvertedModule):
         """Computes angles in float64 on the host, tables in float32: the same bits on every device and in
         every precision.
         """
-        half = self.sizes.width // self.sizes.heads // 2
-        frequencies = self.sizes.rope_theta ** -(torch.arange(half, dtype=torch.float64, device="cpu") / half)
-        angles = torch.outer(
-            torch.arange(self.sizes.max_seq_len, dtype=torch.float64, device="cpu"), frequencies
-        )
-        self.rotary_cos = angles.cos().float().to(device)
-        self.rotary_sin = angles.sin().float().to(device)
+        turns, factor = frequencies(self.sizes)
+        angles = torch.outer(torch.arange(self.sizes.max_seq_len, dtype=torch.float64, device="cpu"), turns)
+        self.rotary_cos = (angles.cos() * factor).float().to(device)
+        self.rotary_sin = (angles.sin() * factor).float().to(device)
 
     def _start_alone(self) -> None:
         inits = self.param_inits()
@@ -258,4 +275,5 @@ BUILT_IN = BuiltIn(
     from_facts=_from_facts,
     check_facts=_check_facts,
     build=Transformer,
+    find_folder=maybe_llama,
 )

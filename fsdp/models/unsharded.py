@@ -24,13 +24,21 @@ from fsdp.models.registry import ModelSpec
 def build_real(spec: ModelSpec, seed: int, device: str | torch.device = "cpu") -> nn.Module:
     """Builds the model with a run's initial weights; on the host first if it has no param_inits()."""
     if not spec.knows_inits:
-        with seeded(seed), torch.device("cpu"):
-            return spec.build().to(device)
+        return _built_whole(spec, seed).to(device)
     with torch.device("meta"):
         model = spec.build()
     to_empty(model, device)
     draw_parameters(model, seed)
     fill_buffers(model, device)
+    return model
+
+
+def _built_whole(spec: ModelSpec, seed: int) -> nn.Module:
+    with seeded(seed), torch.device("cpu"):
+        model = spec.build()
+    draws = spec.draws(seed, lambda: model)
+    if draws is not None:
+        model.load_state_dict(draws)
     return model
 
 

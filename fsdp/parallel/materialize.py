@@ -222,7 +222,11 @@ def _source(
     """
     shapes = {name: parameter.shape for name, parameter in root.named_parameters()}
     if weights is None:
-        return DrawnSource(inits, shapes, seed) if inits else BuiltSource(build_on_host(spec, seed))
+        if inits:
+            return DrawnSource(inits, shapes, seed)
+        return spec.draws(seed, functools.partial(build_on_host, spec, seed)) or BuiltSource(
+            build_on_host(spec, seed)
+        )
     state, names = weights(), all_names(root)
     _check_state_fits(state, names, root)
     complete = hasattr(root, "init_buffers") or all(name in state for name, _ in root.named_buffers())

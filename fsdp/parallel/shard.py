@@ -57,6 +57,11 @@ class Dtypes:
     param: torch.dtype
     reduce: torch.dtype
     output: torch.dtype | None
+    frozen: torch.dtype | None = None
+    """Of stored parameters that are not trained; None is the master's."""
+
+    def stored(self, parameter: nn.Parameter) -> torch.dtype:
+        return self.master if self.frozen is None or parameter.requires_grad else self.frozen
 
     @property
     def needs_loss_scale(self) -> bool:
@@ -71,6 +76,7 @@ def resolve_dtypes(precision: PrecisionSection, device: torch.device) -> Dtypes:
         param=fast if precision.param == "auto" else DTYPES[precision.param],
         reduce=master if precision.reduce == "auto" else DTYPES[precision.reduce],
         output=None if precision.output == "auto" else DTYPES[precision.output],
+        frozen=None if precision.frozen == "auto" else DTYPES[precision.frozen],
     )
 
 
@@ -231,6 +237,10 @@ def shard_model(
         convert_tensors(
             model, lambda tensor: tensor.to(dtypes.master) if tensor.is_floating_point() else tensor
         )
+    if dtypes.frozen is not None:
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtypes.stored(parameter))
     units = find_units(model, section.wrap)
     apply_float8(units, speed, sharded=sizes.strategy != "ddp")
     apply_activation_checkpointing(units, memory, compiled=compiles(speed, device), root=model)
@@ -260,7 +270,7 @@ def _apply_fully_shard(sharded: Sharded, policy: bool | int | str, memory: Memor
     plain = dtypes.param == dtypes.master
     mixed = MixedPrecisionPolicy(
         # None where nothing is cast: a cast to the same dtype would still cost a copy in the gathered buffer.
-        param_dtype=None if plain else dtypes.param,
+        param_dtype=None if plain and dtypes.frozen is None else dtypes.param,
         reduce_dtype=None if plain and dtypes.reduce == dtypes.master else dtypes.reduce,
         output_dtype=dtypes.output,
     )

@@ -244,4 +244,5 @@ def checkpoint_bytes(config: Config) -> float:
 
 def _resting(config: Config) -> RestingBytes:
     model = model_of(config, subject_of(config.model, config.data).spec)
-    return resting_bytes(config.optim, model, resolve_dtypes(config.precision, CPU).master)
+    dtypes = resolve_dtypes(config.precision, CPU)
+    return resting_bytes(config.optim, model, dtypes.master, dtypes.frozen)

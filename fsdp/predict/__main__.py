@@ -1,4 +1,4 @@
-"""Predict with a trained run, in one process:
+"""Predict with a trained run:
 
     python -m fsdp.predict RUN                        classes and accuracy of held-out data, or generated text
     python -m fsdp.predict RUN --image digit.png      your own image; --invert if it is dark on light
@@ -7,6 +7,11 @@
 RUN is the --run.dir of a run with an export in RUN/full_model. Flags --data.NAME override the run's own, if
 its data has moved. Code that RUN/config.toml names is imported only if --trust-code names it too
 (docs/security.md). Exit code 0, or 2 for a wrong command.
+
+Under torchrun or srun the model is sharded over the ranks, with the same answer, which rank 0 prints. Each
+rank reads its own rows, or those of the newest checkpoint if there is no export:
+
+    torchrun --nproc_per_node=2 -m fsdp.predict RUN --prompt "text"
 """
 
 from __future__ import annotations
@@ -19,8 +24,10 @@ from pathlib import Path
 from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.config import TRUST_HELP
 from fsdp.config.command_line import CommandParser, number, one_of, whole_number
+from fsdp.dist.env import from_environment, prints_shared_errors, started_by, wait_for_rank_0_to_print
 from fsdp.predict import images, language, picture
 from fsdp.predict.images import Prediction
+from fsdp.predict.sharded import sharded_run
 from fsdp.predict.trained import TrainedModel, open_run
 
 FOR_IMAGES, FOR_LANGUAGE = (
@@ -32,18 +39,30 @@ FOR_IMAGES, FOR_LANGUAGE = (
 def main(argv: Sequence[str]) -> int:
     try:
         options, flags = _parse(argv)
-        trained = open_run(Path(options.run), flags, options.trust_code)
-        generates = trained.data.info.kind == "text" or language.has_tokenizer(trained, options.prompt)
-        if generates:
-            _check_fits(options, "a language model", FOR_IMAGES)
-            _generate(trained, options)
-        else:
-            _check_fits(options, "a classifier", FOR_LANGUAGE)
-            _classify(trained, options)
+        run = Path(options.run)
+        if not started_by():
+            _answer(open_run(run, flags, options.trust_code), options)
+            return 0
+        env = from_environment()
+        with sharded_run(run, flags, options.trust_code, env) as trained:
+            _answer(trained, options, shows=env.is_main)
     except ShardrunError as error:
-        print(f"fsdp.predict: {error}", file=sys.stderr)
+        if prints_shared_errors() or error.scope != "all":
+            print(f"fsdp.predict: {error}", file=sys.stderr, flush=True)
+        else:
+            wait_for_rank_0_to_print()
         return error.exit_code
     return 0
+
+
+def _answer(trained: TrainedModel, options: argparse.Namespace, *, shows: bool = True) -> None:
+    """Computes on every rank; the one that `shows` prints and writes."""
+    if trained.data.info.kind == "text" or language.has_tokenizer(trained, options.prompt):
+        _check_fits(options, "a language model", FOR_IMAGES)
+        _generate(trained, options, shows)
+    else:
+        _check_fits(options, "a classifier", FOR_LANGUAGE)
+        _classify(trained, options, shows)
 
 
 def _parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -93,7 +112,7 @@ def _or(value: float | None, default: float) -> float:
 # ---------------------------------------------------------------- images
 
 
-def _classify(trained: TrainedModel, options: argparse.Namespace) -> None:
+def _classify(trained: TrainedModel, options: argparse.Namespace, shows: bool) -> None:
     split = options.split or "heldout"
     samples = trained.data.train if split == "train" else trained.data.heldout
     file = options.out or trained.run / "predictions.png"
@@ -106,14 +125,17 @@ def _classify(trained: TrainedModel, options: argparse.Namespace) -> None:
         raise ConfigError(f"{options.run} has no held-out data.", "--split train, or --image FILE")
     else:
         predictions = images.of_samples(trained, samples, int(_or(options.samples, 16)))
+    counted = images.accuracy(trained, samples) if samples is not None and not options.image else None
+    if not shows:
+        return
     classes = _named(images.classes_of(trained), predictions)
     _print_table(predictions, classes)
     if predictions and predictions[0].inputs.ndim == 3:
         sheet = picture.draw(predictions, classes, trained.data.info.preprocess)
         picture.save(sheet, file, replace=options.out is None)
         print(f"picture   {file}")
-    if samples is not None and not options.image:
-        right, count = images.accuracy(trained, samples)
+    if counted is not None:
+        right, count = counted
         which = split.replace("heldout", "held-out")
         print(f"accuracy  {right / count:.2%} of the {which} samples, {right} of {count}")
 
@@ -137,7 +159,7 @@ def _print_table(predictions: list[Prediction], classes: Sequence[str]) -> None:
 # ---------------------------------------------------------------- language
 
 
-def _generate(trained: TrainedModel, options: argparse.Namespace) -> None:
+def _generate(trained: TrainedModel, options: argparse.Namespace, shows: bool) -> None:
     prompt = options.prompt if options.prompt is not None else language.default_prompt(trained)
     sampling = language.Sampling(
         tokens=int(_or(options.tokens, 200)),
@@ -146,6 +168,8 @@ def _generate(trained: TrainedModel, options: argparse.Namespace) -> None:
         seed=int(_or(options.seed, 0)),
     )
     text = language.decode(trained, language.generate(trained, language.encode(trained, prompt), sampling))
+    if not shows:
+        return
     print(text)
     if options.out:
         try:

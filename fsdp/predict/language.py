@@ -126,7 +126,8 @@ def generate(trained: TrainedModel, prompt: list[int], sampling: Sampling) -> li
     end = trained.data.info.preprocess.get("end")
     for _ in range(sampling.tokens):
         logits = trained.logits(torch.tensor([tokens[-window:]]))
-        tokens.append(_choose(logits[0, -1, : vocab_size(trained)].float().cpu(), sampling, generator))
+        chosen = _choose(logits[0, -1, : vocab_size(trained)].float().cpu(), sampling, generator)
+        tokens.append(chosen if trained.from_rank_0 is None else trained.from_rank_0(chosen))
         if tokens[-1] == end:
             break
     return tokens

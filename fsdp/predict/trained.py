@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,16 @@ from fsdp.checkpoint.pretrained import SINGLE_FILE, PretrainedWeights
 from fsdp.config import Config
 from fsdp.data import DataSet, build_dataset
 from fsdp.dist.env import pick_device
-from fsdp.models import resolve
-from fsdp.models.hf import KERNELS, PREFIX, resolve_folder
+from fsdp.models import ModelSpec, resolve
+from fsdp.models.hf import KERNELS
+from fsdp.models.hub import PREFIX
 from fsdp.models.kv_cache import turn_caches_off
 from fsdp.models.loss import loss_or_logits
 from fsdp.models.unsharded import fill_buffers, to_empty
 from fsdp.parallel.shard import resolve_dtypes
 
 # Fields that predictions do not use, and whose files may no longer exist.
-NOT_USED = ("checkpoint.resume", "model.weights", "ray.", "mesh.")
+NOT_USED = ("checkpoint.resume", "ray.", "mesh.")
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,15 @@ class TrainedModel:
     model: nn.Module
     data: DataSet
     device: torch.device
+    from_rank_0: Callable[[int], int] | None = None
+    """Rank 0's number on every rank, for a model sharded over ranks."""
 
     def logits(self, inputs: Tensor) -> Tensor:
         """The model's logits, on its device."""
-        dtype = next(self.model.parameters()).dtype
+        dtype = max((p.dtype for p in self.model.parameters()), key=lambda one: one.itemsize)
         inputs = inputs.to(self.device, dtype if inputs.is_floating_point() else None)
-        with torch.inference_mode():
+        # FSDP2 gathers no parameters in inference mode
+        with torch.inference_mode() if self.from_rank_0 is None else torch.no_grad():
             _, logits = loss_or_logits(self.model(inputs))
         if logits is None:
             raise ConfigError(
@@ -73,49 +77,59 @@ def read_config(run: Path, flags: Sequence[str], trusted: Collection[str]) -> Co
 
 
 def _load(run: Path, config: Config, facts: Mapping[str, Any]) -> nn.Module:
-    folder = run / "full_model"
-    if not any((folder / name).is_file() for name in (TORCH_FILE, INDEX_FILE, SINGLE_FILE)):
-        raise ConfigError(
-            f"{run} has no exported model in {folder}.", f"python -m fsdp.checkpoint {run} export"
-        )
-    if config.model.name.startswith(PREFIX) and (folder / "config.json").is_file():
-        return _load_folder(folder, config)
-    state = dict(open_full_state(folder))
-    spec = resolve(config.model, facts)
-    with torch.device("meta" if spec.knows_inits else "cpu"):
+    spec, state = open_export(run, config, facts)
+    fills_itself = spec.knows_inits or spec.pretrained is not None
+    with torch.device("meta" if fills_itself else "cpu"):
         model = spec.build()
-    if spec.knows_inits:
+    if fills_itself:
         to_empty(model, "cpu")
         fill_buffers(model, "cpu")
-    model.to(_floating(state))
+    turn_caches_off(model)
+    dtype = _floating(state)
+    if spec.pretrained is None:
+        model.to(dtype)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
     try:
-        model.load_state_dict(state, strict=True)
+        model.load_state_dict(dict(state), strict=True)
     except RuntimeError as error:
         what = "; ".join(" ".join(line.split()) for line in str(error).splitlines()[1:2]) or str(error)
         raise ConfigError(
-            f"{folder} does not fit the model of {run}/config.toml: {what}",
+            f"{run}/full_model does not fit the model of {run}/config.toml: {what}",
             f"python -m fsdp.checkpoint {run} export",
         ) from None
     return model
 
 
-def _load_folder(folder: Path, config: Config) -> nn.Module:
-    """The exported folder of a run of hf:FOLDER, whose source may no longer exist."""
-    kernels = {name: value for name, value in config.model.args.items() if name in KERNELS}
-    source = resolve_folder(f"{PREFIX}{folder}", kernels, {})
-    weights = PretrainedWeights(source, config.run.seed)
-    with torch.device("meta"):
-        model = source.build()
-    turn_caches_off(model)
-    to_empty(model, "cpu")
-    fill_buffers(model, "cpu")
-    dtype = _floating(weights)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-    model.load_state_dict(dict(weights), strict=True)
-    return model
+def has_export(run: Path) -> bool:
+    return any((run / "full_model" / name).is_file() for name in (TORCH_FILE, INDEX_FILE, SINGLE_FILE))
+
+
+def open_export(
+    run: Path, config: Config, facts: Mapping[str, Any]
+) -> tuple[ModelSpec, Mapping[str, Tensor]]:
+    """The model and the tensors of RUN/full_model, read when they are accessed."""
+    folder = run / "full_model"
+    if not has_export(run):
+        raise ConfigError(
+            f"{run} has no exported model in {folder}.", f"python -m fsdp.checkpoint {run} export"
+        )
+    model = config.model
+    if (folder / "config.json").is_file():  # in the format of transformers; its source may no longer exist
+        if model.name.startswith(PREFIX):
+            kernels = {name: value for name, value in model.args.items() if name in KERNELS}
+            model = replace(model, name=f"{PREFIX}{folder}", args=kernels, weights="")
+        elif model.name == "transformer":
+            model = replace(model, weights=str(folder))
+    spec = resolve(model, facts)
+    if spec.pretrained is None or spec.pretrained.folder != folder:
+        return replace(spec, pretrained=None), open_full_state(folder)
+    return spec, PretrainedWeights(spec.pretrained, config.run.seed)
 
 
 def _floating(state: Mapping[str, Tensor]) -> torch.dtype:
-    """The dtype of the saved parameters: a float64 master must not be rounded when loaded."""
-    return next((value.dtype for value in state.values() if value.is_floating_point()), torch.float32)
+    """The widest dtype of the saved parameters: a float64 master must not be rounded when loaded."""
+    if isinstance(state, PretrainedWeights):
+        return state.dtype
+    found = {value.dtype for value in state.values() if value.is_floating_point()}
+    return max(found, key=lambda dtype: dtype.itemsize, default=torch.float32)

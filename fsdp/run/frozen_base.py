@@ -6,6 +6,7 @@ Not here: how a checkpoint uses them (fsdp/checkpoint/adapter_weights.py).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from fsdp.models.lora import adapted, base_names
 from fsdp.models.parameter_names import names_by_tensor
 from fsdp.parallel.init_check import state_digest
 from fsdp.parallel.materialize import build_on_host
+from fsdp.parallel.shard import Dtypes
 from fsdp.run import weights
 
 
@@ -36,7 +38,7 @@ class _Renamed(Mapping[str, Tensor]):
         return sum(1 for _ in self)
 
 
-def base_of(config: Config, spec: ModelSpec, dtype: torch.dtype, digest: str) -> Base:
+def base_of(config: Config, spec: ModelSpec, dtypes: Dtypes, digest: str) -> Base:
     """The source of the weights by the flags, whatever their digest."""
 
     def build() -> nn.Module:
@@ -50,19 +52,31 @@ def base_of(config: Config, spec: ModelSpec, dtype: torch.dtype, digest: str) ->
         if state is not None:
             return _Renamed(state, _all_names(build()))
         seed = config.run.seed
-        return (build_real(spec, seed) if spec.knows_inits else build_on_host(spec, seed)).state_dict()
+        if spec.knows_inits:
+            return build_real(spec, seed).state_dict()
+        whole = partial(build_on_host, spec, seed)
+        draws = spec.draws(seed, whole)
+        return whole().state_dict() if draws is None else draws
 
     origin = weights.origin(config, spec)
-    return Base(digest=digest, origin=origin, lora=config.lora, dtype=dtype, build=build, open=read)
+    return Base(
+        digest=digest,
+        origin=origin,
+        lora=config.lora,
+        dtype=dtypes.master,
+        stored=dtypes.frozen or dtypes.master,
+        build=build,
+        open=read,
+    )
 
 
-def maybe_base(config: Config, spec: ModelSpec, dtype: torch.dtype, root: nn.Module) -> Base | None:
+def maybe_base(config: Config, spec: ModelSpec, dtypes: Dtypes, root: nn.Module) -> Base | None:
     """The frozen weights of this run; None for a run without adapters. Collective."""
     if next(adapted(root), None) is None:
         return None
     frozen = base_names(root)
     digests = {name: value for name, value in state_digest(root).items() if name in frozen}
-    return base_of(config, spec, dtype, digest_of(digests))
+    return base_of(config, spec, dtypes, digest_of(digests))
 
 
 def _all_names(model: nn.Module) -> dict[str, list[str]]:

@@ -43,6 +43,7 @@ from fsdp.parallel.device_check import check_device
 from fsdp.parallel.float8 import check_float8, check_float8_tokens, gathered_in_float8
 from fsdp.parallel.init_check import cut_of
 from fsdp.parallel.shard import Dtypes, resolve_dtypes
+from fsdp.run.weights import saved_as
 
 log = logging.getLogger(__name__)
 
@@ -99,9 +100,11 @@ def prepare(config: Config, *, world_size: int, num_nodes: int, device: torch.de
     check_float8_tokens(config.speed, batch.micro_batch * data.info.tokens_per_sample)
     cursor = _cursor(config, data)
     total_steps = _total_steps(config, data, cursor)
+    spec = resolve_model(config.model, data.info.facts)
+    saved_as(config, spec)  # its errors come before the ranks meet
     return Job(
         data=data,
-        spec=resolve_model(config.model, data.info.facts),
+        spec=spec,
         sizes=sizes,
         batch=batch,
         cursor=cursor,
@@ -218,7 +221,8 @@ def describe(config: Config, job: Job, model: nn.Module) -> Mapping[str, str]:
         "global batch": f"{batch.global_batch} samples = micro-batch {batch.micro_batch} × "
         f"{batch.accumulation} × {sizes.ranks} ranks" + (", padded" if padded else ""),
         "steps": steps_line(job),
-        "precision": f"{_name(dtypes.param)} on {_name(dtypes.master)}, reduced in {_name(dtypes.reduce)}",
+        "precision": f"{_name(dtypes.param)} on {_name(dtypes.master)}, reduced in {_name(dtypes.reduce)}"
+        + ("" if dtypes.frozen is None else f", frozen in {_name(dtypes.frozen)}"),
         "bytes a rank": _bytes_a_rank(config, job, model),
     }  # fmt: skip
     facts["units"] = units_line(model, config.mesh.wrap)
@@ -329,7 +333,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def _bytes_a_rank(config: Config, job: Job, model: nn.Module) -> str:
     """Parameters, gradients and optimizer states. A plan adds what a step takes."""
-    held = resting_bytes(config.optim, model, job.dtypes.master)
+    held = resting_bytes(config.optim, model, job.dtypes.master, job.dtypes.frozen)
     resting = held.total / job.sizes.shard
     counted = " (its states counted as Adam's)" if is_custom(config.optim) else ""
     return f"{resting / 2**30:.3f} GiB of parameters, gradients and optimizer{counted}"

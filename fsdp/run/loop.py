@@ -58,7 +58,7 @@ from fsdp.record.metrics import NoReporter, Reporter
 from fsdp.record.mlflow_sink import check_mlflow
 from fsdp.record.recorder import Pending, Recorder
 from fsdp.record.wandb_sink import check_wandb
-from fsdp.run import setup
+from fsdp.run import setup, weights
 from fsdp.run.evaluate import Evaluation, evaluate
 from fsdp.run.frozen_base import maybe_base
 from fsdp.run.job import Job, describe, prepare, resumed, steps_line, trained_model
@@ -197,8 +197,8 @@ def _set_up(
     setup.fill_weights(
         config, env, job, sharded, shelf, restored=not config.lora.rank and checkpointer.finds()
     )
-    checkpointer.base = maybe_base(config, job.spec, job.dtypes.master, sharded.root)
-    checkpointer.pretrained = job.spec.pretrained
+    checkpointer.base = maybe_base(config, job.spec, job.dtypes, sharded.root)
+    checkpointer.pretrained = weights.saved_as(config, job.spec)
     oom_context = OomContext(
         sizes=job.sizes,
         batch=job.batch,

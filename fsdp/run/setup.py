@@ -117,8 +117,8 @@ def fill_weights(
     config: Config, env: DistEnv, job: Job, sharded: Sharded, shelf: NvmeFiles | None, *, restored: bool
 ) -> None:
     """Makes meta weights real; for a restored run only allocates them."""
-    state_named = config.model.weights not in ("", weights.NONE)
     folder_read = weights.reads_folder(config, job.spec)
+    state_named = not folder_read and config.model.weights not in ("", weights.NONE)
     materialize(
         sharded,
         spec=job.spec,

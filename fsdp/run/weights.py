@@ -5,10 +5,13 @@ Not here: how ranks read or receive them (fsdp/parallel/materialize.py).
 
 from __future__ import annotations
 
+from fsdp.base.errors import ConfigError
 from fsdp.checkpoint.full_state import FullState, open_full_state
 from fsdp.checkpoint.pretrained import PretrainedWeights
 from fsdp.config import Config
 from fsdp.models import ModelSpec
+from fsdp.models.llama_folder import from_sizes
+from fsdp.models.source_folder import SourceFolder
 
 NONE = "none"
 """--model.weights none: random weights where --model.name has its own."""
@@ -20,8 +23,20 @@ def maybe_state(config: Config) -> FullState | None:
 
 
 def reads_folder(config: Config, spec: ModelSpec) -> bool:
-    """Whether the weights are those of the folder that --model.name names."""
-    return spec.pretrained is not None and not config.model.weights
+    """Whether the weights are those of a folder of transformers."""
+    return spec.pretrained is not None and config.model.weights == spec.pretrained.weights
+
+
+def saved_as(config: Config, spec: ModelSpec) -> SourceFolder | None:
+    """The format of transformers in which the run is exported; None for a state dict."""
+    if spec.pretrained is not None or config.checkpoint.export_format != "hf":
+        return spec.pretrained
+    if spec.name != "transformer":
+        raise ConfigError(
+            f"--checkpoint.export_format hf: {spec.name} is no model of transformers.",
+            "--checkpoint.export_format safetensors",
+        )
+    return from_sizes(spec.sizes, spec.build)
 
 
 def open_folder(config: Config, spec: ModelSpec, *, quiet: bool = True) -> PretrainedWeights:
@@ -32,6 +47,7 @@ def open_folder(config: Config, spec: ModelSpec, *, quiet: bool = True) -> Pretr
 def origin(config: Config, spec: ModelSpec) -> str:
     """The flag that identifies the weights."""
     if reads_folder(config, spec):
-        return f"--model.name {spec.name}"
+        assert spec.pretrained is not None
+        return spec.pretrained.flag
     weights = config.model.weights
     return f"--model.weights {weights}" if weights not in ("", NONE) else f"--run.seed {config.run.seed}"

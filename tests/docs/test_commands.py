@@ -70,6 +70,7 @@ NOT_RUN = {
     r"python -m launch\.submit": "needs Slurm: tests/slurm/test_submit.py",
     r"python train\.py --backend ray": "starts or joins a Ray: tests/ray",
     r"torchrun .*--model\.name hf:FOLDER": "needs a folder of transformers: tests/run/test_pretrained.py",
+    r"torchrun --nproc_per_node=2 -m fsdp\.predict RUN --prompt": "tests/predict/test_sharded.py",
     r"python -m fsdp\.predict RUN --prompt \"text\"": "needs its tokenizer: tests/run/test_pretrained.py",
     r"python -m fsdp\.config migrate FILE": "a file of another trainer: tests/config/test_migrate.py",
     r"(torchrun --nproc_per_node=2|python) examples/": "tests/launch/test_library.py",

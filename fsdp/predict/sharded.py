@@ -1,0 +1,132 @@
+"""A run's model sharded over the ranks of torchrun or srun: each rank reads its own rows.
+
+The tensors are those of RUN/full_model, or of the newest whole checkpoint if there is no export. Not here:
+the model in one process (trained.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fsdp.base.errors import CheckpointError, ConfigError
+from fsdp.checkpoint import inspect, load
+from fsdp.checkpoint.open_store import open_store
+from fsdp.checkpoint.restore import load_weights
+from fsdp.config import Config, MeshSection, check_store
+from fsdp.data import build_dataset
+from fsdp.dist.collectives import ObjectGroup, broadcast_object
+from fsdp.dist.env import DistEnv
+from fsdp.dist.mesh import MeshSizes, build_mesh
+from fsdp.dist.process_group import process_group
+from fsdp.models import ModelSpec, resolve
+from fsdp.models.parameter_names import all_names
+from fsdp.parallel.materialize import materialize
+from fsdp.parallel.shard import Sharded, shard_model
+from fsdp.predict.trained import TrainedModel, has_export, open_export, read_config
+from fsdp.run.job import model_of
+
+
+@contextmanager
+def sharded_run(
+    run: Path, flags: Sequence[str], trusted: Collection[str], env: DistEnv
+) -> Iterator[TrainedModel]:
+    """The model on all ranks, in the run's precision. Collective, as is each of its forwards."""
+    config = read_config(run, flags, trusted)
+    data = build_dataset(config.data)
+    spec, state = _model_and_tensors(run, config, data.info.facts)
+    with process_group(env, config.run.process_group_timeout_s):
+        sharded = _sharded(config, spec, env)
+        if state is None:
+            _load_checkpoint(run, config, spec, sharded)
+        else:
+            _load_export(run, config, spec, state, sharded, env.rank)
+        sharded.root.eval()
+        yield TrainedModel(run, config, sharded.root, data, env.device, from_rank_0=broadcast_object)
+
+
+def _model_and_tensors(
+    run: Path, config: Config, facts: Mapping[str, Any]
+) -> tuple[ModelSpec, Mapping[str, Tensor] | None]:
+    if has_export(run):
+        return open_export(run, config, facts)
+    if config.lora.rank:
+        raise ConfigError(
+            f"{run} has no exported model, and its checkpoints hold adapters alone.",
+            f"python -m fsdp.checkpoint {run} export",
+        )
+    return resolve(config.model, facts), None
+
+
+def _sharded(config: Config, spec: ModelSpec, env: DistEnv) -> Sharded:
+    """Compilation, recomputation and offload of the training run do not apply."""
+    mesh = MeshSizes("fsdp", 1, env.world_size)
+    plain = Config()
+    return shard_model(
+        model_of(replace(plain, model=config.model), spec),  # frozen parameters may have their own dtype
+        sizes=mesh,
+        mesh=build_mesh(mesh, env.device, config.run.process_group_timeout_s),
+        device=env.device,
+        section=MeshSection(strategy="fsdp"),
+        precision=config.precision,
+        memory=plain.memory,
+        speed=plain.speed,
+    )
+
+
+@dataclass(frozen=True)
+class StateRows:
+    """Rows of tensors in mapped files. A tied tensor may have any of its names there."""
+
+    run: Path
+    state: Mapping[str, Tensor]
+    names: Mapping[str, list[str]]
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        known = next((one for one in self.names.get(name, [name]) if one in self.state), None)
+        if known is None:
+            raise ConfigError(
+                f"{self.run}/full_model has no {name}.", f"python -m fsdp.checkpoint {self.run} export"
+            )
+        tensor = self.state[known]
+        return tensor[first:last] if tensor.dim() else tensor
+
+
+def _load_export(
+    run: Path, config: Config, spec: ModelSpec, state: Mapping[str, Tensor], sharded: Sharded, rank: int
+) -> None:
+    """Each rank reads its rows; a model with buffers that no file holds is built on rank 0 for those."""
+    root = sharded.root
+    rows: Any = state if hasattr(state, "rows") else StateRows(run, state, all_names(root))
+    complete = hasattr(root, "init_buffers") or not set(dict(root.named_buffers())) - set(root.state_dict())
+    materialize(
+        sharded,
+        spec=spec,
+        seed=config.run.seed,
+        init="shard",
+        rank=rank,
+        pretrained=(lambda: rows) if complete else None,
+        weights=None if complete else lambda: state,
+    )
+
+
+def _load_checkpoint(run: Path, config: Config, spec: ModelSpec, sharded: Sharded) -> None:
+    """Reads the newest whole checkpoint's shards, with checksums and digests."""
+    place = check_store(run, config.checkpoint.dir) if config.checkpoint.dir else str(run / "checkpoints")
+    store, group = open_store(place), ObjectGroup()
+    found = group.on_main(
+        lambda: next((one for one in inspect.scan(store) if one.manifest is not None), None)
+    )
+    if found is None:
+        raise CheckpointError(
+            f"{run} has neither an exported model nor a whole checkpoint.",
+            f"python -m fsdp.checkpoint {run} verify",
+        )
+    materialize(sharded, spec=spec, seed=0, init="shard", rank=group.rank, restored=True)
+    source = load.open_one(store, found.folder, found.manifest)
+    load_weights(source, sharded.root, group, verify=config.checkpoint.verify)

@@ -1,0 +1,76 @@
+"""Random weights of transformers' models, drawn module by module: distributed as in a model built whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp.base.torchvision_import import prepare_torchvision
+from fsdp.models.hf_random import ModuleDraws
+from tests.models import small_hf
+from tests.run.hf_folders import _model
+
+pytestmark = [pytest.mark.slow, pytest.mark.needs("transformers")]
+
+NAMES = ["llama", "tied", "qwen3", "gemma3", "gpt2", "bert", "t5", "vit", "mixtral"]
+
+
+def build(name: str) -> nn.Module:
+    return small_hf.gemma3() if name == "gemma3" else _model(name)
+
+
+def refuse() -> nn.Module:
+    raise AssertionError("the model is built whole")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_tensor_is_distributed_as_in_a_whole_model(name: str) -> None:
+    prepare_torchvision()
+    torch.manual_seed(0)
+    whole = build(name).state_dict()
+    draws = ModuleDraws(lambda: build(name), 0, refuse)
+    assert draws.keys() == whole.keys()
+    for key, expected in whole.items():
+        found = draws[key]
+        assert found.dtype == expected.dtype
+        if expected.numel() < 2 or float(expected.std()) == 0:
+            assert torch.equal(found, expected), key
+        elif expected.numel() >= 200:
+            assert float(found.std()) == pytest.approx(float(expected.std()), rel=0.3), key
+        assert found.shape == expected.shape
+        assert torch.equal(draws[key], found)
+    other = ModuleDraws(lambda: build(name), 1, refuse)
+    assert any(not torch.equal(draws[key], other[key]) for key in whole)
+
+
+class OwnScale(nn.Module):
+    """A module whose constructor sets a value that no initialisation knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((3,), 5.0))
+
+
+def with_a_scale() -> nn.Module:
+    model: Any = small_hf.llama()
+    model.own = OwnScale()
+    return model
+
+
+def test_a_value_of_the_constructor_is_read_from_a_whole_model() -> None:
+    prepare_torchvision()
+    draws = ModuleDraws(with_a_scale, 0, with_a_scale)
+    found: Tensor = draws["own.scale"]
+    assert torch.equal(found, torch.full((3,), 5.0))
+
+
+def test_one_module_is_held_at_a_time() -> None:
+    prepare_torchvision()
+    draws = ModuleDraws(small_hf.llama, 0, refuse)
+    for _ in draws.values():
+        held = [p for p in draws._model.parameters() if p.device.type != "meta"]
+        assert not held
+        assert len(draws._last[1]) <= 2
