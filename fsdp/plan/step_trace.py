@@ -120,6 +120,9 @@ def stage(ask: FakeRun) -> Iterator[Stage]:
             if ask.device == "cuda":
                 _group_kernels(optimizer)
             _fill(optimizer, config)
+            if loss_function.gives_labels(subject.sample):
+                with torch.no_grad(), sharded.evaluating():
+                    loss_function.presume(sharded.called, next(batches(subject, 1)).data)
             yield Stage(sharded, loss_function, optimizer, buckets, subject)
 
 
