@@ -56,7 +56,8 @@ def build(model: str, exact: bool = False) -> nn.Module:
     file = "small_timm" if model in TIMM else "small_hf"
     built: nn.Module = getattr(importlib.import_module(f"tests.models.{file}"), model)()
     if exact:
-        for module in built.modules():
+        parts: Any = built.modules()
+        for module in parts:
             module.__class__ = _without_casts(type(module))
     return built
 

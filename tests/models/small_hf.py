@@ -98,6 +98,7 @@ def mixtral() -> nn.Module:
     return MixtralForCausalLM(config)
 
 
+HEADS: dict[str, Any] = {"head_dim": 12}
 MOE: dict[str, Any] = {
     "num_key_value_heads": 1, "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
     "output_router_logits": True, "router_aux_loss_coef": 0.5, "use_cache": False,
@@ -121,7 +122,7 @@ def qwen2_moe() -> nn.Module:
 def qwen3_moe() -> nn.Module:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **MOE, head_dim=12))
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **MOE, **HEADS))
 
 
 def mamba() -> nn.Module:

@@ -43,11 +43,8 @@ def test_planned_bytes_are_those_of_a_real_step(case: Case) -> None:
     assert all(p * (1 + MARGIN) >= m for p, m in zip(planned, measured, strict=True))
 
 
-FOREIGN = [(name, variant) for name in plan_hf.MODELS for variant in plan_hf.VARIANTS]
-
-
 @pytest.mark.needs("transformers")
-@pytest.mark.parametrize(("name", "variant"), sample_are([("t5", "ops")], FOREIGN))
+@pytest.mark.parametrize(("name", "variant"), sample_are([("t5", "ops")], plan_hf.CASES))
 def test_planned_bytes_of_a_model_of_transformers(name: str, variant: str, tmp_path: Path) -> None:
     plan_hf.write_folder(name, tmp_path / name)
     case = plan_hf.case_of(name, variant, tmp_path)
