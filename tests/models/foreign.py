@@ -56,9 +56,9 @@ def build(model: str, exact: bool = False) -> nn.Module:
     file = "small_timm" if model in TIMM else "small_hf"
     built: nn.Module = getattr(importlib.import_module(f"tests.models.{file}"), model)()
     if exact:
-        parts: Any = built.modules()
-        for module in parts:
-            module.__class__ = _without_casts(type(module))
+        for module in built.modules():
+            kind: Any = type(module)
+            module.__class__ = _without_casts(kind)
     return built
 
 
