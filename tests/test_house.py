@@ -238,6 +238,7 @@ def test_rank_variables_are_read_in_one_file() -> None:
     [
         "torchvision",
         "transformers",
+        "timm",
         "tokenizers",
         "pyarrow",
         "zstandard",
@@ -272,7 +273,7 @@ NOT_TORCH = {
     "_exit": "os", "_current_frames": "sys", "_call_s3": "s3fs", "_base_exc": "ray", "_executor": "submitit",
     "_make_submission_file_text": "submitit", "_submitit_command_str": "submitit", "_usr_sig": "submitit",
     "_init_weights": "transformers", "_adjust_missing_and_unexpected_keys": "transformers",
-    "_is_hf_initialized": "transformers",
+    "_is_hf_initialized": "transformers", "_experts_implementation": "transformers",
     "_hybrid_shard_zero2": "a word that people type for --mesh.strategy",
 }  # fmt: skip
 """Private names of others, and whose they are."""

@@ -191,7 +191,22 @@ class LossFunction:
             raise head.refusal(f"the model computes a loss of its own from {name}")
         return self._own
 
-    def gives_labels(self, data: Mapping[str, Tensor]) -> str:
+    def presume(self, model: nn.Module, data: Mapping[str, Tensor]) -> None:
+        """As `learn`, for tensors without values: a loss beside logits of the labels' shape is taken as the
+        cross entropy of both.
+        """
+        name = self.gives_labels(data)
+        if self.custom is not None or not name:
+            return
+        output, labels = read_output(self._call(model, data)), data[name]
+        if output.loss is None or output.logits is None or output.logits.shape[:-1] != labels.shape:
+            return
+        weight = self._auxiliary_weight if output.auxiliary is not None else 0.0
+        withheld = name == "labels" and not self._decodes_labels
+        self._own = OwnLoss(name, labels.dim() > 1, weight, withheld)
+        self.counts_tokens, self.classifies = labels.dim() > 1, True
+
+    def gives_labels(self, data: Mapping[str, object]) -> str:
         """Returns the name under which the model receives its labels; empty if it receives none."""
         return next((name for name in LABELS if name in data and self._passes(name)), "")
 

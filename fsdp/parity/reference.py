@@ -41,6 +41,7 @@ class PlainLoop:
         import torch
 
         from fsdp.models import build_real
+        from fsdp.models.experts import select_experts_kernel
         from fsdp.models.trainable import freeze
         from fsdp.run import weights
 
@@ -59,6 +60,7 @@ class PlainLoop:
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             if tensor.is_floating_point():
                 tensor.data = tensor.data.to(kept)
+        select_experts_kernel(self.model, computed)
         self._start = {name: value.clone() for name, value in self.model.state_dict().items()}
         self.loss = Loss(self.model, computed, self._samples(0), config.train.loss)
         self.rounds = (

@@ -22,6 +22,7 @@ from fsdp.data import build_dataset
 from fsdp.data.types import DataSet
 from fsdp.models import ModelSpec
 from fsdp.models import resolve as resolve_model
+from fsdp.models.hf import PREFIX, PretrainedFolder, resolve_folder
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 
@@ -84,6 +85,8 @@ def _stand_in(model: ModelSection, data: DataSection) -> DataSection | None:
         return DataSection(
             name="synthetic", seq_len=data.seq_len, args={"kind": "tokens", "vocab_size": args["vocab_size"]}
         )
+    if model.name.startswith(PREFIX):
+        return _pretrained_stand_in(resolve_folder(model.name, model.args, {}), model, data)
     if model.name == "vit" and (model.preset or model.args):
         from fsdp.models.vit import PRESETS as SIZES
 
@@ -93,4 +96,27 @@ def _stand_in(model: ModelSection, data: DataSection) -> DataSection | None:
             name: given[name] for name in ("image_size", "channels", "num_classes") if name in given
         }
         return DataSection(name="synthetic", args={"kind": "images", **kept})
+    return None
+
+
+def _pretrained_stand_in(
+    found: PretrainedFolder, model: ModelSection, data: DataSection
+) -> DataSection | None:
+    """Tokens for a causal model, images for a classifier of images; others read labels of the data's own."""
+    config, kind = found.config, found.cls.__name__
+    if kind.endswith(("ForCausalLM", "LMHeadModel")):
+        words = config.get_text_config().vocab_size
+        return DataSection(
+            name="synthetic", seq_len=data.seq_len, args={"kind": "tokens", "vocab_size": words}
+        )
+    if kind.endswith("ForImageClassification") and isinstance(config.image_size, int):
+        args = {"image_size": config.image_size, "channels": config.num_channels}
+        return DataSection(
+            name="synthetic", args={"kind": "images", "num_classes": config.num_labels, **args}
+        )
+    if data.name == DataSection().name:
+        raise ConfigError(
+            f"--model.name {model.name}: a {kind} reads samples that --data.name {data.name} does not have.",
+            "--data.name my_data:build for a Dataset with input_ids and labels",
+        )
     return None

@@ -30,6 +30,7 @@ from fsdp.models.blocks import find_units
 from fsdp.models.checks import lacks_base, make_contiguous
 from fsdp.models.chunked_loss import output_layer
 from fsdp.models.custom_loss import CustomLoss, load_loss
+from fsdp.models.experts import select_experts_kernel
 from fsdp.models.kv_cache import turn_caches_off
 from fsdp.models.lora import adapted, apply_lora
 from fsdp.models.trainable import freeze
@@ -186,6 +187,7 @@ def model_of(config: Config, spec: ModelSpec) -> nn.Module:
     """The meta model with frozen parameters and adapters applied: the one that a run shards."""
     model = meta_model(spec)
     turn_caches_off(model)
+    select_experts_kernel(model, resolve_dtypes(config.precision, torch.device("cpu")).param)
     make_contiguous(model)
     if config.model.frozen:
         freeze(model, config.model.frozen)

@@ -18,8 +18,6 @@ SIZES: dict[str, Any] = {
 NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 LABELS: dict[str, Any] = {"num_labels": 5}
 START: dict[str, Any] = {"decoder_start_token_id": 0}
-EAGER: dict[str, Any] = {"experts_implementation": "eager"}
-"""torch's grouped products have no float64."""
 
 
 def llama() -> nn.Module:
@@ -96,9 +94,41 @@ def mixtral() -> nn.Module:
         output_router_logits=True,
         router_aux_loss_coef=0.5,
         use_cache=False,
-        **EAGER,
     )
     return MixtralForCausalLM(config)
+
+
+HEADS: dict[str, Any] = {"head_dim": 12}
+MOE: dict[str, Any] = {
+    "num_key_value_heads": 1, "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 20,
+    "output_router_logits": True, "router_aux_loss_coef": 0.5, "use_cache": False,
+}  # fmt: skip
+
+
+def qwen3() -> nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(Qwen3Config(**SIZES, num_key_value_heads=1, head_dim=12))
+
+
+def qwen2_moe() -> nn.Module:
+    """Every second layer is dense; a shared expert."""
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    config = Qwen2MoeConfig(**SIZES, **MOE, shared_expert_intermediate_size=20, decoder_sparse_step=2)
+    return Qwen2MoeForCausalLM(config)
+
+
+def qwen3_moe() -> nn.Module:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **MOE, **HEADS))
+
+
+def mamba() -> nn.Module:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    return MambaForCausalLM(MambaConfig(vocab_size=WORDS, hidden_size=24, num_hidden_layers=2, state_size=4))
 
 
 def vit() -> nn.Module:

@@ -112,6 +112,49 @@ def unit_not_reduced(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
     return instead(fsdp.run.loop, "shard_model", make)
 
 
+def sum_for_mean(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
+    """FSDP's reductions add up the gradients of the ranks and do not divide."""
+
+    def make(shard_model: Any) -> Any:
+        def broken(*args: Any, **kwargs: Any) -> Sharded:
+            sharded: Sharded = shard_model(*args, **kwargs)
+            for module in sharded.root.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_gradient_divide_factor(1.0)
+            return sharded
+
+        return broken
+
+    return instead(fsdp.run.loop, "shard_model", make)
+
+
+def replicas_not_averaged(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
+    """The all-reduce over the replicas of HSDP is left out."""
+    replicas: list[Any] = []
+
+    def marked(shard_model: Any) -> Any:
+        def broken(*args: Any, **kwargs: Any) -> Sharded:
+            sharded: Sharded = shard_model(*args, **kwargs)
+            hsdp = sharded.sizes.strategy == "hsdp"
+            replicas[:] = [sharded.mesh.get_group("dp_replicate")] if hsdp else []
+            return sharded
+
+        return broken
+
+    def make(all_reduce: Any) -> Any:
+        def broken(
+            tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+        ) -> Any:
+            return None if group in replicas else all_reduce(tensor, op, group, async_op)
+
+        return broken
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(instead(fsdp.run.loop, "shard_model", marked))
+    stack.enter_context(instead(dist, "all_reduce", make))
+    return stack
+
+
 def divisor_of_one_axis(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
     return instead(Sharded, "divisor", lambda _: property(lambda self: float(self.sizes.shard)))
 
@@ -181,6 +224,8 @@ BREAKS: dict[str, Break] = {
     "divided by micro-batches": divided_by_micro_batches,
     "mean over tokens": mean_over_tokens,
     "a unit not reduced": unit_not_reduced,
+    "a sum for a mean": sum_for_mean,
+    "replicas not averaged": replicas_not_averaged,
     "divisor of one axis": divisor_of_one_axis,
     "first micro-batch dropped": first_micro_batch_dropped,
     "local norm": local_norm,

@@ -12,6 +12,7 @@ import torch
 from fsdp.parity.__main__ import _show
 from fsdp.parity.measure import ParityDifference, relative_differences
 from fsdp.parity.options import Comparison, ParityOptions, Row, rows
+from tests.run.hf_folders import DATA, write_folder
 from tests.test_house import imports
 
 ROOT = Path(__file__).parents[2]
@@ -41,6 +42,17 @@ def test_a_user_s_model_on_two_ranks() -> None:
     assert verdict == "parity holds: every mesh trains as one process does, 6 steps on 2 ranks in fp64"
     assert "fsdp.parity: plain loop: gradients" in done.stderr.splitlines()
     assert done.stderr.splitlines()[-1] == f"fsdp.parity: {len(rows(2))} of {len(rows(2))} meshes done"
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.needs("transformers")
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5", "vit", "mixtral"])
+def test_a_folder_of_transformers_with_default_flags(name: str, tmp_path: Path) -> None:
+    folder = write_folder(name, tmp_path / name)
+    done = parity("--model.name", f"hf:{folder}", *DATA[name].split(), "--train.global_batch", "7")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1].startswith("parity holds: every mesh trains as one process does")
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 
-from bench import plan_cuda
+from bench import plan_cuda, plan_hf
 from bench.plan import MARGIN
 from bench.plan_cases import Case, draw
 from bench.plan_real import _asks, _real_steps
@@ -40,6 +41,16 @@ def test_planned_bytes_are_those_of_a_real_step(case: Case) -> None:
     planned = [memory_of(count(ask)).peak for ask in _asks(case.flags, case.ranks)]
     assert planned == pytest.approx(measured, rel=0.01)
     assert all(p * (1 + MARGIN) >= m for p, m in zip(planned, measured, strict=True))
+
+
+@pytest.mark.needs("transformers")
+@pytest.mark.parametrize(("name", "variant"), sample_are([], plan_hf.CASES))
+def test_planned_bytes_of_a_model_of_transformers(name: str, variant: str, tmp_path: Path) -> None:
+    plan_hf.write_folder(name, tmp_path / name)
+    case = plan_hf.case_of(name, variant, tmp_path)
+    measured = run_world(case.ranks, tensors, case.flags)
+    planned = [memory_of(count(ask)).peak for ask in _asks(case.flags, case.ranks)]
+    assert planned == pytest.approx(measured, rel=0.01)
 
 
 def test_the_draw_is_the_same_each_time_and_has_every_kind() -> None:

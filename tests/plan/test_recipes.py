@@ -38,4 +38,7 @@ def test_a_recipe_fits_its_hardware_as_its_comment_says(
     # Other versions of torch keep and launch a little more or less; the last printed digit counts for small
     # figures.
     assert float(said["peak"]) == pytest.approx(float(now["peak"]), rel=0.02, abs=0.1), printed
+    page = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    row = next(line for line in page.splitlines() if line.startswith(f"| [{recipe.name}]"))
+    assert [said["mesh"], said["peak"], said["step"]] == [row.split(" | ")[at] for at in (2, 5, 6)], row
     assert float(said["step"]) == pytest.approx(float(now["step"]), rel=0.05, abs=0.001), printed

@@ -31,6 +31,7 @@ def _s3() -> str:
 
 ABSENT: dict[str, Callable[[], str]] = {
     "transformers": functools.partial(_package, "transformers"),
+    "timm": functools.partial(_package, "timm"),
     "pyarrow": functools.partial(_package, "pyarrow"),
     "zstandard": functools.partial(_package, "zstandard"),
     "mlflow": functools.partial(_package, "mlflow"),
