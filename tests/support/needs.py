@@ -33,6 +33,8 @@ ABSENT: dict[str, Callable[[], str]] = {
     "transformers": functools.partial(_package, "transformers"),
     "pyarrow": functools.partial(_package, "pyarrow"),
     "zstandard": functools.partial(_package, "zstandard"),
+    "datasets": functools.partial(_package, "datasets"),
+    "trl": functools.partial(_package, "trl"),
     "torchao": functools.partial(_package, "torchao"),
     "s3": _s3,
 }
