@@ -91,7 +91,9 @@ def check_code(run: Path, config: Config, trusted: Collection[str]) -> None:
     directory.
     """
     named = {"model.name": config.model.name, "data.name": config.data.name}
-    # hf:FOLDER names data: a configuration and weights, read without code of the folder.
+    if config.data.name.startswith(tuple(f"{scheme}://" for scheme in STORES)):
+        named.pop("data.name")  # row files in a store, which fsdp/tokenize/object_files.py reads
+    # hf:FOLDER names data: a configuration and weights, or rows, read without code of the folder.
     named = {field: name for field, name in named.items() if ":" in name and not name.startswith("hf:")}
     refused = {field: name for field, name in named.items() if name not in trusted}
     if refused:

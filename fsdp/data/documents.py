@@ -1,4 +1,5 @@
-"""documents: rows of .jsonl, .parquet or .txt files, tokenized on first use; or a folder of fsdp.tokenize.
+"""documents: rows of .jsonl, .parquet or .txt files, here or in a store, or of a data set of Hugging Face;
+tokenized on first use. Or a folder of fsdp.tokenize.
 
 Text is one row of tokens, each document ended by the tokenizer's end token, split into windows of seq_len. A
 conversation, or a prompt and its completion, is a sample of its own: cut at seq_len, padded, and masked
@@ -26,7 +27,7 @@ from fsdp.data.text import shifted
 from fsdp.data.tokens import OPEN_AT_ONCE, TokenFile, TokenRow, Windows
 from fsdp.data.types import DataInfo, DataSet, Samples
 from fsdp.tokenize.cache import made_once
-from fsdp.tokenize.child import tokenize_in_child
+from fsdp.tokenize.child import key_of, tokenize_in_child
 from fsdp.tokenize.documents import DocumentOptions, Loss, template_text
 from fsdp.tokenize.shards import MANIFEST, TokenizeJob, read_index
 from fsdp.tokenize.tokenizer import BYTES, digest_of_tokenizer
@@ -44,6 +45,8 @@ def build(
     chat_template: str = "",
     rows: RowForm = "auto",
     heldout: float = 0.01,
+    config: str = "",
+    split: str = "",
 ) -> DataSet:
     check_range("heldout", heldout, 0, 0.5)
     if not where.dir:
@@ -52,10 +55,10 @@ def build(
         )
     folder = Path(where.dir)
     if (folder / MANIFEST).is_file():
-        _check_nothing_to_tokenize(where, text, loss, chat_template)
+        _check_nothing_to_tokenize(where, text, loss, chat_template, config, split)
     else:
         options = DocumentOptions(where.tokenizer, text, loss, template_text(chat_template))
-        folder = _tokenized(TokenizeJob(where.dir, options, heldout))
+        folder = _tokenized(TokenizeJob(where.dir, options, heldout, config=config, split=split))
     store = TokenStore.open(folder)
     if rows == "auto":
         rows = "document" if store.form != "text" else "stream"
@@ -77,11 +80,15 @@ def build(
     return DataSet(train=train, heldout=held if len(held) else None, info=info)
 
 
-def _check_nothing_to_tokenize(where: Where, text: str, loss: str, chat_template: str) -> None:
+def _check_nothing_to_tokenize(
+    where: Where, text: str, loss: str, chat_template: str, config: str, split: str
+) -> None:
     given = {
         "--data.args.text": text,
         "--data.args.loss": loss if loss != "assistant" else "",
         "--data.args.chat_template": chat_template,
+        "--data.args.config": config,
+        "--data.args.split": split,
         "--data.tokenizer": where.tokenizer,
     }
     for flag, value in given.items():
@@ -105,7 +112,7 @@ def _tokenized(job: TokenizeJob) -> Path:
         log.info("documents: tokenizing %s into %s, once", job.source, aside.parent)
         tokenize_in_child(job, aside)
 
-    return made_once("tokens", job.key(), make)
+    return made_once("tokens", key_of(job), make)
 
 
 @dataclass(frozen=True)

@@ -56,22 +56,26 @@ STYLES = {
         "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>"
         "{% endif %}{{ '\n' }}{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-        SPECIAL, "<|im_end|>",
+        SPECIAL,
+        "<|im_end|>",
     ),
     "llama3": ChatStyle(
         "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>{{ '\n\n' }}"
         "{% if m.role == 'assistant' %}{% generation %}{{ m.content | trim }}<|eot_id|>{% endgeneration %}"
         "{% else %}{{ m.content | trim }}<|eot_id|>{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
-        ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), "<|eot_id|>",
+        ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+        "<|eot_id|>",
     ),
     "mistral": ChatStyle(
         "<s>{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
         "{% elif m.role == 'assistant' %} {% generation %}{{ m.content }}</s>{% endgeneration %}"
         "{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}",
-        ("<s>", "</s>", "[INST]", "[/INST]"), "</s>", systems=False,
+        ("<s>", "</s>", "[INST]", "[/INST]"),
+        "</s>",
+        systems=False,
     ),
-}  # fmt: skip
+}
 
 
 def save_tokenizer(

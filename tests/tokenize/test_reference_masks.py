@@ -105,7 +105,12 @@ def of_trl(path: Path, tokenizer: Path, out: Path, **options: Any) -> list[Sampl
     from trl import SFTConfig, SFTTrainer
 
     made: Any = AutoTokenizer.from_pretrained(tokenizer)
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    sizes: dict[str, Any] = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(made), **sizes))
     config = SFTConfig(
         output_dir=str(out), use_cpu=True, bf16=False, report_to=[], max_length=SEQ_LEN, **options
