@@ -12,7 +12,7 @@ import functools
 import hashlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +24,8 @@ from torch import Tensor
 from fsdp.base.errors import ConfigError, TrainingError
 from fsdp.data.arguments import Where, check_range
 from fsdp.data.text import shifted
-from fsdp.data.tokens import OPEN_AT_ONCE, TokenFile, TokenRow, Windows
+from fsdp.data.token_index import MANY, PARTS, TokenFile, TokenFiles, document_ends, indexed
+from fsdp.data.tokens import OPEN_AT_ONCE, TokenRow, Windows
 from fsdp.data.types import DataInfo, DataSet, Samples
 from fsdp.tokenize.cache import made_once
 from fsdp.tokenize.child import key_of, tokenize_in_child
@@ -34,6 +35,8 @@ from fsdp.tokenize.tokenizer import BYTES, digest_of_tokenizer
 
 log = logging.getLogger(__name__)
 MASKED = -100
+COUNTED_ONCE = 1_000_000
+"""Documents from which on a count over all of them is kept in the cache."""
 RowForm = Literal["auto", "stream", "document"]
 
 
@@ -167,9 +170,9 @@ class TokenStore:
             count - spared, spared
         )
 
-    def _windows(self, files: list[TokenFile], seq_len: int) -> tuple[MaskedRow, int]:
+    def _windows(self, files: Sequence[TokenFile], seq_len: int) -> tuple[MaskedRow, int]:
         row = TokenRow(files, self.vocab_size)
-        loss = TokenRow([self._loss(file) for file in files], 2) if self.masked else None
+        loss = TokenRow(self._losses(files), 2) if self.masked else None
         return MaskedRow(row, loss, seq_len), max(0, (len(row) - 1) // seq_len)
 
     # ------------------------------------------------------------ a sample a document
@@ -178,7 +181,7 @@ class TokenStore:
         parts = [
             DocumentSamples(
                 files,
-                [self._loss(f) for f in files] if self.masked else [],
+                self._losses(files),
                 self.vocab_size,
                 self.end,
                 where.seq_len,
@@ -187,7 +190,7 @@ class TokenStore:
         ]
         if not len(parts[0]):
             raise ConfigError(f"{where} has no document to train on.", "--data.args.heldout 0, or more rows")
-        cut = sum(part.cut() for part in parts)
+        cut = self._cut(parts, where.seq_len)
         if cut:
             log.info(
                 "documents: %s of %s are cut at --data.seq_len %d",
@@ -197,10 +200,40 @@ class TokenStore:
             )
         return parts[0], parts[1]
 
+    def _cut(self, parts: list[DocumentSamples], seq_len: int) -> int:
+        """Documents longer than a sample. Of many they are counted once a machine: it reads every length."""
+        if sum(map(len, parts)) < COUNTED_ONCE:
+            return sum(part.cut() for part in parts)
+
+        def make(aside: Path) -> None:
+            aside.write_text(str(sum(part.cut() for part in parts)))
+
+        return int(made_once("cut", [self.fingerprint, seq_len], make).read_text())
+
     # ------------------------------------------------------------ files
 
-    def _of(self, split: str) -> list[TokenFile]:
+    def _of(self, split: str) -> Sequence[TokenFile]:
+        """The checked files of a split; many are checked once a machine."""
+        if len(self.files) < MANY:
+            return self._checked(split)
+        index = indexed(self.folder, {"of": self.fingerprint, "masked": self.masked}, self._examined)
+        return TokenFiles(index / split, self.folder)
+
+    def _examined(self, aside: Path) -> dict[str, Sequence[TokenFile]]:
+        found = {split: self._checked(split) for split in PARTS}
+        if self.masked:
+            for file in (*found["train"], *found["val"]):
+                self._loss(file)
+        return {**found}
+
+    def _checked(self, split: str) -> list[TokenFile]:
         return [self._file(self.folder / name) for name in self.files if name.startswith(f"{split}-")]
+
+    def _losses(self, files: Sequence[TokenFile]) -> Sequence[TokenFile]:
+        """The .loss files of a split; none if every token is trained on."""
+        if not self.masked:
+            return []
+        return files.beside(".loss") if isinstance(files, TokenFiles) else [self._loss(f) for f in files]
 
     def _file(self, path: Path) -> TokenFile:
         try:
@@ -214,7 +247,10 @@ class TokenStore:
                 f"{path} has {size} bytes, but {path.name}.json gives {tokens} tokens of {dtype.name}.",
                 "copy it again",
             )
-        return TokenFile(path, dtype, 0, tokens)
+        documents = said.get("documents")
+        if not isinstance(documents, int):
+            documents = len(read_index(path.with_suffix(".idx"))[0])
+        return TokenFile(path, dtype, 0, tokens, documents=documents)
 
     def _loss(self, file: TokenFile) -> TokenFile:
         path = file.path.with_suffix(".loss")
@@ -255,14 +291,14 @@ class DocumentSamples:
     """A document a sample, from its first token; what is behind its end is padding and masked."""
 
     def __init__(
-        self, files: list[TokenFile], loss: list[TokenFile], vocab_size: int, end: int, seq_len: int
+        self, files: Sequence[TokenFile], loss: Sequence[TokenFile], vocab_size: int, end: int, seq_len: int
     ) -> None:
         self.files, self.loss = files, loss
         self.vocab_size, self.end, self.seq_len = vocab_size, end, seq_len
         self._index: Callable[[int], tuple[np.ndarray, np.ndarray]] = functools.lru_cache(OPEN_AT_ONCE)(
             lambda place: read_index(files[place].path.with_suffix(".idx"))
         )
-        self._ends = np.cumsum([len(self._index(n)[0]) for n in range(len(files))], dtype=np.int64)
+        self._ends = document_ends(files)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
