@@ -69,7 +69,7 @@ def indexed(
         (aside / "folders.json").write_text(json.dumps(times), encoding="utf-8")
 
     for generation in itertools.count():  # a change deeper down leaves the times of `top` as they are
-        place = made_once("images", [1, base, top, generation], make)
+        place = made_once("images", [1, str(root.resolve()), top, generation], make)
         if _unchanged(base, place):
             return {one.name: ImagePaths(one, base) for one in place.iterdir() if one.is_dir()}
     raise AssertionError("not reached")

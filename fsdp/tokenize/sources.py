@@ -213,7 +213,7 @@ class ParquetRows:
     """Rows of a Parquet file, a row group at a time."""
 
     def __init__(self, path: Path, name: str) -> None:
-        self._path, self._name = path, name
+        self._path, self._name, self._place = path, name, ""
         self._arrow = optional("pyarrow", name)
         self._parquet = optional("pyarrow.parquet", name)
         with self._reading():
@@ -231,6 +231,7 @@ class ParquetRows:
                 if start >= last or self._ends[group + 1] <= first:
                     continue
                 number = int(start)
+                self._place = f", rows {number + 1} to {self._ends[group + 1]}"
                 for batch in file.iter_batches(1024, row_groups=[group], use_threads=False):
                     for values in batch.to_pylist():
                         number += 1
@@ -248,14 +249,14 @@ class ParquetRows:
         return [*found, self.count]
 
     def _reading(self) -> Any:
-        return _ParquetErrors(self._path, self._name, self._arrow)
+        return _ParquetErrors(self._path, lambda: f"{self._name}{self._place}", self._arrow)
 
 
 class _ParquetErrors:
     """Turns an error of pyarrow into one line."""
 
-    def __init__(self, path: Path, name: str, arrow: Any) -> None:
-        self._path, self._name, self._arrow = path, name, arrow
+    def __init__(self, path: Path, place: Callable[[], str], arrow: Any) -> None:
+        self._path, self._place, self._arrow = path, place, arrow
 
     def __enter__(self) -> None: ...
 
@@ -263,7 +264,7 @@ class _ParquetErrors:
         if isinstance(error, (self._arrow.ArrowException, OSError)):
             what = " ".join(str(error).split())[:200].rstrip(".")
             raise ConfigError(
-                f"{self._name} is not a whole Parquet file: {what}.",
+                f"{self._place()} is not a whole Parquet file: {what}.",
                 f"copy it again; ls -l {shlex.quote(str(self._path))} shows its size",
             ) from None
 
