@@ -5,8 +5,8 @@
 Reading: shuffled batches of 16 windows of 1,024 tokens as int64 inputs and targets, from a corpus on disk,
 in one process without workers; datasets and streaming through torch's DataLoader. Start: a process that has
 imported torch builds the data set and reads three batches over it, from sparse token files of 1e6, 1e9 and
-1e12 tokens; the second start finds the index in the cache. MiB: the rise of the peak of resident memory above that after
-the imports. A ratio has an interval from six rounds on.
+1e12 tokens; the second start finds the index in the cache. MiB: the rise of the peak of resident memory above
+that after the imports. A ratio has an interval from six rounds on.
 """
 
 from __future__ import annotations
