@@ -242,6 +242,8 @@ def test_rank_variables_are_read_in_one_file() -> None:
         "tokenizers",
         "pyarrow",
         "zstandard",
+        "datasets",
+        "fsspec",
         "safetensors",
         "s3fs",
         "psutil",

@@ -8,30 +8,23 @@ growing pauses; a final failure is an OSError without secrets in its message.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import logging
-import re
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from typing import Any
 
 from fsdp.base.errors import CheckpointError
+from fsdp.base.object_client import open_url, retried, without_secrets
 from fsdp.base.phases import Activity, methods_announce
 from fsdp.checkpoint import file_names
 from fsdp.checkpoint.store import Buffer
 
 log = logging.getLogger(__name__)
 
-PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
-"""Between retries, beside those of the client itself."""
 PART_BYTES = 16 << 20
 MARK = ".broken-"
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -47,8 +40,8 @@ class ObjectStore:
     """A prefix in a bucket. Safe to use from several threads."""
 
     def __init__(self, url: str) -> None:
-        self.where = _without_secrets(url)
-        self._fs, self._root = _open(url)
+        self.where = without_secrets(url)
+        self._fs, self._root = open_url(url, CheckpointError, "--checkpoint.dir s3://bucket/prefix")
         protocol = self._fs.protocol
         self._conditional = "s3" in ((protocol,) if isinstance(protocol, str) else protocol)
 
@@ -83,11 +76,11 @@ class ObjectStore:
                 if len(path) > len(base)
             }
 
-        return _retried(request, f"listing {self.path(folder)}")
+        return retried(request, f"listing {self.path(folder)}")
 
     def read(self, folder: str, file: str) -> bytes:
         path = self._path(folder, file)
-        return bytes(_retried(lambda: self._fs.cat_file(path), f"reading {self.path(folder)}/{file}"))
+        return bytes(retried(lambda: self._fs.cat_file(path), f"reading {self.path(folder)}/{file}"))
 
     def read_into(self, folder: str, file: str, offset: int, buffers: list[memoryview]) -> None:
         path, what = self._path(folder, file), f"reading {self.path(folder)}/{file}"
@@ -95,7 +88,7 @@ class ObjectStore:
         rest = [view for view in buffers if len(view)]
         while offset < end:
             stop = min(end, offset + PART_BYTES)
-            data = _retried(partial(self._fs.cat_file, path, start=offset, end=stop), what)
+            data = retried(partial(self._fs.cat_file, path, start=offset, end=stop), what)
             if len(data) != stop - offset:
                 raise EOFError(
                     f"{file} ends at {offset + len(data)}, {stop - offset - len(data)} bytes short"
@@ -116,7 +109,7 @@ class ObjectStore:
 
     def write(self, folder: str, file: str, buffers: Sequence[Buffer]) -> None:
         path = self._path(folder, file)
-        _retried(lambda: self._put(path, buffers), f"writing {self.path(folder)}/{file}")
+        retried(lambda: self._put(path, buffers), f"writing {self.path(folder)}/{file}")
 
     def _put(self, path: str, buffers: Sequence[Buffer]) -> None:
         stream = self._fs.open(path, "wb", block_size=PART_BYTES)
@@ -140,15 +133,15 @@ class ObjectStore:
         files = self._listing(_prefix(folder))
         for file in sorted(files, key=lambda name: name != file_names.MANIFEST):
             path = self._path(folder, file)
-            _retried(partial(self._fs.rm_file, path), f"deleting {self.path(folder)}/{file}")
+            retried(partial(self._fs.rm_file, path), f"deleting {self.path(folder)}/{file}")
 
     def set_aside(self, folder: str, why: str) -> str:
         path = self._path(folder, f"{MARK}{why}")
-        _retried(lambda: self._fs.pipe_file(path, b""), f"marking {self.path(folder)}")
+        retried(lambda: self._fs.pipe_file(path, b""), f"marking {self.path(folder)}")
         return f"{folder}.broken-{why}"
 
     def put_marker(self, name: str) -> None:
-        _retried(
+        retried(
             lambda: self._fs.pipe_file(f"{self._root}/.shared-{name}", b"shared"), f"writing to {self.where}"
         )
 
@@ -156,13 +149,13 @@ class ObjectStore:
         return f".shared-{name}" in self._listing("")
 
     def remove_marker(self, name: str) -> None:
-        _retried(lambda: self._fs.rm_file(f"{self._root}/.shared-{name}"), f"deleting from {self.where}")
+        retried(lambda: self._fs.rm_file(f"{self._root}/.shared-{name}"), f"deleting from {self.where}")
 
     # ------------------------------------------------------------ the lock's object, which several jobs write
 
     def get(self, name: str) -> VersionedObject | None:
         """A small object beside the folders; None if it does not exist."""
-        return _retried(lambda: self._get(f"{self._root}/{name}"), f"reading {self.path(name)}")
+        return retried(lambda: self._get(f"{self._root}/{name}"), f"reading {self.path(name)}")
 
     def _get(self, path: str) -> VersionedObject | None:
         try:
@@ -182,7 +175,7 @@ class ObjectStore:
         which one holds.
         """
         path = f"{self._root}/{name}"
-        return _retried(lambda: self._swap(path, data, version), f"writing {self.path(name)}")
+        return retried(lambda: self._swap(path, data, version), f"writing {self.path(name)}")
 
     def _swap(self, path: str, data: bytes, version: str | None) -> str | None:
         if self._conditional:
@@ -285,59 +278,3 @@ def _pour(data: memoryview, into: list[memoryview]) -> list[memoryview]:
         into[0][:taken] = data[:taken]
         data, into = data[taken:], ([into[0][taken:]] if taken < len(into[0]) else []) + into[1:]
     return into
-
-
-def _open(url: str) -> tuple[Any, str]:
-    scheme = urlsplit(url).scheme
-    try:
-        import fsspec
-
-        fs, root = fsspec.core.url_to_fs(url)
-    except ImportError as error:
-        raise CheckpointError(
-            f"{scheme}:// needs {error.name or 'fsspec'}.", f"pip install {_package(scheme)}"
-        ) from None
-    except ValueError:
-        raise CheckpointError(
-            f"fsspec has no file system for {scheme}://.", "--checkpoint.dir s3://bucket/prefix"
-        ) from None
-    return fs, root.rstrip("/")
-
-
-def _package(scheme: str) -> str:
-    return {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}.get(
-        scheme, f"fsspec[{scheme}]"
-    )
-
-
-def _without_secrets(url: str) -> str:
-    """The URL without user, password and query, which may hold keys."""
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}".rstrip("/")
-
-
-def _retried(request: Callable[[], T], what: str) -> T:
-    """The request's result, retried after growing pauses, except on errors that a retry cannot change."""
-    for pause in (*PAUSES_S, None):
-        try:
-            return request()
-        except (FileNotFoundError, PermissionError) as error:
-            raise type(error)(error.errno, f"{what}: {_redacted(error)}") from None
-        except Exception as error:  # each client has its own classes for a server that is busy, slow or gone
-            if pause is None or type(error).__name__ in (
-                "NoCredentialsError",
-                "ParamValidationError",
-                "CheckpointError",
-            ):
-                raise OSError(errno.ETIMEDOUT, f"{what}: {_redacted(error)}") from None
-            log.info("%s: %s; retrying in %g s", what, _redacted(error), pause)
-            time.sleep(pause)
-    raise AssertionError("not reached")
-
-
-def _redacted(error: BaseException) -> str:
-    """The first line of a client's error, without what looks like a key."""
-    text = f"{type(error).__name__}: {error}".partition("\n")[0]
-    return re.sub(r"(?i)((?:key|secret|token|signature|credential|password)\w*[=:]\s*)\S+", r"\1…", text)[
-        :300
-    ]

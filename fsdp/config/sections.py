@@ -225,8 +225,8 @@ class DataSection:
 
     name: str = knob(
         "digits",
-        "digits, fashion_mnist, text, tokens, documents, folder, synthetic, a FILE, FOLDER or 'PATTERN', or "
-        "package.module:factory",
+        "digits, fashion_mnist, text, tokens, documents, folder, synthetic, a FILE, FOLDER or 'PATTERN', "
+        "hf:NAME, s3://…, or package.module:factory",
         common=True,
     )
     dir: str = knob("", "folder of the data; empty: the data set's default", common=True)

@@ -1,4 +1,5 @@
-"""documents: rows of .jsonl, .parquet or .txt files, tokenized on first use; or a folder of fsdp.tokenize.
+"""documents: rows of .jsonl, .parquet or .txt files, here or in a store, or of a data set of Hugging Face;
+tokenized on first use. Or a folder of fsdp.tokenize.
 
 Text is one row of tokens, each document ended by the tokenizer's end token, split into windows of seq_len. A
 conversation, or a prompt and its completion, is a sample of its own: cut at seq_len, padded, and masked
@@ -12,7 +13,7 @@ import functools
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,17 +26,20 @@ from fsdp.base.errors import ConfigError, TrainingError
 from fsdp.data.arguments import Where, check_range
 from fsdp.data.packing import VERSION, Long, PackedSamples, cached_plan
 from fsdp.data.text import shifted
-from fsdp.data.tokens import OPEN_AT_ONCE, TokenFile, TokenRow, Windows
+from fsdp.data.token_index import MANY, PARTS, TokenFile, TokenFiles, document_ends, indexed
+from fsdp.data.tokens import OPEN_AT_ONCE, TokenRow, Windows
 from fsdp.data.types import DataInfo, DataSet, Samples
 from fsdp.models.packed_check import PACKED
 from fsdp.tokenize.cache import made_once
-from fsdp.tokenize.child import tokenize_in_child
+from fsdp.tokenize.child import key_of, tokenize_in_child
 from fsdp.tokenize.documents import DocumentOptions, Loss, template_text
 from fsdp.tokenize.shards import MANIFEST, TokenizeJob, read_index
 from fsdp.tokenize.tokenizer import BYTES, digest_of_tokenizer
 
 log = logging.getLogger(__name__)
 MASKED = -100
+COUNTED_ONCE = 1_000_000
+"""Documents from which on a count over all of them is kept in the cache."""
 RowForm = Literal["auto", "stream", "document", "packed"]
 
 
@@ -47,6 +51,8 @@ def build(
     chat_template: str = "",
     rows: RowForm = "auto",
     heldout: float = 0.01,
+    config: str = "",
+    split: str = "",
 ) -> DataSet:
     check_range("heldout", heldout, 0, 0.5)
     if not where.dir:
@@ -55,10 +61,10 @@ def build(
         )
     folder = Path(where.dir)
     if (folder / MANIFEST).is_file():
-        _check_nothing_to_tokenize(where, text, loss, chat_template)
+        _check_nothing_to_tokenize(where, text, loss, chat_template, config, split)
     else:
         options = DocumentOptions(where.tokenizer, text, loss, template_text(chat_template))
-        folder = _tokenized(TokenizeJob(where.dir, options, heldout))
+        folder = _tokenized(TokenizeJob(where.dir, options, heldout, config=config, split=split))
     store = TokenStore.open(folder)
     if rows == "auto":
         rows = "document" if store.form != "text" else "stream"
@@ -85,11 +91,15 @@ def build(
     return DataSet(train=train, heldout=held if len(held) else None, info=info)
 
 
-def _check_nothing_to_tokenize(where: Where, text: str, loss: str, chat_template: str) -> None:
+def _check_nothing_to_tokenize(
+    where: Where, text: str, loss: str, chat_template: str, config: str, split: str
+) -> None:
     given = {
         "--data.args.text": text,
         "--data.args.loss": loss if loss != "assistant" else "",
         "--data.args.chat_template": chat_template,
+        "--data.args.config": config,
+        "--data.args.split": split,
         "--data.tokenizer": where.tokenizer,
     }
     for flag, value in given.items():
@@ -113,7 +123,7 @@ def _tokenized(job: TokenizeJob) -> Path:
         log.info("documents: tokenizing %s into %s, once", job.source, aside.parent)
         tokenize_in_child(job, aside)
 
-    return made_once("tokens", job.key(), make)
+    return made_once("tokens", key_of(job), make)
 
 
 @dataclass(frozen=True)
@@ -168,9 +178,9 @@ class TokenStore:
             count - spared, spared
         )
 
-    def _windows(self, files: list[TokenFile], seq_len: int) -> tuple[MaskedRow, int]:
+    def _windows(self, files: Sequence[TokenFile], seq_len: int) -> tuple[MaskedRow, int]:
         row = TokenRow(files, self.vocab_size)
-        loss = TokenRow([self._loss(file) for file in files], 2) if self.masked else None
+        loss = TokenRow(self._losses(files), 2) if self.masked else None
         return MaskedRow(row, loss, seq_len), max(0, (len(row) - 1) // seq_len)
 
     # ------------------------------------------------------------ a sample a document
@@ -179,7 +189,7 @@ class TokenStore:
         parts = [
             DocumentSamples(
                 files,
-                [self._loss(f) for f in files] if self.masked else [],
+                self._losses(files),
                 self.vocab_size,
                 self.end,
                 where.seq_len,
@@ -188,7 +198,7 @@ class TokenStore:
         ]
         if not len(parts[0]):
             raise ConfigError(f"{where} has no document to train on.", "--data.args.heldout 0, or more rows")
-        cut = sum(part.cut() for part in parts)
+        cut = self._cut(parts, where.seq_len)
         if cut:
             log.info(
                 "documents: %s of %s are cut at --data.seq_len %d",
@@ -225,10 +235,40 @@ class TokenStore:
         loss = TokenRow([self._loss(file) for file in files], 2) if self.masked else None
         return PackedSamples(plan, TokenRow(files, self.vocab_size), loss, self.end, seq_len)
 
+    def _cut(self, parts: list[DocumentSamples], seq_len: int) -> int:
+        """Documents longer than a sample. Of many they are counted once a machine: it reads every length."""
+        if sum(map(len, parts)) < COUNTED_ONCE:
+            return sum(part.cut() for part in parts)
+
+        def make(aside: Path) -> None:
+            aside.write_text(str(sum(part.cut() for part in parts)))
+
+        return int(made_once("cut", [self.fingerprint, seq_len], make).read_text())
+
     # ------------------------------------------------------------ files
 
-    def _of(self, split: str) -> list[TokenFile]:
+    def _of(self, split: str) -> Sequence[TokenFile]:
+        """The checked files of a split; many are checked once a machine."""
+        if len(self.files) < MANY:
+            return self._checked(split)
+        index = indexed(self.folder, {"of": self.fingerprint, "masked": self.masked}, self._examined)
+        return TokenFiles(index / split, self.folder)
+
+    def _examined(self, aside: Path) -> dict[str, Sequence[TokenFile]]:
+        found = {split: self._checked(split) for split in PARTS}
+        if self.masked:
+            for file in (*found["train"], *found["val"]):
+                self._loss(file)
+        return {**found}
+
+    def _checked(self, split: str) -> list[TokenFile]:
         return [self._file(self.folder / name) for name in self.files if name.startswith(f"{split}-")]
+
+    def _losses(self, files: Sequence[TokenFile]) -> Sequence[TokenFile]:
+        """The .loss files of a split; none if every token is trained on."""
+        if not self.masked:
+            return []
+        return files.beside(".loss") if isinstance(files, TokenFiles) else [self._loss(f) for f in files]
 
     def _file(self, path: Path) -> TokenFile:
         try:
@@ -242,7 +282,10 @@ class TokenStore:
                 f"{path} has {size} bytes, but {path.name}.json gives {tokens} tokens of {dtype.name}.",
                 "copy it again",
             )
-        return TokenFile(path, dtype, 0, tokens)
+        documents = said.get("documents")
+        if not isinstance(documents, int):
+            documents = len(read_index(path.with_suffix(".idx"))[0])
+        return TokenFile(path, dtype, 0, tokens, documents=documents)
 
     def _loss(self, file: TokenFile) -> TokenFile:
         path = file.path.with_suffix(".loss")
@@ -283,14 +326,14 @@ class DocumentSamples:
     """A document a sample, from its first token; what is behind its end is padding and masked."""
 
     def __init__(
-        self, files: list[TokenFile], loss: list[TokenFile], vocab_size: int, end: int, seq_len: int
+        self, files: Sequence[TokenFile], loss: Sequence[TokenFile], vocab_size: int, end: int, seq_len: int
     ) -> None:
         self.files, self.loss = files, loss
         self.vocab_size, self.end, self.seq_len = vocab_size, end, seq_len
         self._index: Callable[[int], tuple[np.ndarray, np.ndarray]] = functools.lru_cache(OPEN_AT_ONCE)(
             lambda place: read_index(files[place].path.with_suffix(".idx"))
         )
-        self._ends = np.cumsum([len(self._index(n)[0]) for n in range(len(files))], dtype=np.int64)
+        self._ends = document_ends(files)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0

@@ -7,8 +7,9 @@ Pillow decodes an image when its batch is read. Not here: converting an image to
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,15 @@ from torch import Tensor
 
 from fsdp.base.errors import ConfigError
 from fsdp.data.arguments import Where, check_range
+from fsdp.data.image_index import Listed, Visit, indexed
 from fsdp.data.images import every_tenth, prepare
 from fsdp.data.types import DataInfo, DataSet
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+MANY = 20_000
+"""Images from which on their list is an index in the cache."""
+Part = tuple[Sequence[str], np.ndarray]
+"""Paths, and their labels."""
 IMAGENET_MEAN, IMAGENET_STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 
 
@@ -38,14 +44,11 @@ def build(
     root = _root(where.dir)
     train_root, val_root = (root / "train", root / "val") if (root / "train").is_dir() else (root, None)
     classes = _classes(train_root)
-    paths, labels = _find(train_root, classes)
     if val_root is not None and val_root.is_dir():
         _check_same_classes(val_root, classes)
-        held_paths, held_labels = _find(val_root, classes)
     else:
-        held = every_tenth(labels)
-        held_paths, held_labels = [p for p, h in zip(paths, held, strict=True) if h], labels[held]
-        paths, labels = [p for p, h in zip(paths, held, strict=True) if not h], labels[~held]
+        val_root = None
+    train, held = (_indexed if _many(train_root, classes) else _listed)(train_root, val_root, classes)
     info = DataInfo(
         kind="images",
         facts={"num_classes": len(classes), "image_size": image_size, "channels": channels},
@@ -53,8 +56,8 @@ def build(
         default_epochs=10,
         preprocess=preprocess,
     )
-    heldout = ImageFiles(held_paths, held_labels, preprocess) if held_paths else None
-    return DataSet(train=ImageFiles(paths, labels, preprocess), heldout=heldout, info=info)
+    heldout = ImageFiles(*held, preprocess) if len(held[0]) else None
+    return DataSet(train=ImageFiles(*train, preprocess), heldout=heldout, info=info)
 
 
 def _normalisation(channels: int, mean: list | None, std: list | None) -> dict[str, tuple[float, ...]]:
@@ -103,22 +106,65 @@ def _check_same_classes(root: Path, classes: list[str]) -> None:
         )
 
 
-def _find(root: Path, classes: list[str]) -> tuple[list[str], np.ndarray]:
-    paths: list[str] = []
-    labels: list[int] = []
+def _many(root: Path, classes: list[str]) -> bool:
+    below = itertools.chain.from_iterable(_pictures(str(root / name)) for name in classes)
+    return next(itertools.islice(below, MANY, None), None) is not None
+
+
+def _listed(root: Path, val_root: Path | None, classes: list[str]) -> tuple[Part, Part]:
+    """Training and held-out images, in memory."""
+    found = list(_find(root, classes))
+    labels = np.array([label for _, label in found], np.int64)
+    paths = [path for path, _ in found]
+    if val_root is not None:
+        below = list(_find(val_root, classes))
+        held = [path for path, _ in below], np.array([label for _, label in below], np.int64)
+        return (paths, labels), held
+    held_out = every_tenth(labels)
+    return (
+        ([path for path, held in zip(paths, held_out, strict=True) if not held], labels[~held_out]),
+        ([path for path, held in zip(paths, held_out, strict=True) if held], labels[held_out]),
+    )
+
+
+def _indexed(root: Path, val_root: Path | None, classes: list[str]) -> tuple[Part, Part]:
+    """The same images in the same order, from an index on disk."""
+    base = root if val_root is None else root.parent
+    roots = [root] if val_root is None else [root, val_root]
+    folders = [*roots, *(one / name for one in roots for name in classes if (one / name).is_dir())]
+
+    def parts(visit: Visit) -> dict[str, Iterable[Listed]]:
+        if val_root is not None:
+            return {"train": _find(root, classes, visit), "held": _find(val_root, classes, visit)}
+        return {name: _tenths(_find(root, classes, visit), held=name == "held") for name in ("train", "held")}
+
+    found = indexed(base, folders, parts)
+    train, held = found["train"], found["held"]
+    return (train, train.labels), (held, held.labels)
+
+
+def _tenths(listed: Iterable[Listed], *, held: bool) -> Iterator[Listed]:
+    """As every_tenth, without a list of all."""
+    for _, of_class in itertools.groupby(listed, lambda one: one[1]):
+        yield from (one for n, one in enumerate(of_class) if (n % 10 == 4) == held)
+
+
+def _find(root: Path, classes: list[str], visit: Visit | None = None) -> Iterator[Listed]:
     for label, name in enumerate(classes):
-        found = list(_pictures(str(root / name)))
-        if not found and (root / name).is_dir():
+        empty = True
+        for path in _pictures(str(root / name), visit):
+            empty = False
+            yield path, label
+        if empty and (root / name).is_dir():
             raise ConfigError(
                 f"{root / name} has no image in it ({', '.join(SUFFIXES)}).", f"rmdir {root / name}"
             )
-        paths += found
-        labels += [label] * len(found)
-    return paths, np.asarray(labels, np.int64)
 
 
-def _pictures(folder: str) -> Iterator[str]:
+def _pictures(folder: str, visit: Visit | None = None) -> Iterator[str]:
     for current, names, files in os.walk(folder, followlinks=True):
+        if visit is not None:
+            visit(current)
         names.sort()
         yield from (f"{current}/{name}" for name in sorted(files) if name.lower().endswith(SUFFIXES))
 
@@ -126,15 +172,16 @@ def _pictures(folder: str) -> Iterator[str]:
 class ImageFiles:
     """Samples of one image file each."""
 
-    def __init__(self, paths: list[str], labels: np.ndarray, preprocess: Mapping[str, Any]) -> None:
+    def __init__(self, paths: Sequence[str], labels: np.ndarray, preprocess: Mapping[str, Any]) -> None:
         self.paths, self.labels, self.preprocess = paths, labels, preprocess
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
-        inputs = np.stack([self._read(self.paths[index]) for index in indices])
-        return {"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(self.labels[indices])}
+        inputs = np.stack([self._read(self.paths[int(index)]) for index in indices])
+        labels = self.labels[indices].astype(np.int64)
+        return {"inputs": torch.from_numpy(inputs), "targets": torch.from_numpy(labels)}
 
     def _read(self, path: str) -> np.ndarray:
         from PIL import Image

@@ -1,7 +1,7 @@
 """Builds the DataSet of --data.name, by a built-in or user-defined function of --data.args.
 
-A name that is a path selects the built-in reader for its files: tokens, documents, text or folder. A data
-set's module is imported only when it is selected. Not here: any data.
+A name that is a path selects the built-in reader for its files: tokens, documents, text or folder; hf:NAME
+and s3://… are documents. A data set's module is imported only when it is selected. Not here: any data.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from fsdp.base.errors import ConfigError
 from fsdp.config import DataSection
 from fsdp.data.arguments import Where, check_args
 from fsdp.data.types import DataSet
+from fsdp.tokenize.locate import is_remote
 from fsdp.tokenize.shards import MANIFEST
 from fsdp.tokenize.sources import ROWS, matching
 
@@ -34,7 +35,7 @@ def build_dataset(section: DataSection, model_facts: Mapping[str, Any] | None = 
         )
         return mixed
     name, where = section.name, _where(section, model_facts or {})
-    if name and name not in BUILT_INS and (Path(name).exists() or matching(name)):
+    if is_remote(name) or (name and name not in BUILT_INS and (Path(name).exists() or matching(name))):
         name, where = _at_path(section, where)
     if section.tokenizer and name != "documents":
         raise ConfigError(
@@ -64,8 +65,8 @@ def _unknown(name: str) -> ConfigError:
     near = difflib.get_close_matches(name, BUILT_INS, n=1, cutoff=0.5)
     there = f"ls {Path(name).parent}" if os.sep in name else ""
     return ConfigError(
-        f"--data.name {name} is not {', '.join(BUILT_INS)}, a file or folder here, or "
-        "package.module:factory.",
+        f"--data.name {name} is not {', '.join(BUILT_INS)}, a file or folder here, hf:NAME, "
+        "s3://… or package.module:factory.",
         there or f"--data.name {near[0] if near else 'package.module:factory for your own data'}",
     )
 
@@ -80,7 +81,8 @@ def _at_path(section: DataSection, where: Where) -> tuple[str, Where]:
             f"--data.name {section.name} is a path, and --data.dir {section.dir} is another.",
             "leave one of them out, or --data.name text, tokens, documents or folder beside --data.dir",
         )
-    reader = _reader_of(Path(section.name), bool(section.tokenizer))
+    remote = is_remote(section.name)
+    reader = "documents" if remote else _reader_of(Path(section.name), bool(section.tokenizer))
     return reader, dataclasses.replace(where, dir=section.name, flag="--data.name")
 
 

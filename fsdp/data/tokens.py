@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ from torch import Tensor
 from fsdp.base.errors import ConfigError, TrainingError
 from fsdp.data.arguments import Where, check_range
 from fsdp.data.text import shifted
+from fsdp.data.token_index import MANY, PARTS, TokenFile, TokenFiles, ends_of, indexed
 from fsdp.data.token_width import LOOKED_AT, Dtype, Stated, dtype_of, ends, fits_as, stated, wider
 from fsdp.data.types import DataInfo, DataSet
 
@@ -26,22 +26,53 @@ OPEN_AT_ONCE = 128  # each mapped file holds a descriptor, and 1024 is a common 
 SUFFIXES = (".bin", ".npy")
 
 
-@dataclass(frozen=True)
-class TokenFile:
-    path: Path
-    dtype: np.dtype
-    offset: int
-    tokens: int
-    guessed: bool = False
-    """Whether the file has no source for the width of its tokens."""
-
-    def open(self) -> np.ndarray:
-        return np.memmap(self.path, self.dtype, "r", self.offset, (self.tokens,))
-
-
 def build(where: Where, *, vocab_size: int = 0, dtype: Dtype = "auto", heldout: float = 0.01) -> DataSet:
     check_range("heldout", heldout, 0, 0.5)
     paths = _paths(where)
+    train_files, val_files, vocab_size = _files(paths, where, dtype, vocab_size)
+    row, val = TokenRow(train_files, vocab_size), TokenRow(val_files, vocab_size)
+    if not len(row):
+        raise ConfigError(
+            f"{where} has no token file to train on.", f"put *.bin or *.npy files into {where.dir}"
+        )
+    train, held = _windows(row, val, where, heldout)
+    info = DataInfo(
+        kind="text",
+        facts={"vocab_size": vocab_size, "seq_len": where.seq_len},
+        tokens_per_sample=where.seq_len,
+        masks_targets=False,
+        default_steps=1000,
+    )
+    return DataSet(train=train, heldout=held if len(held) else None, info=info)
+
+
+def _files(
+    paths: list[Path], where: Where, dtype: Dtype, vocab_size: int
+) -> tuple[Sequence[TokenFile], Sequence[TokenFile], int]:
+    """Files to train on, held-out ones, and the size of the vocabulary; by an index if there are many."""
+
+    def parts(files: list[TokenFile]) -> dict[str, list[TokenFile]]:
+        return {name: [one for one in files if _held_out(one, where) == (name == "val")] for name in PARTS}
+
+    if len(paths) < MANY:
+        files, vocab_size = _examined(paths, where, dtype, vocab_size)
+        found = parts(files)
+        return found["train"], found["val"], vocab_size
+
+    def examine(aside: Path) -> dict[str, Sequence[TokenFile]]:
+        files, size = _examined(paths, where, dtype, vocab_size)
+        (aside / "vocab_size").write_text(str(size))
+        return {**parts(files)}
+
+    root, model = paths[0].parent, int(where.model_facts.get("vocab_size", 0))
+    key = {"of": "tokens", "dtype": dtype, "vocab_size": vocab_size, "model": model}
+    index = indexed(root, key, examine)
+    train, val = (TokenFiles(index / part, root) for part in PARTS)
+    return train, val, int((index / "vocab_size").read_text())
+
+
+def _examined(paths: list[Path], where: Where, dtype: Dtype, vocab_size: int) -> tuple[list[TokenFile], int]:
+    """Opens each file, and reads both ends of it."""
     masked = next((path for path in paths if path.with_suffix(".loss").is_file()), None)
     if masked is not None:
         raise ConfigError(
@@ -60,21 +91,7 @@ def build(where: Where, *, vocab_size: int = 0, dtype: Dtype = "auto", heldout: 
     for file in files:
         _check_width(file)
         _check_vocabulary(file, vocab_size)
-    row = TokenRow([file for file in files if not _held_out(file, where)], vocab_size)
-    val = TokenRow([file for file in files if _held_out(file, where)], vocab_size)
-    if not len(row):
-        raise ConfigError(
-            f"{where} has no token file to train on.", f"put *.bin or *.npy files into {where.dir}"
-        )
-    train, held = _windows(row, val, where, heldout)
-    info = DataInfo(
-        kind="text",
-        facts={"vocab_size": vocab_size, "seq_len": where.seq_len},
-        tokens_per_sample=where.seq_len,
-        masks_targets=False,
-        default_steps=1000,
-    )
-    return DataSet(train=train, heldout=held if len(held) else None, info=info)
+    return files, vocab_size
 
 
 def _held_out(file: TokenFile, where: Where) -> bool:
@@ -184,9 +201,9 @@ def _beyond(file: TokenFile, place: int, token: int, vocab_size: int) -> tuple[s
 class TokenRow:
     """Several files as one row of tokens, read across their boundaries."""
 
-    def __init__(self, files: list[TokenFile], vocab_size: int) -> None:
+    def __init__(self, files: Sequence[TokenFile], vocab_size: int) -> None:
         self.files, self.vocab_size = files, vocab_size
-        self._ends = np.cumsum([file.tokens for file in files], dtype=np.int64)
+        self._ends = ends_of(files)
         self._open: Callable[[int], np.ndarray] = functools.lru_cache(OPEN_AT_ONCE)(
             lambda place: files[place].open()
         )
@@ -197,13 +214,13 @@ class TokenRow:
     def locate(self, start: int) -> tuple[TokenFile, int]:
         """Returns the file that holds a token of the row, and the token's position in it."""
         place = int(np.searchsorted(self._ends, start, side="right"))
-        return self.files[place], start - int(self._ends[place] - self.files[place].tokens)
+        return self.files[place], start - (int(self._ends[place - 1]) if place else 0)
 
     def read_into(self, out: np.ndarray, start: int) -> None:
         place = int(np.searchsorted(self._ends, start, side="right"))
         filled = 0
         while filled < len(out):
-            within = start + filled - int(self._ends[place] - self.files[place].tokens)
+            within = start + filled - (int(self._ends[place - 1]) if place else 0)
             part = self._open(place)[within : within + len(out) - filled]
             out[filled : filled + len(part)] = part
             filled += len(part)

@@ -22,7 +22,8 @@ from fsdp.data import build_dataset
 from fsdp.data.types import DataSet
 from fsdp.models import ModelSpec
 from fsdp.models import resolve as resolve_model
-from fsdp.models.hf import PREFIX, PretrainedFolder, resolve_folder
+from fsdp.models.hf import PretrainedFolder, resolve_folder
+from fsdp.models.hub import PREFIX
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 

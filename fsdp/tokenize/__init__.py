@@ -1,6 +1,9 @@
 """Files of text, conversations and pairs as files of tokens. No torch, so that a worker starts quickly.
 
-    sources        which files a name means; their rows by number
+    locate         a source by its name
+    sources        row files of a folder or a pattern; their rows by number
+    object_files   row files in an object store
+    hub_dataset    a data set of Hugging Face
     tokenizer      a tokenizer by folder, file or id, offline; bytes
     documents      a row as tokens, and which of them are trained on
     conversations  the chat template, and which characters the assistant writes

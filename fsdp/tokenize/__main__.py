@@ -3,7 +3,8 @@
     python -m fsdp.tokenize 'corpus/*.jsonl.gz' tokens/ --tokenizer DIR --workers 8
     torchrun --nproc_per_node=8 train.py --data.name tokens/
 
-SOURCE is a .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .txt file, a folder of them, or a pattern in quotes.
+SOURCE is a .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .txt file, a folder of them, a pattern in quotes, the
+same in a store (s3://bucket/prefix), or hf:NAME, a data set in Hugging Face's cache of this machine.
 Killed and started again, it keeps the finished shards of OUT. OUT's bytes are the same at any number of
 workers. Formats: docs/data.md.
 """
@@ -23,11 +24,13 @@ from fsdp.tokenize.shards import SHARD_BYTES, TokenizeJob, tokenize
 
 def main(argv: Sequence[str]) -> int:
     parser = CommandParser("fsdp.tokenize", __doc__)
-    parser.add_argument("source", metavar="SOURCE", help="file, folder or pattern")
+    parser.add_argument("source", metavar="SOURCE", help="file, folder, pattern, s3://… or hf:NAME")
     parser.add_argument("out", metavar="OUT", type=Path, help="folder of the token files")
     for name, kind, default, text in (
         ("tokenizer", str, "", "folder, tokenizer.json, or cached id; empty: bytes"),
         ("text", str, "", "column of the text; empty: messages, prompt and completion, or text"),
+        ("config", str, "", "configuration of hf:NAME"),
+        ("split", str, "", "split of hf:NAME (default: train)"),
         ("loss", one_of("assistant", "all", "last"), "assistant", "targets: assistant, all or last"),
         ("chat-template", str, "", "file with a chat template, in place of the tokenizer's"),
         ("heldout", number(0, 0.5), 0.01, "fraction of the documents to hold out (default: 0.01)"),
@@ -38,7 +41,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         given = parser.parse(argv)
         options = DocumentOptions(given.tokenizer, given.text, given.loss, template_text(given.chat_template))
-        job = TokenizeJob(given.source, options, given.heldout, given.shard_mb << 20)
+        shard_bytes = given.shard_mb << 20
+        job = TokenizeJob(given.source, options, given.heldout, shard_bytes, given.config, given.split)
         line = ProgressLine()
         found = tokenize(job, given.out, given.workers, line.show)
         line.end()

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,16 +18,27 @@ from typing import Any
 import fsdp
 from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.tokenize.documents import DocumentOptions
+from fsdp.tokenize.locate import is_remote
 from fsdp.tokenize.progress import ProgressLine, cores
 from fsdp.tokenize.shards import TokenizeJob, tokenize
 
 
 def tokenize_in_child(job: TokenizeJob, out: Path) -> None:
     """Writes OUT with a process per core. Raises the child's error."""
+    _run_child(job, str(out))
+
+
+def key_of(job: TokenizeJob) -> Any:
+    """job.key(), found by a child where the source needs a client's threads."""
+    return json.loads(_run_child(job)) if is_remote(job.source) else job.key()
+
+
+def _run_child(job: TokenizeJob, *out: str) -> str:
+    """Returns the last line of its output."""
     root = str(Path(fsdp.__file__).parents[1])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "fsdp.tokenize.child", str(out)],
+        [sys.executable, "-P", "-m", "fsdp.tokenize.child", *out],
         input=json.dumps(asdict(job)),
         stdout=subprocess.PIPE,
         text=True,
@@ -35,17 +48,23 @@ def tokenize_in_child(job: TokenizeJob, out: Path) -> None:
     if done.returncode == ConfigError.exit_code and last.startswith("["):
         raise ConfigError(*json.loads(last))
     if done.returncode:
+        source = shlex.quote(job.source)
         raise ShardrunError(
             f"tokenizing {job.source} ended with exit code {done.returncode}.",
-            f"python -m fsdp.tokenize {job.source} tokens/ --workers 1 shows the error",
+            f"python -m fsdp.tokenize {source} tokens/ --workers 1 shows the error",
         )
+    return last
 
 
-def main(out: str, given: dict[str, Any]) -> int:
+def main(out: Sequence[str], given: dict[str, Any]) -> int:
+    """Tokenizes into OUT; without one it prints the key."""
     job = TokenizeJob(**{**given, "options": DocumentOptions(**given["options"])})
     line = ProgressLine()
     try:
-        tokenize(job, Path(out), cores(), line.show)
+        if not out:
+            print(json.dumps(job.key()))
+            return 0
+        tokenize(job, Path(out[0]), cores(), line.show)
     except ShardrunError as error:
         print(json.dumps([str(error).partition(" HINT: ")[0], error.hint]))
         return error.exit_code
@@ -54,4 +73,4 @@ def main(out: str, given: dict[str, Any]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], json.load(sys.stdin)))
+    sys.exit(main(sys.argv[1:], json.load(sys.stdin)))

@@ -30,9 +30,9 @@ import numpy as np
 
 from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.rundir.atomic_write import write_atomically
-from fsdp.tokenize.cache import identity
 from fsdp.tokenize.documents import Document, DocumentOptions, DocumentReader, Form, form_of, masks
-from fsdp.tokenize.sources import SourceRow, SourceRows, find_files, open_rows
+from fsdp.tokenize.locate import SourceName
+from fsdp.tokenize.sources import SourceRow, SourceRows
 from fsdp.tokenize.tokenizer import digest_of_tokenizer, load_tokenizer
 
 MANIFEST = "tokenize.json"
@@ -50,12 +50,19 @@ class TokenizeJob:
     options: DocumentOptions = field(default_factory=DocumentOptions)
     heldout: float = 0.01
     shard_bytes: int = SHARD_BYTES
+    config: str = ""
+    split: str = ""
+    """Both of a source hf:NAME."""
+
+    @property
+    def place(self) -> SourceName:
+        return SourceName(self.source, self.config, self.split)
 
     def key(self) -> dict[str, Any]:
         """Of the files' names, sizes and times, the tokenizer's files, and the options."""
         options = {**asdict(self.options), "tokenizer": digest_of_tokenizer(self.options.tokenizer)}
         return {
-            "version": VERSION, "files": [identity(path) for path in find_files(self.source)],
+            "version": VERSION, "files": self.place.identity(),
             "options": options, "heldout": self.heldout, "shard_bytes": self.shard_bytes,
         }  # fmt: skip
 
@@ -104,7 +111,7 @@ def tokenize(job: TokenizeJob, out: Path, workers: int, progress: Progress) -> T
     """Writes the shards that OUT lacks. Raises ConfigError for a wrong row, source or OUT."""
     key = job.key()
     _claim(out, key)
-    plan = plan_of(job, open_rows(find_files(job.source)))
+    plan = plan_of(job, job.place.open())
     done = {shard.number: found for shard in plan.shards if (found := _finished(out, shard)) is not None}
     total = sum(done.values(), Tokenized())
     progress(len(done), len(plan.shards), total)
@@ -242,7 +249,7 @@ def _parts(error: ShardrunError) -> tuple[str, str | None]:
 class ShardWriter:
     def __init__(self, plan: TokenizePlan, out: Path) -> None:
         self._plan, self._out = plan, out
-        self._sources = open_rows(find_files(plan.job.source))
+        self._sources = plan.job.place.open()
         self._reader = DocumentReader(plan.job.options, plan.form)
         wide = self._reader.tokenizer.vocab_size > 1 << 16
         self._dtype = np.dtype(np.int32 if wide else np.uint16).newbyteorder("<")

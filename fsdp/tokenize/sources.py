@@ -14,7 +14,7 @@ import mmap
 import shlex
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from json import JSONDecodeError
 from pathlib import Path
@@ -41,7 +41,6 @@ class SourceRow:
 class SourceRows(Protocol):
     """A file's rows."""
 
-    path: Path
     count: int
 
     def read(self, first: int, last: int) -> Iterator[SourceRow]: ...
@@ -85,30 +84,31 @@ def _hidden(path: Path, root: Path) -> bool:
     return any(part.startswith(".") for part in path.relative_to(root).parts)
 
 
-def open_rows(files: list[Path]) -> list[SourceRows]:
-    """One source a row file; the .txt files are one source together."""
+def open_rows(files: list[Path], names: Mapping[Path, str] | None = None) -> list[SourceRows]:
+    """One source a row file; the .txt files are one source together. `names` are shown in messages."""
+    shown = {path: str(path) for path in files} | dict(names or {})
     texts = [path for path in files if path.suffix == ".txt"]
-    opened: list[SourceRows] = [_opened(path) for path in files if path.suffix != ".txt"]
-    return [*opened, TextFiles(texts)] if texts else opened
+    opened: list[SourceRows] = [_opened(path, shown[path]) for path in files if path.suffix != ".txt"]
+    return [*opened, TextFiles(texts, shown)] if texts else opened
 
 
-def _opened(path: Path) -> SourceRows:
+def _opened(path: Path, name: str) -> SourceRows:
     if path.suffix == ".parquet":
-        return ParquetRows(path)
+        return ParquetRows(path, name)
     if path.suffix == ".gz":
-        return LineRows(path, _decompressed(path, lambda: gzip.open(path, "rb")))
+        return LineRows(path, _decompressed(path, name, lambda: gzip.open(path, "rb")), name)
     if path.suffix == ".zst":
-        zstandard = optional("zstandard", path)
-        return LineRows(path, _decompressed(path, lambda: zstandard.open(path, "rb")))
-    return LineRows(path, path)
+        zstandard = optional("zstandard", name)
+        return LineRows(path, _decompressed(path, name, lambda: zstandard.open(path, "rb")), name)
+    return LineRows(path, path, name)
 
 
-def optional(package: str, path: Path) -> Any:
+def optional(package: str, name: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError:
         raise ConfigError(
-            f"{path} needs the package {package}, which is not installed.", f"pip install {package}"
+            f"{name} needs the package {package}, which is not installed.", f"pip install {package}"
         ) from None
 
 
@@ -116,10 +116,10 @@ def optional(package: str, path: Path) -> Any:
 
 
 class LineRows:
-    """Lines of a mapped file. `path` is the name in messages, `plain` the file that is read."""
+    """Lines of a mapped file. `path` is the source, `plain` the same without compression."""
 
-    def __init__(self, path: Path, plain: Path) -> None:
-        self.path, self._plain = path, plain
+    def __init__(self, path: Path, plain: Path, name: str) -> None:
+        self._path, self._plain, self._name = path, plain, name
         index = made_once("lines", identity(plain), lambda aside: _index_lines(plain, aside))
         self._starts: np.ndarray = np.memmap(index, np.int64, "r")
         self.count = len(self._starts) - 1
@@ -142,7 +142,7 @@ class LineRows:
         return [int(row) for row in found if 0 < row < self.count] + [self.count]
 
     def _row(self, number: int, line: bytes) -> SourceRow:
-        place = f"{self.path} line {number}"
+        place = f"{self._name} line {number}"
         try:
             values = json.loads(line.decode())
         except UnicodeDecodeError as error:
@@ -162,8 +162,8 @@ class LineRows:
         return SourceRow(place, values)
 
     def _show(self, number: int) -> str:
-        name, show = shlex.quote(str(self.path)), f"sed -n {number}p"
-        tool = {".gz": "zcat", ".zst": "zstdcat"}.get(self.path.suffix)
+        name, show = shlex.quote(str(self._path)), f"sed -n {number}p"
+        tool = {".gz": "zcat", ".zst": "zstdcat"}.get(self._path.suffix)
         return f"{tool} {name} | {show} shows it" if tool else f"{show} {name} shows it"
 
 
@@ -181,27 +181,27 @@ def _index_lines(path: Path, aside: Path) -> None:
             np.array([done], np.int64).tofile(out)
 
 
-def _decompressed(path: Path, open_file: Callable[[], Any]) -> Path:
+def _decompressed(path: Path, name: str, open_file: Callable[[], Any]) -> Path:
     def write(aside: Path) -> None:
         try:
             with open_file() as packed, aside.open("wb") as out:
                 shutil.copyfileobj(packed, out, READ)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise _damaged(path, error) from None
+            raise _damaged(path, name, error) from None
         except Exception as error:
             if type(error).__name__ != "ZstdError":
                 raise
-            raise _damaged(path, error) from None
+            raise _damaged(path, name, error) from None
         if not aside.stat().st_size:
-            raise ConfigError(f"{path} is empty.", f"rm {shlex.quote(str(path))}, or write it again")
+            raise ConfigError(f"{name} is empty.", f"rm {shlex.quote(str(path))}, or write it again")
 
     return made_once("plain", identity(path), write)
 
 
-def _damaged(path: Path, error: Exception) -> ConfigError:
+def _damaged(path: Path, name: str, error: Exception) -> ConfigError:
     test = "zstd -t" if path.suffix == ".zst" else "gzip -t"
     return ConfigError(
-        f"{path} is damaged or cut short: {error}.",
+        f"{name} is damaged or cut short: {error}.",
         f"copy it again; {test} {shlex.quote(str(path))} checks it",
     )
 
@@ -212,10 +212,10 @@ def _damaged(path: Path, error: Exception) -> ConfigError:
 class ParquetRows:
     """Rows of a Parquet file, a row group at a time."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._arrow = optional("pyarrow", path)
-        self._parquet = optional("pyarrow.parquet", path)
+    def __init__(self, path: Path, name: str) -> None:
+        self._path, self._name, self._place = path, name, ""
+        self._arrow = optional("pyarrow", name)
+        self._parquet = optional("pyarrow.parquet", name)
         with self._reading():
             facts = self._parquet.read_metadata(path)
         groups = [facts.row_group(n) for n in range(facts.num_row_groups)]
@@ -223,19 +223,20 @@ class ParquetRows:
         self._bytes = [group.total_byte_size for group in groups]
         self.count = int(self._ends[-1])
         if not self.count:
-            raise ConfigError(f"{path} has no rows.", f"rm {shlex.quote(str(path))}, or write it again")
+            raise ConfigError(f"{name} has no rows.", f"rm {shlex.quote(str(path))}, or write it again")
 
     def read(self, first: int, last: int) -> Iterator[SourceRow]:
-        with self._reading(), self._parquet.ParquetFile(self.path) as file:
+        with self._reading(), self._parquet.ParquetFile(self._path) as file:
             for group, start in enumerate(self._ends[:-1]):
                 if start >= last or self._ends[group + 1] <= first:
                     continue
                 number = int(start)
+                self._place = f", rows {number + 1} to {self._ends[group + 1]}"
                 for batch in file.iter_batches(1024, row_groups=[group], use_threads=False):
                     for values in batch.to_pylist():
                         number += 1
                         if first < number <= last:
-                            yield SourceRow(f"{self.path} row {number}", values)
+                            yield SourceRow(f"{self._name} row {number}", values)
 
     def cuts(self, size: int) -> list[int]:
         """At row groups: a part of one would read it whole."""
@@ -248,14 +249,14 @@ class ParquetRows:
         return [*found, self.count]
 
     def _reading(self) -> Any:
-        return _ParquetErrors(self.path, self._arrow)
+        return _ParquetErrors(self._path, lambda: f"{self._name}{self._place}", self._arrow)
 
 
 class _ParquetErrors:
     """Turns an error of pyarrow into one line."""
 
-    def __init__(self, path: Path, arrow: Any) -> None:
-        self._path, self._arrow = path, arrow
+    def __init__(self, path: Path, place: Callable[[], str], arrow: Any) -> None:
+        self._path, self._place, self._arrow = path, place, arrow
 
     def __enter__(self) -> None: ...
 
@@ -263,7 +264,7 @@ class _ParquetErrors:
         if isinstance(error, (self._arrow.ArrowException, OSError)):
             what = " ".join(str(error).split())[:200].rstrip(".")
             raise ConfigError(
-                f"{self._path} is not a whole Parquet file: {what}.",
+                f"{self._place()} is not a whole Parquet file: {what}.",
                 f"copy it again; ls -l {shlex.quote(str(self._path))} shows its size",
             ) from None
 
@@ -274,8 +275,8 @@ class _ParquetErrors:
 class TextFiles:
     """Files of UTF-8; each is a row with the column text."""
 
-    def __init__(self, paths: list[Path]) -> None:
-        self.paths, self.path = paths, paths[0]
+    def __init__(self, paths: list[Path], names: Mapping[Path, str]) -> None:
+        self.paths, self._names = paths, names
         self.count = len(paths)
 
     def read(self, first: int, last: int) -> Iterator[SourceRow]:
@@ -285,12 +286,12 @@ class TextFiles:
             except UnicodeDecodeError as error:
                 name = shlex.quote(str(path))
                 raise ConfigError(
-                    f"{path} is not UTF-8 at byte {error.start}: {error.reason}.",
+                    f"{self._names[path]} is not UTF-8 at byte {error.start}: {error.reason}.",
                     f"iconv -f latin1 -t utf-8 {name} > {name}.utf8 && mv {name}.utf8 {name}",
                 ) from None
             except OSError as error:
                 raise ConfigError(f"{path} cannot be read ({error.strerror}).", f"ls -l {path}") from None
-            yield SourceRow(str(path), {"text": text})
+            yield SourceRow(self._names[path], {"text": text})
 
     def cuts(self, size: int) -> list[int]:
         sums = np.cumsum([path.stat().st_size for path in self.paths])

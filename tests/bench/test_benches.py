@@ -9,13 +9,27 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import bench.__main__ as whole
-from bench import goodput, launched, ray_tutorial, restart, start, start_memory, tables, train
+from bench import (
+    data,
+    data_reader,
+    goodput,
+    launched,
+    ray_tutorial,
+    restart,
+    start,
+    start_memory,
+    tables,
+    train,
+)
 from bench.peers import setup
+from fsdp.config import DataSection
+from fsdp.data import build_dataset
 
-HERE = (*whole.SHORT, "simulated")
+HERE = (*whole.SHORT, "simulated", "data")
 
 
 @pytest.mark.parametrize("name", HERE)
@@ -235,3 +249,38 @@ def test_simulated_ranks_from_the_command_line() -> None:
         [sys.executable, "-m", "bench.simulated", "256", "--preset", "toy"], text=True
     )
     assert json.loads(said)["ranks"] == 256
+
+
+# ---------------------------------------------------------------- data
+
+
+def test_a_reader_without_enough_rounds_gets_no_interval() -> None:
+    few, many = (data.read_table({"ours": [2.0] * n, "datasets": [1.0] * n}) for n in (5, 6))
+    assert "no interval below six rounds" in few
+    assert "2.000 [2.000, 2.000]: better" in many
+
+
+def test_sparse_token_files_take_no_room_and_are_data(tmp_path: Path) -> None:
+    root = data.sparse(tmp_path / "tokens", 3, 10**9)
+    assert sum(path.stat().st_blocks for path in root.glob("*.bin")) == 0
+    made = build_dataset(DataSection(name=str(root), seq_len=1024))
+    assert len(made.train) > 2_900_000
+    shown = {"samples": len(made.train), "seconds": 0.5, "mib": 12.0}
+    assert "| 1e6 | 1 | 2,9" in data.start_table({"1e6": {"first": shown, "second": shown}})
+
+
+def test_the_contenders_windows_are_shardruns(tmp_path: Path) -> None:
+    np.arange(20 * data_reader.SEQ_LEN + 1, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
+    inputs, targets = next(data_reader.ours(tmp_path))
+    rows = data_reader.rows_of(tmp_path)
+    assert rows.shape == (20, data_reader.SEQ_LEN + 1)
+    assert inputs.shape == targets.shape == (data_reader.BATCH, data_reader.SEQ_LEN)
+    for row, following in zip(inputs.numpy(), targets.numpy(), strict=True):
+        (place,) = np.flatnonzero(rows[:, 0] == row[0])
+        assert np.array_equal(rows[place], [*row, following[-1]])
+
+
+def test_the_readers_take_rounds(tmp_path: Path) -> None:
+    seen = data.read(["ours"], tmp_path, rounds=2, batches=2, tokens=50_000)
+    assert len(seen["ours"]) == 2
+    assert min(seen["ours"]) > 0

@@ -117,7 +117,7 @@ OF_THE_JOB = {
     "--model.args.heads 3": "--model.args.width 128 is not a multiple of --model.args.heads 3. "
     "HINT: --model.args.heads 2",
     "--data.name digit": "--data.name digit is not digits, fashion_mnist, text, tokens, documents, "
-    "folder, synthetic, a file or folder here, or package.module:factory. "
+    "folder, synthetic, a file or folder here, hf:NAME, s3://… or package.module:factory. "
     "HINT: --data.name digits",
     "--data.name folder --data.dir nowhere": "nowhere",
     "--model.name transformer": "--model.name transformer reads tokens, but the data holds images. "

@@ -16,6 +16,7 @@ import torch
 from fsdp.base.errors import ConfigError, TrainingError
 from fsdp.config import DataSection
 from fsdp.data import DataSet, build_dataset
+from tests.support.data_cache import own_cache as own_cache
 
 
 def text(**fields: Any) -> DataSet:

@@ -35,6 +35,8 @@ ABSENT: dict[str, Callable[[], str]] = {
     "pyarrow": functools.partial(_package, "pyarrow"),
     "zstandard": functools.partial(_package, "zstandard"),
     "mlflow": functools.partial(_package, "mlflow"),
+    "datasets": functools.partial(_package, "datasets"),
+    "trl": functools.partial(_package, "trl"),
     "torchao": functools.partial(_package, "torchao"),
     "s3": _s3,
 }

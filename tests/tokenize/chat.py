@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,57 @@ FORGETS = (
 """Drops the reasoning of turns that others follow."""
 
 
-def save_tokenizer(folder: Path, template: str | None, eos: str = "<|im_end|>") -> Path:
+SPECIAL = ("<|im_start|>", "<|im_end|>", "<|s|>")
+
+
+@dataclass(frozen=True)
+class ChatStyle:
+    """A marked template in the style of a family of models, with the tokens that it writes."""
+
+    marked: str
+    special: tuple[str, ...]
+    eos: str
+    systems: bool = True
+    """Whether a conversation may begin with a system message."""
+
+    @property
+    def plain(self) -> str:
+        """The template as models publish it, without marks."""
+        return self.marked.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+
+
+STYLES = {
+    "chatml": ChatStyle(
+        "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are helpful.<|im_end|>\n{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}{{ '\n' }}{% if m.role == 'assistant' %}"
+        "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>"
+        "{% endif %}{{ '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        SPECIAL,
+        "<|im_end|>",
+    ),
+    "llama3": ChatStyle(
+        "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>{{ '\n\n' }}"
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content | trim }}<|eot_id|>{% endgeneration %}"
+        "{% else %}{{ m.content | trim }}<|eot_id|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
+        ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+        "<|eot_id|>",
+    ),
+    "mistral": ChatStyle(
+        "<s>{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+        "{% elif m.role == 'assistant' %} {% generation %}{{ m.content }}</s>{% endgeneration %}"
+        "{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}",
+        ("<s>", "</s>", "[INST]", "[/INST]"),
+        "</s>",
+        systems=False,
+    ),
+}
+
+
+def save_tokenizer(
+    folder: Path, template: str | None, eos: str = "<|im_end|>", special: Sequence[str] = SPECIAL
+) -> Path:
     """A byte-level BPE with merges of its own."""
     from tokenizers import ByteLevelBPETokenizer
     from transformers import PreTrainedTokenizerFast
@@ -36,9 +88,9 @@ def save_tokenizer(folder: Path, template: str | None, eos: str = "<|im_end|>") 
     made = ByteLevelBPETokenizer()
     text = ["the capital of France is Paris", "Hello there, how are you? user assistant system"] * 5
     made.train_from_iterator(text, 340, min_frequency=2, show_progress=False)
-    made.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|s|>"])
+    made.add_special_tokens(list(special))
     whole: Any = PreTrainedTokenizerFast(tokenizer_object=made._tokenizer, eos_token=eos)
-    whole.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|s|>"]})
+    whole.add_special_tokens({"additional_special_tokens": list(special)})
     whole.chat_template = template
     whole.save_pretrained(folder)
     return folder

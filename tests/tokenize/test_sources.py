@@ -139,6 +139,19 @@ def test_a_parquet_file_that_is_cut_short_or_is_none(tmp_path: Path) -> None:
     one_line(r"a.parquet is not a whole Parquet file: .* HINT: copy it again; ls -l", lambda: values_of(path))
 
 
+@pytest.mark.needs("pyarrow")
+def test_a_parquet_file_that_is_damaged_within_is_named_with_its_rows(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    parquet(path, 9000, group=3000)
+    from pyarrow.parquet import read_metadata
+
+    column = read_metadata(path).row_group(1).column(1)
+    first = column.dictionary_page_offset or column.data_page_offset
+    content = path.read_bytes()
+    path.write_bytes(content[: first + 100] + bytes(1000) + content[first + 1100 :])
+    one_line(r"a.parquet, rows 3001 to 6000 is not a whole Parquet file: .* HINT: ", lambda: values_of(path))
+
+
 def test_text_that_is_no_utf_8(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"ab\xe9cd")
     one_line(r"a.txt is not UTF-8 at byte 2: .* HINT: iconv ", lambda: values_of(tmp_path))

@@ -1,0 +1,76 @@
+"""The client of object stores such as s3://bucket/prefix, through fsspec: opening, retries, redaction.
+
+Endpoint and keys come from fsspec's environment variables. Not here: checkpoints in a store
+(fsdp/checkpoint/object_store.py) and row files in one (fsdp/tokenize/object_files.py).
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import re
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from fsdp.base.errors import ShardrunError
+
+log = logging.getLogger(__name__)
+
+PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+"""Between retries, beside those of the client itself."""
+UNCHANGED_BY_A_RETRY = ("NoCredentialsError", "ParamValidationError", "CheckpointError")
+
+T = TypeVar("T")
+
+
+def open_url(url: str, error: type[ShardrunError], example: str) -> tuple[Any, str]:
+    """The file system of fsspec and the path in it. `error` is raised if there is none."""
+    scheme = urlsplit(url).scheme
+    try:
+        import fsspec
+
+        fs, root = fsspec.core.url_to_fs(url)
+    except ImportError as absent:
+        raise error(
+            f"{scheme}:// needs {absent.name or 'fsspec'}.", f"pip install {_package(scheme)}"
+        ) from None
+    except ValueError:
+        raise error(f"fsspec has no file system for {scheme}://.", example) from None
+    return fs, root.rstrip("/")
+
+
+def _package(scheme: str) -> str:
+    return {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}.get(
+        scheme, f"fsspec[{scheme}]"
+    )
+
+
+def without_secrets(url: str) -> str:
+    """The URL without user, password and query, which may hold keys."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}".rstrip("/")
+
+
+def retried(request: Callable[[], T], what: str) -> T:
+    """The request's result, retried after growing pauses, except on errors that a retry cannot change."""
+    for pause in (*PAUSES_S, None):
+        try:
+            return request()
+        except (FileNotFoundError, PermissionError) as error:
+            raise type(error)(error.errno, f"{what}: {_redacted(error)}") from None
+        except Exception as error:  # each client has its own classes for a server that is busy, slow or gone
+            if pause is None or type(error).__name__ in UNCHANGED_BY_A_RETRY:
+                raise OSError(errno.ETIMEDOUT, f"{what}: {_redacted(error)}") from None
+            log.info("%s: %s; retrying in %g s", what, _redacted(error), pause)
+            time.sleep(pause)
+    raise AssertionError("not reached")
+
+
+def _redacted(error: BaseException) -> str:
+    """The first line of a client's error, without what looks like a key."""
+    text = f"{type(error).__name__}: {error}".partition("\n")[0]
+    return re.sub(r"(?i)((?:key|secret|token|signature|credential|password)\w*[=:]\s*)\S+", r"\1…", text)[
+        :300
+    ]

@@ -1,0 +1,98 @@
+"""The list of very many image files: made once a machine in the cache, mapped by every rank.
+
+A start compares the times of the folders with those in the index; a folder's time changes when a name is
+added, removed or renamed in it. Not here: which files are images, and which are held out (folder.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fsdp.tokenize.cache import made_once
+
+AT_ONCE = 100_000
+Visit = Callable[[str], None]
+Listed = tuple[str, int]
+"""The path of an image, and its class."""
+
+
+class ImagePaths(Sequence[str]):
+    """Paths of one part of an index."""
+
+    def __init__(self, part: Path, root: str) -> None:
+        self._root = root
+        self._ends = np.load(part / "ends.npy", mmap_mode="r")
+        raw = part / "names"
+        self._names: np.ndarray = (
+            np.memmap(raw, np.uint8, "r") if raw.stat().st_size else np.empty(0, np.uint8)
+        )
+        self.labels: np.ndarray = np.load(part / "labels.npy", mmap_mode="r")
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return [self[n] for n in range(*place.indices(len(self)))]
+        n = place + len(self) if place < 0 else place
+        if not 0 <= n < len(self):
+            raise IndexError(place)
+        first = int(self._ends[n - 1]) if n else 0
+        return f"{self._root}/{os.fsdecode(self._names[first : int(self._ends[n])].tobytes())}"
+
+
+def indexed(
+    root: Path, folders: Iterable[Path], parts: Callable[[Visit], dict[str, Iterable[Listed]]]
+) -> dict[str, ImagePaths]:
+    """The parts of the folder as it is now. `folders` are those that a start looks at first; `parts` calls
+    its argument with every folder that it lists.
+    """
+    top = [[str(path), path.stat().st_mtime_ns] for path in folders]
+    base = str(root)
+
+    def make(aside: Path) -> None:
+        aside.mkdir(parents=True, exist_ok=True)
+        times: dict[str, int] = {}
+
+        def visit(folder: str) -> None:
+            times[folder[len(base) + 1 :]] = Path(folder).stat().st_mtime_ns
+
+        for name, listed in parts(visit).items():
+            _write_part(aside / name, base, listed)
+        (aside / "folders.json").write_text(json.dumps(times), encoding="utf-8")
+
+    for generation in itertools.count():  # a change deeper down leaves the times of `top` as they are
+        place = made_once("images", [1, str(root.resolve()), top, generation], make)
+        if _unchanged(base, place):
+            return {one.name: ImagePaths(one, base) for one in place.iterdir() if one.is_dir()}
+    raise AssertionError("not reached")
+
+
+def _unchanged(base: str, place: Path) -> bool:
+    times = json.loads((place / "folders.json").read_text(encoding="utf-8"))
+    try:
+        return all(Path(base, name).stat().st_mtime_ns == time for name, time in times.items())
+    except OSError:
+        return False
+
+
+def _write_part(part: Path, base: str, listed: Iterable[Listed]) -> None:
+    """Written in pieces: the names may be more than memory holds."""
+    part.mkdir(exist_ok=True)
+    lengths, labels = [np.empty(0, np.int64)], [np.empty(0, np.int32)]
+    with (part / "names").open("wb") as names:
+        source = iter(listed)
+        while chunk := list(itertools.islice(source, AT_ONCE)):
+            raw = [os.fsencode(path[len(base) + 1 :]) for path, _ in chunk]
+            lengths.append(np.array([len(one) for one in raw], np.int64))
+            labels.append(np.array([label for _, label in chunk], np.int32))
+            names.write(b"".join(raw))
+    np.save(part / "ends.npy", np.cumsum(np.concatenate(lengths)))
+    np.save(part / "labels.npy", np.concatenate(labels))

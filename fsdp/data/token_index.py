@@ -1,0 +1,135 @@
+"""Token files, and an index of many of them: made once a machine in the cache, mapped by every rank.
+
+With few files each rank opens every one. With many, one process examines them while the others wait; the
+others' start is a listing of the folder. Not here: which files there are, and what is examined (tokens.py,
+documents.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fsdp.base.errors import ConfigError
+from fsdp.tokenize.cache import made_once
+
+MANY = 256
+"""Files of a folder from which on an index is kept."""
+EXAMINED = (".bin", ".npy", ".json", ".idx", ".loss")
+PARTS = ("train", "val")
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    path: Path
+    dtype: np.dtype
+    offset: int
+    tokens: int
+    guessed: bool = False
+    """Whether the file has no source for the width of its tokens."""
+    documents: int = 0
+    """Of a folder of fsdp.tokenize."""
+
+    def open(self) -> np.ndarray:
+        return np.memmap(self.path, self.dtype, "r", self.offset, (self.tokens,))
+
+
+class TokenFiles(Sequence[TokenFile]):
+    """The files of one part of an index, mapped."""
+
+    COLUMNS = ("ends", "document_ends", "name_ends", "offsets", "dtypes", "guessed", "names")
+
+    def __init__(self, index: Path, root: Path, suffix: str = "") -> None:
+        self._index, self._root, self._suffix = index, root, suffix
+        columns = {name: np.load(index / f"{name}.npy", mmap_mode="r") for name in self.COLUMNS}
+        self.ends: np.ndarray = columns["ends"]
+        """The tokens up to each file's end."""
+        self.document_ends: np.ndarray = columns["document_ends"]
+        self._columns = columns
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return [self[n] for n in range(*place.indices(len(self)))]
+        n = place + len(self) if place < 0 else place
+        if not 0 <= n < len(self):
+            raise IndexError(place)
+        columns = self._columns
+        first, last = (int(columns["name_ends"][n - 1]) if n else 0), int(columns["name_ends"][n])
+        path = self._root / os.fsdecode(columns["names"][first:last].tobytes())
+        tokens = int(self.ends[n]) - (int(self.ends[n - 1]) if n else 0)
+        if self._suffix:
+            return TokenFile(path.with_suffix(self._suffix), np.dtype(np.uint8), 0, tokens)
+        dtype = np.dtype(columns["dtypes"][n].decode())
+        documents = int(self.document_ends[n]) - (int(self.document_ends[n - 1]) if n else 0)
+        return TokenFile(
+            path, dtype, int(columns["offsets"][n]), tokens, bool(columns["guessed"][n]), documents
+        )
+
+    def beside(self, suffix: str) -> TokenFiles:
+        """The files of the same names with this suffix, a byte a token."""
+        return TokenFiles(self._index, self._root, suffix)
+
+
+def ends_of(files: Sequence[TokenFile]) -> np.ndarray:
+    if isinstance(files, TokenFiles):
+        return files.ends
+    return np.cumsum([file.tokens for file in files], dtype=np.int64)
+
+
+def document_ends(files: Sequence[TokenFile]) -> np.ndarray:
+    if isinstance(files, TokenFiles):
+        return files.document_ends
+    return np.cumsum([file.documents for file in files], dtype=np.int64)
+
+
+def write_part(index: Path, files: Sequence[TokenFile]) -> None:
+    index.mkdir(parents=True, exist_ok=True)
+    names = [os.fsencode(file.path.name) for file in files]
+    columns = {
+        "ends": np.cumsum([file.tokens for file in files], dtype=np.int64),
+        "document_ends": np.cumsum([file.documents for file in files], dtype=np.int64),
+        "name_ends": np.cumsum([len(name) for name in names], dtype=np.int64),
+        "offsets": np.array([file.offset for file in files], np.int64),
+        "dtypes": np.array([file.dtype.str for file in files], "S8"),
+        "guessed": np.array([file.guessed for file in files], np.bool_),
+        "names": np.frombuffer(b"".join(names), np.uint8),
+    }
+    for name in TokenFiles.COLUMNS:
+        np.save(index / f"{name}.npy", columns[name])
+
+
+def indexed(
+    root: Path, key: dict[str, Any], examine: Callable[[Path], dict[str, Sequence[TokenFile]]]
+) -> Path:
+    """The index of the folder's files as they are now: PARTS, and what `examine` writes beside them."""
+
+    def make(aside: Path) -> None:
+        aside.mkdir(parents=True, exist_ok=True)
+        parts = examine(aside)
+        for part in PARTS:
+            write_part(aside / part, parts[part])
+
+    return made_once("files", {"version": 1, **key, "folder": folder_state(root)}, make)
+
+
+def folder_state(root: Path) -> list[str]:
+    """Changes with the name, size or time of a token file or sidecar in the folder."""
+    state = hashlib.sha256(str(root.resolve()).encode())
+    try:
+        with os.scandir(root) as entries:
+            kept = sorted((one for one in entries if one.name.endswith(EXAMINED)), key=lambda one: one.name)
+        for entry in kept:
+            found = entry.stat()
+            state.update(os.fsencode(f"{entry.name}\n{found.st_size} {found.st_mtime_ns}\n"))
+    except OSError as error:
+        raise ConfigError(f"{error.filename} cannot be read ({error.strerror}).", f"ls -l {root}") from None
+    return [str(len(kept)), state.hexdigest()]

@@ -1,0 +1,53 @@
+"""A source by its name: row files here or in an object store, or a data set of Hugging Face (hf:NAME)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp.base.errors import ConfigError
+from fsdp.tokenize.cache import identity
+from fsdp.tokenize.hub_dataset import PREFIX, DatasetRows, HubName
+from fsdp.tokenize.object_files import fetched, find_objects, is_object_url
+from fsdp.tokenize.sources import SourceRows, find_files, open_rows
+
+
+def is_remote(name: str) -> bool:
+    """Whether a client reads it, whose threads a forked process would lose."""
+    return name.startswith(PREFIX) or is_object_url(name)
+
+
+@dataclass(frozen=True)
+class SourceName:
+    name: str
+    config: str = ""
+    split: str = ""
+
+    def identity(self) -> list[Any]:
+        """Changes with the data: names, sizes and times, or versions."""
+        if self.name.startswith(PREFIX):
+            return DatasetRows(self._of_hub()).identity()
+        self._check_nothing_selected()
+        if is_object_url(self.name):
+            return [[one.url, one.size, one.version] for one in find_objects(self.name)]
+        return [identity(path) for path in find_files(self.name)]
+
+    def open(self) -> list[SourceRows]:
+        if self.name.startswith(PREFIX):
+            return [DatasetRows(self._of_hub())]
+        if is_object_url(self.name):
+            objects = find_objects(self.name)
+            copies = fetched(self.name, objects)
+            return open_rows(copies, {copy: one.url for copy, one in zip(copies, objects, strict=True)})
+        return open_rows(find_files(self.name))
+
+    def _of_hub(self) -> HubName:
+        return HubName(self.name.removeprefix(PREFIX), self.config, self.split)
+
+    def _check_nothing_selected(self) -> None:
+        for flag, value in (("config", self.config), ("split", self.split)):
+            if value:
+                raise ConfigError(
+                    f"--data.args.{flag} {value} has no effect on {self.name}.",
+                    f"leave it out; it selects a part of {PREFIX}NAME",
+                )
