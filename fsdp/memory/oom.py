@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fsdp.base.errors import ShardrunError
+from fsdp.base.errors import ConfigError, ShardrunError
 from fsdp.base.phases import Phases
 from fsdp.base.units import byte_size
 from fsdp.config import Config, reshard_policy
@@ -40,6 +40,7 @@ from fsdp.memory.oom_advice import Advice, Footprint, Suggestion, advise
 from fsdp.memory.oom_estimate import activation_bytes
 from fsdp.memory.resting import resting_bytes
 from fsdp.models.blocks import blocks_of, find_units
+from fsdp.models.chunked_loss import output_layer
 from fsdp.models.custom_loss import CustomLoss
 from fsdp.parallel.activations import apply_activation_checkpointing
 
@@ -172,7 +173,9 @@ class OutOfMemoryHandler:
 
 @dataclass
 class ActivationEstimates:
-    """Activation bytes by micro-batch and checkpointing, each estimated once. `held`: the failed step's."""
+    """Activation bytes by micro-batch, checkpointing and loss chunk, each estimated once. `held`: the failed
+    step's.
+    """
 
     scene: OomContext
     config: Config
@@ -180,22 +183,24 @@ class ActivationEstimates:
     now: Footprint
     held: int
     note: str = field(default="", init=False)
-    _known: dict[tuple[int, str], int] = field(default_factory=dict, init=False)
+    _known: dict[tuple[int, str, int], int] = field(default_factory=dict, init=False)
 
-    def __call__(self, micro: int, checkpointing: str) -> int:
-        if (micro, checkpointing) not in self._known:
+    def __call__(self, micro: int, checkpointing: str, loss_chunk: int) -> int:
+        asked = (micro, checkpointing, loss_chunk)
+        if asked not in self._known:
             try:
-                found = self._estimate(micro, checkpointing)
+                found = self._estimate(*asked)
             except Exception as error:
                 # A user's model may do what fake tensors do not support: the page has a note, and the
                 # estimate is scaled from what was held.
                 message = " ".join(str(error).split())[:200]
                 self.note = f"Some estimates on fake tensors failed: {type(error).__name__}: {message}"
-                found = self._known.get((micro, self.now.checkpointing), self.held * micro // self.now.micro)
-            self._known[micro, checkpointing] = found
-        return self._known[micro, checkpointing]
+                same = (micro, self.now.checkpointing, self.now.loss_chunk)
+                found = self._known.get(same, self.held * micro // self.now.micro)
+            self._known[asked] = found
+        return self._known[asked]
 
-    def _estimate(self, micro: int, checkpointing: str) -> int:
+    def _estimate(self, micro: int, checkpointing: str, loss_chunk: int) -> int:
         kind: Any = checkpointing
         memory = dataclasses.replace(self.config.memory, activation_checkpointing=kind)
 
@@ -206,8 +211,7 @@ class ActivationEstimates:
         count = len(samples) if hasattr(samples, "__len__") else micro  # a stream has no length
         batch = samples.batch(np.arange(micro, dtype=np.int64) % count)
         built, computed = self.scene.build(), self.scene.dtypes[1]
-        chunk = memory.loss_chunk
-        return activation_bytes(built, batch, self.device, computed, prepare, self.scene.loss, chunk)
+        return activation_bytes(built, batch, self.device, computed, prepare, self.scene.loss, loss_chunk)
 
 
 def footprint_of(config: Config, scene: OomContext, device: torch.device) -> Footprint:
@@ -239,12 +243,28 @@ def footprint_of(config: Config, scene: OomContext, device: torch.device) -> Foo
         micro=scene.batch.micro_batch,
         checkpointing=config.memory.activation_checkpointing,
         counted=param,
+        loss_chunk=config.memory.loss_chunk,
+        chunkable=_is_chunkable(scene),
         offload=config.memory.cpu_offload and device.type == "cuda",
         own_optimizer=":" in config.optim.name or config.optim.name == "muon",
         nvme=getattr(config.memory, "nvme", "off") != "off",
         ddp=scene.sizes.strategy == "ddp",
         recomputes=bool(blocks_of([list(unit) for unit in scene.units])),
     )
+
+
+def _is_chunkable(scene: OomContext) -> bool:
+    """Whether --memory.loss_chunk applies: the data has a target for each token, and the output layer is
+    linear.
+    """
+    if scene.loss is not None or not hasattr(scene.samples, "__len__"):
+        return False
+    sample = scene.samples.batch(np.zeros(1, np.int64))
+    targets = sample.get("targets", sample.get("labels"))
+    try:
+        return targets is not None and targets.dim() > 1 and bool(output_layer(scene.root))
+    except ConfigError:
+        return False
 
 
 def comes_first(config: Config, scene: OomContext, facts: oom_page.OomFacts, needs: int) -> Suggestion | None:

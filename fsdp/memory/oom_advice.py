@@ -16,8 +16,11 @@ MARGIN = 1.1
 HALVINGS = 4
 """Of the micro-batch, suggested at once."""
 
-Activations = Callable[[int, str], int]
-"""(micro-batch, checkpointing) → bytes."""
+LOSS_CHUNK = 1024
+"""Tokens whose logits exist at once, where it is suggested."""
+
+Activations = Callable[[int, str, int], int]
+"""(micro-batch, checkpointing, loss chunk) → bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +48,9 @@ class Footprint:
     offload: bool = False
     nvme: bool = False
     ddp: bool = False
+    loss_chunk: int = 0
+    chunkable: bool = False
+    """Whether the loss of its tokens may be computed in chunks."""
     own_optimizer: bool = False
     """A user's, or Muon: its states have no other form, and move to no file."""
 
@@ -63,7 +69,9 @@ class Footprint:
             "gathered": 0 if self.ddp else round(self._gathered() * self.param),
             "gradients": round(gradients + (0 if self.ddp else largest * self.param)),
             "optimizer": 0 if self.nvme else round(self.trained * self.state / self.shard * resting),
-            "activations": activations(self.micro, self.checkpointing) * self.param // self.counted,
+            "activations": activations(self.micro, self.checkpointing, self.loss_chunk)
+            * self.param
+            // self.counted,
             "communication": largest * (self.param + self.reduce) if several else 0,
         }
 
@@ -127,6 +135,12 @@ def steps(now: Footprint, device: str) -> Iterator[Step]:
         )
     if now.accumulation > 1 and now.accumulate == "last" and not now.ddp and now.shard > 1:
         yield "--mesh.accumulate shard", change(now, accumulate="shard"), "a reduction per micro-batch"
+    if now.chunkable and not now.loss_chunk:
+        yield (
+            f"--memory.loss_chunk {LOSS_CHUNK}",
+            change(now, loss_chunk=LOSS_CHUNK),
+            f"logits of {LOSS_CHUNK} tokens at a time: more and smaller kernels",
+        )
     if now.recomputes and now.checkpointing == "none":
         yield (
             "--memory.activation_checkpointing ops",

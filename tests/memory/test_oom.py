@@ -104,8 +104,9 @@ NOW = Footprint(
 )
 
 
-def activations(micro: int, checkpointing: str) -> int:
-    return {"none": 1000, "ops": 600, "full": 200}[checkpointing] * micro
+def activations(micro: int, checkpointing: str, loss_chunk: int) -> int:
+    logits = 0 if loss_chunk else 150
+    return ({"none": 850, "ops": 450, "full": 50}[checkpointing] + logits) * micro
 
 
 def test_needs_are_sums() -> None:
@@ -125,6 +126,9 @@ def test_needs_are_sums() -> None:
     [
         (NOW, 10_000, "--memory.activation_checkpointing ops"),
         (NOW, 7_000, "--memory.activation_checkpointing full"),
+        (dataclasses.replace(NOW, chunkable=True), 10_800, "--memory.loss_chunk 1024"),
+        (dataclasses.replace(NOW, chunkable=True, loss_chunk=512), 10_800,
+         "--memory.activation_checkpointing ops"),
         (dataclasses.replace(NOW, reshard=False), 11_900, "--mesh.reshard_after_forward true"),
         (dataclasses.replace(NOW, checkpointing="full"), 5_150, "--train.micro_batch 4"),
         (dataclasses.replace(NOW, checkpointing="full"), 4_900, "--train.micro_batch 2"),
