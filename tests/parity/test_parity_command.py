@@ -108,10 +108,15 @@ def test_differences_are_printed_below_their_mesh(capsys: pytest.CaptureFixture[
 
 
 def test_the_plain_loop_shares_no_code_that_computes() -> None:
-    """It imports the model, its weights and the samples, and of the run where weights lie and a type."""
+    """It imports the model, its weights and the samples, of the run where weights lie and a type, and the rule
+    that selects Muon's matrices.
+    """
     imported = {
         module for _, module in imports(ROOT / "fsdp/parity/reference.py") if module.startswith("fsdp.")
     }
-    assert {module.split(".")[1] for module in imported} == {"parity", "config", "run", "models"}
+    assert {module.split(".")[1] for module in imported} == {"parity", "config", "run", "models", "optim"}
     used = {module for module in imported if module.startswith("fsdp.run")}
     assert used == {"fsdp.run.job.Job", "fsdp.run.weights"}
+    assert {module for module in imported if module.startswith("fsdp.optim")} == {
+        "fsdp.optim.muon.hidden_matrices"
+    }

@@ -166,13 +166,13 @@ def test_a_prompt_is_read_by_the_tokenizer_of_the_folder(
     assert len(words) == 6
 
 
-def write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path, **special: str) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     words = Tokenizer(models.WordLevel({f"w{at}": at for at in range(31)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
 
 
 # ---------------------------------------------------------------- what does not fit

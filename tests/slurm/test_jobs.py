@@ -71,7 +71,7 @@ def test_the_log_is_one_file_with_ranks_in_front_and_beside_the_run(
 @pytest.mark.long
 @pytest.mark.scenario("loopback")
 def test_several_slurmds_on_one_address(outcome: Left, undisturbed: Undisturbed) -> None:
-    check_finished(outcome, undisturbed.losses(2, 1))
+    check_finished(outcome, undisturbed.losses(1, 2))
 
 
 @pytest.mark.long
@@ -88,7 +88,7 @@ def test_each_task_of_an_array_is_a_run_of_its_own(outcome: dict[str, Left]) -> 
 @pytest.mark.long
 @pytest.mark.scenario("time_limit")
 def test_a_time_limit_reached_twice_loses_nothing(outcome: Left, undisturbed: Undisturbed) -> None:
-    check_finished(outcome, undisturbed.losses(2, 1))
+    check_finished(outcome, undisturbed.losses(1, 2))
     assert outcome.restarts >= 2
     assert len(outcome.run.starts) == outcome.restarts + 1
     assert set(outcome.run.ends[:-1]) <= {"SIGUSR1", "the deadline"}
@@ -98,7 +98,7 @@ def test_a_time_limit_reached_twice_loses_nothing(outcome: Left, undisturbed: Un
 
 
 def check_preempted(left: Left, undisturbed: Undisturbed, reason: str) -> None:
-    check_finished(left, undisturbed.losses(2, 1))
+    check_finished(left, undisturbed.losses(1, 2))
     assert left.restarts == 1
     assert left.run.ends[0] == reason
     assert left.run.starts[1]["from_step"] >= left.reached
@@ -126,7 +126,7 @@ def test_preempted_with_the_users_signal(outcome: Left, undisturbed: Undisturbed
 def test_preempted_without_time_to_save_loses_at_most_one_interval(
     outcome: Left, undisturbed: Undisturbed
 ) -> None:
-    check_finished(outcome, undisturbed.losses(2, 1))
+    check_finished(outcome, undisturbed.losses(1, 2))
     assert outcome.restarts == 1
     assert outcome.run.history[1]["event"] == "lost"
     assert outcome.reached - outcome.run.starts[1]["from_step"] <= EVERY
@@ -148,7 +148,7 @@ def test_scancel_leaves_a_sealed_checkpoint_and_no_second_start(outcome: Left) -
 
 
 def check_rank_killed(left: Left, undisturbed: Undisturbed) -> None:
-    check_finished(left, undisturbed.losses(2, 1))
+    check_finished(left, undisturbed.losses(1, 2))
     assert left.restarts == 0, "in the same allocation"
     assert [event["event"] for event in left.run.history if event["event"] != "end"] == [
         "start",
@@ -241,7 +241,7 @@ def test_a_job_that_is_not_requeued_does_not_say_that_it_is(outcome: Left) -> No
 def test_a_lost_node_is_left_out_of_the_next_start(
     outcome: Left, undisturbed: Undisturbed, netns: None
 ) -> None:
-    check_finished(outcome, undisturbed.losses(2, 1))
+    check_finished(outcome, undisturbed.losses(1, 2))
     assert outcome.restarts == 1
     assert outcome.run.starts[1]["nodes"] == ["n1", "n3"]
     assert outcome.reached - outcome.run.starts[1]["from_step"] <= EVERY
@@ -250,7 +250,7 @@ def test_a_lost_node_is_left_out_of_the_next_start(
 @pytest.mark.long
 @pytest.mark.scenario("first_node_lost")
 def test_the_first_node_too_can_be_lost(outcome: Left, undisturbed: Undisturbed, netns: None) -> None:
-    check_finished(outcome, undisturbed.losses(2, 1))
+    check_finished(outcome, undisturbed.losses(1, 2))
     assert outcome.run.starts[1]["nodes"] == ["n2", "n3"]
 
 
@@ -275,7 +275,7 @@ def test_where_node_names_do_not_resolve_the_nodes_meet_by_address(
     outcome: Network, mode: str, undisturbed: Undisturbed
 ) -> None:
     """Under torchrun with a command in front of everything, as a container has it."""
-    check_finished(outcome.nameless[mode], undisturbed.losses(2, 1))
+    check_finished(outcome.nameless[mode], undisturbed.losses(1, 2))
 
 
 @pytest.mark.long
@@ -335,7 +335,7 @@ def test_a_bare_srun_needs_no_script(slurm: Cluster, tmp_path: Path, undisturbed
     run = Run(tmp_path / "run")
     command = ["srun", "--nodes=2", "--ntasks=2", "python", "train.py", *FLAGS, "--run.dir", str(run.path)]
     slurm.run(*command, timeout_s=240)
-    assert run.losses == undisturbed.losses(2, 1)
+    assert run.losses == undisturbed.losses(1, 2)
     assert run.starts[0]["launcher"] == "srun"
 
 
@@ -386,7 +386,7 @@ def test_submitit_requeues_a_crash_and_says_so(outcome: Left) -> None:
 def test_begun_under_torchrun_gone_on_under_sbatch_ended_under_submitit(
     outcome: Left, undisturbed: Undisturbed
 ) -> None:
-    check_finished(outcome, undisturbed.losses(2, 1))
+    check_finished(outcome, undisturbed.losses(1, 2))
     launchers = [start["launcher"] for start in outcome.run.starts]
     assert launchers == ["torchrun", "torchrun under Slurm", "submitit (slurm)"]
     assert [start["from_step"] for start in outcome.run.starts] == [0, 13, 26]
