@@ -70,6 +70,7 @@ def test_the_command_trains_from_an_empty_folder(installed: Path, tmp_path: Path
     assert "verified" in report.stdout
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_under_torchrun_and_from_python(installed: Path, tmp_path: Path) -> None:
     torchrun = "python -m torch.distributed.run --standalone --nproc_per_node=2"

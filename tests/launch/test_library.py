@@ -98,6 +98,7 @@ def test_a_loop_of_ones_own_resumes(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_example_runs_and_continues(tmp_path: Path) -> None:
     program = ROOT / "examples/own_loop.py"
@@ -133,6 +134,7 @@ print(found[0]["step"], found[0]["run_dir"], found[0]["accuracy"] >= 0)
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_trial_of_tune_is_a_run_on_another_thread(tmp_path: Path) -> None:
     """As Tune calls it, without a Ray."""
@@ -148,6 +150,7 @@ def test_a_trial_of_tune_is_a_run_on_another_thread(tmp_path: Path) -> None:
     assert done.stdout.endswith(f"3 {tmp_path}/runs/one True\n"), done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.ray
 def test_the_example_of_tune(tmp_path: Path) -> None:

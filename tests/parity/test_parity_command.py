@@ -108,8 +108,8 @@ def test_differences_are_printed_below_their_mesh(capsys: pytest.CaptureFixture[
 
 
 def test_the_plain_loop_shares_no_code_that_computes() -> None:
-    """It imports the model, its weights and the samples, of the run where weights lie and a type, and the rule
-    that selects Muon's matrices.
+    """It imports the model, its weights and the samples, of the run where weights lie and a type, and the
+    rule that selects Muon's matrices.
     """
     imported = {
         module for _, module in imports(ROOT / "fsdp/parity/reference.py") if module.startswith("fsdp.")
