@@ -33,7 +33,7 @@ TURN = {"tiny": 20, "vit": 4, "decoder": 2, "100m": 1, "124m-cuda": 20, "1b-cuda
 """Steps of a turn."""
 SHORT = {"tiny": ("bare", "ours", "accelerate", "fabric"), "decoder": ("bare", "ours")}
 WARM = 3
-WEIGHINGS = {"100m": 5}
+WEIGHINGS = {"100m": 6}
 """How often memory is weighed, where not once: a percent is asked for there, and one start differs from the
 next by as much.
 """
@@ -121,8 +121,8 @@ def shown(found: list[dict[str, Any]], work: str) -> str:
                 tables.spread(row["per_s"]) + _share(work, row["per_s"]),
                 f"{statistics.median(row['step_ms']):.1f}",
                 f"{statistics.median(row['cpu_ms']):.1f}",
-                f"{over} {over.verdict()}" if over else "",
-                f"{cpu} {cpu.verdict(False)}" if cpu else "",
+                over.judged() if over else "",
+                cpu.judged(more_is_better=False) if cpu else "",
                 _peak(row),
             ]
         )
@@ -142,7 +142,7 @@ def _peak(row: dict[str, Any]) -> str:
     peaks, over = row["peaks_mib"], row.get("memory_over_it")
     if len(peaks) < 2:
         return "".join(f"{one:.0f}" for one in peaks)
-    return tables.spread(peaks, 4) + (f"; ours/its {over}" if over else "")
+    return tables.spread(peaks, 4) + (f"; ours/its {over.judged(more_is_better=False)}" if over else "")
 
 
 def _share(work: str, per_s: Sequence[float]) -> str:
