@@ -91,7 +91,7 @@ class Ranks(Team):
     """The ranks of one shardrun run with some flags."""
 
     def __init__(self, flags: str, work: str, ranks: int, threads: int) -> None:
-        self._flags = flags
+        self._knob = flags
         super().__init__("ours", work, ranks, threads=threads)
 
     def _start(self, rank: int, work: str, common: dict[str, str]) -> Any:
@@ -100,7 +100,7 @@ class Ranks(Team):
         ear, mouth = os.pipe()
         log = Path(self._folder.name, f"{rank}.log")
         environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "BENCH_ANSWERS": str(mouth)}
-        flags = self._flags.replace("DIR", self._folder.name).split()
+        flags = self._knob.replace("DIR", self._folder.name).split()
         with log.open("w") as out:
             process = subprocess.Popen(
                 [sys.executable, "-m", "bench.knobs", "--as-a-rank", work, *PROFILED, *flags],

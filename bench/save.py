@@ -8,9 +8,10 @@ run.
                                     only what a save adds to the mean step, with its interval
 
 Each round runs every way of saving for ten steps with one save. The order rotates from round to round, so
-that other load affects all alike. The whole cost of a save is what the steps with one take longer than those
-without; a stall is the part of it that the training thread spends in a save or waiting for one. dcp.async_save
-has one stager for all saves and copies in the background (save_dcp.py). Results are printed and written to bench/results/save.json and save.md (save-short.*).
+that other load affects all alike. The whole cost of a save is what the steps with one take longer than
+those without; a stall is the part of it that the training thread spends in a save or waiting for one.
+dcp.async_save has one stager for all saves and copies in the background (save_dcp.py). Results are printed
+and written to bench/results/save.json and save.md (save-short.*).
 
 This module parses the command and starts the ranks; save_rank.py measures, save_table.py makes the table.
 """

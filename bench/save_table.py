@@ -95,8 +95,8 @@ def markdown(report: dict[str, Any]) -> str:
         f"`{report['command']}`",
         "",
         f"{about['cpu']}, {about['cores']} cores, {about['memory_gib']} GiB, torch {report['torch']}, "
-        f"{commit}{about['when']}, load average {about['load_average']:.1f} at the end; {report['rounds']} rounds, "
-        f"a save every {report['save_every']} steps.",
+        f"{commit}{about['when']}, load average {about['load_average']:.1f} at the end; "
+        f"{report['rounds']} rounds, a save every {report['save_every']} steps.",
         "",
         tables.table(COLUMNS, [_cells(way, report) for way in rows]),
     ]

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from bench import (
     data_reader,
     goodput,
     launched,
+    overhead,
     ray_tutorial,
     restart,
     start,
@@ -29,7 +31,7 @@ from bench.peers import setup
 from fsdp.config import DataSection
 from fsdp.data import build_dataset
 
-HERE = (*whole.SHORT, "simulated", "data")
+HERE = (*whole.SHORT, "simulated", "data", "overhead")
 
 
 @pytest.mark.parametrize("name", HERE)
@@ -95,9 +97,39 @@ def test_ddp_is_compared_with_ddp() -> None:
     }
 
 
-def test_different_losses_are_not_compared() -> None:
-    with pytest.raises(SystemExit, match="not the same work"):
-        train.check_same({"bare": train.Seen(losses=[2.0, 1.0]), "ours": train.Seen(losses=[2.0, 1.01])})
+class LossTeam:
+    """A team with the losses of its name, which takes no round."""
+
+    losses: ClassVar = {"bare": [2.0, 1.0], "ours": [2.0, 1.0], "expert": [2.0, 1.01]}
+
+    def __init__(self, name: str, *_: object, **__: object) -> None:
+        self.name = name
+
+    def steps(self, count: int) -> dict[str, list[float]]:
+        assert count == train.WARM, "a round began"
+        return {"losses": self.losses[self.name]}
+
+    def close(self) -> None:
+        pass
+
+
+def test_different_losses_end_the_bench_before_its_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "Team", LossTeam)
+    with pytest.raises(SystemExit, match=r"expert has loss 1.01 .* same work. HINT: --only bare,ours leaves"):
+        train.measure("tiny", 2, ["bare", "ours", "expert"], rounds=6, threads=1)
+
+
+def test_overhead_is_against_each_hand_written_loop() -> None:
+    def seen(wall_s: float) -> train.Seen:
+        return train.Seen(wall_s=[wall_s] * 6, cpu_s=[wall_s / 2] * 6, faults=[1000.0] * 6)
+
+    found = overhead.figures({"bare": seen(0.0021), "expert": seen(0.002), "ours": seen(0.002)})
+    bare, expert = overhead.rows("tiny", found)
+    assert bare[5:9] == [
+        "-100 [-100, -100] better", "-50 [-50, -50] better", "1.050 [1.050, 1.050] better",
+        "at most 100 µs: yes",
+    ]  # fmt: skip
+    assert expert[5:8] == ["0 [0, 0] equal", "0 [0, 0] equal", "1.000 [1.000, 1.000] equal"]
 
 
 @pytest.mark.parametrize(("ours_s", "word"), [(4.4, "within it"), (4.6, "not within it")])
