@@ -150,10 +150,36 @@ def test_restart_is_judged_by_a_third_and_one_interval(ours_s: float, lost: int,
     assert f"{ours_s / 10:.3f}" in restart.shown(seen)
 
 
-def test_goodput_is_of_new_steps_at_the_undisturbed_rate() -> None:
-    ran = goodput.Ran(kills=3, new=120, done=150, seconds=60.0, quiet_per_s=4.0)
-    assert (ran.useful, ran.goodput) == (0.8, 0.5)
-    assert "| 120 of 150 | 0.80 | 4.0 | 2.0 | 0.50 |" in goodput.shown({"local": ran})
+def test_goodput_is_of_new_steps_at_the_undisturbed_rate_of_the_same_round() -> None:
+    slow = goodput.Ran(kills=1, new=60, done=75, seconds=30.0, quiet_per_s=4.0)
+    fast = goodput.Ran(kills=2, new=120, done=150, seconds=30.0, quiet_per_s=8.0)
+    told = goodput.shown({"local": [slow, fast] * 3})
+    assert "| 9 | 540 of 675 | 0.80 | 6 (4 to 8) | 3 (2 to 4) | 0.50 [0.50, 0.50] |" in told
+    assert "| 0.50 (no interval below 6 rounds) |" in goodput.shown({"local": [slow]})
+
+
+def test_the_undisturbed_rate_leaves_out_the_first_steps() -> None:
+    steps = [(10.0 * step, step) for step in range(1, 6)]
+    assert goodput.rate([*steps, *((50.0 + 0.5 * n, 5 + n) for n in range(1, 9))]) == 2.0
+    with pytest.raises(launched.Ended, match="no step came after step 5"):
+        goodput.rate(steps)
+
+
+def test_goodput_takes_rounds_of_each_and_adds_to_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    taken: list[tuple[str, int]] = []
+
+    def one(name: str, options: object, nth: int) -> goodput.Ran:
+        taken.append((name, nth))
+        return goodput.Ran(1, 50, 60, 30.0, 2.0)
+
+    monkeypatch.setattr(goodput, "one_round", one)
+    assert goodput.main(["--only", "local,bare", "--rounds", "2"]) == 0
+    assert goodput.main(["--only", "local,bare", "--rounds", "1", "--add"]) == 0
+    assert taken == [("local", 0), ("bare", 0), ("bare", 1), ("local", 1), ("local", 2), ("bare", 2)]
+    assert "--rounds 3`" in (tmp_path / "goodput.md").read_text()
 
 
 def test_rays_tutorial_is_the_lower_row_of_the_ratio() -> None:
