@@ -22,11 +22,13 @@ Piece = Mapping[str, Any]
 def _train(key: str, piece: Piece) -> dict[str, Any]:
     seen = {
         row["name"]: train.Seen(
-            wall_s=[ms / 1e3 for ms in row["step_ms"]], cpu_s=[ms / 1e3 for ms in row["cpu_ms"]],
-            faults=row.get("faults", []), peaks_mib=row["peaks_mib"],
+            wall_s=[ms / 1e3 for ms in row["step_ms"]],
+            cpu_s=[ms / 1e3 for ms in row["cpu_ms"]],
+            faults=row.get("faults", []),
+            peaks_mib=row["peaks_mib"],
         )
         for row in piece["rows"]
-    }  # fmt: skip
+    }
     first = piece["rows"][0]
     found = train.rows(seen, first["per_s"][0] * first["step_ms"][0] / 1e3)
     return {"text": train.shown(found, key.partition("@")[0]), "rows": found}
