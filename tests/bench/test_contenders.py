@@ -38,7 +38,8 @@ class Model(nn.Module):
         hidden = self.embed(tokens)
         for block in self.blocks:
             hidden = hidden + block(hidden)
-        return self.head(hidden)
+        logits: Tensor = self.head(hidden)
+        return logits
 
 
 def trained(kind: Callable[[Given], Any], model: Model, rank: int) -> tuple[list[float], list[Tensor]]:
@@ -48,7 +49,7 @@ def trained(kind: Callable[[Given], Any], model: Model, rank: int) -> tuple[list
     for _ in range(STEPS):
         tokens = torch.randint(VOCAB, (3, 6), generator=draw)
         losses.append(float(contender.step(tokens[:, :-1], tokens[:, 1:])))
-    return losses, [one.full_tensor() for one in contender.model.parameters()]  # type: ignore[attr-defined]
+    return losses, [one.full_tensor() for one in contender.model.parameters()]
 
 
 def beside_bare(env: DistEnv, kind: Callable[[Given], Any]) -> None:
