@@ -29,7 +29,6 @@ from bench.peers import setup
 
 ROOT = Path(__file__).resolve().parents[1]
 PEERS = ("datasets", "streaming")
-LEAST_ROUNDS = 6
 SIZES = {"1e6": (1, 10**6), "1e9": (10, 10**8), "1e12": (10_000, 10**8)}
 """Files, and tokens in each."""
 
@@ -102,12 +101,7 @@ def read(names: Sequence[str], place: Path, rounds: int, batches: int, tokens: i
 def read_table(seen: Mapping[str, Sequence[float]]) -> str:
     rows = []
     for name, speeds in seen.items():
-        over = ""
-        if name != "ours" and len(speeds) >= LEAST_ROUNDS:
-            ratio = tables.ratio(seen["ours"], speeds)
-            over = f"{ratio}: {ratio.verdict()}"
-        elif name != "ours":
-            over = "no interval below six rounds"
+        over = "" if name == "ours" else tables.ratio(seen["ours"], speeds).judged()
         rows.append([name, tables.spread(speeds), over])
     return tables.table(["reader", "tokens a second", "shardrun over it [95%]"], rows)
 

@@ -1,23 +1,26 @@
 """Training progress while ranks are killed at random: new steps in a given time, on 4 ranks.
 
     python -m bench.goodput
-                              90 s of faults for each contender that can resume, one kill in 15 s on average
-    python -m bench.goodput --only local,bare --add
-                              these again, beside the others in bench/results
+                              six rounds of 30 s of faults for each contender that can resume, one kill in
+                              15 s on average
+    python -m bench.goodput --rounds 2 --add
+                              more rounds for those in bench/results
 
-All contenders get the same kills: the times are drawn once from the seed, the rank at each kill. An
-undisturbed stretch first measures the contender's normal rate. Useful over all: new steps over all steps
-computed. Goodput: new steps over those that the undisturbed rate would have made in the same time.
+In each round, every contender runs twice: undisturbed, which gives its normal rate, and with kills. The order
+rotates. All contenders get the same kills: the times are drawn from the seed and the round, the rank at each
+kill. Useful over all: new steps over all steps computed. Goodput: new steps over those that the undisturbed
+run of the same round would have made in the same time.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,26 +28,21 @@ from bench import tables
 from bench.launched import Ended, Launched, that_run, with_restarts
 from bench.restart import LABELS, command
 
-QUIET = (5, 25)
-"""Steps between which the undisturbed rate is taken."""
+WARM = 5
+"""Steps before which nothing is counted."""
 SHORT = ("local", "bare")
 
 
 @dataclass(frozen=True)
 class Ran:
+    """One round of one contender."""
+
     kills: int
     new: int
     done: int
     seconds: float
     quiet_per_s: float
-
-    @property
-    def useful(self) -> float:
-        return self.new / max(1, self.done)
-
-    @property
-    def goodput(self) -> float:
-        return self.new / self.seconds / self.quiet_per_s
+    """Steps a second of the undisturbed run."""
 
 
 def moments(seconds: float, mean_s: float, seed: int) -> list[float]:
@@ -55,40 +53,70 @@ def moments(seconds: float, mean_s: float, seed: int) -> list[float]:
     return found
 
 
-def storm(name: str, options: argparse.Namespace) -> Ran:
+def one_round(name: str, options: argparse.Namespace, nth: int) -> Ran:
+    return storm(name, options, nth, quiet(name, options))
+
+
+def quiet(name: str, options: argparse.Namespace) -> float:
+    """Steps a second without kills, over half of the time that the faults take."""
+    with started(name, options) as run:
+        run.wait_for(WARM, 120)
+        time.sleep(options.seconds / 2)
+        return rate(run.steps)
+
+
+def rate(steps: Sequence[tuple[float, int]]) -> float:
+    """Steps a second after the first ones."""
+    counted = [(when, step) for when, step in steps if step >= WARM]
+    if len(counted) < 2:
+        raise Ended(f"undisturbed, no step came after step {WARM}")
+    (first, begin), (last, end) = counted[0], counted[-1]
+    return (end - begin) / (last - first)
+
+
+def storm(name: str, options: argparse.Namespace, nth: int, quiet_per_s: float) -> Ran:
+    with started(name, options) as run:
+        run.wait_for(WARM, 120)
+        begin, before, said = run.now(), run.newest, len(run.steps)
+        killed, seed = 0, options.seed + nth
+        draw = random.Random(seed)
+        for when in moments(options.seconds, options.mean, seed):
+            time.sleep(max(0.0, begin + when - run.now()))
+            # during a restart there may be no rank to kill
+            if run.ranks():
+                run.kill_one(draw)
+                killed += 1
+        time.sleep(max(0.0, begin + options.seconds - run.now()))
+        return Ran(killed, run.newest - before, len(run.steps) - said, options.seconds, quiet_per_s)
+
+
+@contextlib.contextmanager
+def started(name: str, options: argparse.Namespace) -> Iterator[Launched]:
     with tempfile.TemporaryDirectory(prefix="bench-goodput-") as place:
         words = command(name, Path(place, "run"), options.ranks, options.every, 1000)
         run = Launched(words, Path(place, "log"), with_restarts())
         try:
-            first, last = (run.wait_for(step, 120) for step in QUIET)
-            quiet = (QUIET[1] - QUIET[0]) / (last - first)
-            begin, before, said = run.now(), run.newest, len(run.steps)
-            killed, draw = 0, random.Random(options.seed)
-            for when in moments(options.seconds, options.mean, options.seed):
-                time.sleep(max(0.0, begin + when - run.now()))
-                # during a restart there may be no rank to kill
-                if run.ranks():
-                    run.kill_one(draw)
-                    killed += 1
-            time.sleep(max(0.0, begin + options.seconds - run.now()))
-            return Ran(killed, run.newest - before, len(run.steps) - said, options.seconds, quiet)
+            yield run
         finally:
             run.end()
 
 
-def shown(seen: dict[str, Ran]) -> str:
-    rows = [
-        [
-            LABELS[name],
-            ran.kills,
-            f"{ran.new} of {ran.done}",
-            f"{ran.useful:.2f}",
-            f"{ran.quiet_per_s:.1f}",
-            f"{ran.new / ran.seconds:.1f}",
-            f"{ran.goodput:.2f}",
-        ]
-        for name, ran in seen.items()
-    ]
+def shown(seen: Mapping[str, Sequence[Ran]]) -> str:
+    rows = []
+    for name, rounds in seen.items():
+        new, done = (sum(getattr(ran, what) for ran in rounds) for what in ("new", "done"))
+        goodput = tables.ratio([ran.new / ran.seconds for ran in rounds], [ran.quiet_per_s for ran in rounds])
+        rows.append(
+            [
+                LABELS[name],
+                sum(ran.kills for ran in rounds),
+                f"{new} of {done}",
+                f"{new / max(1, done):.2f}",
+                tables.spread([ran.quiet_per_s for ran in rounds]),
+                tables.spread([ran.new / ran.seconds for ran in rounds]),
+                goodput.text(".2f") + (f" ({tables.TOO_FEW})" if goodput.low is None else ""),
+            ]
+        )
     columns = [
         "",
         "kills",
@@ -96,7 +124,7 @@ def shown(seen: dict[str, Ran]) -> str:
         "useful over all",
         "steps/s undisturbed",
         "new steps/s under faults",
-        "goodput",
+        "goodput [95%]",
     ]
     return tables.table(columns, rows)
 
@@ -105,8 +133,9 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--rounds", type=int, default=0, help="0 is 6, or 1 with --short")
     parser.add_argument(
-        "--seconds", type=float, default=0, help="of faults, each contender; 0 is 90, or 12 with --short"
+        "--seconds", type=float, default=0, help="of faults in a round; 0 is 30, or 12 with --short"
     )
     parser.add_argument(
         "--mean", type=float, default=0, help="seconds from kill to kill, on average; 0 is 15, or 6"
@@ -115,13 +144,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seed", type=int, default=9)
     parser.add_argument("--only", default="", help="these contenders: local,ours,bare")
-    parser.add_argument(
-        "--add", action="store_true", help="keep the others that were run before with the same flags"
-    )
+    parser.add_argument("--add", action="store_true", help="to the rounds that were taken before")
     parser.add_argument("--short", action="store_true")
     options = parser.parse_args(argv)
     options.mean = options.mean or (6.0 if options.short else 15.0)
-    options.seconds = options.seconds or (12.0 if options.short else 90.0)
+    options.seconds = options.seconds or (12.0 if options.short else 30.0)
     wanted = tables.chosen(
         parser, options.only, list(LABELS), SHORT if options.short else list(LABELS), needs=()
     )
@@ -130,29 +157,35 @@ def main(argv: Sequence[str]) -> int:
         f"{options.every} "
         f"--seed {options.seed}"
     )
+    names = that_run(wanted)
     before = tables.standing("goodput", short=options.short) if options.add else {}
-    if before and before["flags"] != flags:
+    if before and (before["flags"] != flags or "rounds" not in before):
         parser.error(f"--add: what stands was run with {before['flags']}. HINT: the same flags, or no --add")
+    tables.check_add(parser, before.get("rounds"), names)
     machine = tables.joined(before.get("machine", ""), tables.machine())
-    seen = {name: Ran(**one) for name, one in before.get("ran", {}).items()}
-    left_out: list[str] = []
-    for name in that_run(wanted):
-        try:
-            seen[name] = storm(name, options)
-            print(f"{name}: {seen[name]}, goodput {seen[name].goodput:.2f}", flush=True)
-        except Ended as ended:
-            left_out.append(f"- {LABELS[name]}: left out, {ended}")
-    seen = {name: seen[name] for name in LABELS if name in seen}
+    seen = {name: [Ran(**one) for one in before["rounds"][name]] if before else [] for name in names}
+    done, left_out = len(next(iter(seen.values()))), dict[str, str]()
+    for nth in range(done, done + (options.rounds or (1 if options.short else 6))):
+        for name in tables.turned(list(seen), nth):
+            try:
+                seen[name].append(one_round(name, options, nth))
+                print(f"round {nth + 1}, {name}: {seen[name][-1]}", flush=True)
+            except Ended as ended:
+                del seen[name]
+                left_out[name] = f"round {nth + 1}: {ended}"
+    rounds = len(next(iter(seen.values()), []))
+    missing = [f"- {LABELS[name]}: left out, {why}" for name, why in left_out.items()]
     print(
         tables.write(
             "goodput",
             title="Goodput under random kills",
             short=options.short,
-            command=f"python -m bench.goodput {flags}",
-            about=f"{machine}; {options.ranks} ranks, {options.seconds:.0f} s of faults each, a kill each "
-            f"{options.mean:.0f} s on average (seed {options.seed}), a checkpoint each {options.every} steps",
-            text="\n\n".join([shown(seen), *left_out]),
-            numbers={"machine": machine, "flags": flags, "ran": seen},
+            command=f"python -m bench.goodput {flags} --rounds {rounds}",
+            about=f"{machine}; {options.ranks} ranks, {rounds} rounds of {options.seconds:.0f} s of faults "
+            f"and half of it undisturbed, a kill each {options.mean:.0f} s on average (seed {options.seed}), "
+            f"a checkpoint each {options.every} steps",
+            text="\n\n".join([shown(seen), *missing]),
+            numbers={"machine": machine, "flags": flags, "rounds": seen},
         )
     )
     return 0

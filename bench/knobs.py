@@ -91,7 +91,7 @@ class Ranks(Team):
     """The ranks of one shardrun run with some flags."""
 
     def __init__(self, flags: str, work: str, ranks: int, threads: int) -> None:
-        self._flags = flags
+        self._knob = flags
         super().__init__("ours", work, ranks, threads=threads)
 
     def _start(self, rank: int, work: str, common: dict[str, str]) -> Any:
@@ -100,7 +100,7 @@ class Ranks(Team):
         ear, mouth = os.pipe()
         log = Path(self._folder.name, f"{rank}.log")
         environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "BENCH_ANSWERS": str(mouth)}
-        flags = self._flags.replace("DIR", self._folder.name).split()
+        flags = self._knob.replace("DIR", self._folder.name).split()
         with log.open("w") as out:
             process = subprocess.Popen(
                 [sys.executable, "-m", "bench.knobs", "--as-a-rank", work, *PROFILED, *flags],
@@ -244,7 +244,7 @@ def shown(found: Sequence[Mapping[str, Any]]) -> str:
             [
                 name,
                 tables.spread(row["step_ms"]),
-                "" if not row["knob"] else str(time),
+                "" if not row["knob"] else time.judged(more_is_better=False),
                 f"{row['per_s']:,.0f}",
                 f"{peak / 2**20:.0f}" if peak else "",
                 f"{peak / full:.2f}" if peak and full and row["knob"] else "",
@@ -269,8 +269,18 @@ def shown(found: Sequence[Mapping[str, Any]]) -> str:
     return tables.table(heads, lines)
 
 
+NOTES = (
+    "Medians of rounds with the smallest and largest; ratios round by round with their 95% interval, equal "
+    "where it contains 1."
+)
+
+
+def title_of(group: str, work: str, ranks: int, rounds: int) -> str:
+    return f"{group}: {WORKS[work].what}; {ranks} rank{'s' * (ranks > 1)}, {rounds} rounds of {TURN} steps"
+
+
 def piece(group: str, work: str, ranks: int, rounds: int, short: bool) -> None:
-    print(f"\n{group}: {WORKS[work].what}; {ranks} ranks, {rounds} rounds of {TURN} steps", flush=True)
+    print(f"\n{title_of(group, work, ranks, rounds)}", flush=True)
     about = tables.machine()
     found = rows(measure(work, GROUPS[group], ranks, rounds), work)
     text = shown(found)
@@ -280,13 +290,12 @@ def piece(group: str, work: str, ranks: int, rounds: int, short: bool) -> None:
         f"{work}/{list(GROUPS).index(group)} {group}",
         short=short,
         title="Each knob beside the defaults",
-        piece_title=f"{group}: {WORKS[work].what}; {ranks} rank{'s' * (ranks > 1)}",
-        command=f"python -m bench.knobs --group {group}",
+        piece_title=title_of(group, work, ranks, rounds),
+        command=f"python -m bench.knobs --group {group} --rounds {rounds}",
         about=about,
         text=text,
         numbers={"rows": found},
-        notes="Medians of rounds with the smallest and largest; "
-        "ratios round by round with their 95% interval.",
+        notes=NOTES,
     )
 
 

@@ -94,11 +94,10 @@ def main(argv: list[str]) -> int:
             break
     left = sum(case not in kept for case in cases)
     small, big = ([kept[case] for case in some if case in kept] for some in (drawn, large()))
-    lines = [
-        *_memory_text(small, big),
-        *([f"{left} runs are left: the same command continues.", ""] if left else []),
-    ]
+    lines = _memory_text(small, big)
     print("\n".join(lines))
+    if left:
+        print(f"{left} runs are left: the same command continues.")
     (RESULTS / "plan.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return int(any(row.says_fits_and_does_not for row in kept.values()))
 
@@ -153,6 +152,9 @@ def _kept() -> dict[Case, Row]:
 def _memory_text(rows: list[Row], big: list[Row]) -> list[str]:
     return [
         f"# Memory: predicted beside measured ({_machine()})",
+        "",
+        f"`python -m bench.plan`: {len(rows) + len(big)} runs, once each. Bytes are counted: load changes "
+        f"none.",
         "",
         *_table(rows),
         "",

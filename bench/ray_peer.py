@@ -79,7 +79,7 @@ def train(given: dict[str, Any]) -> None:
     dataset, model = data_and_model()
     model.to(ray.train.torch.get_device())
     shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     criterion = nn.CrossEntropyLoss()
     loader = ray.train.torch.prepare_data_loader(
         DataLoader(dataset, batch_size=GLOBAL_BATCH // context.get_world_size(), shuffle=True, drop_last=True)

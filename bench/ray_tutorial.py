@@ -1,7 +1,7 @@
 """Ray's FSDP2 tutorial beside `train.py --backend ray`: the same ViT, data and number of workers, each on its
 own Ray.
 
-    python -m bench.ray_tutorial            three rounds, some minutes; --short is one
+    python -m bench.ray_tutorial            six rounds, some minutes; --short is one
 
 Both are measured from outside in the same way: one line of metrics a step, and the memory of every process
 that the command started. They alternate, so that other load affects both. Results are printed and written to
@@ -150,7 +150,9 @@ def table(seen: dict[str, list[Seen]]) -> str:
         for name, runs in seen.items()
     ]
     over = [
-        tables.ratio([getattr(b, key) for b in seen["ours"]], [getattr(a, key) for a in seen["tutorial"]])
+        tables.ratio(
+            [getattr(one, key) for one in seen["ours"]], [getattr(one, key) for one in seen["tutorial"]]
+        ).judged(more_is_better=key == "steps_per_s")
         for key in COLUMNS
     ]
     return tables.table(["", *COLUMNS.values()], [*rows, ["ours/tutorial", *over]])
@@ -160,7 +162,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=0, help="0 is 3, or 1 with --short")
+    parser.add_argument("--rounds", type=int, default=0, help="0 is 6, or 1 with --short")
     parser.add_argument("--add", action="store_true", help="to the rounds that were taken before")
     parser.add_argument("--short", action="store_true")
     options = parser.parse_args(argv)
@@ -170,7 +172,7 @@ def main(argv: Sequence[str]) -> int:
     before = tables.standing("ray_tutorial", short=options.short) if options.add else {}
     version = importlib.metadata.version("ray")
     about = f"{tables.machine()}; Ray {version}, 2 workers, the default ViT on the digits, CPU"
-    seen = measure(options.rounds or (1 if options.short else 3))
+    seen = measure(options.rounds or (1 if options.short else 6))
     if before:
         seen = {name: [Seen(**one) for one in before["runs"][name]] + more for name, more in seen.items()}
         about = tables.joined(before["about"], about)

@@ -1,6 +1,6 @@
 """Time from the kill of a rank to the next new step, and the number of repeated steps.
 
-    python -m bench.restart [--rounds 5] [--ranks 4] [--every 10] [--add]
+    python -m bench.restart [--rounds 6] [--ranks 4] [--every 10] [--add]
 
 The vision transformer on 4 ranks, a checkpoint each 10 steps, SIGKILL to a random rank at a random step.
 shardrun under its own launcher and under torchrun; a bare script and the frameworks under
@@ -114,7 +114,7 @@ def shown(seen: dict[str, list[Back]]) -> str:
                 tables.spread([b.new_s for b in backs]),
                 f"{statistics.median(b.first_s for b in backs):.2f}",
                 f"{statistics.median(b.lost for b in backs):.0f}, at most {max(b.lost for b in backs)}",
-                str(over),
+                "" if name == "bare" else over.judged(more_is_better=False),
             ]
         )
     return tables.table(
@@ -157,7 +157,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=0, help="0 is 5, or 1 with --short")
+    parser.add_argument("--rounds", type=int, default=0, help="0 is 6, or 1 with --short")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--every", type=int, default=10, help="steps from one checkpoint to the next")
     parser.add_argument("--only", default="", help="these contenders: local,ours,bare")
@@ -172,7 +172,7 @@ def main(argv: Sequence[str]) -> int:
     seen = {name: [Back(**one) for one in before["kills"][name]] if before else [] for name in names}
     about = tables.joined(before.get("machine", ""), about)
     done, page, left_out = len(seen["bare"]), "", dict[str, str]()
-    for nth in range(done, done + (options.rounds or (1 if options.short else 5))):
+    for nth in range(done, done + (options.rounds or (1 if options.short else 6))):
         backs = one_round(list(seen), nth, options.ranks, options.every, left_out)
         seen = {name: [*known, backs[name]] for name, known in seen.items() if name in backs}
         if "bare" not in seen:

@@ -2,14 +2,16 @@
 run.
 
     python -m bench.save            124M parameters, Adam, 2 ranks; about half an hour
-    python -m bench.save --size 500m    457M parameters, four ways, three rounds; 16 GiB of memory
+    python -m bench.save --size 500m    457M parameters, four ways, six rounds; 16 GiB of memory
     python -m bench.save --short    6M parameters, some minutes: the same table
     python -m bench.save --ways none,ours --rounds 20 --saves 1
                                     only what a save adds to the mean step, with its interval
 
 Each round runs every way of saving for ten steps with one save. The order rotates from round to round, so
-that other load affects all alike. A stall is the time that the training thread spends in a save or waiting
-for one. Results are printed and written to bench/results/save.json and save.md (save-short.*).
+that other load affects all alike. The whole cost of a save is what the steps with one take longer than
+those without; a stall is the part of it that the training thread spends in a save or waiting for one.
+dcp.async_save has one stager for all saves and copies in the background (save_dcp.py). Results are printed
+and written to bench/results/save.json and save.md (save-short.*).
 
 This module parses the command and starts the ranks; save_rank.py measures, save_table.py makes the table.
 """
@@ -44,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
         "--short", dest="size", action="store_const", const="short", help="a small model, few rounds"
     )
     parser.add_argument(
-        "--rounds", type=int, default=0, help="rounds of every way; 0 is 10 of 124m, 3 of 500m, 2 of short"
+        "--rounds", type=int, default=0, help="rounds of every way; 0 is 10 of 124m, 6 of 500m, 2 of short"
     )
     parser.add_argument(
         "--saves", type=int, default=0, help="saves under the eye of the memory meter; 0 is 50, 3, or 5"

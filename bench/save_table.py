@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from bench import tables
 from bench.save_rank import SIZES
 from fsdp.base import proc
 
@@ -29,16 +29,20 @@ def summarise(results: Sequence[dict[str, Any]], options: argparse.Namespace) ->
         for key in ("ours_s", "dcp_s", "unique_bytes", "state_mib")
     }
     load |= {key: sum(result["load"][key] for result in results) for key in ("ours_bytes", "dcp_bytes")}
+    command = (
+        f"python -m bench.save --size {options.size} --rounds {options.rounds} --saves {options.saves} "
+        f"--ways '{','.join(options.ways)}'"
+    )
     return {
-        "machine": machine(), "torch": torch.__version__, "ranks": len(results),
+        "command": command, "machine": machine(), "torch": torch.__version__, "ranks": len(results),
         "parameters": results[0]["parameters"],
         "rounds": options.rounds, "save_every": SIZES[options.size].every, "ways": rows, "memory_mib": memory,
         "load": load,
     }  # fmt: skip
 
 
-def _row(ranks: Sequence[dict[str, Any]], none: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Compares round by round with the steps of the same round without a save."""
+def _row(ranks: Sequence[dict[str, Any]], none: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Processor time is compared round by round with the same round without a save."""
     steps = [max(times) for times in zip(*(rank["steps_s"] for rank in ranks), strict=True)]
     cuts = statistics.quantiles(steps, n=100)
 
@@ -51,77 +55,98 @@ def _row(ranks: Sequence[dict[str, Any]], none: Sequence[dict[str, Any]]) -> dic
         "p50_s": cuts[49],
         "p99_s": cuts[98],
         "mean_s": statistics.fmean(steps),
-        "inflation": against_none("rounds_s", lambda a, b: a / b - 1),
-        **_interval(ranks, none),
+        "rounds_s": [max(means) for means in zip(*(rank["rounds_s"] for rank in ranks), strict=True)],
         "cpu_s": against_none("cpu_s", lambda a, b: a - b),
     }
-
-
-def _interval(ranks: Sequence[dict[str, Any]], none: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The mean step over that of the rounds without a save, minus one: 95% of resampled rounds are between
-    low and high.
-    """
-
-    def slowest(of: Sequence[dict[str, Any]]) -> list[float]:
-        return [max(times) for times in zip(*(rank["rounds_s"] for rank in of), strict=True)]
-
-    ours, base, dice = slowest(ranks), slowest(none), random.Random(0)
-    ratios = []
-    for _ in range(2000):
-        drawn = dice.choices(range(len(ours)), k=len(ours))
-        ratios.append(sum(ours[i] for i in drawn) / sum(base[i] for i in drawn) - 1)
-    cuts = statistics.quantiles(ratios, n=40)
-    return {"low": cuts[0], "high": cuts[-1]}
 
 
 def machine() -> dict[str, Any]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
         "cpu": proc.processor_name() or platform.processor(), "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(memory, 1),
+        "memory_gib": round(memory, 1), "commit": tables.checked_out(),
         "load_average": os.getloadavg()[0], "when": time.strftime("%Y-%m-%d %H:%M"),
     }  # fmt: skip
 
 
+COLUMNS = (
+    "way",
+    "mean step, s",
+    "over that without saves",
+    "the steps together longer by, s a save",
+    "round over round, median, 95%",
+    "of it, a step held up, s",
+    "step p50, s",
+    "p99, s",
+    "processor, s a save and rank",
+)
+
+
 def markdown(report: dict[str, Any]) -> str:
-    about, rows, load = report["machine"], report["ways"], report["load"]
-    reference = rows["dcp.save"]["stall_s"] if "dcp.save" in rows else 0.0
+    """The whole cost of a save first, which is what the steps take longer with saves; the stall within it
+    second.
+    """
+    about, rows = report["machine"], report["ways"]
+    commit = f"commit {about['commit']}, " if about.get("commit") else ""
     lines = [
         f"# Saving and loading {report['parameters'] / 1e6:.0f}M parameters with Adam on {report['ranks']} "
         f"ranks",
         "",
-        f"{about['cpu']}, {about['cores']} cores, {about['memory_gib']} GiB, torch {report['torch']}, "
-        f"{about['when']}, "
-        f"load average {about['load_average']:.1f} at the end; {report['rounds']} rounds, "
-        f"a save every {report['save_every']} steps.",
+        f"`{report['command']}`",
         "",
-        "| way | step held up, s a save | of dcp.save's | step p50, s | p99, s | mean, s | inflation, "
-        "median of rounds | "
-        "of the mean, 95% | processor, s a save and rank |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"{about['cpu']}, {about['cores']} cores, {about['memory_gib']} GiB, torch {report['torch']}, "
+        f"{commit}{about['when']}, load average {about['load_average']:.1f} at the end; "
+        f"{report['rounds']} rounds, a save every {report['save_every']} steps.",
+        "",
+        tables.table(COLUMNS, [_cells(way, report) for way in rows]),
     ]
-    for way, row in rows.items():
-        share = (
-            f"1/{reference / row['stall_s']:.0f}" if way != "none" and 0 < row["stall_s"] < reference else "—"
-        )
-        lines.append(
-            f"| {way} | {row['stall_s']:.4f} | {share} | {row['p50_s']:.3f} | {row['p99_s']:.3f} | "
-            f"{row['mean_s']:.3f} | "
-            f"{row['inflation']:+.1%} | {row['low']:+.1%} to {row['high']:+.1%} | {row['cpu_s']:+.2f} |"
-        )
-    memory = report["memory_mib"]
     if "dcp.async_save process" in rows:
         lines += ["", "The process of dcp.async_save's process mode is not in the last column."]
-    lines += [
-        "",
-        f"Load: ours {load['ours_s']:.2f} s, every byte verified; dcp.load {load['dcp_s']:.2f} s. Bytes "
-        f"read over bytes there: "
-        f"ours {load['ours_bytes'] / load['unique_bytes']:.3f}, dcp.load "
-        f"{load['dcp_bytes'] / load['unique_bytes']:.3f}.",
-        "",
-        f"Memory of a save, at most over {len(memory)} of them: {max(memory):.0f} MiB above none, where a "
-        f"rank's own state is "
-        f"{load['state_mib']:.0f} MiB; after the first {memory[0]:.0f}, after the last {memory[-1]:.0f}.",
-        "",
+    lines += ["", _load_text(report["load"]), "", _memory_text(report["memory_mib"], report["load"])]
+    lines += ["", report["remark"]] if report.get("remark") else []
+    return "\n".join([*lines, ""])
+
+
+def _cells(way: str, report: dict[str, Any]) -> list[str]:
+    row, none = report["ways"][way], report["ways"]["none"]
+    first = [way, f"{row['mean_s']:.3f}"]
+    last = [f"{row[key]:.3f}" for key in ("p50_s", "p99_s")]
+    if way == "none":
+        return [*first, "", "", "", "", *last, ""]
+    cost_s = (row["mean_s"] - none["mean_s"]) * report["save_every"]
+    return [
+        *first,
+        f"{row['mean_s'] / none['mean_s']:.3f}",
+        f"{cost_s:+.2f}",
+        _round_over_round(row, none),
+        f"{row['stall_s']:.4f}",
+        *last,
+        f"{row['cpu_s']:+.2f}",
     ]
-    return "\n".join(lines)
+
+
+def _round_over_round(row: dict[str, Any], none: dict[str, Any]) -> str:
+    """The mean step of a round over that of the same round without a save. Earlier reports have no rounds."""
+    if "rounds_s" not in row:
+        return f"{1 + row['inflation']:.3f} (rounds not kept: no interval)"
+    return against_none(row, none).judged(more_is_better=False)
+
+
+def against_none(row: dict[str, Any], none: dict[str, Any]) -> tables.Interval:
+    return tables.ratio(row["rounds_s"], none["rounds_s"])
+
+
+def _load_text(load: dict[str, float]) -> str:
+    read = {key: load[f"{key}_bytes"] / load["unique_bytes"] for key in ("ours", "dcp")}
+    return (
+        f"Load, once each: ours {load['ours_s']:.2f} s, every byte verified; dcp.load {load['dcp_s']:.2f} s. "
+        f"Bytes read over bytes there: ours {read['ours']:.3f}, dcp.load {read['dcp']:.3f}."
+    )
+
+
+def _memory_text(memory: Sequence[float], load: dict[str, float]) -> str:
+    return (
+        f"Memory of a save, at most over {len(memory)} of them: {max(memory):.0f} MiB above none, where a "
+        f"rank's own state is {load['state_mib']:.0f} MiB; after the first {memory[0]:.0f}, after the last "
+        f"{memory[-1]:.0f}."
+    )

@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ SIMULATED = ((4096, "124m"), (16_384, "124m"), (512, "llama-8b"))
 
 
 def by_ranks(counts: Sequence[int], rounds: int) -> tuple[str, dict[str, Any]]:
-    rows, numbers = [], {}
+    numbers: dict[str, dict[str, list[float]]] = {}
     for ranks in counts:
         seen: dict[str, list[float]] = {"bare": [], "ours": []}
         with Team("bare", "tiny", ranks) as bare, Team("ours", "tiny", ranks) as own:
@@ -48,13 +48,19 @@ def by_ranks(counts: Sequence[int], rounds: int) -> tuple[str, dict[str, Any]]:
             for nth in range(rounds):
                 for name in tables.turned(list(teams), nth):
                     seen[name].append(1e3 * teams[name].steps(TURN)["cpu_s"])
-        more = tables.difference(seen["ours"], seen["bare"])
-        over = f"{more.value:+.2f} [{more.low:+.2f}, {more.high:+.2f}]"
-        rows.append([ranks, tables.spread(seen["ours"]), tables.spread(seen["bare"]), over])
         numbers[str(ranks)] = seen
-        print(f"{ranks} ranks: {rows[-1]}", flush=True)
+        print(f"{ranks} ranks: {seen}", flush=True)
+    return ranks_table(numbers), numbers
+
+
+def ranks_table(numbers: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
+    rows = []
+    for ranks, seen in numbers.items():
+        more = tables.difference(seen["ours"], seen["bare"])
+        over = more.judged("+.2f", more_is_better=False, same=0.0)
+        rows.append([ranks, tables.spread(seen["ours"]), tables.spread(seen["bare"]), over])
     columns = ["ranks", "shardrun, processor ms a step and rank", "bare loop", "shardrun over bare, ms [95%]"]
-    return tables.table(columns, rows), numbers
+    return tables.table(columns, rows)
 
 
 # ---------------------------------------------------------------- parameters
@@ -135,10 +141,10 @@ def main(argv: Sequence[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--part", choices=list(PARTS))
-    parser.add_argument("--rounds", type=int, default=0, help="0 is 5, or 2 with --short")
+    parser.add_argument("--rounds", type=int, default=0, help="0 is 6, or 2 with --short")
     parser.add_argument("--short", action="store_true")
     options = parser.parse_args(argv)
-    rounds, small = options.rounds or (2 if options.short else 5), options.short
+    rounds, small = options.rounds or (2 if options.short else 6), options.short
     for part in [options.part] if options.part else list(PARTS):
         about = tables.machine()
         if part == "ranks":

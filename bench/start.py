@@ -1,7 +1,7 @@
 """Start-up time from the command to the first optimizer step: shardrun beside a bare script and every
 framework.
 
-    python -m bench.start [--rounds 5] [--ranks 2] [--cold] [--add]
+    python -m bench.start [--rounds 6] [--ranks 2] [--cold] [--add]
 
 Each contender is a script with its necessary imports alone, which builds the same vision transformer, shards
 it and takes one step (bench/peers/alone.py). shardrun is train.py, and launch.local, with everything they
@@ -131,11 +131,7 @@ def shown(seen: dict[str, list[Started]]) -> tuple[str, list[str]]:
     for name, starts in seen.items():
         walls = [one.wall_s for one in starts]
         extras[name] = tables.difference(walls, bare)
-        over = (
-            ""
-            if name == "bare"
-            else f"{extras[name].value:+.2f} [{extras[name].low:+.2f}, {extras[name].high:+.2f}]"
-        )
+        over = "" if name == "bare" else extras[name].judged("+.2f", more_is_better=False, same=0.0)
         cpu, peak = (
             statistics.median(getattr(one, what) for one in starts) for what in ("cpu_s", "peak_mib")
         )
@@ -170,7 +166,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=0, help="0 is 5, or 2 with --short")
+    parser.add_argument("--rounds", type=int, default=0, help="0 is 6, or 2 with --short")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--cold", action="store_true")
     parser.add_argument("--add", action="store_true", help="to the rounds that were taken before")
@@ -179,7 +175,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     wanted = tables.chosen(parser, options.only, list(LABELS), SHORT if options.short else list(LABELS))
     names = that_run(wanted)
-    rounds, about = options.rounds or (2 if options.short else 5), tables.machine()
+    rounds, about = options.rounds or (2 if options.short else 6), tables.machine()
     temperature = "cold" if options.cold else "warm"
     piece = f"{temperature}@{options.ranks}"
     before = tables.standing("start", piece=piece, short=options.short) if options.add else {}

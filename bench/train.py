@@ -18,7 +18,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +33,7 @@ TURN = {"tiny": 20, "vit": 4, "decoder": 2, "100m": 1, "124m-cuda": 20, "1b-cuda
 """Steps of a turn."""
 SHORT = {"tiny": ("bare", "ours", "accelerate", "fabric"), "decoder": ("bare", "ours")}
 WARM = 3
-WEIGHINGS = {"100m": 5}
+WEIGHINGS = {"100m": 6}
 """How often memory is weighed, where not once: a percent is asked for there, and one start differs from the
 next by as much.
 """
@@ -45,20 +45,31 @@ class Seen:
 
     wall_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
+    faults: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     peaks_mib: list[float] = field(default_factory=list)
 
 
 def measure(
-    work: str, ranks: int, names: Sequence[str], rounds: int, threads: int, within_s: float = float("inf")
+    work: str,
+    ranks: int,
+    names: Sequence[str],
+    rounds: int,
+    threads: int,
+    within_s: float = float("inf"),
+    flags: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> dict[str, Seen]:
-    """No round starts after `within_s`, if that is less than all of them take."""
+    """No round starts after `within_s`, if that is less than all of them take; none at all unless the first
+    steps of all are the same work.
+    """
     seen = {name: Seen() for name in names}
     teams: dict[str, Team] = {}
     try:
         for name in names:
-            teams[name] = Team(name, work, ranks, threads=threads)
+            teams[name] = Team(name, work, ranks, threads=threads, flags=flags, environment=environment)
             seen[name].losses = teams[name].steps(WARM)["losses"]
+        check_same(seen)
         began = time.monotonic()
         for nth in range(rounds):
             if time.monotonic() - began > within_s:
@@ -67,6 +78,7 @@ def measure(
                 turn = teams[name].steps(TURN[work])
                 seen[name].wall_s.append(turn["wall_s"])
                 seen[name].cpu_s.append(turn["cpu_s"])
+                seen[name].faults.append(turn["faults"])
     finally:
         for team in teams.values():
             team.close()
@@ -88,8 +100,11 @@ def check_same(seen: dict[str, Seen]) -> None:
     for name, one in seen.items():
         for step, (theirs, losses) in enumerate(zip(wanted, one.losses, strict=True), start=1):
             if abs(theirs - losses) > 2e-4 * abs(theirs):
+                others = ",".join(other for other in seen if other != name)
+                hint = "python -m fsdp.parity" if name == "ours" else f"--only {others} leaves it out"
                 raise SystemExit(
-                    f"{name} has loss {losses} at step {step}, the bare loop {theirs}: not the same work"
+                    f"{name} has loss {losses} at step {step}, the bare loop {theirs}: not the same work. "
+                    f"HINT: {hint}"
                 )
 
 
@@ -101,6 +116,7 @@ def rows(seen: dict[str, Seen], samples: int) -> list[dict[str, Any]]:
             "name": name, "per_s": [samples / wall for wall in one.wall_s],
             "step_ms": [1e3 * wall for wall in one.wall_s],
             "cpu_ms": [1e3 * cpu for cpu in one.cpu_s], "peaks_mib": one.peaks_mib,
+            "faults": one.faults,
         }  # fmt: skip
         if name not in ("ours", "ours-ddp"):
             row["ours_over_it"] = tables.ratio(one.wall_s, seen[own].wall_s)
@@ -121,9 +137,10 @@ def shown(found: list[dict[str, Any]], work: str) -> str:
                 tables.spread(row["per_s"]) + _share(work, row["per_s"]),
                 f"{statistics.median(row['step_ms']):.1f}",
                 f"{statistics.median(row['cpu_ms']):.1f}",
-                f"{over} {over.verdict()}" if over else "",
-                f"{cpu} {cpu.verdict(False)}" if cpu else "",
+                over.judged() if over else "",
+                cpu.judged(more_is_better=False) if cpu else "",
                 _peak(row),
+                f"{statistics.median(faults):,.0f}" if (faults := row.get("faults")) else "",
             ]
         )
     columns = [
@@ -134,6 +151,7 @@ def shown(found: list[dict[str, Any]], work: str) -> str:
         "ours/its throughput",
         "ours/its processor",
         "peak MiB a rank",
+        "page faults a step",
     ]
     return tables.table(columns, lines)
 
@@ -142,7 +160,7 @@ def _peak(row: dict[str, Any]) -> str:
     peaks, over = row["peaks_mib"], row.get("memory_over_it")
     if len(peaks) < 2:
         return "".join(f"{one:.0f}" for one in peaks)
-    return tables.spread(peaks, 4) + (f"; ours/its {over}" if over else "")
+    return tables.spread(peaks, 4) + (f"; ours/its {over.judged(more_is_better=False)}" if over else "")
 
 
 def _share(work: str, per_s: Sequence[float]) -> str:
@@ -156,7 +174,6 @@ def piece(work: str, ranks: int, names: list[str], options: argparse.Namespace) 
     print(f"\n{WORKS[work].what}; {ranks} ranks", flush=True)
     about = tables.machine()
     seen = measure(work, ranks, names, options.rounds, threads, 60 * options.minutes)
-    check_same(seen)
     write(work, ranks, threads, seen, about, options)
     if not options.no_memory and work != "tiny":
         weigh(work, ranks, seen, threads)

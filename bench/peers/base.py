@@ -61,6 +61,17 @@ def make_optimizer(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=LR, betas=BETAS, eps=EPS, fused=True)
 
 
+def to_meta(model: nn.Module) -> None:
+    """Moves a model to meta and ties again what was tied, as in one built there: Module.to unties it."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    first = {id(parameter): name for name, parameter in reversed(named.items())}
+    model.to("meta")
+    for name, parameter in named.items():
+        if (kept := first[id(parameter)]) != name:
+            owner, _, last = name.rpartition(".")
+            setattr(model.get_submodule(owner), last, model.get_parameter(kept))
+
+
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
 

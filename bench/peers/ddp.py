@@ -15,13 +15,20 @@ FILE = "state.pt"
 
 
 class Ddp:
-    settings = "gradient_as_bucket_view, static_graph, AdamW fused; torch.save on rank 0"
+    settings = (
+        "gradient_as_bucket_view, static_graph, broadcast_buffers for stored buffers alone, AdamW fused; "
+        "torch.save on rank 0"
+    )
 
     def __init__(self, given: Given) -> None:
         for unit in given.units if given.compile else ():
             unit.compile()
         self.autocast = torch.autocast(given.device.type, dtype=torch.bfloat16, enabled=given.bf16)
         self.model = DistributedDataParallel(given.model, gradient_as_bucket_view=True, static_graph=True)
+        # As shardrun does: a buffer that no checkpoint holds is a constant. An attribute, because the
+        # argument has another name in torch 2.13 than in 2.11.
+        buffers = {name for name, _ in given.model.named_buffers()}
+        self.model.broadcast_buffers = not buffers.isdisjoint(given.model.state_dict())
         self.optimizer = make_optimizer(given.model)
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:

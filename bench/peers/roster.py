@@ -39,6 +39,7 @@ class Entry:
 ROSTER = {
     "bare": Entry("bare fully_shard loop", "bench.peers.bare:Bare"),
     "ours": Entry("shardrun"),
+    "expert": Entry("bare loop with an expert's idioms", "bench.peers.expert:Expert"),
     "tutorial": Entry("PyTorch's FSDP2 tutorial", "bench.peers.tutorial:Tutorial"),
     "accelerate": Entry("Accelerate, FSDP2", "bench.peers.hf_accelerate:Accelerate", "accelerate"),
     "fabric": Entry("Lightning Fabric, ModelParallel", "bench.peers.fabric:Fabric", "lightning"),

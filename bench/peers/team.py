@@ -11,6 +11,7 @@ import select
 import subprocess
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -38,15 +39,25 @@ class _Rank:
 
 class Team:
     def __init__(
-        self, name: str, work: str, ranks: int, *, threads: int = 1, honest_memory: bool = False
+        self,
+        name: str,
+        work: str,
+        ranks: int,
+        *,
+        threads: int = 1,
+        honest_memory: bool = False,
+        flags: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        self.name, self.ranks = name, ranks
+        """`flags` are added to shardrun's alone."""
+        self.name, self.ranks, self._flags = name, ranks, flags
         self._folder = tempfile.TemporaryDirectory(prefix=f"bench-{name}-")
         common = {
             **os.environ, **setup.environment_of(ROSTER[name].peer), "WORLD_SIZE": str(ranks),
             "LOCAL_WORLD_SIZE": str(ranks),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": str(threads),
             "PYTHONPATH": str(setup.ROOT), **(HONEST if honest_memory else {}),
+            **(environment or {}),
         }  # fmt: skip
         common["BENCH_RUN"] = str(Path(self._folder.name, "run"))
         self._members = [self._start(rank, work, common) for rank in range(ranks)]
@@ -58,7 +69,7 @@ class Team:
         environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "BENCH_ANSWERS": str(mouth)}
         with log.open("w") as out:
             process = subprocess.Popen(
-                [str(ROSTER[self.name].python), "-m", "bench.peers.worker", self.name, work],
+                [str(ROSTER[self.name].python), "-m", "bench.peers.worker", self.name, work, *self._flags],
                 cwd=self._folder.name,
                 env=environment,
                 stdin=subprocess.PIPE,
@@ -71,13 +82,14 @@ class Team:
         return _Rank(process, os.fdopen(ear), log)
 
     def steps(self, count: int) -> dict[str, Any]:
-        """One turn: seconds a step of the slowest rank, mean processor seconds a step of the ranks, mean
-        losses.
+        """One turn: seconds a step of the slowest rank, mean processor seconds and page faults a step of the
+        ranks, mean losses.
         """
         answers = self._ask({"do": "steps", "steps": count})
         return {
             "wall_s": max(one["wall_s"] for one in answers) / count,
             "cpu_s": sum(one["cpu_s"] for one in answers) / count / self.ranks,
+            "faults": sum(one["faults"] for one in answers) / count / self.ranks,
             "losses": [
                 sum(losses) / self.ranks for losses in zip(*(one["losses"] for one in answers), strict=True)
             ],

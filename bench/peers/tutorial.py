@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.fsdp import fully_shard
 
 from bench.peers.bare import Bare
-from bench.peers.base import CLIP, Given, cross_entropy, make_optimizer, mesh_of, prepare_units
+from bench.peers.base import CLIP, Given, cross_entropy, make_optimizer, mesh_of, prepare_units, to_meta
 
 PREFETCH = 2
 
@@ -27,7 +27,7 @@ class Tutorial:
     def __init__(self, given: Given) -> None:
         mesh, model, policy = mesh_of(given), given.model, prepare_units(given)
         full = model.state_dict()
-        model.to("meta")
+        to_meta(model)
         for unit in given.units:
             fully_shard(unit, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)

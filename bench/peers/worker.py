@@ -8,13 +8,16 @@ each rank, waits for orders.
 
 from __future__ import annotations
 
+import contextlib
+import cProfile
 import importlib
 import json
 import os
+import resource
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -61,6 +64,7 @@ class Orders:
             proc.reset_peak_memory()
             if torch.cuda.is_initialized():
                 torch.cuda.reset_peak_memory_stats()
+        self._faults = _page_faults()
         self._wall, self._cpu = time.perf_counter(), time.process_time()
         return True
 
@@ -73,6 +77,7 @@ class Orders:
         facts: dict[str, Any] = {
             "wall_s": time.perf_counter() - self._wall,
             "cpu_s": time.process_time() - self._cpu,
+            "faults": _page_faults() - self._faults,
             "losses": losses,
         }
         if self._memory and torch.cuda.is_initialized():
@@ -86,6 +91,13 @@ class Orders:
                 "rest_mib": memory_mib("VmRSS") - self.idle_mib,
             }
         self.say(**facts)
+
+
+def _page_faults() -> int:
+    """Pages that this process has touched for the first time since the kernel gave them: what an allocator
+    costs that returns its memory.
+    """
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def memory_mib(name: str) -> float:
@@ -115,7 +127,21 @@ def run_ours(work: str, flags: tuple[str, ...], orders: Orders) -> None:
         place = os.environ.get("BENCH_RUN") or folder
         loaded = config.load([*WORKS[work].all_flags, *flags, "--run.dir", place])
         orders.wait()
-        train(loaded, from_environment(), Turns(orders))
+        with _profiled():
+            train(loaded, from_environment(), Turns(orders))
+
+
+@contextlib.contextmanager
+def _profiled() -> Iterator[None]:
+    """Writes rank 0's profile of the run to the file that BENCH_PROFILE names."""
+    place = os.environ.get("BENCH_PROFILE", "")
+    if not place or os.environ["RANK"] != "0":
+        yield
+        return
+    profile = cProfile.Profile()
+    with profile:
+        yield
+    profile.dump_stats(place)
 
 
 def run_peer(name: str, work: str, orders: Orders) -> None:
@@ -131,7 +157,7 @@ def run_peer(name: str, work: str, orders: Orders) -> None:
 
 
 def main() -> None:
-    name, work = sys.argv[1:]
+    name, work, *flags = sys.argv[1:]
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     for heavy in HEAVY:
         importlib.import_module(heavy)
@@ -145,7 +171,7 @@ def main() -> None:
     if entry.module:
         run_peer(name, work, orders)
     else:
-        run_ours(work, entry.flags, orders)
+        run_ours(work, (*entry.flags, *flags), orders)
     orders.say(ended=True)
     os._exit(0)  # several frameworks leave threads that a plain exit would wait for
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from bench import (
     data_reader,
     goodput,
     launched,
+    overhead,
     ray_tutorial,
     restart,
     start,
@@ -29,7 +31,7 @@ from bench.peers import setup
 from fsdp.config import DataSection
 from fsdp.data import build_dataset
 
-HERE = (*whole.SHORT, "simulated", "data")
+HERE = (*whole.SHORT, "simulated", "data", "overhead")
 
 
 @pytest.mark.parametrize("name", HERE)
@@ -72,9 +74,9 @@ def test_make_bench_names_what_it_leaves_out(
 
 
 def test_a_higher_throughput_and_less_processor_time_are_better() -> None:
-    ours, bare = train.Seen(wall_s=[1.0] * 4, cpu_s=[0.5] * 4), train.Seen(wall_s=[1.25] * 4, cpu_s=[1.0] * 4)
+    ours, bare = train.Seen(wall_s=[1.0] * 6, cpu_s=[0.5] * 6), train.Seen(wall_s=[1.25] * 6, cpu_s=[1.0] * 6)
     own, other = train.rows({"ours": ours, "bare": bare}, samples=10)
-    assert own["per_s"] == [10.0] * 4
+    assert own["per_s"] == [10.0] * 6
     assert "ours_over_it" not in own
     assert (other["ours_over_it"].value, other["cpu_over_it"].value) == (1.25, 0.5)
     text = train.shown([own, other], "tiny")
@@ -95,9 +97,39 @@ def test_ddp_is_compared_with_ddp() -> None:
     }
 
 
-def test_different_losses_are_not_compared() -> None:
-    with pytest.raises(SystemExit, match="not the same work"):
-        train.check_same({"bare": train.Seen(losses=[2.0, 1.0]), "ours": train.Seen(losses=[2.0, 1.01])})
+class LossTeam:
+    """A team with the losses of its name, which takes no round."""
+
+    losses: ClassVar = {"bare": [2.0, 1.0], "ours": [2.0, 1.0], "expert": [2.0, 1.01]}
+
+    def __init__(self, name: str, *_: object, **__: object) -> None:
+        self.name = name
+
+    def steps(self, count: int) -> dict[str, list[float]]:
+        assert count == train.WARM, "a round began"
+        return {"losses": self.losses[self.name]}
+
+    def close(self) -> None:
+        pass
+
+
+def test_different_losses_end_the_bench_before_its_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "Team", LossTeam)
+    with pytest.raises(SystemExit, match=r"expert has loss 1.01 .* same work. HINT: --only bare,ours leaves"):
+        train.measure("tiny", 2, ["bare", "ours", "expert"], rounds=6, threads=1)
+
+
+def test_overhead_is_against_each_hand_written_loop() -> None:
+    def seen(wall_s: float) -> train.Seen:
+        return train.Seen(wall_s=[wall_s] * 6, cpu_s=[wall_s / 2] * 6, faults=[1000.0] * 6)
+
+    found = overhead.figures({"bare": seen(0.0021), "expert": seen(0.002), "ours": seen(0.002)})
+    bare, expert = overhead.rows("tiny", found)
+    assert bare[5:9] == [
+        "-100 [-100, -100] better", "-50 [-50, -50] better", "1.050 [1.050, 1.050] better",
+        "at most 100 µs: yes",
+    ]  # fmt: skip
+    assert expert[5:8] == ["0 [0, 0] equal", "0 [0, 0] equal", "1.000 [1.000, 1.000] equal"]
 
 
 @pytest.mark.parametrize(("ours_s", "word"), [(4.4, "within it"), (4.6, "not within it")])
@@ -118,10 +150,36 @@ def test_restart_is_judged_by_a_third_and_one_interval(ours_s: float, lost: int,
     assert f"{ours_s / 10:.3f}" in restart.shown(seen)
 
 
-def test_goodput_is_of_new_steps_at_the_undisturbed_rate() -> None:
-    ran = goodput.Ran(kills=3, new=120, done=150, seconds=60.0, quiet_per_s=4.0)
-    assert (ran.useful, ran.goodput) == (0.8, 0.5)
-    assert "| 120 of 150 | 0.80 | 4.0 | 2.0 | 0.50 |" in goodput.shown({"local": ran})
+def test_goodput_is_of_new_steps_at_the_undisturbed_rate_of_the_same_round() -> None:
+    slow = goodput.Ran(kills=1, new=60, done=75, seconds=30.0, quiet_per_s=4.0)
+    fast = goodput.Ran(kills=2, new=120, done=150, seconds=30.0, quiet_per_s=8.0)
+    told = goodput.shown({"local": [slow, fast] * 3})
+    assert "| 9 | 540 of 675 | 0.80 | 6 (4 to 8) | 3 (2 to 4) | 0.50 [0.50, 0.50] |" in told
+    assert "| 0.50 (no interval below 6 rounds) |" in goodput.shown({"local": [slow]})
+
+
+def test_the_undisturbed_rate_leaves_out_the_first_steps() -> None:
+    steps = [(10.0 * step, step) for step in range(1, 6)]
+    assert goodput.rate([*steps, *((50.0 + 0.5 * n, 5 + n) for n in range(1, 9))]) == 2.0
+    with pytest.raises(launched.Ended, match="no step came after step 5"):
+        goodput.rate(steps)
+
+
+def test_goodput_takes_rounds_of_each_and_adds_to_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    taken: list[tuple[str, int]] = []
+
+    def one(name: str, options: object, nth: int) -> goodput.Ran:
+        taken.append((name, nth))
+        return goodput.Ran(1, 50, 60, 30.0, 2.0)
+
+    monkeypatch.setattr(goodput, "one_round", one)
+    assert goodput.main(["--only", "local,bare", "--rounds", "2"]) == 0
+    assert goodput.main(["--only", "local,bare", "--rounds", "1", "--add"]) == 0
+    assert taken == [("local", 0), ("bare", 0), ("bare", 1), ("local", 1), ("local", 2), ("bare", 2)]
+    assert "--rounds 3`" in (tmp_path / "goodput.md").read_text()
 
 
 def test_rays_tutorial_is_the_lower_row_of_the_ratio() -> None:
@@ -256,8 +314,8 @@ def test_simulated_ranks_from_the_command_line() -> None:
 
 def test_a_reader_without_enough_rounds_gets_no_interval() -> None:
     few, many = (data.read_table({"ours": [2.0] * n, "datasets": [1.0] * n}) for n in (5, 6))
-    assert "no interval below six rounds" in few
-    assert "2.000 [2.000, 2.000]: better" in many
+    assert "2.000 (no interval below 6 rounds)" in few
+    assert "2.000 [2.000, 2.000] better" in many
 
 
 def test_sparse_token_files_take_no_room_and_are_data(tmp_path: Path) -> None:

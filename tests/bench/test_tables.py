@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,16 +29,52 @@ def test_indistinguishable_contenders_are_equal() -> None:
     assert found.verdict() == "equal"
 
 
-def test_the_intervals_coverage_is_about_nominal() -> None:
-    import random
+NOISES: dict[str, tuple[Callable[[random.Random], float], float]] = {
+    "normal": (lambda draw: draw.gauss(1.0, 0.1), 1.0),
+    "log-normal": (lambda draw: draw.lognormvariate(0.0, 1.0), 1.0),
+    "exponential": (lambda draw: 1.0 + draw.expovariate(1.0), 1.0 + math.log(2)),
+    "ratio of skewed": (lambda draw: (1 + draw.expovariate(2.0)) / (1 + draw.expovariate(2.0)), 1.0),
+}
+"""Each noise and its true median."""
 
-    draw = random.Random(5)
-    held = 0
-    for _ in range(60):
-        rounds = [draw.gauss(1.0, 0.1) for _ in range(25)]
-        found = tables.bootstrap(rounds)
-        held += found.low <= 1.0 <= found.high
-    assert held >= 51
+
+def coverage(noise: str, rounds: int, trials: int) -> float:
+    """The share of intervals that contain the true median."""
+    (sample, truth), draw, held = NOISES[noise], random.Random(f"{noise}{rounds}"), 0
+    for _ in range(trials):
+        found = tables.median_interval([sample(draw) for _ in range(rounds)])
+        assert found.low is not None
+        assert found.high is not None
+        held += found.low <= truth <= found.high
+    return held / trials
+
+
+@pytest.mark.parametrize("rounds", [6, 8, 12, 20])
+@pytest.mark.parametrize("noise", NOISES)
+def test_an_interval_covers_the_median_in_95_of_100_cases(noise: str, rounds: int) -> None:
+    assert 0.93 <= coverage(noise, rounds, 2500) <= 0.97
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rounds", [6, 7, 8, 9, 10, 11, 12, 14, 16, 20, 40])
+@pytest.mark.parametrize("noise", NOISES)
+def test_an_interval_covers_the_median_in_95_of_100_cases_of_many(noise: str, rounds: int) -> None:
+    assert 0.94 <= coverage(noise, rounds, 40_000) <= 0.96
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3, 4, 5])
+def test_fewer_than_six_rounds_have_no_interval(rounds: int) -> None:
+    found = tables.ratio([2.0] * rounds, [1.0] * rounds)
+    assert (found.low, found.high) == (None, None)
+    assert found.judged() == "2.000 (no interval below 6 rounds)"
+
+
+def test_a_difference_is_equal_where_its_interval_contains_0() -> None:
+    rounds = [-0.2, 0.3, 0.1, -0.1, 0.2, -0.3, 0.05]
+    found = tables.difference([1 + one for one in rounds], [1.0] * 7)
+    assert found.judged("+.2f", more_is_better=False, same=0.0).endswith(" equal")
+    slower = tables.difference([2 + one for one in rounds], [1.0] * 7)
+    assert slower.judged("+.2f", more_is_better=False, same=0.0).endswith(" worse")
 
 
 def test_each_contender_is_first_equally_often() -> None:
