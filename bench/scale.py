@@ -1,12 +1,12 @@
-"""Cost against the number of ranks, the number of parameters, and at thousands of simulated ranks.
+"""Cost against the number of ranks, of parameters, of steps done, and at thousands of simulated ranks.
 
     python -m bench.scale                        everything; a quarter of an hour
-    python -m bench.scale --part simulated       ranks, parameters or simulated alone; the other tables stay
+    python -m bench.scale --part simulated       that part alone; the other tables stay
     python -m bench.scale --short
 
 Ranks: a small decoder whose step is mostly the host's work, at 1, 2, 4 and 8 ranks of one thread each. That
 is more ranks than cores, so processor time is measured, not wall time. Parameters: 1M to 100M on 2 ranks
-under launch.local, started, stepped, saved. Simulated: bench/simulated.py.
+under launch.local, started, stepped, saved. Steps: bench/steps_done.py. Simulated: bench/simulated.py.
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ from bench import tables
 from bench.launched import Launched
 from bench.peers.team import HONEST, Team
 from bench.peers.work import COMMON, decoder
+from bench.steps_done import by_steps
 
 TURN, WARM = 20, 5
 SAVE_EVERY, STEPS = 6, 24
 SIZES = {"1M": (96, 4, 1024), "10M": (320, 6, 4096), "30M": (512, 8, 8192), "100M": (768, 12, 19_968)}
+STEPS_DONE = (1000, 100_000, 1_000_000)
 SIMULATED = ((4096, "124m"), (16_384, "124m"), (512, "llama-8b"))
 
 
@@ -132,6 +134,7 @@ def simulated(sizes: Sequence[tuple[int, str]]) -> tuple[str, list[dict[str, Any
 PARTS = {
     "ranks": "Host time a step against ranks, one thread each",
     "parameters": "Start, step, save and memory against parameters, 2 ranks",
+    "steps": "A resume and a report against steps done, 1 rank",
     "simulated": "Planning, sealing and reading a checkpoint at simulated ranks, what rank 0 does",
 }
 
@@ -151,6 +154,8 @@ def main(argv: Sequence[str]) -> int:
             text, numbers = by_ranks((1, 2, 4) if small else (1, 2, 4, 8), rounds)
         elif part == "parameters":
             text, numbers = by_parameters(list(SIZES)[:2] if small else list(SIZES), 1 if small else rounds)
+        elif part == "steps":
+            text, numbers = by_steps(STEPS_DONE[:2] if small else STEPS_DONE, 1 if small else rounds)
         else:
             text, numbers = simulated(SIMULATED[:1] if small else SIMULATED)  # type: ignore[assignment]
         print(f"\n{PARTS[part]}\n\n{text}\n", flush=True)

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdp.base.phases import Ending
+from fsdp.rundir import tail
 from fsdp.rundir.atomic_write import write_atomically
-from fsdp.rundir.line_files import append, append_if_possible, read_records, rewrite
+from fsdp.rundir.line_files import append, append_if_possible, read_records
 from fsdp.rundir.paths import RunDir
 
 if TYPE_CHECKING:
@@ -35,19 +36,18 @@ def count_starts(run: RunDir) -> int:
 
 def last_step(run: RunDir) -> int:
     """The last step in metrics.jsonl; 0 before the first."""
-    return max((record["step"] for record in read_records(run.metrics)), default=0)
+    return max((record["step"] for record in tail.last_records(run.metrics)), default=0)
 
 
 def truncate_metrics(run: RunDir, step: int) -> None:
     """Remove the steps after `step`, from which a run resumes and records them again."""
-    if run.metrics.exists():
-        rewrite(run.metrics, (record for record in read_records(run.metrics) if record["step"] <= step))
+    tail.cut(run.metrics, lambda record: record["step"] <= step)
 
 
 def data_changes(run: RunDir, data: Mapping[str, Any]) -> list[str]:
     """One line if the last start trained on other data: the samples of a step are then not the same."""
-    starts = [event for event in events(run) if event["event"] == "start"]
-    before = starts[-1].get("data", data) if starts else data
+    last = tail.find_last(run.history, lambda event: event["event"] == "start")
+    before = last.get("data", data) if last is not None else data
     if before == data or not isinstance(before, Mapping):
         return []
     return [f"the data: {_listed(before)} → {_listed(data)}; the samples of each step differ"]

@@ -1,6 +1,7 @@
 """Line files (`*.jsonl`), one JSON object a line: the one reader and the one appender.
 
 A line that a kill or a full disk has torn is left out when read, and gets its newline before the next record.
+Not here: reading and cutting from the end (tail.py).
 """
 
 from __future__ import annotations
@@ -9,13 +10,11 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
-
-from fsdp.rundir.atomic_write import replace_with
 
 log = logging.getLogger(__name__)
 
@@ -46,14 +45,15 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """The records that have the fields in NEEDED. One warning per file names the lines that are left out."""
     torn: list[int] = []
     for number, record in _numbered(path, BLOCK_LINES):
-        if record is not None and _is_whole(record, path.name):
+        if record is not None and is_whole(record, path.name):
             yield record
         else:
             torn.append(number)
-    _warn_torn(path, torn)
+    warn_torn(path, torn)
 
 
-def _is_whole(record: Mapping[str, Any], file: str) -> bool:
+def is_whole(record: Mapping[str, Any], file: str) -> bool:
+    """Whether it has the fields in NEEDED of the file with this name."""
     needed = {**NEEDED.get(file, {}), **NEEDED_OF_EVENT.get(str(record.get("event")), {})}
     return all(type(record.get(name)) is kind for name, kind in needed.items())
 
@@ -61,8 +61,8 @@ def _is_whole(record: Mapping[str, Any], file: str) -> bool:
 _warned_torn: set[tuple[Path, tuple[int, ...]]] = set()
 
 
-def _warn_torn(path: Path, lines: list[int]) -> None:
-    """Once per process and file, however often it is read."""
+def warn_torn(path: Path, lines: list[int]) -> None:
+    """One warning with the line numbers, once per process and file, however often it is read."""
     if not lines or (path, tuple(lines)) in _warned_torn:
         return
     _warned_torn.add((path, tuple(lines)))
@@ -80,11 +80,12 @@ def _numbered(path: Path, together: int) -> Iterator[tuple[int, dict[str, Any] |
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         first = 1
         while block := list(islice(file, together)):
-            yield from _parsed(block, first)
+            yield from parse_lines(block, first)
             first += len(block)
 
 
-def _parsed(block: list[str], first: int) -> Iterator[tuple[int, dict[str, Any] | None]]:
+def parse_lines(block: list[str], first: int) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """(number, object or None) of each line that is not blank, counted from `first`."""
     try:
         found = json.loads(f"[{','.join(block)}]")
     except (ValueError, RecursionError):
@@ -242,8 +243,3 @@ def _write_whole(descriptor: int, data: bytes) -> None:
             with suppress(OSError):  # the part stays: a torn line, which readers leave out
                 os.ftruncate(descriptor, size)
         raise
-
-
-def rewrite(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Replace the file by one with these records."""
-    replace_with(path, map(_line, records))

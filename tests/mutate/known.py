@@ -132,8 +132,8 @@ KNOWN = [
     Known(
         "metrics are kept one step too far",
         "fsdp/rundir/history.py",
-        'if record["step"] <= step))',
-        'if record["step"] <= step + 1))',
+        'lambda record: record["step"] <= step)',
+        'lambda record: record["step"] <= step + 1)',
         ("tests/rundir/test_full_disk.py", "tests/rundir/test_line_files.py"),
     ),
     Known(
