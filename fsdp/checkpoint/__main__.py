@@ -17,8 +17,9 @@ import dataclasses
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -320,6 +321,7 @@ def _saved_as(options: argparse.Namespace) -> SourceFolder | None:
         return None
     values = config.read_recipe(str(file))
     name, args = str(values.get("model.name", "")), values.get("model.args", {})
+    _check_source(options, values, "or --format torch, a state dict alone")
     if name.startswith(PREFIX):
         return resolve_folder(name, args, {})
     if name != "transformer":
@@ -335,6 +337,21 @@ def _saved_as(options: argparse.Namespace) -> SourceFolder | None:
     return saved_as(run, prepare(run, world_size=1, num_nodes=1, device=torch.device("cpu")).spec)
 
 
+def _check_source(options: argparse.Namespace, values: Mapping[str, Any], other: str) -> None:
+    """The folder or file that the run started from exists."""
+    name, weights = (str(values.get(field, "")) for field in ("model.name", "model.weights"))
+    for flag, value in (("--model.name", name), ("--model.weights", weights)):
+        place = Path(value.removeprefix(PREFIX)).expanduser()
+        if value.startswith(PREFIX):
+            missing = place.is_absolute() and not place.is_dir()  # a hub's name has a cache of its own
+        else:
+            missing = flag == "--model.weights" and value not in ("", "none") and not place.exists()
+        if missing:
+            raise ConfigError(
+                f"{options.run} has {flag} {value}, which no longer exists.", f"put it back, {other}"
+            )
+
+
 def _base(options: argparse.Namespace, found: CheckpointListing) -> Base | None:
     """The frozen weights under adapters, from the run's own configuration; None for a whole model."""
     assert found.manifest is not None
@@ -347,6 +364,7 @@ def _base(options: argparse.Namespace, found: CheckpointListing) -> Base | None:
             f"{found.folder} holds adapters over {saved['origin']}, and {file} does not exist.",
             "give the run directory",
         )
+    _check_source(options, config.read_recipe(str(file)), "since checkpoints of adapters do not hold it")
     run = config.load_run_config(
         Path(options.run), trusted=options.trust_code, forgotten=("checkpoint.resume",)
     )

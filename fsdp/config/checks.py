@@ -232,11 +232,21 @@ def _check_checkpoint(config: Config) -> None:
             f"--checkpoint.resume {checkpoint.resume} does not exist.",
             "auto, never, or the folder of a checkpoint",
         )
-    if config.model.weights not in ("", "none") and not Path(config.model.weights).exists():
-        raise ConfigError(
-            f"--model.weights {config.model.weights} does not exist.",
-            "a .pt or .safetensors file, or a folder",
+    weights = config.model.weights
+    of_hub = weights.startswith("hf:") and config.model.name == "transformer"
+    if weights not in ("", "none") and not of_hub and not Path(weights).exists():
+        raise ConfigError(f"--model.weights {weights} does not exist.", _weights_hint(config))
+
+
+def _weights_hint(config: Config) -> str:
+    run = Path(config.run.dir)
+    if not config.run.dir or not (run / "config.toml").is_file():
+        return "a .pt or .safetensors file, or a folder"
+    if not config.lora.rank and (run / "full_model" / "config.json").is_file():
+        return (
+            f"--model.weights {run / 'full_model'}"  # adapters belong to the weights that they started from
         )
+    return "put it back: each start of the run reads it"
 
 
 def _check_ray(config: Config) -> None:

@@ -165,8 +165,8 @@ def _read_config(name: str, folder: Path) -> dict[str, Any]:
                 f"--model.name {name}: {file} cannot be read: {error}.", "a folder that save_pretrained wrote"
             )
         ) from None
-    if "quantization_config" in fields:
-        method = fields["quantization_config"].get("quant_method", "")
+    if (quantized := fields.get("quantization_config")) is not None:
+        method = quantized.get("quant_method", "") if isinstance(quantized, dict) else quantized
         raise ConfigError(
             f"--model.name {name}: its weights are quantized ({method}); FSDP trains floating-point ones.",
             "name a folder with the weights before quantization",
@@ -174,7 +174,7 @@ def _read_config(name: str, folder: Path) -> dict[str, Any]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = fields.get("model_type")
-    if kind not in CONFIG_MAPPING:
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         own = " It names code of its own (auto_map), which is not run." if "auto_map" in fields else ""
         raise ConfigError(
             f"--model.name {name}: the installed transformers has no model_type {kind!a}.{own}",

@@ -34,7 +34,9 @@ SIZES = {
     "head_dim": "head_dim", "norm_eps": "rms_norm_eps", "tied": "tie_word_embeddings",
 }  # fmt: skip
 """Size of the transformer → field of config.json."""
+NUMBERS = ("vocab_size", "width", "layers", "heads", "kv_heads", "ffn", "head_dim", "norm_eps")
 REQUIRED = ("vocab_size", "width", "layers", "heads", "ffn")
+SAVED = "a folder that save_pretrained wrote"
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},
     "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
@@ -86,7 +88,10 @@ class LlamaConfigFile:
         self, facts: Mapping[str, Any], preset: tuple[str, Mapping[str, Any]], args: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Sizes by the folder; a preset or an argument that differs from it is a ConfigError."""
-        found = _sizes_of(self.file, self.fields)
+        try:
+            found = _sizes_of(self.file, self.fields)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"{self.file} has a field of another kind: {error}.", SAVED) from None
         name, sizes = preset
         self._check_same(found, sizes, f"--model.preset {name}: ", f"leave out --model.preset {name}")
         self._check_same(found, args, "--model.args.", "leave it out: the folder has its sizes")
@@ -102,6 +107,8 @@ class LlamaConfigFile:
     def _length(self, facts: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
         """The data's length, up to the model's own; a longer one must be an argument."""
         own = _value(self.fields, "max_position_embeddings")
+        if not _is_positive(own, whole=True):
+            raise _no_number(self.file, "max_position_embeddings", own)
         length = given.get("max_seq_len", facts.get("seq_len", own))
         if "max_seq_len" not in given and length > own:
             raise ConfigError(
@@ -134,9 +141,9 @@ def _read(weights: str, folder: Path) -> LlamaConfigFile:
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"--model.weights {weights}: {file} cannot be read: {error}.",
-            "a folder that save_pretrained wrote",
+            SAVED,
         ) from None
-    if kind not in CLASSES:
+    if not isinstance(kind, str) or kind not in CLASSES:
         raise ConfigError(
             f"--model.weights {weights}: {file} is of model_type {kind!a}; --model.name transformer reads "
             f"{', '.join(CLASSES)}.",
@@ -157,7 +164,10 @@ def _sizes_of(file: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: _value(fields, field) for name, field in SIZES.items()}
     missing = [SIZES[name] for name in REQUIRED if found[name] is None]
     if missing:
-        raise ConfigError(f"{file} has no {missing[0]}.", "a folder that save_pretrained wrote")
+        raise ConfigError(f"{file} has no {missing[0]}.", SAVED)
+    for name in NUMBERS:
+        if found[name] is not None and not _is_positive(found[name], whole=name != "norm_eps"):
+            raise _no_number(file, SIZES[name], found[name])
     kind, bias = fields["model_type"], bool(fields.get("attention_bias"))
     found["kv_heads"] = found["kv_heads"] or found["heads"]
     found["head_dim"] = found["head_dim"] or found["width"] // found["heads"]
@@ -173,6 +183,15 @@ def _sizes_of(file: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _is_positive(value: object, *, whole: bool) -> bool:
+    kinds = int if whole else (int, float)
+    return isinstance(value, kinds) and not isinstance(value, bool) and value > 0
+
+
+def _no_number(file: Path, field: str, value: object) -> ConfigError:
+    return ConfigError(f"{file} has {field} {value!a}, which is no positive number of its kind.", SAVED)
+
+
 def _refused(file: Path, field: str, value: object, what: str) -> ConfigError:
     return ConfigError(
         f"{file} has {field} {value}: --model.name transformer computes {what}.",
@@ -182,8 +201,8 @@ def _refused(file: Path, field: str, value: object, what: str) -> ConfigError:
 
 def _check_computed(file: Path, fields: Mapping[str, Any]) -> None:
     """Refuses fields that change what the model computes, and that the transformer does not have."""
-    if "quantization_config" in fields:
-        method = fields["quantization_config"].get("quant_method", "")
+    if (quantized := fields.get("quantization_config")) is not None:
+        method = quantized.get("quant_method", "")
         raise ConfigError(
             f"{file}: its weights are quantized ({method}); FSDP trains floating-point ones.",
             "name a folder with the weights before quantization",

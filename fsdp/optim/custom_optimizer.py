@@ -39,7 +39,15 @@ def is_custom(section: OptimSection) -> bool:
 
 def load_factory(section: OptimSection) -> Callable[..., Any] | None:
     """The user's factory, imported; None for a built-in name. Raises ConfigError."""
-    return load_attribute(section.name, FLAG) if is_custom(section) else None
+    if not is_custom(section):
+        return None
+    factory = load_attribute(section.name, FLAG)
+    if factory is getattr(torch.optim, "Muon", None):
+        raise ConfigError(
+            f"{FLAG} {section.name} updates whole matrices alone: no shards, vectors or embeddings.",
+            f"{FLAG} muon",
+        )
+    return factory
 
 
 def build_custom(section: OptimSection, model: nn.Module) -> torch.optim.Optimizer:

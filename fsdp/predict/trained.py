@@ -73,7 +73,10 @@ def read_config(run: Path, flags: Sequence[str], trusted: Collection[str]) -> Co
     if not file.is_file():
         what = "holds no config.toml" if run.is_dir() else "does not exist"
         raise ConfigError(f"{run} {what}.", "python -m fsdp.predict RUN, with the --run.dir of a run")
-    return configuration.load_run_config(run, flags=flags, trusted=trusted, forgotten=NOT_USED)
+    # An export in the format of transformers has sizes and weights; their source may no longer exist.
+    whole = has_export(run) and (run / "full_model" / "config.json").is_file()
+    forgotten = (*NOT_USED, "model.weights") if whole else NOT_USED
+    return configuration.load_run_config(run, flags=flags, trusted=trusted, forgotten=forgotten)
 
 
 def _load(run: Path, config: Config, facts: Mapping[str, Any]) -> nn.Module:

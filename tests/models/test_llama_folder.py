@@ -189,6 +189,31 @@ def test_what_the_transformer_does_not_compute_is_refused(
     assert said in refusal(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"hidden_size": "24"}, "has hidden_size '24', which is no positive number"),
+        ({"num_attention_heads": 0}, "has num_attention_heads 0, which is no positive number"),
+        ({"max_position_embeddings": "long"}, "has max_position_embeddings 'long'"),
+        ({"rope_scaling": "linear"}, "has a field of another kind: "),
+        ({"rope_parameters": {"rope_type": "linear", "factor": "two"}}, "has a field of another kind: "),
+        ({"layer_types": 5}, "has a field of another kind: "),
+        ({"quantization_config": "gptq"}, "has a field of another kind: "),
+        ({"model_type": ["llama"]}, "is of model_type ['llama']"),
+    ],
+)
+def test_a_field_of_another_kind_is_one_line(fields: dict[str, Any], said: str, tmp_path: Path) -> None:
+    write("llama", tmp_path)
+    edit(tmp_path, **fields)
+    assert said in refusal(tmp_path)
+
+
+def test_a_field_without_a_value_is_as_if_left_out(tmp_path: Path) -> None:
+    write("llama", tmp_path)
+    edit(tmp_path, quantization_config=None, rope_scaling=None, layer_types=None)
+    resolve(ModelSection(name="transformer", weights=str(tmp_path)), FACTS)
+
+
 def test_tensors_that_do_not_fit_are_named(tmp_path: Path) -> None:
     write("llama", tmp_path)
     edit(tmp_path, intermediate_size=56)

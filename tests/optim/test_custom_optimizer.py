@@ -197,6 +197,10 @@ def test_states_that_other_ranks_could_not_resume_are_refused_after_the_first_up
         (OWN + "failing", "failed: ValueError: no such thing ("),
         (OWN + "absent", "has no absent"),
         ("torch.optim:LBFGS", "step() of LBFGS needs a closure"),
+        (
+            "torch.optim:Muon",
+            "updates whole matrices alone: no shards, vectors or embeddings. HINT: --optim.name muon",
+        ),
     ],
 )
 def test_a_factory_that_returns_something_else_is_one_line(name: str, message: str) -> None:

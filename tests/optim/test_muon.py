@@ -198,7 +198,11 @@ def test_patterns_replace_the_rule() -> None:
             "--optim.name muon finds no matrix inside repeated blocks of this model. HINT: --optim.",
         ),
         (Uneven, "blocks.0.*", "--optim.muon_parameters blocks.0.*: blocks.0.norm.weight is (13,), and Muon"),
-        (Uneven, "heads", "--optim.muon_parameters heads matches no trained parameter of this model"),
+        (
+            Uneven,
+            "heads",
+            "heads matches no trained matrix of this model (of 8). HINT: --optim.muon_parameters head.weight",
+        ),
     ],
 )
 def test_a_model_or_pattern_without_matrices_is_one_line(

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from fsdp import config as configuration
 from fsdp.base.errors import ConfigError
@@ -82,6 +84,12 @@ KNOBS = {
     "own gather": Knob("--comm.all_gather tests.support.comm_hooks:gather"),
     "sum, not mean": Knob("--comm.divide_by 1"),
     "root only": Knob("--mesh.wrap root"),
+    "muon": Knob("--optim.name muon"),
+    "moving average": Knob("--optim.ema 0.5"),
+    "loss in chunks": Knob("--memory.loss_chunk 3"),
+    "frozen in bf16": Knob(
+        "--precision.frozen bf16 --lora.rank 4 --lora.targets up,down", computes="fp32"
+    ),
 }  # fmt: skip
 
 FILES = ("states in files", "all in files")
@@ -102,6 +110,9 @@ REFUSED = {
     ("float8", "adapters"),
     ("float8", "root only"),
     ("frozen", "adapters"),
+    *itertools.product((*FILES, "states in bf16", "states in 8 bits"), ("muon",)),
+    *itertools.product(FILES, ("moving average",)),
+    *itertools.product(("ddp", "all in files", "float8", "frozen"), ("frozen in bf16",)),
 }
 """In the order of KNOBS."""
 
@@ -132,13 +143,15 @@ def ranks_of(names: Iterable[str]) -> int:
 
 
 @functools.cache
-def reference(frozen: str, adapters: str, dtype: str) -> Trained:
-    return train_plainly(configuration.load(f"{BASE} {frozen} {adapters}".split()), dtype=dtype, steps=STEPS)
+def reference(flags: str, dtype: str) -> Trained:
+    return train_plainly(configuration.load(f"{BASE} {flags}".split()), dtype=dtype, steps=STEPS)
 
 
 def plainly(names: Sequence[str]) -> Trained:
-    parts = [KNOBS[name].flags if name in names else "" for name in ("frozen", "adapters")]
-    return reference(parts[0], parts[1], computes(names))
+    """With the knobs that the plain loop knows. It keeps frozen weights as they are."""
+    parts = [KNOBS[name].flags for name in ("frozen", "adapters", "muon", "moving average") if name in names]
+    parts += [KNOBS["adapters"].flags] if "frozen in bf16" in names else []
+    return reference(" ".join(parts), computes(names))
 
 
 def train_each(env: DistEnv, cases: list[list[str]]) -> None:
@@ -172,7 +185,10 @@ def apart(names: Sequence[str], ours: Finished) -> str:
     """Empty where it trained as one process does."""
     plain = plainly(names)
     exact = computes(names) == "fp64"
-    found = (worst_parameter if exact else relative_difference)(ours.parameters, plain.parameters)
+    difference = worst_parameter if exact else relative_difference
+    found = difference(ours.parameters, plain.parameters)
+    if "moving average" in names:
+        found = max(found, difference(averages(ours.run), plain.averages))
     losses = [record["loss"] for record in ours.records if "loss" in record]
     furthest = max(abs(a - b) / abs(b) for a, b in zip(losses, plain.losses, strict=True))
     bound = EXACT if exact else FLOAT8 if "float8" in names else ROUNDED
@@ -181,6 +197,11 @@ def apart(names: Sequence[str], ours: Finished) -> str:
         if max(found, furthest) <= bound
         else f"parameters {found:.1e}, losses {furthest:.1e}, bound {bound:.0e}"
     )
+
+
+def averages(run: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = torch.load(run / "full_model_ema" / "full-model.pt", weights_only=True)
+    return found
 
 
 EAGER = [name for name in KNOBS if name != "float8"]
@@ -303,6 +324,7 @@ def test_there_is_a_row_for_every_knob_of_memory_and_speed() -> None:
     elsewhere = {
         "speed.compile": "two pairs, above", "speed.compile_cache": "changes no number",
         "memory.nvme_dir": "with memory.nvme", "speed.float8_emulate": "with speed.float8",
+        "speed.attention": "this model has none: tests/parallel/test_attention.py",
     }  # fmt: skip
     turned = {name[2:] for knob in KNOBS.values() for name in knob.names}
     fields = {name for name in configuration.FIELDS if name.startswith(("memory.", "speed."))}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_weights_go_in_and_come_out(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     still = "--train.steps 1 --optim.lr 1e-12 --optim.weight_decay 0"
-    train(2, tmp_path / "still", f"--model.weights {folder} {still}")
+    train(2, tmp_path / "still", f"--model.weights hf:{folder} {still}")
     assert torch.allclose(logits(tmp_path / "still" / "full_model"), logits(folder), atol=1e-5)
     train(2, tmp_path / "run", f"--model.weights {folder} --train.steps 4 --train.stop_after 2")
     train(3, tmp_path / "run", f"--model.weights {folder} --train.steps 4")
@@ -59,12 +60,33 @@ def test_weights_go_in_and_come_out(folder: Path, tmp_path: Path, capsys: pytest
     assert not torch.allclose(trained, logits(folder), atol=1e-2)
     assert checkpoint([str(tmp_path / "run"), "export", "--out", str(tmp_path / "again")]) == 0
     assert torch.equal(logits(tmp_path / "again"), trained)
-    for file in folder.iterdir():
-        file.unlink()  # the export alone is read
+    shutil.rmtree(folder)  # the export alone is read
     prompt = ["--prompt", "1 2 3 4", "--tokens", "3", "--temperature", "0"]
     capsys.readouterr()
     assert predict([str(tmp_path / "run"), *prompt]) == 0
     assert len(capsys.readouterr().out.split()) == 7
+
+
+def test_a_folder_that_is_gone_is_named(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"--model.weights {folder} --train.steps 2"
+    train(2, tmp_path / "whole", words)
+    train(1, tmp_path / "part", f"{words} --train.stop_after 1 --optim.ema 0.5")
+    shutil.rmtree(folder)
+    missing = f"--model.weights {folder} does not exist. HINT: "
+    for run, hint in (("part", "put it back"), ("whole", f"--model.weights {tmp_path / 'whole/full_model'}")):
+        flags = f"--run.dir {tmp_path / run} --model.name transformer {DATA} {QUIET} {words}"
+        [said] = run_world(1, on_a_rank, flags.split())
+        assert said is not None
+        assert missing + hint in said
+    train(1, tmp_path / "whole", f"--model.weights {tmp_path / 'whole/full_model'} --train.steps 3")
+    assert checkpoint([str(tmp_path / "part"), "export"]) == 2
+    assert f"has --model.weights {folder}, which no longer exists. HINT: put it back, or --format torch" in (
+        capsys.readouterr().err
+    )
+    for more in ([], ["--ema"]):
+        assert checkpoint([str(tmp_path / "part"), "export", "--format", "torch", *more]) == 0
 
 
 def test_a_model_from_scratch_is_exported_as_llama(tmp_path: Path) -> None:

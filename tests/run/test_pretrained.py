@@ -209,6 +209,10 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert "BertModel returns neither logits nor a loss. HINT: --model.args.head" in refusal(folder)
     edit(folder, quantization_config={"quant_method": "gptq"})
     assert "its weights are quantized (gptq)" in refusal(folder)
+    edit(folder, quantization_config=None)  # as some programs write it
+    assert "BertModel returns neither" in refusal(folder)
+    edit(folder, model_type=["bert"])
+    assert "has no model_type ['bert']" in refusal(folder)
 
 
 def test_code_of_a_folder_is_not_run(tmp_path: Path) -> None:

@@ -1,14 +1,16 @@
-"""Training without shardrun: one process, the whole model, torch's own AdamW. What a sharded run is compared
-with.
+"""Training without shardrun: one process, the whole model, torch's own AdamW, or Muon. What a sharded run is
+compared with.
 
 From fsdp/ come only the initial weights and which samples a step takes; what is done with them is all here.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +30,8 @@ class Trained:
     parameters: dict[str, Tensor]
     losses: list[float]
     norms: list[float]
+    averages: dict[str, Tensor] = field(default_factory=dict)
+    """Of the parameters, with --optim.ema."""
 
 
 def train_plainly(config: Config, *, dtype: str, steps: int = 20) -> Trained:
@@ -40,7 +44,8 @@ def train_plainly(config: Config, *, dtype: str, steps: int = 20) -> Trained:
     if config.lora.rank:
         apply_lora(model, config.lora)
         draw_adapters(model, config.run.seed)
-    optimizer = _adamw(model)
+    optimizer: Any = _Both(model) if config.optim.name == "muon" else _adamw(model)
+    average = copy.deepcopy(model) if config.optim.ema else None
     cursor = Cursor(seed=config.run.seed, samples=len(data.train), global_batch=config.train.global_batch)
     losses, norms = [], []
     for step in range(steps):
@@ -54,9 +59,21 @@ def train_plainly(config: Config, *, dtype: str, steps: int = 20) -> Trained:
             group["lr"] = _rate(config.optim.lr, step + 1, steps)
         optimizer.step()
         losses.append(float(loss.detach()))
+        if average is not None:
+            _move(average, model, config.optim.ema)
+    return Trained(_merged(model, config), losses, norms, {} if average is None else _merged(average, config))
+
+
+def _merged(model: nn.Module, config: Config) -> dict[str, Tensor]:
     if config.lora.rank:
         merge(model)
-    return Trained({n: p.detach().clone() for n, p in model.named_parameters()}, losses, norms)
+    return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+@torch.no_grad()
+def _move(average: nn.Module, model: nn.Module, decay: float) -> None:
+    for a, p in zip(average.parameters(), model.parameters(), strict=True):
+        a.mul_(decay).add_(p, alpha=1 - decay)
 
 
 def _loss(model: nn.Module, inputs: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
@@ -70,13 +87,36 @@ def _loss(model: nn.Module, inputs: Tensor, targets: Tensor, dtype: torch.dtype)
     return F.cross_entropy(output.flatten(0, -2), targets.flatten(), ignore_index=-100)
 
 
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
-    trained = [p for p in model.parameters() if p.requires_grad]
+def _adamw(model: nn.Module, without: Collection[Tensor] = ()) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad and p not in without]
     groups = [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": 0.1},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), eps=1e-8)
+
+
+class _Both:
+    """torch's Muon for the matrices of blocks, AdamW for the others."""
+
+    def __init__(self, model: nn.Module) -> None:
+        of_blocks = {p for n, p in model.named_parameters() if n.startswith("blocks.") and p.dim() == 2}
+        self._muon = torch.optim.Muon(
+            [p for p in model.parameters() if p in of_blocks and p.requires_grad],
+            lr=1.0,
+            weight_decay=0.1,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        self._adamw = _adamw(model, without=of_blocks)
+        self.param_groups = self._muon.param_groups + self._adamw.param_groups
+
+    def zero_grad(self) -> None:
+        self._muon.zero_grad()
+        self._adamw.zero_grad()
+
+    def step(self) -> None:
+        self._muon.step()
+        self._adamw.step()
 
 
 def _rate(peak: float, step: int, steps: int) -> float:

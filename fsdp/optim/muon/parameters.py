@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 
 from torch import nn
 
@@ -47,10 +48,13 @@ def hidden_matrices(model: nn.Module, wanted: str = "") -> list[nn.Parameter]:
 
 def _named(named: dict[str, nn.Parameter], wanted: str) -> list[nn.Parameter]:
     trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+    matrices = [name for name, parameter in trained.items() if parameter.dim() == 2]
+    unknown = [one for one in patterns(wanted) if not any(fnmatchcase(name, one) for name in trained)]
+    matching(unknown, matrices, FLAG, "trained matrix")  # its hint names a matrix
     names = matching(patterns(wanted), list(trained), FLAG, "trained parameter")
     for name in names:
         if trained[name].dim() != 2:
-            matrix = next((n for n, p in trained.items() if p.dim() == 2), name)
+            matrix = next(iter(matrices), name)
             raise ConfigError(
                 f"{FLAG} {wanted}: {name} is {tuple(trained[name].shape)}, and Muon updates matrices only.",
                 f"{FLAG} {matrix}",
