@@ -15,7 +15,9 @@ from fsdp.data import MixCursor, build_dataset
 from fsdp.data.mixing_order import MixSegment, Quotas, whole_shares
 from fsdp.data.mixture import MixedSamples
 from tests.data.test_loader import Numbers
+from tests.support.data_cache import own_cache as own_cache
 from tests.support.data_ids import Numbered
+from tests.tokenize.rows import write_lines
 
 SIZES = {"a": 10, "b": 33, "c": 5}
 
@@ -217,6 +219,22 @@ def test_sources_that_cannot_be_mixed_are_refused(tmp_path: Path, other: str, me
     with pytest.raises(ConfigError, match=message) as caught:
         build_dataset(load(["--config", path]).data)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("forms", [("packed", "stream"), ("document", "packed")])
+def test_packed_rows_and_others_are_refused(forms: tuple[str, str], tmp_path: Path, own_cache: Path) -> None:
+    tables = []
+    for label, form in zip("ab", forms, strict=True):
+        lines = write_lines(tmp_path / f"{label}.jsonl", [{"text": label * 9}] * 9)
+        tables.append(
+            f'[[data.sources]]\nname = "documents"\ndir = "{lines}"\nlabel = "{label}"\n'
+            f'args = {{rows = "{form}", heldout = 0}}\n'
+        )
+    packed = "ab"[forms.index("packed")]
+    with pytest.raises(
+        ConfigError, match=f"the rows of {packed} are packed, those of .* are not. HINT: args"
+    ):
+        build_dataset(load(["--config", recipe(tmp_path, "".join(tables)), "--data.seq_len", "8"]).data)
 
 
 def test_fields_of_samples_that_differ_name_both_sources(tmp_path: Path) -> None:
