@@ -166,6 +166,10 @@ def test_a_recipe_and_the_file_of_a_flag_are_the_same_and_survive_config_toml(tm
             ONE + "weigth = 2",
             r"\[\[data.sources\]\] 1: weigth is not a field of a source. HINT: weight = VALUE",
         ),
+        (
+            ONE + 'rows = "packed"',
+            r"1: rows is not a field of a source. HINT: args = \{rows = \"VALUE\"\}, if",
+        ),
         (ONE + "weight = 0", r"1: weight = 0 is out of range: above 0. HINT: weight = 1, or leave"),
         (ONE + "epochs = -1.5", r"1: epochs = -1.5 is out of range"),
         (ONE + 'weight = "much"', r"1: weight = much is not a number. HINT: weight = 1"),
