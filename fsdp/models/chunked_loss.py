@@ -170,7 +170,10 @@ def _evaluated(
 
 
 def _pieces(each: Tensor | None, sizes: list[int]) -> Sequence[Tensor | None]:
-    return [None] * len(sizes) if each is None else each.view(-1).split(sizes)
+    if each is None:
+        return [None] * len(sizes)
+    pieces: Sequence[Tensor] = each.view(-1).split(sizes)
+    return pieces
 
 
 def _reduction(into: Tensor | None) -> str:
