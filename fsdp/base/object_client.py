@@ -70,7 +70,6 @@ def retried(request: Callable[[], T], what: str) -> T:
 
 def _redacted(error: BaseException) -> str:
     """The first line of a client's error, without what looks like a key."""
-    text = f"{type(error).__name__}: {error}".partition("\n")[0]
-    return re.sub(r"(?i)((?:key|secret|token|signature|credential|password)\w*[=:]\s*)\S+", r"\1…", text)[
-        :300
-    ]
+    text = str(error).partition("\n")[0]
+    text = re.sub(r"(?i)((?:key|secret|token|signature|credential|password)\w*[=:]\s*)\S+", r"\1…", text)
+    return f"{type(error).__name__}: {text}"[:300]

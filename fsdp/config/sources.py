@@ -83,10 +83,12 @@ def _source(nth: int, table: Mapping[str, Any]) -> MixedSource:
     where = f"{TABLE} {nth}"
     for key in table:
         if key not in _FIELDS:
-            near = difflib.get_close_matches(key, _FIELDS, n=1, cutoff=0.5)
+            near = difflib.get_close_matches(key, _FIELDS, n=1, cutoff=0.6)
             raise ConfigError(
                 f"{where}: {key} is not a field of a source.",
-                f"{near[0]} = VALUE" if near else f"it takes {', '.join(_FIELDS)}",
+                f"{near[0]} = VALUE"
+                if near
+                else f'args = {{{key} = "VALUE"}}, if the data set has it; here: {", ".join(_FIELDS)}',
             )
     for key in _TEXTS:
         if not isinstance(table.get(key, ""), str):

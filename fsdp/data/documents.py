@@ -30,7 +30,7 @@ from fsdp.data.token_index import MANY, PARTS, TokenFile, TokenFiles, document_e
 from fsdp.data.tokens import OPEN_AT_ONCE, TokenRow, Windows
 from fsdp.data.types import DataInfo, DataSet, Samples
 from fsdp.models.packed_check import PACKED
-from fsdp.tokenize.cache import made_once
+from fsdp.tokenize.cache import digest, made_once
 from fsdp.tokenize.child import key_of, tokenize_in_child
 from fsdp.tokenize.documents import DocumentOptions, Loss, template_text
 from fsdp.tokenize.shards import MANIFEST, TokenizeJob, read_index
@@ -218,13 +218,13 @@ class TokenStore:
 
     def _packed(self, split: str, seq_len: int) -> PackedSamples:
         files = self._of(split)
-        indexes = [file.path.with_suffix(".idx") for file in files]
-        key = {"tokens": self.fingerprint, "documents": [len(read_index(path)[0]) for path in indexes]}
+        ends = document_ends(files)
+        key = {"tokens": self.fingerprint, "documents": digest(ends.tolist())}
 
         def documents() -> Iterator[tuple[np.ndarray, np.ndarray]]:
             before = 0
-            for file, path in zip(files, indexes, strict=True):
-                lengths, starts = read_index(path)
+            for file in files:
+                lengths, starts = read_index(file.path.with_suffix(".idx"))
                 yield starts // file.dtype.itemsize + before, lengths
                 before += file.tokens
 
@@ -232,7 +232,7 @@ class TokenStore:
         plan = cached_plan({**key, "split": split}, documents, seq_len, long)
         if len(plan.ends):
             log.info("documents, %s: %s", split, plan.facts.describe(seq_len, long))
-        loss = TokenRow([self._loss(file) for file in files], 2) if self.masked else None
+        loss = TokenRow(self._losses(files), 2) if self.masked else None
         return PackedSamples(plan, TokenRow(files, self.vocab_size), loss, self.end, seq_len)
 
     def _cut(self, parts: list[DocumentSamples], seq_len: int) -> int:

@@ -19,6 +19,7 @@ from fsdp.base.errors import ConfigError, OneRankError
 from fsdp.config import DataSection, MixedSource
 from fsdp.data.mixing_order import MixSegment
 from fsdp.data.types import DataInfo, DataSet, MixedRows, Samples
+from fsdp.models.packed_check import PACKED
 
 OWN_FACTS = ("fingerprint", "tokenizer")
 """Facts that may differ between sources: the vocabulary is what has to agree."""
@@ -95,6 +96,12 @@ def _check_alike(made: Mapping[str, DataSet], skip_unreadable: int) -> None:
     fields = _fields(first, one.train, skip_unreadable)
     for label, other in others:
         pair = f"[[data.sources]] {first} and {label}"
+        if bool(one.info.facts.get(PACKED)) != bool(other.info.facts.get(PACKED)):
+            packed, plain = (first, label) if one.info.facts.get(PACKED) else (label, first)
+            raise ConfigError(
+                f"{pair}: the rows of {packed} are packed, those of {plain} are not.",
+                f'args = {{rows = "packed"}} in {plain}, if its name is documents; or without it in {packed}',
+            )
         for name, (mine, theirs) in _described(one.info, other.info).items():
             if mine != theirs:
                 raise ConfigError(f"{pair} differ in {name}: {mine} and {theirs}.", _hint(name, mine))

@@ -212,12 +212,14 @@ class _Counted:
 def _grouped(parts: Iterable[Pieces]) -> Iterator[Pieces]:
     """Files are joined up to a group, so that small ones leave no row half empty each."""
     waiting: list[Pieces] = []
+    count = 0
     for part in parts:
         waiting.append(part)
-        if sum(map(len, waiting)) >= GROUP:
+        count += len(part)
+        if count >= GROUP:
             yield _joined(waiting)
-            waiting = []
-    if sum(map(len, waiting)):
+            waiting, count = [], 0
+    if count:
         yield _joined(waiting)
 
 

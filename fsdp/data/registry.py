@@ -21,7 +21,7 @@ from fsdp.data.arguments import Where, check_args
 from fsdp.data.types import DataSet
 from fsdp.tokenize.locate import is_remote
 from fsdp.tokenize.shards import MANIFEST
-from fsdp.tokenize.sources import ROWS, matching
+from fsdp.tokenize.sources import ROWS, is_pattern, matching, plain_folder
 
 BUILT_INS = ("digits", "fashion_mnist", "text", "tokens", "documents", "folder", "synthetic")
 LOOKED_AT = 1000  # files of a folder, to tell images from text
@@ -62,6 +62,8 @@ def _where(section: DataSection, model_facts: Mapping[str, Any]) -> Where:
 
 
 def _unknown(name: str) -> ConfigError:
+    if is_pattern(name):
+        return ConfigError(f"--data.name {name} matches no file.", f"ls {plain_folder(name)}")
     near = difflib.get_close_matches(name, BUILT_INS, n=1, cutoff=0.5)
     there = f"ls {Path(name).parent}" if os.sep in name else ""
     return ConfigError(

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fsdp.base.errors import CheckpointError, ConfigError, OneRankError
+from fsdp.base.errors import CheckpointError, ConfigError, OneRankError, ShardrunError
 from fsdp.dist import collectives
 
 PAGE = "docs/data.md#streams"
@@ -54,6 +54,11 @@ class ShardReader:
         self._start = state
         self._items: dict[int, Any] = {}
         self._states: dict[int, str | None] = {first: state}
+
+    @property
+    def read(self) -> int:
+        """Items read, over all epochs and starts of the run."""
+        return self._next
 
     def item(self, number: int) -> Any:
         with self._lock:
@@ -151,7 +156,16 @@ class StreamItems:
 
     def __getitem__(self, position: int) -> Any:
         number, shard = divmod(position, len(self.shards))
-        return self.shards[shard].item(number)
+        reader = self.shards[shard]
+        try:
+            return reader.item(number)
+        except ShardrunError:
+            raise
+        except Exception as error:
+            what = " ".join(f"{type(error).__name__}: {error}".split())
+            raise OneRankError(
+                f"shard {shard} of the stream cannot be read at its item {reader.read}: {what}."
+            ) from error
 
 
 class StreamSamples:
@@ -170,8 +184,8 @@ def check_state(name: str, make: Callable[[], Any]) -> None:
     for method in ("state_dict", "load_state_dict"):
         if not callable(getattr(reader, method, None)):
             raise ConfigError(
-                f"--data.name {name} returned a {type(reader).__name__}, which has no length and no "
-                f"{method}: a resumed run would repeat or lose samples.",
+                f"--data.name {name} returned a stream of type {type(reader).__name__}, which has no length "
+                f"and no {method}: a resumed run would repeat or lose samples.",
                 f"give it state_dict and load_state_dict ({PAGE}), or __len__ and __getitem__",
             )
     items = iter(reader)
@@ -198,7 +212,7 @@ def check_state(name: str, make: Callable[[], Any]) -> None:
         ) from error
     if not _same(expected, found):
         raise ConfigError(
-            f"--data.name {name}: a {type(reader).__name__} with the state of another one continues with "
+            f"--data.name {name}: the state of one {type(reader).__name__}, loaded into another, leads to "
             "another item: a resumed run would repeat or lose samples.",
             "change the state before each yield, and draw nothing that it does not hold",
         )

@@ -10,7 +10,9 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -23,7 +25,9 @@ from fsdp.data.token_width import LOOKED_AT, Dtype, Stated, dtype_of, ends, fits
 from fsdp.data.types import DataInfo, DataSet
 
 OPEN_AT_ONCE = 128  # each mapped file holds a descriptor, and 1024 is a common limit
+EXAMINED_AT_ONCE = 16
 SUFFIXES = (".bin", ".npy")
+One = TypeVar("One")
 
 
 def build(where: Where, *, vocab_size: int = 0, dtype: Dtype = "auto", heldout: float = 0.01) -> DataSet:
@@ -72,26 +76,38 @@ def _files(
 
 
 def _examined(paths: list[Path], where: Where, dtype: Dtype, vocab_size: int) -> tuple[list[TokenFile], int]:
-    """Opens each file, and reads both ends of it."""
+    """Opens each file, and reads both ends of it, several files at a time. Of several wrong ones the first is
+    named.
+    """
     masked = next((path for path in paths if path.with_suffix(".loss").is_file()), None)
     if masked is not None:
         raise ConfigError(
             f"{masked.with_suffix('.loss')} masks targets, which tokens does not read.",
             f"--data.name {masked.parent}",
         )
-    said = {path: stated(path) for path in paths if path.suffix == ".bin"}
+    raw = [path for path in paths if path.suffix == ".bin"]
+    said = dict(zip(raw, _threaded(stated, raw), strict=True))
     vocab_size = vocab_size or max((one.vocab_size for one in said.values()), default=0)
     vocab_size = vocab_size or int(where.model_facts.get("vocab_size", 0))
     if vocab_size < 1:
         raise ConfigError(
             "the token files do not give the size of their vocabulary.", "--data.args.vocab_size 50257"
         )
-    files = [_raw(path, said[path], dtype, vocab_size) if path in said else _npy(path) for path in paths]
-    files = [file for file in files if file.tokens]
-    for file in files:
-        _check_width(file)
-        _check_vocabulary(file, vocab_size)
-    return files, vocab_size
+
+    def examine(path: Path) -> TokenFile:
+        file = _raw(path, said[path], dtype, vocab_size) if path in said else _npy(path)
+        if file.tokens:
+            _check_width(file)
+            _check_vocabulary(file, vocab_size)
+        return file
+
+    return [file for file in _threaded(examine, paths) if file.tokens], vocab_size
+
+
+def _threaded(call: Callable[[Path], One], paths: Sequence[Path]) -> list[One]:
+    """The results in the order of the paths. Reading waits for the file system, and numpy for no lock."""
+    with ThreadPoolExecutor(EXAMINED_AT_ONCE) as pool:
+        return list(pool.map(call, paths))
 
 
 def _held_out(file: TokenFile, where: Where) -> bool:

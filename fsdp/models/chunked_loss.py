@@ -16,7 +16,7 @@ Not here: which targets are masked (loss.py).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,10 +34,13 @@ WHOLE = f"{FLAG} 0"
 
 @dataclass(frozen=True)
 class ChunkedSums:
-    """The sum of the losses; outside training, also the number of right predictions."""
+    """The sum of the losses; outside training, also the number of right predictions. `losses`: the loss of
+    each target, without a gradient, where `summing` was called with per_target.
+    """
 
     loss_sum: Tensor
     correct: Tensor | None
+    losses: Tensor | None = None
 
 
 def output_layer(model: nn.Module) -> tuple[str, nn.Linear]:
@@ -67,13 +70,16 @@ class ChunkedHead:
         self._layer, self._chunk = layer, chunk
         self._part: Callable[..., tuple[Tensor, Tensor]] = torch.compile(_part) if compiled else _part
         self._targets: Tensor | None = None
+        self._per_target = False
         self._sums: ChunkedSums | None = None
         layer.forward = self._forward  # type: ignore[method-assign, assignment]
 
     @contextlib.contextmanager
-    def summing(self, targets: Tensor) -> Iterator[None]:
-        """Context of one forward of the model: its output layer returns the sum of the losses."""
-        self._targets, self._sums = targets, None
+    def summing(self, targets: Tensor, *, per_target: bool = False) -> Iterator[None]:
+        """Context of one forward of the model: its output layer returns the sum of the losses. `per_target`
+        keeps the loss of each target too.
+        """
+        self._targets, self._per_target, self._sums = targets, per_target, None
         try:
             yield
         finally:
@@ -109,12 +115,15 @@ class ChunkedHead:
         rows, weight, bias = hidden.reshape(-1, hidden.shape[-1]), self._layer.weight, self._layer.bias
         rows, weight, bias = (_autocast(one, hidden.device.type) for one in (rows, weight, bias))
         sizes, flat = _chunk_sizes(targets.numel(), self._chunk), targets.reshape(-1)
+        losses: Tensor | None = None
+        if self._per_target:
+            losses = torch.empty(targets.shape, dtype=_wide(weight.dtype), device=weight.device)
         with torch.autocast(hidden.device.type, enabled=False):
             if torch.is_grad_enabled():
-                loss_sum = _Summed.apply(rows, weight, bias, flat, sizes, self._part)
-                self._sums = ChunkedSums(loss_sum, None)
+                loss_sum = _Summed.apply(rows, weight, bias, flat, sizes, self._part, losses)
+                self._sums = ChunkedSums(loss_sum, None, losses)
             else:
-                self._sums = _evaluated(rows, weight, bias, flat, sizes)
+                self._sums = _evaluated(rows, weight, bias, flat, sizes, losses)
         return self._sums.loss_sum
 
 
@@ -142,21 +151,44 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _evaluated(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, sizes: list[int]
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    sizes: list[int],
+    each: Tensor | None,
 ) -> ChunkedSums:
     losses, right = [], []
-    for part, wanted in zip(hidden.split(sizes), targets.split(sizes), strict=True):
+    for part, wanted, into in zip(
+        hidden.split(sizes), targets.split(sizes), _pieces(each, sizes), strict=True
+    ):
         logits = F.linear(part, weight, bias)
         logits = logits.to(_wide(logits.dtype))
-        losses.append(F.cross_entropy(logits, wanted, reduction="sum", ignore_index=IGNORED))
+        losses.append(_noted(F.cross_entropy(logits, wanted, reduction=_reduction(into)), into))
         right.append((logits.argmax(-1) == wanted).sum())
-    return ChunkedSums(torch.stack(losses).sum(), torch.stack(right).sum())
+    return ChunkedSums(torch.stack(losses).sum(), torch.stack(right).sum(), each)
 
 
-def _part(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of the losses of a chunk, and its gradient by the logits."""
+def _pieces(each: Tensor | None, sizes: list[int]) -> Sequence[Tensor | None]:
+    if each is None:
+        return [None] * len(sizes)
+    pieces: Sequence[Tensor] = each.view(-1).split(sizes)
+    return pieces
+
+
+def _reduction(into: Tensor | None) -> str:
+    return "sum" if into is None else "none"
+
+
+def _noted(losses: Tensor, into: Tensor | None) -> Tensor:
+    """The sum of a chunk's losses, which `into` keeps one by one."""
+    return losses if into is None else into.copy_(losses).sum()
+
+
+def _part(logits: Tensor, targets: Tensor, reduction: str) -> tuple[Tensor, Tensor]:
+    """The losses of a chunk, or their sum; and its gradient by the logits."""
     scores = F.log_softmax(logits, dim=-1, dtype=_wide(logits.dtype))
-    loss = F.nll_loss(scores, targets, reduction="sum", ignore_index=IGNORED)
+    loss = F.nll_loss(scores, targets, reduction=reduction, ignore_index=IGNORED)
     kept = (targets != IGNORED).unsqueeze(-1)
     gradient = scores.exp_()
     place = targets.unsqueeze(-1).clamp(min=0)
@@ -176,6 +208,7 @@ class _Summed(torch.autograd.Function):
         targets: Tensor,
         sizes: list[int],
         part: Callable[..., tuple[Tensor, Tensor]],
+        each: Tensor | None,
     ) -> Tensor:
         wide = _wide(weight.dtype)
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
@@ -183,9 +216,11 @@ class _Summed(torch.autograd.Function):
         by_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if wants_weight else None
         by_bias = torch.zeros(len(weight), dtype=wide, device=weight.device) if wants_bias else None
         losses, at = [], 0
-        for rows, wanted in zip(hidden.split(sizes), targets.split(sizes), strict=True):
-            loss, gradient = part(F.linear(rows, weight, bias), wanted)
-            losses.append(loss)
+        for rows, wanted, into in zip(
+            hidden.split(sizes), targets.split(sizes), _pieces(each, sizes), strict=True
+        ):
+            loss, gradient = part(F.linear(rows, weight, bias), wanted, _reduction(into))
+            losses.append(_noted(loss, into))
             if by_hidden is not None:
                 torch.mm(gradient, weight, out=by_hidden[at : at + len(rows)])
             if by_weight is not None:
@@ -204,7 +239,7 @@ class _Summed(torch.autograd.Function):
         found, ctx.gradients = ctx.gradients, None
         assert found is not None, "a second backward through the same loss"
         by_input = [None if one is None else one.mul_(gradient).to(ctx.dtype) for one in found]
-        return (*by_input, None, None, None)
+        return (*by_input, None, None, None, None)
 
 
 def _add_product(total: Tensor, gradient: Tensor, rows: Tensor) -> None:

@@ -176,11 +176,14 @@ class LossFunction:
         """The parts with the cross entropy from the output layer itself: no logits are returned."""
         own = self._own_of_chunks(head, data)
         labels = _targets(own, data)
-        with head.summing(_masked(labels, valid)):
+        targets = _masked(labels, valid)
+        with head.summing(targets, per_target=self.per_row):
             output = read_output(self._call(model, data, withheld={own.labels} if own else set()))
         sums = head.take(output.loss, output.logits)
         self._own_loss, self.counts_tokens, self.classifies = False, labels.dim() > 1, True
-        return _with_auxiliary(LossParts(sums.loss_sum, sums.correct), own, output, labels, valid)
+        rows = None if sums.losses is None else (row_sums(sums.losses), row_sums(targets != IGNORED))
+        parts = LossParts(sums.loss_sum, sums.correct, rows=rows)
+        return _with_auxiliary(parts, own, output, labels, valid)
 
     def _own_of_chunks(self, head: ChunkedHead, data: Mapping[str, Tensor]) -> OwnLoss | None:
         """What `learn` found; without it, as in a plan, labels are those of a causal model."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import gzip
 import importlib
+import itertools
 import json
 import mmap
 import shlex
@@ -61,6 +62,8 @@ def find_files(name: str) -> list[Path]:
         found = [root]
     else:
         found = matching(name)
+        if not found:
+            raise _absent(name)
     if not found:
         raise ConfigError(f"{name} has no {', '.join(SUFFIXES)} file.", HINT)
     for path in found:
@@ -71,9 +74,25 @@ def find_files(name: str) -> list[Path]:
     return found
 
 
+def _absent(name: str) -> ConfigError:
+    if not is_pattern(name):
+        return ConfigError(f"{name} does not exist.", HINT)
+    return ConfigError(f"{name} matches no file.", f"ls {shlex.quote(str(plain_folder(name)))}")
+
+
+def plain_folder(pattern: str) -> Path:
+    """The folder before the first part that is a pattern."""
+    parts = Path(pattern).parts
+    return Path(*itertools.takewhile(lambda part: not is_pattern(part), parts))
+
+
+def is_pattern(name: str) -> bool:
+    return any(sign in name for sign in "*?[")
+
+
 def matching(name: str) -> list[Path]:
     """The files of a pattern such as 'corpus/**/*.jsonl', hidden ones left out; empty if it is none."""
-    if not any(sign in name for sign in "*?["):
+    if not is_pattern(name):
         return []
     pattern = Path(name).expanduser()
     found = Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor)))

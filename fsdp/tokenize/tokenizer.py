@@ -10,6 +10,8 @@ import importlib
 import importlib.util
 import logging
 import os
+import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,6 +133,10 @@ def load_tokenizer(name: str) -> Tokenizer:
     return FileTokenizer(place) if place.is_file() else HubTokenizer(name, place)
 
 
+_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?", re.ASCII)
+"""The form of an id of Hugging Face, not of a path such as /tokenizers/mine."""
+
+
 def find_tokenizer(name: str) -> Path:
     """The folder or the file. An id is looked up in Hugging Face's cache of this machine alone."""
     path = Path(name).expanduser()
@@ -148,7 +154,9 @@ def find_tokenizer(name: str) -> Path:
     raise ConfigError(
         f"--data.tokenizer {name} is neither a folder with tokenizer_config.json, nor a tokenizer.json, nor "
         "an id in this machine's cache of Hugging Face.",
-        f"hf download {name} --include '*.json' '*.jinja' '*.model' on a machine with a network",
+        f"hf download {name} --include '*.json' '*.jinja' '*.model' on a machine with a network"
+        if _ID.fullmatch(name)
+        else f"ls {shlex.quote(str(path.parent))}",
     )
 
 

@@ -143,6 +143,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         r"--data.tokenizer nowhere is neither a folder with .* HINT: hf download nowhere ",
     ),
     (
+        {"tokenizer": "/no/such"},
+        r"--data.tokenizer /no/such is neither a folder with .* HINT: ls /no$",
+    ),
+    (
         {"text": "body"},
         r"a.jsonl line 1 has no column body; its columns are id, text\. HINT: --data.args.text text",
     ),

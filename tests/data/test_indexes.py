@@ -85,10 +85,10 @@ def test_documents_by_an_index(form: str, tmp_path: Path, monkeypatch: pytest.Mo
     path, out = write_lines(tmp_path / "a.jsonl", rows), tmp_path / "out"
     job = TokenizeJob(str(path), heldout=0.1, shard_bytes=2000)
     tokenize(job, out, 1, lambda *_: None)
-    without = [of(out), of(out, rows="document")]
+    without = [of(out), of(out, rows="document"), of(out, rows="packed")]
     for name, value in (("MANY", 2), ("COUNTED_ONCE", 2)):
         monkeypatch.setattr(documents, name, value)
-    for before, args in zip(without, ({}, {"rows": "document"}), strict=True):
+    for before, args in zip(without, ({}, {"rows": "document"}, {"rows": "packed"}), strict=True):
         assert_same(of(out, **args), before)
 
 

@@ -15,7 +15,9 @@ from fsdp.data import MixCursor, build_dataset
 from fsdp.data.mixing_order import MixSegment, Quotas, whole_shares
 from fsdp.data.mixture import MixedSamples
 from tests.data.test_loader import Numbers
+from tests.support.data_cache import own_cache as own_cache
 from tests.support.data_ids import Numbered
+from tests.tokenize.rows import write_lines
 
 SIZES = {"a": 10, "b": 33, "c": 5}
 
@@ -164,6 +166,10 @@ def test_a_recipe_and_the_file_of_a_flag_are_the_same_and_survive_config_toml(tm
             ONE + "weigth = 2",
             r"\[\[data.sources\]\] 1: weigth is not a field of a source. HINT: weight = VALUE",
         ),
+        (
+            ONE + 'rows = "packed"',
+            r"1: rows is not a field of a source. HINT: args = \{rows = \"VALUE\"\}, if",
+        ),
         (ONE + "weight = 0", r"1: weight = 0 is out of range: above 0. HINT: weight = 1, or leave"),
         (ONE + "epochs = -1.5", r"1: epochs = -1.5 is out of range"),
         (ONE + 'weight = "much"', r"1: weight = much is not a number. HINT: weight = 1"),
@@ -217,6 +223,22 @@ def test_sources_that_cannot_be_mixed_are_refused(tmp_path: Path, other: str, me
     with pytest.raises(ConfigError, match=message) as caught:
         build_dataset(load(["--config", path]).data)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("forms", [("packed", "stream"), ("document", "packed")])
+def test_packed_rows_and_others_are_refused(forms: tuple[str, str], tmp_path: Path, own_cache: Path) -> None:
+    tables = []
+    for label, form in zip("ab", forms, strict=True):
+        lines = write_lines(tmp_path / f"{label}.jsonl", [{"text": label * 9}] * 9)
+        tables.append(
+            f'[[data.sources]]\nname = "documents"\ndir = "{lines}"\nlabel = "{label}"\n'
+            f'args = {{rows = "{form}", heldout = 0}}\n'
+        )
+    packed = "ab"[forms.index("packed")]
+    with pytest.raises(
+        ConfigError, match=f"the rows of {packed} are packed, those of .* are not. HINT: args"
+    ):
+        build_dataset(load(["--config", recipe(tmp_path, "".join(tables)), "--data.seq_len", "8"]).data)
 
 
 def test_fields_of_samples_that_differ_name_both_sources(tmp_path: Path) -> None:

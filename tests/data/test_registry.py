@@ -27,6 +27,7 @@ def build(name: str, facts: dict[str, Any] | None = None, seq_len: int = 256, **
     [
         ("digit", {}, r"--data.name digit is not digits, fashion_mnist, .*HINT: --data.name digits$"),
         ("imagenet", {}, r"HINT: --data.name package.module:factory"),
+        ("tests/absent*/**/*.jsonl", {}, r"absent\*/\*\*/\*.jsonl matches no file. HINT: ls tests$"),
         (
             "digits",
             {"size": 3},
@@ -285,7 +286,7 @@ def test_the_factory_is_offered_what_it_has_parameters_for() -> None:
         (
             "my_own_data:stream",
             {},
-            r"returned a Stream, which has no length and no state_dict: .*HINT: give it state_dict",
+            r"returned a stream of type Stream, which has no length and no state_dict: .*HINT: give it",
         ),
         (
             "my_own_data:bad",

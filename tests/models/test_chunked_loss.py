@@ -85,6 +85,26 @@ def test_evaluation_counts_right_predictions() -> None:
     assert torch.equal(found.correct, expected.correct)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_each_row_has_its_part_of_the_sum(training: bool) -> None:
+    """As the losses of a mixture's sources need it. The row that is padding is left out."""
+    model = transformer()
+    loss = LossFunction(model, head=ChunkedHead(model, 5))
+    loss.per_row = True
+    with torch.set_grad_enabled(training):
+        found = loss(model, DATA, VALID, 2)
+    scores = transformer()(TOKENS).detach().log_softmax(-1)
+    each = [
+        [-float(scores[row, at, target]) for at, target in enumerate(targets) if target >= 0]
+        for row, targets in enumerate(TARGETS.tolist()[:2])
+    ]
+    assert found.rows is not None
+    sums, counts = found.rows
+    assert sums.tolist() == pytest.approx([sum(row) for row in each], rel=1e-12)
+    assert counts.tolist() == [9, 4]
+    assert float(found.loss_sum.detach()) == pytest.approx(float(sums.sum()), rel=1e-12)
+
+
 def test_without_a_loss_the_layer_returns_logits() -> None:
     model = transformer()
     expected = model(TOKENS)

@@ -85,11 +85,15 @@ def test_changed_weights_continue_each_source_where_it_stood(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.long)])
-def test_losses_of_sources_equal_an_independent_computation_in_float64(tmp_path: Path, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "more"), [(1, ""), (2, "--memory.loss_chunk 3"), pytest.param(3, "", marks=pytest.mark.long)]
+)
+def test_losses_of_sources_equal_an_independent_computation_in_float64(
+    tmp_path: Path, ranks: int, more: str
+) -> None:
     words = [*recipe(tmp_path, few="weight = 1", many="weight = 2"), "--train.global_batch", "7"]
     precision = ["--precision.master", "fp64", "--precision.param", "fp64", "--optim.lr", "1e-20"]
-    micro = ["--train.micro_batch", "2", "--train.steps", "3", "--checkpoint.export", "true"]
+    micro = ["--train.micro_batch", "2", "--train.steps", "3", "--checkpoint.export", "true", *more.split()]
     steps, said = train_and_note(ranks, tmp_path, "a", *words, *precision, *micro)
     assert said == [None] * ranks
     model = Scores().double()

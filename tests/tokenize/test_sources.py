@@ -161,3 +161,10 @@ def test_a_name_without_files(tmp_path: Path) -> None:
     one_line(r"/\*\.jsonl has no \.jsonl, .* HINT: a \.jsonl", lambda: values_of(tmp_path / "*.jsonl"))
     (tmp_path / "a.csv").write_text("a,b", encoding="utf-8")
     one_line(r"a.csv is not a .jsonl, ", lambda: values_of(tmp_path / "a.csv"))
+
+
+def test_files_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none.jsonl does not exist. HINT: "):
+        find_files(str(tmp_path / "none.jsonl"))
+    with pytest.raises(ConfigError, match=rf"matches no file. HINT: ls {tmp_path}$"):
+        find_files(str(tmp_path / "*" / "none.jsonl"))
