@@ -258,6 +258,12 @@ def test_heavy_packages_are_imported_where_they_are_used(name: str) -> None:
         assert name not in {module.split(".")[0] for module in named}, path
 
 
+def test_a_run_starts_without_the_compiler() -> None:
+    """torch._dynamo is loaded where a step is compiled."""
+    loaded = "import sys, fsdp.run.loop; sys.exit('torch._dynamo' in sys.modules)"
+    subprocess.run([sys.executable, "-c", loaded], cwd=ROOT, check=True)
+
+
 def test_a_class_name_means_one_thing() -> None:
     places: dict[str, list[str]] = defaultdict(list)
     for path in PRODUCT:

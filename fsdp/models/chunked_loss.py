@@ -72,6 +72,8 @@ class ChunkedHead:
         self._targets: Tensor | None = None
         self._per_target = False
         self._sums: ChunkedSums | None = None
+        # Not a decorator: torch.compiler.disable would load torch._dynamo at every start.
+        self._uncompiled = torch.compiler.disable(self._summed)
         layer.forward = self._forward  # type: ignore[method-assign, assignment]
 
     @contextlib.contextmanager
@@ -101,9 +103,8 @@ class ChunkedHead:
     def _forward(self, hidden: Tensor) -> Tensor:
         if self._targets is None:
             return F.linear(hidden, self._layer.weight, self._layer.bias)
-        return self._summed(hidden, self._targets)
+        return self._uncompiled(hidden, self._targets)
 
-    @torch.compiler.disable
     def _summed(self, hidden: Tensor, targets: Tensor) -> Tensor:
         if self._sums is not None or hidden.shape[:-1] != targets.shape:
             why = (

@@ -45,13 +45,13 @@ Forward = Callable[..., Any]
 Key = tuple[Any, int]
 """An operation and the index of its call in a forward."""
 
-_PRODUCTS = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten.bmm.default,
-    *attention_products(),
-    float8_product(),
-}
+
+@functools.cache
+def _products() -> frozenset[Any]:
+    """Operators whose results are kept. Not a constant: torch's varlen loads torch._dynamo."""
+    aten: Any = torch.ops.aten
+    matrices = (aten.mm.default, aten.addmm.default, aten.bmm.default)
+    return frozenset((*matrices, *attention_products(), float8_product()))
 
 
 def apply_activation_checkpointing(
@@ -91,7 +91,7 @@ def _checkpointed(forward: Forward, per_op: bool) -> Forward:
 
 
 def _keep_products(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if op in _products() else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 # ---------------------------------------------------------------- what cannot be computed twice

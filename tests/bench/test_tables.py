@@ -25,6 +25,8 @@ def test_a_ratio_is_taken_round_by_round() -> None:
 
 def test_indistinguishable_contenders_are_equal() -> None:
     found = tables.ratio([1.02, 0.97, 1.01, 0.99, 1.03, 0.98, 1.0], [1.0] * 7)
+    assert found.low is not None
+    assert found.high is not None
     assert found.low < 1 < found.high
     assert found.verdict() == "equal"
 
