@@ -119,8 +119,7 @@ def test_two_parts_on_a_cpu(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "only", ["resume,saves,precisions", "parity,options,profile,doctor", "two-ranks,float8", "mfu"]
-)
-def test_the_other_parts_on_a_cpu(only: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("only", ["resume,saves,precisions", "two-ranks,float8"])
+def test_other_parts_on_a_cpu(only: str, tmp_path: Path) -> None:
+    """Not parity, options, profile, doctor, mfu: minutes each. `python -m bench.gpu --device cpu` runs all."""
     assert set(battery(tmp_path, only)) == set(only.split(","))

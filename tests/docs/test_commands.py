@@ -44,8 +44,6 @@ LONG = {
     "torchrun --nproc_per_node=2 train.py --config recipes/text.toml --run.dir runs/first": 0,
     "torchrun --nproc_per_node=4 train.py --config runs/first/config.toml --run.dir runs/first "
     "--train.steps 400": 0,
-    "torchrun --nproc_per_node=2 train.py --config recipes/text.toml": 0,
-    "torchrun --nproc_per_node=2 train.py --config recipes/mixture.toml": 0,
     "torchrun --nproc_per_node=2 train.py --config recipes/text.toml --data.name notes/": 0,
     "torchrun --nproc_per_node=2 train.py --data.name mine:build --data.args.folder corpus": 0,
     "torchrun --nproc_per_node=2 train.py --data.name stories.jsonl --data.args.rows packed "
@@ -59,10 +57,12 @@ LONG = {
     "python -m fsdp.doctor --ranks 2": 0,
     "python -m fsdp.doctor": 0,
     "python -m fsdp.parity --model.name mine:build --data.name text": 0,
-    "python -m fsdp.parity --optim.name muon": 0,
 }  # fmt: skip
 
 NOT_RUN = {
+    r"torchrun --nproc_per_node=2 train\.py --config recipes/text\.toml$": "with --run.dir runs/first, above",
+    r"torchrun --nproc_per_node=2 train\.py --config recipes/mixture": "tests/run/test_mixture_runs.py",
+    r"python -m fsdp\.parity --optim\.name muon$": "minutes; tests/optim/test_muon.py compares with torch",
     r"torchrun --nproc_per_node=2 train\.py$": "the default job: .ci/run runs it by make train",
     r"make ": "sets up an environment; .ci/run runs make train, test, lint and test-full in a fresh clone",
     r"pytest ": "tests",

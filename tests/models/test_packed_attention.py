@@ -14,6 +14,7 @@ from fsdp.base.errors import ConfigError
 from fsdp.base.torchvision_import import prepare_torchvision
 from fsdp.config import MemorySection
 from fsdp.models import packed_attention
+from fsdp.models.experts import select_experts_kernel
 from fsdp.models.loss import read_output
 from fsdp.models.packed_attention import document_bounds, document_starts, documents_of, uses_varlen
 from fsdp.models.packed_check import check_documents_apart, check_positions
@@ -208,6 +209,7 @@ def test_documents_are_apart_in_transformers(kind: str, attention: str) -> None:
     torch.manual_seed(0)
     model = getattr(small_hf, kind)().double().eval()
     model.set_attn_implementation(attention)
+    select_experts_kernel(model, torch.float64)
     tokens, positions = rows()
     check(model)
     packed = model(tokens, position_ids=positions).logits
