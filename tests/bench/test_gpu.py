@@ -121,5 +121,5 @@ def test_two_parts_on_a_cpu(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("only", ["resume,saves,precisions", "two-ranks,float8"])
 def test_other_parts_on_a_cpu(only: str, tmp_path: Path) -> None:
-    """Not parity, options, profile, doctor, mfu: minutes each. `python -m bench.gpu --device cpu` runs all."""
+    """Not parity, options, profile, doctor, mfu: `python -m bench.gpu --device cpu` runs all, in minutes."""
     assert set(battery(tmp_path, only)) == set(only.split(","))
