@@ -26,7 +26,6 @@ from fsdp.optim.optimizer import build_optimizer, set_lr
 from fsdp.plan.fake_runs import count
 from fsdp.plan.memory import memory_of
 from tests.plan.test_measured import BATCH, SMALL, tensors
-from tests.support import plain_loop
 from tests.support.plain_loop import Trained, relative_difference, train_plainly
 from tests.support.runs import failures, run, settings
 from tests.support.user_code import TiedWords, Tiny, Uneven
@@ -36,38 +35,9 @@ MUON = "--optim.name muon --precision.master fp64 --precision.param fp64 --train
 UNEVEN = [f"blocks.{at}.{part}.weight" for at in range(3) for part in ("up", "down")]
 
 
-class Both:
-    """torch's Muon and AdamW, written without shardrun."""
-
-    def __init__(self, model: nn.Module, **more: Any) -> None:
-        named = dict(model.named_parameters())
-        others = [p for name, p in named.items() if name not in UNEVEN]
-        decaying = [p for p in others if p.dim() >= 2]
-        vectors = [p for p in others if p.dim() < 2]
-        self.one = torch.optim.Muon(
-            [named[name] for name in UNEVEN], lr=1.0, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
-        )
-        self.other = torch.optim.AdamW(
-            [{"params": decaying, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
-            lr=1.0,
-            betas=(0.9, 0.95),
-        )
-        self.param_groups = self.one.param_groups + self.other.param_groups
-
-    def zero_grad(self) -> None:
-        self.one.zero_grad()
-        self.other.zero_grad()
-
-    def step(self) -> None:
-        self.one.step()
-        self.other.step()
-
-
 @functools.cache
 def plain() -> Trained:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plain_loop, "_adamw", Both)
-        return train_plainly(settings(MUON), dtype="fp64", steps=6)
+    return train_plainly(settings(MUON), dtype="fp64", steps=6)
 
 
 @pytest.mark.parametrize(

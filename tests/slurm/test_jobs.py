@@ -386,7 +386,7 @@ def test_submitit_requeues_a_crash_and_says_so(outcome: Left) -> None:
 def test_begun_under_torchrun_gone_on_under_sbatch_ended_under_submitit(
     outcome: Left, undisturbed: Undisturbed
 ) -> None:
-    check_finished(outcome, undisturbed.losses(1, 2))
+    check_finished(outcome, undisturbed.losses(2, 1))
     launchers = [start["launcher"] for start in outcome.run.starts]
     assert launchers == ["torchrun", "torchrun under Slurm", "submitit (slurm)"]
     assert [start["from_step"] for start in outcome.run.starts] == [0, 13, 26]
