@@ -71,6 +71,10 @@ def _is_media(kind: Any) -> bool:
 
 
 def _load(name: HubName) -> Any:
+    if not name.name:
+        raise ConfigError(
+            f"--data.name {PREFIX} names no data set.", f"--data.name {PREFIX}ORG/NAME, or {PREFIX}FOLDER"
+        )
     os.environ.update(HF_DATASETS_OFFLINE="1", HF_HUB_OFFLINE="1")  # read when the library is imported
     library = optional("datasets", f"{PREFIX}{name.name}")
     library.config.HF_HUB_OFFLINE = True

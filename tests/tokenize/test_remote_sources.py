@@ -115,6 +115,7 @@ def test_a_cached_data_set_by_name(tmp_path: Path) -> None:
 def test_wrong_names_are_one_line(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for source, message in (
+        (SourceName("hf:"), "--data.name hf: names no data set. HINT: --data.name hf:ORG/NAME, or hf:FOLDER"),
         (SourceName(f"hf:{saved}", split="dev"), "no split dev; it has train, test. HINT: "),
         (SourceName(f"hf:{saved}", config="x"), "--data.args.config x has no effect on a folder"),
         (SourceName(f"hf:{saved}/train", split="x"), "--data.args.split x has no effect: "),
