@@ -153,7 +153,7 @@ def test_local_runs_the_same_without_slurm(tmp_path: Path, undisturbed: Undistur
     assert said.returncode == 0, said.stdout + said.stderr
     assert re.search(r"^cancel  kill \d+$", said.stdout, re.MULTILINE)
     assert f"step {STEPS}" in said.stdout or str(STEPS) in said.stdout, "--follow shows the log"
-    assert Run(run).losses == undisturbed.losses(1, 2)
+    assert Run(run).losses == undisturbed.losses(2, 1)
     assert Run(run).starts[0]["launcher"] == "submitit (local)"
 
 
@@ -166,7 +166,7 @@ def test_local_goes_on_after_its_own_time_limit(tmp_path: Path, undisturbed: Und
     said = launch(tmp_path, *words, "--", *FLAGS, *mesh, "--run.dir", str(run), SLOW_S="1")
     assert said.returncode == 0, said.stdout + said.stderr
     assert Run(run).ends[0] == "SIGUSR2"
-    assert Run(run).losses == undisturbed.losses(1, 2)
+    assert Run(run).losses == undisturbed.losses(2, 1)
 
 
 @pytest.mark.slow
