@@ -1,7 +1,7 @@
 """train(config) in this process: a script, a notebook, a rank of torchrun or srun, a worker of Ray Train.
 
 The process is not ended, and errors are raised: ShardrunError, or the exception of the user's own code. Not
-here: messages and exit codes (guard.py), the parts for a loop of one's own (own_loop.py).
+here: messages and exit codes (guard.py), the parts for a loop of one's own (fsdp/run/own_loop.py).
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ _PARTS = {
     "train": "launch.in_process", "load_config": "launch.in_process", "record_of": "launch.in_process",
     "Outcome": "fsdp.run.loop",
     "Config": "fsdp.config", "DistEnv": "fsdp.dist.env", "ShardrunError": "fsdp.base.errors",
-    "process": "launch.own_loop", "shard": "launch.own_loop", "Training": "launch.own_loop",
+    "process": "fsdp.run.own_loop", "shard": "fsdp.run.own_loop", "Training": "fsdp.run.own_loop",
 }  # fmt: skip
 """Names of the API, and the modules that define them."""
 
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from fsdp.config import Config
     from fsdp.dist.env import DistEnv
     from fsdp.run.loop import Outcome
+    from fsdp.run.own_loop import Training, process, shard
     from launch.in_process import load_config, record_of, train
-    from launch.own_loop import Training, process, shard
 
 
 def __getattr__(name: str) -> Any:

@@ -42,7 +42,9 @@ from fsdp.memory.resting import resting_bytes
 from fsdp.models.blocks import blocks_of, find_units
 from fsdp.models.chunked_loss import output_layer
 from fsdp.models.custom_loss import CustomLoss
+from fsdp.optim.custom_optimizer import is_custom
 from fsdp.parallel.activations import apply_activation_checkpointing
+from fsdp.parallel.shard import Dtypes
 
 MESSAGES = (
     "can't allocate memory",
@@ -70,8 +72,7 @@ class OomContext:
 
     sizes: MeshSizes
     batch: BatchPlan
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
-    """master, param, reduce"""
+    dtypes: Dtypes
     build: Callable[[], nn.Module]
     """Builds the trained model on the meta device."""
     samples: Samples
@@ -210,7 +211,7 @@ class ActivationEstimates:
         samples = self.scene.samples
         count = len(samples) if hasattr(samples, "__len__") else micro  # a stream has no length
         batch = samples.batch(np.arange(micro, dtype=np.int64) % count)
-        built, computed = self.scene.build(), self.scene.dtypes[1]
+        built, computed = self.scene.build(), self.scene.dtypes.param
         return activation_bytes(built, batch, self.device, computed, prepare, self.scene.loss, loss_chunk)
 
 
@@ -224,30 +225,29 @@ def footprint_of(config: Config, scene: OomContext, device: torch.device) -> Foo
         return sum(fresh.values())
 
     units = (*(count(unit) for unit in scene.units), count([scene.root]))
-    frozen = torch.bfloat16 if config.precision.frozen == "bf16" else None
-    resting = resting_bytes(config.optim, scene.root, scene.dtypes[0], frozen)
-    master, param, reduce = (dtype.itemsize for dtype in scene.dtypes)
-    trained = resting.gradients // master
+    dtypes = scene.dtypes
+    resting = resting_bytes(config.optim, scene.root, dtypes.master, dtypes.frozen)
+    trained = resting.gradients // dtypes.master.itemsize
     return Footprint(
         units=units,
         trained=trained,
         shard=scene.sizes.shard,
         replicate=scene.sizes.replicate,
-        master=master,
-        param=param,
-        reduce=reduce,
+        master=dtypes.master.itemsize,
+        param=dtypes.param.itemsize,
+        reduce=dtypes.reduce.itemsize,
         state=resting.optimizer / max(1, trained),
         reshard=reshard_policy(config.mesh.reshard_after_forward),
         accumulate=config.mesh.accumulate,
         accumulation=scene.batch.accumulation,
         micro=scene.batch.micro_batch,
         checkpointing=config.memory.activation_checkpointing,
-        counted=param,
+        counted=dtypes.param.itemsize,
         loss_chunk=config.memory.loss_chunk,
         chunkable=_is_chunkable(scene),
         offload=config.memory.cpu_offload and device.type == "cuda",
-        own_optimizer=":" in config.optim.name or config.optim.name == "muon",
-        nvme=getattr(config.memory, "nvme", "off") != "off",
+        own_optimizer=is_custom(config.optim) or config.optim.name == "muon",
+        nvme=config.memory.nvme != "off",
         ddp=scene.sizes.strategy == "ddp",
         recomputes=bool(blocks_of([list(unit) for unit in scene.units])),
     )

@@ -33,11 +33,6 @@ class CustomLoss:
     path: str
     function: Callable[..., Any]
 
-    def sums(self, output: Any, batch: Mapping[str, Tensor], valid: Tensor) -> tuple[Tensor, Tensor]:
-        """The sums of the weighted losses, in at least fp32, and of the weights over the valid rows."""
-        losses, weights = self.weighted(output, batch, valid)
-        return losses.sum(), weights.sum(dtype=torch.float64)
-
     def weighted(self, output: Any, batch: Mapping[str, Tensor], valid: Tensor) -> tuple[Tensor, Tensor]:
         """The weighted losses, in at least fp32, and the weights; 0 in rows that are not valid."""
         losses, weights = self._read(self.function(output, batch), len(valid))
@@ -52,9 +47,9 @@ class CustomLoss:
         return torch.where(weights != 0, losses, 0) * weights, weights
 
     def trial(self, output: Any, batch: Mapping[str, Tensor], valid: Tensor) -> None:
-        """The same before the first step: an error of the function becomes one line that names it."""
+        """As `weighted`, before the first step: an error of the function becomes one line that names it."""
         try:
-            self.sums(output, batch, valid)
+            self.weighted(output, batch, valid)
         except (ConfigError, torch.OutOfMemoryError, MemoryError):
             raise
         except Exception as error:

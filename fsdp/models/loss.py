@@ -114,6 +114,13 @@ class LossFunction:
         self.classifies = False
         """Known after the first call: whether the model returns logits, so that accuracy is defined."""
 
+    @property
+    def unit(self) -> str:
+        """What a loss is a mean over, in the names of metrics."""
+        if self.custom is not None:
+            return "weights"
+        return "tokens" if self.counts_tokens else "samples"
+
     def __call__(
         self, model: nn.Module, data: Mapping[str, Tensor], valid: Tensor, valid_rows: int
     ) -> LossParts:
@@ -186,10 +193,8 @@ class LossFunction:
         return _with_auxiliary(parts, own, output, labels, valid)
 
     def _own_of_chunks(self, head: ChunkedHead, data: Mapping[str, Tensor]) -> OwnLoss | None:
-        """What `learn` found; without it, as in a plan, labels are those of a causal model."""
+        """What `learn` or `presume` found."""
         name = self.gives_labels(data)
-        if self._own is None and name and self._own_loss is None:
-            self._own = OwnLoss(name, True, 0.0, name in self._optional or name not in self._accepts)
         if name and (self._own is None or not self._own.withheld):
             raise head.refusal(f"the model computes a loss of its own from {name}")
         return self._own

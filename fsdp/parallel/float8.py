@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -53,14 +54,17 @@ def check_float8(speed: SpeedSection, device: torch.device) -> None:
         )
 
 
-def check_float8_tokens(speed: SpeedSection, tokens: int) -> None:
-    """Checks the tokens of a micro-batch: products for weights' gradients sum over them in steps of 16."""
+def check_float8_tokens(speed: SpeedSection, samples: int, seq_len: int) -> None:
+    """Checks the tokens of a micro-batch: products for weights' gradients sum over them in steps of 16.
+    `seq_len` is 0 for data that are not tokens.
+    """
+    tokens = samples * seq_len
     if speed.float8 == "off" or speed.float8_emulate or tokens % 16 == 0:
         return
     raise ConfigError(
         f"--speed.float8 {speed.float8} needs micro-batches of a multiple of 16 tokens, and "
         f"--train.micro_batch times --data.seq_len is {tokens:,}.",
-        "--data.seq_len of a multiple of 16, or --speed.float8 off",
+        f"--data.seq_len {math.ceil(seq_len / 16) * 16}, or --speed.float8 off",
     )
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from fsdp.config import DataSection, TrainSection
+from fsdp.config import Config, DataSection, TrainSection
 from fsdp.data import DataSet, heldout_batches
 from fsdp.dist.collectives import sum_over_ranks
 from fsdp.dist.mesh import BatchPlan, DataRank
 from fsdp.models.loss import LossFunction
+from fsdp.optim.ema import Ema
 from fsdp.parallel.shard import Sharded
 from fsdp.run.source_losses import sums_by_source
 
@@ -33,6 +35,53 @@ class Evaluation:
         found |= {f"eval_loss/{label}": loss for label, loss in self.by_source.items()}
         more = {} if self.averaged is None else self.averaged.values()
         return found | {name.replace("eval_", "eval_ema_", 1): value for name, value in more.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluator:
+    """The evaluations of a run: with its weights and, where it keeps one, with their moving average."""
+
+    config: Config
+    sharded: Sharded
+    loss_function: LossFunction
+    data: DataSet
+    batch: BatchPlan
+    rank: DataRank
+    ema: Ema | None
+    before_swap: Callable[[], None]
+    """Waits for a save that may still read the parameters."""
+    after_swap: Callable[[], None]
+    """Computes anew what depends on the parameters' values."""
+    asked_to_stop: Callable[[], str | None]
+
+    def evaluate(self) -> Evaluation:
+        """Collective. A request to stop ends it; `stopped` is set then."""
+        found = self._measure()
+        if self.ema is None or found.stopped:
+            return found
+        self.before_swap()
+        with self._averaged(self.ema):
+            averaged = self._measure()
+        return replace(found, averaged=averaged, stopped=averaged.stopped)
+
+    @contextmanager
+    def _averaged(self, ema: Ema) -> Iterator[None]:
+        with ema.swapped():
+            self.after_swap()
+            yield
+        self.after_swap()
+
+    def _measure(self) -> Evaluation:
+        return evaluate(
+            self.sharded,
+            self.loss_function,
+            self.data,
+            section=self.config.train,
+            reading=self.config.data,
+            batch=self.batch,
+            rank=self.rank,
+            asked_to_stop=self.asked_to_stop,
+        )
 
 
 def evaluate(

@@ -98,7 +98,7 @@ def prepare(config: Config, *, world_size: int, num_nodes: int, device: torch.de
     batch = plan_batch(config.train, world_size)
     load_factory(config.optim)  # its errors come before the data is read
     data = _data_of_this_node(config)
-    check_float8_tokens(config.speed, batch.micro_batch * data.info.tokens_per_sample)
+    check_float8_tokens(config.speed, batch.micro_batch, data.info.tokens_per_sample)
     cursor = _cursor(config, data)
     total_steps = _total_steps(config, data, cursor)
     spec = resolve_model(config.model, data.info.facts)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import linecache
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,12 +30,11 @@ from fsdp.data.loader import read_batch
 from fsdp.data.types import Batch
 from fsdp.data.unreadable_samples import maybe_skipping
 from fsdp.dist import preflight
-from fsdp.dist.env import DistEnv, check_torch, end_time, unused_allocation
+from fsdp.dist.env import DistEnv, check_torch, unused_allocation
 from fsdp.dist.mesh import build_mesh, data_rank
 from fsdp.dist.process_group import process_group
 from fsdp.dist.stop import Stopper
-from fsdp.memory.oom import OomContext, OutOfMemoryHandler
-from fsdp.models.chunked_loss import maybe_chunked
+from fsdp.memory.oom import OutOfMemoryHandler
 from fsdp.models.loss import LossFunction
 from fsdp.models.unsharded import seed_streams
 from fsdp.optim.custom_optimizer import StateCheck, is_custom
@@ -50,7 +48,7 @@ from fsdp.parallel.attention import attention_kernel
 from fsdp.parallel.compile_cache import CompileCache, maybe_compile_cache
 from fsdp.parallel.float8 import maybe_scales
 from fsdp.parallel.nvme import maybe_nvme_files
-from fsdp.parallel.shard import Sharded, compiles, shard_model
+from fsdp.parallel.shard import Sharded
 from fsdp.parallel.update import Update, Whole, build_update
 from fsdp.record.console import set_up_logging
 from fsdp.record.custom_sinks import load_sinks
@@ -59,7 +57,7 @@ from fsdp.record.mlflow_sink import check_mlflow
 from fsdp.record.recorder import Pending, Recorder
 from fsdp.record.wandb_sink import check_wandb
 from fsdp.run import setup, weights
-from fsdp.run.evaluate import Evaluation, evaluate
+from fsdp.run.evaluate import Evaluation, Evaluator
 from fsdp.run.frozen_base import maybe_base
 from fsdp.run.job import Job, describe, prepare, resumed, steps_line, trained_model
 from fsdp.run.packed_rows import check_packed_rows
@@ -168,27 +166,9 @@ def _set_up(
     mesh = build_mesh(job.sizes, env.device, config.run.process_group_timeout_s)
     kernels = maybe_compile_cache(config.speed, env)
     model = trained_model(config, job)
-    facts, mfu_of, loss_function = (
-        describe(config, job, model),
-        setup.mfu_of(model, job, env),
-        LossFunction(
-            model,
-            job.loss,
-            maybe_chunked(model, config.memory.loss_chunk, compiled=compiles(config.speed, env.device)),
-        ),
-    )
-    sharded = shard_model(
-        model,
-        sizes=job.sizes,
-        mesh=mesh,
-        device=env.device,
-        section=config.mesh,
-        precision=config.precision,
-        memory=config.memory,
-        speed=config.speed,
-        comm=config.comm,
-        hooks=job.hooks,
-    )
+    facts, mfu_of = describe(config, job, model), setup.mfu_of(model, job, env)
+    loss_function = setup.loss_function(config, env, job, model)
+    sharded = setup.sharded(config, env, job, model, mesh)
     shelf = maybe_nvme_files(config.memory, config.optim, sharded.root, sharded.units, sharded.dtypes.master)
     checkpointer = Checkpointer(
         config.checkpoint, run.path, env, job.sizes, config_hash=config_hash(config), claim=claim, room=shelf
@@ -199,16 +179,7 @@ def _set_up(
     )
     checkpointer.base = maybe_base(config, job.spec, job.dtypes, sharded.root)
     checkpointer.pretrained = weights.saved_as(config, job.spec)
-    oom_context = OomContext(
-        sizes=job.sizes,
-        batch=job.batch,
-        dtypes=(sharded.dtypes.master, sharded.dtypes.param, sharded.dtypes.reduce),
-        build=partial(trained_model, config, job),
-        samples=job.data.train,
-        root=sharded.root,
-        units=sharded.units,
-        loss=job.loss,
-    )
+    oom_context = setup.oom_context(config, job, sharded)
     oom.sees(oom_context)
     optimizer = build_optimizer(config.optim, sharded.root)
     state = TrainState(
@@ -222,40 +193,12 @@ def _set_up(
         restored = checkpointer.restore(state)
     apply_hyperparameters(config.optim, optimizer)
     job = resumed(job, config, state.data, state.step)
-    facts = {**facts, "steps": steps_line(job)}
-    loader = Loader(
-        job.data.train,
-        job.cursor,
-        micro_batch=job.batch.micro_batch,
-        accumulation=job.batch.accumulation,
-        rank=data_rank(env),
-        workers=config.data.workers,
-        prefetch=config.data.prefetch,
-        pin=env.device.type == "cuda",
-        device=env.device if config.data.to_device else None,
-        source_of=None if job.data.sources is None else job.data.sources.of_train,
-    )
-    stopper = Stopper(
-        config.stop,
-        env,
-        run.path,
-        reporter.should_stop,
-        end_time=end_time(),
-        timeout_s=config.run.process_group_timeout_s,
-        every_minutes=config.checkpoint.every_minutes,
-        save_seconds=lambda: checkpointer.save_seconds,
-    )
+    loader = setup.loader(config, env, job)
+    stopper = setup.stopper(config, env, run, reporter, checkpointer)
     setup.records(config, env, run, state.step, job.data_identity)
-    recorder = Recorder(
-        run,
-        env,
-        reporter,
-        setup.console(config, env, job),
-        from_step=state.step,
-        sinks=setup.sinks(config, env, run, job, planned, state.step),
-        mfu_of=mfu_of,
-    )
+    recorder = setup.recorder(config, env, run, reporter, job, planned, mfu_of=mfu_of, step=state.step)
     if env.is_main:
+        facts = {**facts, "steps": steps_line(job)}
         setup.log_start(run, facts, restored, job.cursor.note() if restored is not None else "")
     oom_context.optimizer, oom_context.phases = optimizer, Phases()
     return _Loop(
@@ -351,7 +294,7 @@ class _Loop:
             self.state.optimizer,
             self.sharded.root,
             scaler=scaler,
-            # the average is updated on the host's word
+            # the update of the moving average cannot be skipped on the device
             whole_update=isinstance(self.update, Whole)
             and (self.ema is None or self.config.train.nonfinite == "stop"),
         )
@@ -374,6 +317,18 @@ class _Loop:
             states=self.states,
             ema=self.ema,
             labels=self.labels,
+        )
+        self.evaluator = Evaluator(
+            config=self.config,
+            sharded=self.sharded,
+            loss_function=self.loss_function,
+            data=self.job.data,
+            batch=self.job.batch,
+            rank=data_rank(self.env),
+            ema=self.ema,
+            before_swap=self.checkpointer.before_update,
+            after_swap=self.hooks.refresh_scales,
+            asked_to_stop=self._stop_reason,
         )
         self.stopped: str | None = None
         self.evaluation: Evaluation | None = None
@@ -445,6 +400,7 @@ class _Loop:
         self.stopper.begin(step)
         lr = self.job.schedule.lr(step)
         result = self.train_step(batch, lr)
+        sources, unit = result.sources, self.loss_function.unit
         self._count(batch, result)
         self.numbers.compare(step)
         self.phases.enter("record")
@@ -459,8 +415,8 @@ class _Loop:
                 began=began,
                 step_time_s=time.perf_counter() - began,
                 data_wait_s=waited,
-                more=None if result.sources is None else result.sources.sums,
-                named=None if result.sources is None else partial(result.sources.named, unit=self.unit),
+                more=None if sources is None else sources.sums,
+                named=None if sources is None else partial(sources.named, unit=unit),
             )
         )
         if self.recorder.fetches(step):
@@ -507,49 +463,13 @@ class _Loop:
 
     def _evaluate(self) -> None:
         self.phases.enter("evaluate")
-        found = self._measure()
-        if self.ema is not None and not found.stopped:
-            self.checkpointer.before_update()  # a save may still read the parameters
-            with self._averaged(self.ema):
-                averaged = self._measure()
-            found = replace(found, averaged=averaged, stopped=averaged.stopped)
+        found = self.evaluator.evaluate()
         if found.stopped:
             self.stopped = found.stopped
             return
         self.evaluation = found
         self._settle()
         self.recorder.evaluation(self.state.step, found.values())
-
-    @contextmanager
-    def _averaged(self, ema: Ema) -> Iterator[None]:
-        """The model's weights are their moving average inside."""
-        with ema.swapped():
-            self.hooks.refresh_scales()
-            yield
-        self.hooks.refresh_scales()
-
-    def _measure(self) -> Evaluation:
-        return evaluate(
-            self.sharded,
-            self.loss_function,
-            self.job.data,
-            section=self.config.train,
-            reading=self.config.data,
-            batch=self.job.batch,
-            rank=data_rank(self.env),
-            asked_to_stop=self._stop_reason,
-        )
-
-    @property
-    def unit(self) -> str:
-        """What a loss is a mean over, in the names of metrics."""
-        return (
-            "weights"
-            if self.loss_function.custom
-            else "tokens"
-            if self.loss_function.counts_tokens
-            else "samples"
-        )
 
     def _stop_reason(self) -> str | None:
         self.phases.enter("evaluate")

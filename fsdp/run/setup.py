@@ -1,4 +1,4 @@
-"""The start of a run around its first step: the run directory's lock, the records of the start, real weights.
+"""The parts of a start: the run directory's lock, model, data and stop requests, records, real weights.
 
 The order of a start is in fsdp/run/loop.py.
 """
@@ -9,29 +9,39 @@ import logging
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp.checkpoint import Checkpointer
 from fsdp.checkpoint.checkpointer import Restored
 from fsdp.checkpoint.full_state import open_full_state
 from fsdp.checkpoint.lock import Locks, hold
 from fsdp.checkpoint.open_store import open_store
 from fsdp.config import Config
+from fsdp.data import Loader
 from fsdp.dist import collectives, preflight
-from fsdp.dist.env import DistEnv
+from fsdp.dist.env import DistEnv, end_time
+from fsdp.dist.mesh import data_rank
+from fsdp.dist.stop import Stopper
+from fsdp.memory.oom import OomContext
+from fsdp.models.chunked_loss import maybe_chunked
+from fsdp.models.loss import LossFunction
 from fsdp.parallel.materialize import materialize
 from fsdp.parallel.nvme import NvmeFiles
-from fsdp.parallel.shard import Sharded, replicate
+from fsdp.parallel.shard import Sharded, compiles, replicate, shard_model
 from fsdp.record.console import Console
 from fsdp.record.custom_sinks import build_sinks
+from fsdp.record.metrics import Reporter
 from fsdp.record.mlflow_sink import MlflowSink
-from fsdp.record.recorder import Sink
+from fsdp.record.recorder import Recorder, Sink
 from fsdp.record.wandb_sink import WandbSink
 from fsdp.run import weights
 from fsdp.run.flops import flops_per_sample, peak_flops
-from fsdp.run.job import Job
+from fsdp.run.job import Job, trained_model
 from fsdp.run.planned import Planned
 from fsdp.rundir import history, paths
 from fsdp.rundir.atomic_write import writing
@@ -63,6 +73,69 @@ def locked_run(config: Config, env: DistEnv) -> Iterator[tuple[RunDir, Locks | N
             claim.release()
 
 
+def loss_function(config: Config, env: DistEnv, job: Job, model: nn.Module) -> LossFunction:
+    compiled = compiles(config.speed, env.device)
+    return LossFunction(model, job.loss, maybe_chunked(model, config.memory.loss_chunk, compiled=compiled))
+
+
+def sharded(config: Config, env: DistEnv, job: Job, model: nn.Module, mesh: DeviceMesh) -> Sharded:
+    return shard_model(
+        model,
+        sizes=job.sizes,
+        mesh=mesh,
+        device=env.device,
+        section=config.mesh,
+        precision=config.precision,
+        memory=config.memory,
+        speed=config.speed,
+        comm=config.comm,
+        hooks=job.hooks,
+    )
+
+
+def oom_context(config: Config, job: Job, model: Sharded) -> OomContext:
+    return OomContext(
+        sizes=job.sizes,
+        batch=job.batch,
+        dtypes=model.dtypes,
+        build=partial(trained_model, config, job),
+        samples=job.data.train,
+        root=model.root,
+        units=model.units,
+        loss=job.loss,
+    )
+
+
+def loader(config: Config, env: DistEnv, job: Job) -> Loader:
+    return Loader(
+        job.data.train,
+        job.cursor,
+        micro_batch=job.batch.micro_batch,
+        accumulation=job.batch.accumulation,
+        rank=data_rank(env),
+        workers=config.data.workers,
+        prefetch=config.data.prefetch,
+        pin=env.device.type == "cuda",
+        device=env.device if config.data.to_device else None,
+        source_of=None if job.data.sources is None else job.data.sources.of_train,
+    )
+
+
+def stopper(
+    config: Config, env: DistEnv, run: RunDir, reporter: Reporter, checkpointer: Checkpointer
+) -> Stopper:
+    return Stopper(
+        config.stop,
+        env,
+        run.path,
+        reporter.should_stop,
+        end_time=end_time(),
+        timeout_s=config.run.process_group_timeout_s,
+        every_minutes=config.checkpoint.every_minutes,
+        save_seconds=lambda: checkpointer.save_seconds,
+    )
+
+
 def records(config: Config, env: DistEnv, run: RunDir, step: int, data: Mapping[str, object]) -> None:
     """What a start cannot do without: where it cannot be written no rank trains. Collective."""
     nodes = list(dict.fromkeys(collectives.all_gather_objects(socket.gethostname())))
@@ -80,7 +153,7 @@ def records(config: Config, env: DistEnv, run: RunDir, step: int, data: Mapping[
     collectives.on_main(env.rank, write)
 
 
-def sinks(
+def _sinks(
     config: Config, env: DistEnv, run: RunDir, job: Job, planned: Planned | None, from_step: int
 ) -> list[Sink]:
     """Those of rank 0; the other ranks have none. Collective: every rank raises what rank 0 does."""
@@ -97,9 +170,28 @@ def sinks(
     return found
 
 
-def console(config: Config, env: DistEnv, job: Job) -> Console:
-    chosen = 10 if env.device.type == "cuda" else max(1, job.total_steps // 40)
-    return Console(total_steps=job.total_steps, every=config.run.log_every_steps or chosen, unit=job.unit)
+def recorder(
+    config: Config,
+    env: DistEnv,
+    run: RunDir,
+    reporter: Reporter,
+    job: Job,
+    planned: Planned | None,
+    *,
+    mfu_of: float,
+    step: int,
+) -> Recorder:
+    """Collective."""
+    every = 10 if env.device.type == "cuda" else max(1, job.total_steps // 40)
+    return Recorder(
+        run,
+        env,
+        reporter,
+        Console(total_steps=job.total_steps, every=config.run.log_every_steps or every, unit=job.unit),
+        from_step=step,
+        sinks=_sinks(config, env, run, job, planned, step),
+        mfu_of=mfu_of,
+    )
 
 
 def log_start(run: RunDir, facts: Mapping[str, str], restored: Restored | None, data_note: str) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 import fsdp.models.loss
 import fsdp.optim.optimizer
 import fsdp.run.loop
+import fsdp.run.setup
 from fsdp.dist.env import DistEnv
 from fsdp.models.loss import LossFunction, LossParts
 from fsdp.optim.gradients import Gradients
@@ -109,7 +110,7 @@ def unit_not_reduced(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
 
         return broken
 
-    return instead(fsdp.run.loop, "shard_model", make)
+    return instead(fsdp.run.setup, "shard_model", make)
 
 
 def sum_for_mean(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
@@ -125,7 +126,7 @@ def sum_for_mean(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
 
         return broken
 
-    return instead(fsdp.run.loop, "shard_model", make)
+    return instead(fsdp.run.setup, "shard_model", make)
 
 
 def replicas_not_averaged(env: DistEnv) -> contextlib.AbstractContextManager[Any]:
@@ -150,7 +151,7 @@ def replicas_not_averaged(env: DistEnv) -> contextlib.AbstractContextManager[Any
         return broken
 
     stack = contextlib.ExitStack()
-    stack.enter_context(instead(fsdp.run.loop, "shard_model", marked))
+    stack.enter_context(instead(fsdp.run.setup, "shard_model", marked))
     stack.enter_context(instead(dist, "all_reduce", make))
     return stack
 

@@ -12,7 +12,7 @@
                 training.record(loss=loss)
 
 Batches, loss and schedule are the caller's: each rank reads its own data, `env.rank` of `env.world_size`;
-gradients are averaged over ranks. Not here: the loop of train.py (fsdp/run/loop.py).
+gradients are averaged over ranks. Not here: the loop of train.py (loop.py).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from fsdp.rundir import history
 from fsdp.rundir.line_files import append_if_possible
 from fsdp.watch.rank import Watch
 
-log = logging.getLogger("fsdp.own_loop")  # set_up_logging configures the loggers of fsdp
+log = logging.getLogger(__name__)
 
 
 @contextmanager
