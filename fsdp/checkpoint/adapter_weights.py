@@ -23,7 +23,7 @@ from fsdp.checkpoint.full_state import Entry
 from fsdp.checkpoint.load import CheckpointSource
 from fsdp.checkpoint.manifest import Manifest
 from fsdp.config import LoraSection
-from fsdp.models.lora import A, B, merged
+from fsdp.models.lora import A, B, is_transposed, merged
 from fsdp.models.parameter_names import names_by_tensor
 
 PEFT = "adapter"
@@ -98,7 +98,8 @@ def whole_model(source: CheckpointSource, base: Base) -> tuple[list[Entry], full
     stored = {
         key.removeprefix("model.") for key in source.metadata.state_dict_metadata if key.startswith("model.")
     }
-    entries = _entries(base)
+    model = base.build()
+    entries = _entries(base, model)
     weights = base.open()
     _check_unchanged(base, weights, [entry for entry in entries if entry.name not in stored])
 
@@ -110,13 +111,13 @@ def whole_model(source: CheckpointSource, base: Base) -> tuple[list[Entry], full
         if f"{layer}.{A}" not in stored:
             return plain
         a, b = (load.whole(source, f"model.{layer}.{part}") for part in (A, B))
-        return merged(plain, a, b, base.lora.scale)
+        return merged(plain, a, b, base.lora.scale, transposed=is_transposed(model.get_submodule(layer)))
 
     return entries, fetch
 
 
-def _entries(base: Base) -> list[Entry]:
-    state = {n: t for n, t in base.build().state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
+def _entries(base: Base, model: nn.Module) -> list[Entry]:
+    state = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
     names = names_by_tensor(state.items())
     found = []
     for name, tensor in state.items():
@@ -154,13 +155,15 @@ def peft_files(
             name = f"base_model.model.{saved_layer(layer)}.{'lora_A' if part == A else 'lora_B'}.weight"
             entry = Entry(name, about.properties.dtype, tuple(about.size))  # type: ignore[union-attr]
             keys[name] = (key, entry)
-    layers = sorted({saved_layer(key.removeprefix("model.").rpartition(".")[0]) for key, _ in keys.values()})
+    own = {key.removeprefix("model.").rpartition(".")[0] for key, _ in keys.values()}
+    model = base.build()
     origin = base.origin.removeprefix("--model.weights ")
     config = {
         "peft_type": "LORA", "task_type": None,
         "base_model_name_or_path": origin.removeprefix("--model.name ").removeprefix("hf:"),
         "r": base.lora.rank, "lora_alpha": base.lora.alpha, "lora_dropout": base.lora.dropout, "bias": "none",
-        "target_modules": layers, "inference_mode": True,
+        "target_modules": sorted(map(saved_layer, own)), "inference_mode": True,
+        "fan_in_fan_out": any(is_transposed(model.get_submodule(layer)) for layer in own),
     }  # fmt: skip
     text = json.dumps(config, indent=1).encode()
     write = partial(

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint.snapshot import Piece, model_tensors, parameter_names, piece
+from fsdp.models.parameter_names import clean_name
 from fsdp.optim.ema import averages
 from fsdp.optim.train_state import TrainState
 
@@ -61,30 +62,37 @@ def of_model(
     """A target for every parameter and persistent buffer."""
     tensors = model_tensors(model)
     stored = {key for key in metadata.state_dict_metadata if key.startswith(prefixes.model)}
+    frozen = {clean_name(name) for name, p in model.named_parameters() if not p.requires_grad}
     unknown = stored - {prefixes.model + name for name in tensors}
     if exact and unknown:
         raise _misfit(where, f"it holds {min(unknown)} and {len(unknown) - 1} more that this model lacks")
     return [
-        _target(prefixes.model + name, tensor, metadata, exact, where) for name, tensor in tensors.items()
+        _target(prefixes.model + name, tensor, metadata, exact, where, name in frozen)
+        for name, tensor in tensors.items()
     ]
 
 
-def _target(source: str, tensor: torch.Tensor, metadata: Metadata, exact: bool, where: str) -> LoadTarget:
+def _target(
+    source: str, tensor: torch.Tensor, metadata: Metadata, exact: bool, where: str, frozen: bool
+) -> LoadTarget:
     entry = metadata.state_dict_metadata.get(source)
     if not isinstance(entry, TensorStorageMetadata):
         raise _misfit(where, f"it does not hold {source}")
     if tuple(entry.size) != tuple(tensor.shape):
         raise _misfit(where, f"its {source} is {tuple(entry.size)} and this model's {tuple(tensor.shape)}")
     if exact and entry.properties.dtype != tensor.dtype:
-        kinds = {torch.float32: "fp32", torch.float64: "fp64"}
-        kind = kinds.get(entry.properties.dtype, str(entry.properties.dtype))
         raise CheckpointError(
             f"{where} keeps {source} in {entry.properties.dtype} and this run in {tensor.dtype}.",
-            f"--precision.frozen {'auto' if tensor.dtype == torch.bfloat16 else 'bf16'}"
-            if torch.bfloat16 in (tensor.dtype, entry.properties.dtype)
-            else f"--precision.master {kind}",
+            _dtype_hint(tensor, entry.properties.dtype, frozen),
         )
     return LoadTarget(source, piece((source,), tensor), replicas(tensor))
+
+
+def _dtype_hint(tensor: torch.Tensor, saved: torch.dtype, frozen: bool) -> str:
+    if frozen and torch.bfloat16 in (tensor.dtype, saved):
+        return f"--precision.frozen {'auto' if tensor.dtype == torch.bfloat16 else 'bf16'}"
+    kinds = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16"}
+    return f"--precision.master {kinds.get(saved, str(saved))}"
 
 
 def _misfit(where: str, what: str) -> CheckpointError:

@@ -16,12 +16,16 @@ from fsdp.config.checks_memory import (
     check_float8,
     check_frozen,
     check_lora,
+    check_masters,
     check_memory,
     check_optimizer,
     check_states,
 )
 from fsdp.config.sections import SCHEDULES, Config, DataSection, OptimSection, ProfileSection
 from fsdp.config.values import profile_steps, reshard_policy, worker_range
+
+OWN_MOMENTUM = {"muon": "muon_momentum", "adamw": "beta1", "adam": "beta1"}
+"""By --optim.name: the field that takes the place of --optim.momentum."""
 
 
 def check(config: Config) -> None:
@@ -41,6 +45,7 @@ def check(config: Config) -> None:
         check_optimizer,
         _check_watch,
         check_frozen,
+        check_masters,
         check_lora,
         check_comm,
         check_float8,
@@ -128,6 +133,11 @@ def _check_muon(config: Config) -> None:
                 f"--optim.{field.name} {value} has no effect under --optim.name {optim.name}.",
                 "--optim.name muon",
             )
+    if optim.momentum != usual.momentum and (own := OWN_MOMENTUM.get(optim.name)):
+        raise ConfigError(
+            f"--optim.momentum {optim.momentum:g} has no effect under --optim.name {optim.name}.",
+            f"--optim.{own} {optim.momentum:g}, or --optim.name sgd",
+        )
 
 
 def _check_mesh(config: Config) -> None:

@@ -205,6 +205,24 @@ def check_frozen(config: Config) -> None:
     _refuse_beside(f"precision.frozen {frozen}", others, "--precision.frozen auto")
 
 
+def check_masters(config: Config) -> None:
+    """bf16 masters need an update that rounds stochastically: Adam's."""
+    precision, optim, memory = config.precision, config.optim, config.memory
+    if precision.master != "bf16":
+        return
+    others = (
+        ("optim.name", optim.name, optim.name not in ("adamw", "adam")),
+        ("optim.fused", "true", optim.fused == "true"),
+        ("optim.ema", optim.ema, bool(optim.ema)),
+        ("precision.param", "fp16", precision.param == "fp16"),
+        # DDP reduces gradients in the dtype of the parameters
+        ("mesh.strategy", "ddp", config.mesh.strategy == "ddp"),
+        ("memory.nvme", "all", memory.nvme == "all"),
+        ("speed.float8", config.speed.float8, config.speed.float8 != "off"),
+    )
+    _refuse_beside("precision.master bf16", others, "--precision.master fp32")
+
+
 def _refuse_beside(flag: str, others: Iterable[tuple[str, object, bool]], hint: str) -> None:
     """Raises ConfigError for the first of `others`, (flag, value, whether it conflicts), that conflicts."""
     for other, value, wrong in others:

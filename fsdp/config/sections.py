@@ -338,14 +338,19 @@ Precision = Literal["auto", "fp64", "fp32", "bf16", "fp16"]
 class PrecisionSection:
     """dtypes of parameters, computation and reduction"""
 
-    master: Literal["fp32", "fp64"] = knob("fp32", "dtype of stored parameters and optimizer states")
+    master: Literal["fp32", "fp64", "bf16"] = knob(
+        "fp32",
+        "dtype of stored parameters and optimizer states",
+        "bf16 halves parameters, gradients and Adam's moments; updates are computed in fp32 and rounded "
+        "stochastically.",
+    )
     frozen: Literal["auto", "bf16"] = knob(
         "auto",
         "dtype of stored parameters that are not trained; auto: the master's",
         "bf16 halves a frozen model under adapters. What is trained, and its states, stay in the master's.",
     )
     param: Precision = knob("auto", "dtype of computation; auto: bf16 on CUDA, else master", common=True)
-    reduce: Precision = knob("auto", "dtype of the gradient reduction; auto: the master's")
+    reduce: Precision = knob("auto", "dtype of the gradient reduction; auto: the master's, fp32 for bf16")
     output: Precision = knob("auto", "dtype that the model's output is cast to; auto: as computed")
     loss_scale: float = knob(
         65536.0,

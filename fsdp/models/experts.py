@@ -1,4 +1,4 @@
-"""Selects transformers' loop over experts where torch's grouped products do not support the dtype.
+"""Selects transformers' loop over experts where torch has no grouped products for the dtype or the sizes.
 
 transformers is not imported: a model is any module with `set_experts_implementation`. Not here: the choice of
 --model.args.experts_implementation (hf.py).
@@ -6,17 +6,55 @@ transformers is not imported: a model is any module with `set_experts_implementa
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import nn
 
+log = logging.getLogger(__name__)
+
 GROUPED, LOOP = "grouped_mm", "eager"
+ALIGNMENT = 16
+"""Bytes: each row of a grouped product's operands, and of their gradients, is a multiple of them."""
 
 
 def select_experts_kernel(model: nn.Module, dtype: torch.dtype) -> None:
-    """Replaces grouped products, transformers' default, in a model that computes in float64:
-    torch.nn.functional.grouped_mm takes float32, bfloat16 and float16.
+    """Replaces grouped products, transformers' default, where they cannot be computed in `dtype`:
+    torch.nn.functional.grouped_mm takes float32, bfloat16 and float16, and rows of multiples of 16 bytes.
     """
-    select = getattr(model, "set_experts_implementation", None)
-    chosen = getattr(getattr(model, "config", None), "_experts_implementation", None)
-    if dtype == torch.float64 and callable(select) and chosen == GROUPED:
-        select(LOOP)
+    grouped = list(_grouped_weights(model))
+    unaligned = [found for found in grouped if _is_unaligned(found[1], dtype)]
+    if not grouped or not (unaligned or dtype == torch.float64):
+        return
+    for module in model.modules():
+        select: Any = getattr(module, "set_experts_implementation", None)
+        if callable(select):
+            select(LOOP)
+    if unaligned and dtype != torch.float64:
+        name, weight = unaligned[0]
+        log.info(
+            "experts are computed one after another: %s is %s, and torch's grouped products in %s need "
+            "multiples of %d",
+            name,
+            " × ".join(map(str, weight.shape)),
+            str(dtype).removeprefix("torch."),
+            ALIGNMENT // dtype.itemsize,
+        )
+
+
+def _grouped_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The stacked matrices of experts that are multiplied as groups. A model of several parts has a
+    configuration for each.
+    """
+    for path, module in model.named_modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(module, "num_experts") and getattr(config, "_experts_implementation", None) == GROUPED:
+            for name, parameter in module.named_parameters(path, recurse=False):
+                if parameter.dim() == 3:
+                    yield name, parameter
+
+
+def _is_unaligned(weight: nn.Parameter, dtype: torch.dtype) -> bool:
+    return any(size * dtype.itemsize % ALIGNMENT for size in weight.shape[1:])

@@ -1,14 +1,16 @@
 """LoRA: a frozen linear layer W with a trained product of two thin matrices, y = W x + (α/r)·B A x.
 
-The adapters are two more parameters of the layer itself, so no name of the model changes and they are in the
-communication group of their block. They are drawn from their own streams: the base is drawn as without them.
-Not here: checkpoints of adapters alone (fsdp/checkpoint/adapter_weights.py).
+A linear layer is an nn.Linear, or transformers' Conv1D (GPT-2), which stores W transposed. The adapters are
+two more parameters of the layer itself, so no name of the model changes and they are in the communication
+group of their block. They are drawn from their own streams: the base is drawn as without them. Not here:
+checkpoints of adapters alone (fsdp/checkpoint/adapter_weights.py).
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -26,20 +28,50 @@ from fsdp.models.trainable import matching, patterns
 A, B = "lora_a", "lora_b"
 
 
-class LoraLinear(nn.Linear):
-    """A layer that `apply_lora` makes from an nn.Linear of a model, in place."""
+class LoraLayer(nn.Module):
+    """A layer that `apply_lora` makes from a linear layer of a model, in place."""
 
+    weight: Tensor
     lora_a: nn.Parameter
     lora_b: nn.Parameter
     lora_scale: float
     lora_dropout: float
+    lora_over: type[nn.Module]
+    """The class of the layer without adapters."""
 
     def forward(self, input: Tensor) -> Tensor:
         thin = F.linear(F.dropout(input, self.lora_dropout, self.training), self.lora_a)
-        return F.linear(input, self.weight, self.bias) + F.linear(thin, self.lora_b) * self.lora_scale
+        whole: Tensor = super().forward(input)  # type: ignore[misc]
+        return whole + F.linear(thin, self.lora_b) * self.lora_scale
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, rank={len(self.lora_a)}"
+
+
+class LoraLinear(LoraLayer, nn.Linear):
+    lora_over = nn.Linear
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a layer may have an adapter: nn.Linear itself, or Conv1D. A subclass may never be called
+    (nn.MultiheadAttention reads out_proj's weight).
+    """
+    return type(module) is nn.Linear or is_transposed(module)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a layer is transformers' Conv1D, whose weight has a row for each input."""
+    kind = type(module)
+    return (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
+
+
+@functools.cache
+def _with_adapter(kind: Any) -> Any:
+    """The class of a layer with adapters."""
+    if kind is nn.Linear:
+        return LoraLinear
+    # The name and the base stay, by which transformers recognises its layer.
+    return type(f"Lora{kind.__name__}", (LoraLayer, kind), {"lora_over": kind})
 
 
 def apply_lora(model: nn.Module, section: LoraSection) -> list[str]:
@@ -52,12 +84,13 @@ def apply_lora(model: nn.Module, section: LoraSection) -> list[str]:
     return list(chosen)
 
 
-def _adapt(layer: nn.Linear, section: LoraSection) -> None:
+def _adapt(layer: Any, section: LoraSection) -> None:
     about: dict[str, Any] = {"device": layer.weight.device, "dtype": layer.weight.dtype}
-    layer.__class__ = LoraLinear
-    assert isinstance(layer, LoraLinear)
-    layer.lora_a = nn.Parameter(torch.empty(section.rank, layer.in_features, **about))
-    layer.lora_b = nn.Parameter(torch.empty(layer.out_features, section.rank, **about))
+    outputs, inputs = reversed(layer.weight.shape) if is_transposed(layer) else layer.weight.shape
+    kind: Any = type(layer)
+    layer.__class__ = _with_adapter(kind)
+    layer.lora_a = nn.Parameter(torch.empty(section.rank, inputs, **about))
+    layer.lora_b = nn.Parameter(torch.empty(outputs, section.rank, **about))
     layer.lora_scale, layer.lora_dropout = section.scale, section.dropout
 
 
@@ -69,16 +102,15 @@ def _keep_inits(model: nn.Module) -> None:
         owner.param_inits = lambda: known
 
 
-def _targets(model: nn.Module, section: LoraSection) -> dict[str, nn.Linear]:
-    """Selects layers of class nn.Linear itself: a subclass may never be called (nn.MultiheadAttention reads
-    out_proj's weight).
-    """
+def _targets(model: nn.Module, section: LoraSection) -> dict[str, nn.Module]:
     # Layers that have adapters already are not targets.
-    layers = {name: m for name, m in model.named_modules() if type(m) is nn.Linear and name}
+    layers: dict[str, Any] = {name: m for name, m in model.named_modules() if is_linear(m) and name}
     shared = _shared(model)
     if not patterns(section.targets):
         return _inner(model, {name: m for name, m in layers.items() if m.weight not in shared}, section)
     wanted = [_form(pattern, layers) for pattern in patterns(section.targets)]
+    for pattern in wanted:
+        _check_kind(model, pattern, layers)
     chosen = matching(wanted, list(layers), "--lora.targets", "linear layer")
     for name in chosen:
         if layers[name].weight in shared:
@@ -88,6 +120,29 @@ def _targets(model: nn.Module, section: LoraSection) -> dict[str, nn.Linear]:
                 "leave it out of --lora.targets",
             )
     return {name: layers[name] for name in chosen}
+
+
+def _check_kind(model: nn.Module, pattern: str, layers: Collection[str]) -> None:
+    """Refuses a pattern that matches no linear layer, but a layer or a parameter of another kind."""
+    if any(fnmatchcase(name, pattern) for name in layers):
+        return
+    others = {name: type(module).__name__ for name, module in model.named_modules() if name}
+    others |= {
+        name: f"parameter of {parameter.dim()} dimensions" for name, parameter in model.named_parameters()
+    }
+    wider = _form(pattern, others)
+    found = next(
+        (n for n in others if fnmatchcase(n, wider) and not any(name.startswith(f"{n}.") for name in layers)),
+        None,
+    )
+    if found is not None:
+        last = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
+        kind = others[found]
+        raise ConfigError(
+            f"--lora.targets {pattern} matches {found}, {'an' if kind[0] in 'AEIO' else 'a'} {kind}: "
+            "adapters are for linear layers (nn.Linear, Conv1D).",
+            f"--lora.targets {','.join(last[:4])}" if last else "--lora.rank 0",
+        )
 
 
 def _form(pattern: str, names: Mapping[str, object]) -> str:
@@ -102,13 +157,13 @@ def _shared(model: nn.Module) -> set[Tensor]:
     return {parameter for parameter, names in names_by_tensor(named).items() if len(names) > 1}
 
 
-def _inner(model: nn.Module, layers: dict[str, nn.Linear], section: LoraSection) -> dict[str, nn.Linear]:
+def _inner(model: nn.Module, layers: dict[str, nn.Module], section: LoraSection) -> dict[str, nn.Module]:
     """Returns the default targets: the layers within the model's blocks, or all layers if it has none."""
     inside = {module for block in blocks_of(find_units(model)) for module in block.modules()}
     chosen = {name: layer for name, layer in layers.items() if layer in inside} or layers
     if not chosen:
         raise ConfigError(
-            f"--lora.rank {section.rank}: this model has no nn.Linear layer for an adapter.",
+            f"--lora.rank {section.rank}: this model has no linear layer (nn.Linear, Conv1D) for an adapter.",
             "--lora.rank 0, or --model.frozen",
         )
     return chosen
@@ -117,15 +172,15 @@ def _inner(model: nn.Module, layers: dict[str, nn.Linear], section: LoraSection)
 # ---------------------------------------------------------------- models with adapters
 
 
-def adapted(model: nn.Module) -> Iterator[tuple[str, LoraLinear]]:
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLinear))
+def adapted(model: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
 
 
 def lora_inits(model: nn.Module) -> dict[str, Init]:
     """B is zero: adapters do not change the initial model."""
     inits: dict[str, Init] = {}
     for name, layer in adapted(model):
-        inits[f"{name}.{A}"] = Uniform(1 / math.sqrt(layer.in_features))
+        inits[f"{name}.{A}"] = Uniform(1 / math.sqrt(layer.lora_a.shape[1]))
         inits[f"{name}.{B}"] = Constant(0.0)
     return inits
 
@@ -144,16 +199,18 @@ def base_names(model: nn.Module) -> set[str]:
     return {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
 
 
-def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float, *, transposed: bool) -> Tensor:
     """Returns the weight equal to base plus adapter; the product is computed in at least fp32."""
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    return (weight.to(wide) + (b.to(wide) @ a.to(wide)) * scale).to(weight.dtype)
+    product = (b.to(wide) @ a.to(wide)) * scale
+    return (weight.to(wide) + (product.T if transposed else product)).to(weight.dtype)
 
 
 def merge(model: nn.Module) -> None:
     """Merges the adapters into plain linear layers, in place, in one process."""
     for _, layer in list(adapted(model)):
-        with torch.no_grad():
-            layer.weight.copy_(merged(layer.weight, layer.lora_a, layer.lora_b, layer.lora_scale))
+        a, b, scale = layer.lora_a, layer.lora_b, layer.lora_scale
         del layer.lora_a, layer.lora_b
-        layer.__class__ = nn.Linear  # type: ignore[assignment]
+        layer.__class__ = layer.lora_over  # type: ignore[assignment]
+        with torch.no_grad():
+            layer.weight.copy_(merged(layer.weight, a, b, scale, transposed=is_transposed(layer)))

@@ -45,7 +45,8 @@ class Gradients:
         square = self._square_sum(sharded)
         if self._group is not None and self._group.size() > 1:
             if square is None:
-                square = torch.zeros((), dtype=self._sharded[0].dtype, device=self._sharded[0].device)
+                first = self._sharded[0]
+                square = torch.zeros((), dtype=_summed(first.dtype), device=first.device)
             dist.all_reduce(square, group=self._group)
         whole = [part for part in (square, self._square_sum(plain)) if part is not None]
         return torch.stack(whole).sum().sqrt() if whole else torch.zeros(())
@@ -84,3 +85,8 @@ class Gradients:
         norms = torch.stack([norm for some in self._in_turn(grads) for norm in foreach_norm(some)])
         self._norms.append(norms)
         return torch.linalg.vector_norm(norms).square()
+
+
+def _summed(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a norm of gradients in `dtype`."""
+    return torch.float32 if dtype == torch.bfloat16 else dtype

@@ -7,6 +7,7 @@ their own: a grouped kernel takes DTensors or plain tensors, never both.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from fsdp.base.torch_private.tensors import LocalShardAdam
 from fsdp.config import OptimSection
 from fsdp.optim.custom_optimizer import LR_RATIO, build_custom, is_custom
 from fsdp.optim.muon import ShardedMuon, hidden_matrices
-from fsdp.optim.small_states import SmallStateAdam, adapt_states, places_of
+from fsdp.optim.small_states import Kind, SmallStateAdam, adapt_states, places_of
 
 
 class ShardedAdam(LocalShardAdam):
@@ -38,10 +39,11 @@ def build_optimizer(section: OptimSection, model: nn.Module) -> torch.optim.Opti
     if section.name == "muon":
         return _build_muon(section, model)
     groups = parameter_groups(section, model.parameters())
-    if section.state != "master":
+    kept = _small_states(section, groups)
+    if kept is not None:
         return SmallStateAdam(
             groups,
-            kind=section.state,
+            kind=kept,
             places=places_of(model.parameters()),
             lr=section.lr,
             betas=(section.beta1, section.beta2),
@@ -54,6 +56,14 @@ def build_optimizer(section: OptimSection, model: nn.Module) -> torch.optim.Opti
         return torch.optim.SGD(groups, lr=section.lr, momentum=section.momentum, fused=fused)
     kind = ShardedAdamW if section.name == "adamw" else ShardedAdam
     return kind(groups, lr=section.lr, betas=(section.beta1, section.beta2), eps=section.eps, fused=fused)
+
+
+def _small_states(section: OptimSection, groups: list[dict[str, Any]]) -> Kind | None:
+    """The form of Adam's moments if they, or the masters, are not in a dtype of torch's Adam."""
+    if section.state != "master":
+        return section.state
+    halved = any(p.dtype == torch.bfloat16 for group in groups for p in group["params"])
+    return "bf16" if halved else None
 
 
 def _build_muon(section: OptimSection, model: nn.Module) -> ShardedMuon:
@@ -74,7 +84,7 @@ def _build_muon(section: OptimSection, model: nn.Module) -> ShardedMuon:
     return made
 
 
-def parameter_groups(section: OptimSection, parameters: Iterable[nn.Parameter]) -> list[dict[str, object]]:
+def parameter_groups(section: OptimSection, parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
     """At most four groups, in a fixed order: decayed or not, sharded or not; without frozen parameters."""
     sorted_out: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for parameter in parameters:

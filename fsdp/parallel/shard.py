@@ -70,11 +70,12 @@ class Dtypes:
 
 def resolve_dtypes(precision: PrecisionSection, device: torch.device) -> Dtypes:
     master = DTYPES[precision.master]
+    reduced = torch.float32 if master == torch.bfloat16 else master
     fast = torch.bfloat16 if device.type == "cuda" and precision.master == "fp32" else master
     return Dtypes(
         master=master,
         param=fast if precision.param == "auto" else DTYPES[precision.param],
-        reduce=master if precision.reduce == "auto" else DTYPES[precision.reduce],
+        reduce=reduced if precision.reduce == "auto" else DTYPES[precision.reduce],
         output=None if precision.output == "auto" else DTYPES[precision.output],
         frozen=None if precision.frozen == "auto" else DTYPES[precision.frozen],
     )
@@ -235,7 +236,8 @@ def shard_model(
     if any(p.is_floating_point() and p.dtype != dtypes.master for p in model.parameters()):
         # Not model.to(dtype): it would take the imaginary part from complex buffers.
         convert_tensors(
-            model, lambda tensor: tensor.to(dtypes.master) if tensor.is_floating_point() else tensor
+            model,
+            lambda tensor: tensor.to(_kept(tensor, dtypes.master)) if tensor.is_floating_point() else tensor,
         )
     if dtypes.frozen is not None:
         for parameter in model.parameters():
@@ -265,9 +267,16 @@ def shard_model(
     return sharded
 
 
+def _kept(tensor: torch.Tensor, master: torch.dtype) -> torch.dtype:
+    """Buffers, such as rotary tables and running means, stay in fp32 beside bf16 masters."""
+    buffer = not isinstance(tensor, nn.Parameter)
+    return torch.float32 if buffer and master == torch.bfloat16 else master
+
+
 def _apply_fully_shard(sharded: Sharded, policy: bool | int | str, memory: MemorySection) -> None:
     dtypes = sharded.dtypes
-    plain = dtypes.param == dtypes.master
+    # Beside bf16 masters, buffers and inputs are fp32: FSDP casts the inputs.
+    plain = dtypes.param == dtypes.master != torch.bfloat16
     mixed = MixedPrecisionPolicy(
         # None where nothing is cast: a cast to the same dtype would still cost a copy in the gathered buffer.
         param_dtype=None if plain and dtypes.frozen is None else dtypes.param,

@@ -27,7 +27,7 @@ from fsdp.dist.process_group import process_group
 from fsdp.models import ModelSpec, resolve
 from fsdp.models.parameter_names import all_names
 from fsdp.parallel.materialize import materialize
-from fsdp.parallel.shard import Sharded, shard_model
+from fsdp.parallel.shard import Sharded, resolve_dtypes, shard_model
 from fsdp.predict.trained import TrainedModel, has_export, open_export, read_config
 from fsdp.run.job import model_of
 
@@ -68,7 +68,8 @@ def _sharded(config: Config, spec: ModelSpec, env: DistEnv) -> Sharded:
     mesh = MeshSizes("fsdp", 1, env.world_size)
     plain = Config()
     return shard_model(
-        model_of(replace(plain, model=config.model), spec),  # frozen parameters may have their own dtype
+        # frozen parameters may have their own dtype
+        model_of(replace(plain, model=config.model), spec, resolve_dtypes(config.precision, env.device)),
         sizes=mesh,
         mesh=build_mesh(mesh, env.device, config.run.process_group_timeout_s),
         device=env.device,

@@ -18,6 +18,7 @@ from fsdp.config import Config
 from fsdp.data import DataSet, build_dataset
 from fsdp.dist.env import pick_device
 from fsdp.models import ModelSpec, resolve
+from fsdp.models.experts import select_experts_kernel
 from fsdp.models.hf import KERNELS
 from fsdp.models.hub import PREFIX
 from fsdp.models.kv_cache import turn_caches_off
@@ -63,8 +64,10 @@ def open_run(run: Path, flags: Sequence[str] = (), trusted: Collection[str] = ()
     data = build_dataset(config.data)
     model = _load(run, config, data.info.facts)
     model.to(device).eval()
+    dtype = resolve_dtypes(config.precision, device).param
     for parameter in model.parameters():  # buffers keep their dtype, as in FSDP's mixed precision
-        parameter.data = parameter.data.to(resolve_dtypes(config.precision, device).param)
+        parameter.data = parameter.data.to(dtype)
+    select_experts_kernel(model, dtype)
     return TrainedModel(run, config, model, data, device)
 
 

@@ -180,14 +180,20 @@ def meta_model(spec: ModelSpec) -> nn.Module:
 
 
 def trained_model(config: Config, job: Job) -> nn.Module:
-    return model_of(config, job.spec)
+    model = model_of(config, job.spec, job.dtypes)
+    if job.sizes.strategy == "ddp":  # autocast leaves the operands of grouped products in the master's dtype
+        select_experts_kernel(model, job.dtypes.master)
+    return model
 
 
-def model_of(config: Config, spec: ModelSpec) -> nn.Module:
-    """The meta model with frozen parameters and adapters applied: the one that a run shards."""
+def model_of(config: Config, spec: ModelSpec, dtypes: Dtypes | None = None) -> nn.Module:
+    """The meta model with frozen parameters and adapters applied: the one that a run shards. `dtypes` are
+    those of a CPU if None.
+    """
     model = meta_model(spec)
     turn_caches_off(model)
-    select_experts_kernel(model, resolve_dtypes(config.precision, torch.device("cpu")).param)
+    dtypes = dtypes or resolve_dtypes(config.precision, torch.device("cpu"))
+    select_experts_kernel(model, dtypes.param)
     make_contiguous(model)
     if config.model.frozen:
         freeze(model, config.model.frozen)

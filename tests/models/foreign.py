@@ -36,7 +36,8 @@ FLAGS = (
 )
 KINDS = {
     "llama": "causal", "qwen3": "causal", "gemma3": "causal", "gpt2": "causal", "mixtral": "causal",
-    "qwen2_moe": "causal", "qwen3_moe": "causal", "mamba": "causal", "bert": "masked",
+    "qwen2_moe": "causal", "qwen3_moe": "causal", "odd_moe": "causal", "gpt_oss": "causal", "mamba": "causal",
+    "bert": "masked",
     "classifier": "classes", "t5": "seq2seq", "vit": "images",
     "vision_transformer": "images", "convnext": "images", "mixer": "images",
 }  # fmt: skip
@@ -128,7 +129,7 @@ def plain(
     model: str, ranks: int, micro: int, *, exact: bool = False
 ) -> tuple[dict[str, Tensor], list[float]]:
     """Parameters and losses. The cut over ranks and micro-batches matters only to an auxiliary loss."""
-    cut = (ranks, micro) if "moe" in model or model == "mixtral" else (1, 1)
+    cut = (ranks, micro) if "moe" in model or model in ("mixtral", "gpt_oss") else (1, 1)
     return _plain(model, *cut, exact)
 
 

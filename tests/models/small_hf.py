@@ -125,6 +125,33 @@ def qwen3_moe() -> nn.Module:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **MOE, **HEADS))
 
 
+def odd_moe() -> nn.Module:
+    """Five experts of a width that torch's grouped products support in no dtype."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    odd = {"num_experts": 5, "moe_intermediate_size": 19}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **(MOE | odd), **HEADS))
+
+
+def gpt_oss() -> nn.Module:
+    """Experts with biases, whose matrices are transposed and interleaved, of an odd width."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    return GptOssForCausalLM(
+        GptOssConfig(
+            **(SIZES | {"intermediate_size": 19}),
+            num_key_value_heads=1,
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            output_router_logits=True,
+            router_aux_loss_coef=0.5,
+            use_cache=False,
+            pad_token_id=0,
+            **(HEADS | {"attn_implementation": "eager"}),
+        )
+    )
+
+
 def mamba() -> nn.Module:
     from transformers import MambaConfig, MambaForCausalLM
 

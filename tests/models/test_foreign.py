@@ -15,7 +15,7 @@ from tests.support.marks import sample_are
 pytestmark = pytest.mark.slow
 
 CASES = [(model, *how) for model in KINDS for how in (("2 ranks", "ops"), ("hsdp 2×2", "full"))]
-"""The command runs every mesh with every recomputation: 240 runs."""
+"""The command runs every mesh with every recomputation: 272 runs."""
 SAMPLE = [("qwen3_moe", "2 ranks", "ops"), ("convnext", "hsdp 2×2", "full")]
 DOCUMENTED = Path(__file__).parents[2] / "docs" / "models.md"
 

@@ -27,6 +27,16 @@ def layers(model: nn.Module, **section: Any) -> list[str]:
     return [name for name, _ in adapted(made(model, **section))]
 
 
+class Stacked(nn.Module):
+    """Experts as transformers stacks them, beside a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Module()
+        self.experts.gate_up_proj = nn.Parameter(torch.zeros(3, 8, 4))
+        self.head = nn.Linear(4, 2)
+
+
 def test_by_default_they_lie_within_the_blocks() -> None:
     assert layers(user_code.Uneven()) == [f"blocks.{i}.{part}" for i in range(3) for part in ("up", "down")]
     assert layers(user_code.Tiny()) == ["narrow"]
@@ -41,10 +51,20 @@ def test_targets_are_names_last_names_or_patterns() -> None:
     ("model", "targets", "said"),
     [
         (user_code.Uneven(), "upp", "--lora.targets upp matches no linear layer of this model"),
-        (user_code.Uneven(), "norm", "--lora.targets norm matches no linear layer"),
+        (
+            user_code.Uneven(),
+            "norm",
+            r"--lora.targets norm matches blocks.0.norm, a LayerNorm: adapters are for linear layers "
+            r"\(nn.Linear, Conv1D\). HINT: --lora.targets stem,up,down,head",
+        ),
+        (Stacked(), "gate_up_proj", "gate_up_proj matches experts.gate_up_proj, a parameter of 3 dimensions"),
         (user_code.TiedWords(), "head", "whose weight is tied to another layer's"),
-        (nn.Sequential(nn.ReLU()), "", "has no nn.Linear layer"),
-        (nn.MultiheadAttention(8, 2), "out_proj", "matches no linear layer"),
+        (nn.Sequential(nn.ReLU()), "", r"has no linear layer \(nn.Linear, Conv1D\) for an adapter"),
+        (
+            nn.MultiheadAttention(8, 2),
+            "out_proj",
+            "matches out_proj, a NonDynamicallyQuantizableLinear: .*HINT: --lora.rank 0",
+        ),
     ],
 )
 def test_what_cannot_carry_an_adapter_is_refused(model: nn.Module, targets: str, said: str) -> None:
@@ -75,6 +95,28 @@ def test_at_first_they_change_nothing_and_merged_they_do_the_same() -> None:
     merge(model)
     assert [name for name, _ in model.named_parameters()] == names
     assert torch.allclose(model(x), moved, atol=1e-5)
+
+
+@pytest.mark.needs("transformers")
+def test_a_transposed_layer_is_adapted_and_merged_as_its_linear_layer() -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    plain = nn.Linear(6, 6)
+    transposed: Any = Conv1D(6, 6)
+    with torch.no_grad():
+        transposed.weight.copy_(plain.weight.T)
+        transposed.bias.copy_(plain.bias)
+    models = [made(nn.Sequential(layer)) for layer in (plain, transposed)]
+    for model in models:
+        nn.init.constant_(model.get_submodule("0").lora_b, 0.5)  # type: ignore[arg-type]
+    x = torch.randn(2, 5, 6)
+    outputs = [model(x) for model in models]
+    assert torch.allclose(outputs[0], outputs[1], atol=1e-6)
+    for model in models:
+        merge(model)
+        assert torch.allclose(model(x), outputs[0], atol=1e-6)
+    assert type(models[1][0]) is Conv1D  # type: ignore[index]
+    assert torch.equal(models[0][0].weight.T, models[1][0].weight)  # type: ignore[index]
 
 
 def test_alpha_rank_and_dropout_do_what_they_say() -> None:

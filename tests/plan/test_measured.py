@@ -21,6 +21,7 @@ from tests.support.world import run_world
 SMALL = ("--model.name", "transformer", "--data.name", "synthetic", "--data.args.kind", "tokens",
          "--data.seq_len", "32", "--model.args.layers", "3", "--model.args.width", "64")  # fmt: skip
 BATCH = ("--train.global_batch", "12", "--train.micro_batch", "2")
+HALVED = ("--lora.rank", "4", "--precision.frozen", "bf16")
 CASES = (
     Case(2, (*SMALL, *BATCH, "--precision.param", "bf16", "--memory.activation_checkpointing", "ops")),
     Case(2, (*SMALL, *BATCH, "--mesh.strategy", "ddp", "--precision.param", "bf16", "--optim.name", "sgd")),
@@ -28,6 +29,11 @@ CASES = (
              "--memory.activation_offload", "true", "--comm.divide_by", "4")),
     Case(2, ("--model.name", "tests.plan.own:Words", *SMALL[2:], *BATCH, "--data.args.vocab_size", "257",
              "--optim.state", "8bit", "--memory.activation_budget", "0.5")),
+    Case(2, (*SMALL, *BATCH, *HALVED, "--precision.param", "bf16")),
+    Case(2, (*SMALL, *BATCH, *HALVED, "--memory.activation_checkpointing", "full")),
+    Case(3, (*SMALL, *BATCH, *HALVED, "--precision.param", "bf16", "--mesh.reshard_after_forward", "false")),
+    Case(2, (*SMALL, *BATCH, "--precision.master", "bf16", "--memory.activation_checkpointing", "ops")),
+    Case(3, (*SMALL, *BATCH, "--precision.master", "bf16", "--precision.param", "fp32")),
 )  # fmt: skip
 
 

@@ -120,6 +120,7 @@ LESS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "--optim.state 8bit": (WIDE, ("--optim.state", "bf16")),
     "--precision.reduce bf16": (WIDE, ("--precision.reduce", "fp32")),
     "--precision.master fp32": (WIDE, ("--precision.master", "fp64")),
+    "--precision.master bf16": (WIDE, ()),
     "--optim.name sgd": (WIDE, ()),
     "--model.frozen blocks.*": (WIDE, ()),
     "--lora.rank 4": (WIDE, ()),

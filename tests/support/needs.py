@@ -37,6 +37,7 @@ ABSENT: dict[str, Callable[[], str]] = {
     "mlflow": functools.partial(_package, "mlflow"),
     "datasets": functools.partial(_package, "datasets"),
     "trl": functools.partial(_package, "trl"),
+    "peft": functools.partial(_package, "peft"),
     "torchao": functools.partial(_package, "torchao"),
     "s3": _s3,
 }

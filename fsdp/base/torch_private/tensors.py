@@ -61,8 +61,11 @@ def schema(operator: Any) -> Any:
 
 
 def foreach_norm(tensors: list[Tensor]) -> Sequence[Tensor]:
-    """The 2-norm of each tensor, in few kernels. torch.nn.utils.get_total_norm returns only their norm."""
-    found: Sequence[Tensor] = torch._foreach_norm(tensors)
+    """The 2-norm of each tensor, in few kernels; of bf16 in fp32. torch.nn.utils.get_total_norm returns only
+    their norm.
+    """
+    low = bool(tensors) and tensors[0].dtype == torch.bfloat16
+    found: Sequence[Tensor] = torch._foreach_norm(tensors, 2, torch.float32 if low else None)
     return found
 
 

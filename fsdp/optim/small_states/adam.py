@@ -23,6 +23,8 @@ Kind = Literal["bf16", "8bit"]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 SHORTEST_ROW = 64
 """Elements of a row from which on 8 bits save more than their scales take."""
+PARAMETERS = 0x27D4EB2F
+"""Distinguishes the random bits of a parameter from those of its moments."""
 SLICE = 1 << 20
 """Elements that are widened to fp32 at a time."""
 
@@ -192,9 +194,13 @@ def _update_rows(
     noise = functools.partial(noise_at, start, grad, mixed(count, place))
     for name, moment in zip(MOMENTS, (mean, square), strict=True):
         _write(name, views.state, first, rows, moment, noise)
-    parameter.mul_(1 - lr * group["weight_decay"])
+    moved = parameter.float() if parameter.dtype == torch.bfloat16 else parameter
+    moved.mul_(1 - lr * group["weight_decay"])
     below = square.sqrt_().div_((1 - beta2**count) ** 0.5).add_(group["eps"])
-    parameter.addcdiv_(mean, below, value=-lr / (1 - beta1**count))
+    moved.addcdiv_(mean, below, value=-lr / (1 - beta1**count))
+    if moved is not parameter:
+        # Bits of their own: those of the moments would round a parameter with its moment.
+        parameter.copy_(round_at_random(moved, noise_at(start, moved, mixed(count, place) ^ PARAMETERS)))
 
 
 def _read(name: str, state: Mapping[str, Tensor], first: int, rows: int, whole_first: int) -> Tensor:

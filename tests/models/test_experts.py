@@ -1,0 +1,106 @@
+"""Experts of widths that torch's grouped products do not support are computed one after another, by the sizes
+and the dtype of computation alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp.base.torchvision_import import prepare_torchvision
+from fsdp.models.experts import select_experts_kernel
+from fsdp.predict.trained import open_run
+from tests.models import foreign
+from tests.models.foreign import plain, words_of
+from tests.support.marks import quick_are
+from tests.support.plain_loop import relative_difference
+from tests.support.runs import run
+
+pytestmark = pytest.mark.needs("transformers")
+
+
+def build(model: str) -> Any:
+    prepare_torchvision()
+    return foreign.build(model)
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "kernel"),
+    [
+        ("qwen3_moe", torch.float32, "grouped_mm"),  # 20 wide, of which 4 bytes each are 5 × 16
+        ("qwen3_moe", torch.bfloat16, "eager"),
+        ("qwen3_moe", torch.float64, "eager"),
+        ("mixtral", torch.bfloat16, "grouped_mm"),
+        ("odd_moe", torch.float32, "eager"),
+        ("gpt_oss", torch.float32, "eager"),
+    ],
+)
+def test_the_loop_replaces_grouped_products_where_torch_has_none(
+    model: str, dtype: torch.dtype, kernel: str
+) -> None:
+    built = build(model)
+    select_experts_kernel(built, dtype)
+    assert built.config._experts_implementation == kernel
+    built.to(dtype)
+    inputs = torch.arange(12).view(2, 6)
+    built(inputs, labels=inputs).loss.backward()
+
+
+def test_a_model_inside_another_module_is_found_too(caplog: pytest.LogCaptureFixture) -> None:
+    inner = build("odd_moe")
+    with caplog.at_level(logging.INFO):
+        select_experts_kernel(nn.ModuleDict({"inner": inner}), torch.bfloat16)
+    assert inner.config._experts_implementation == "eager"
+    assert caplog.messages == [
+        "experts are computed one after another: inner.model.layers.0.mlp.experts.gate_up_proj is "
+        "5 × 38 × 24, and torch's grouped products in bfloat16 need multiples of 8"
+    ]
+
+
+def test_a_chosen_kernel_stays() -> None:
+    built = build("odd_moe")
+    built.set_experts_implementation("batched_mm")
+    select_experts_kernel(built, torch.float32)
+    assert built.config._experts_implementation == "batched_mm"
+
+
+LOW = {"fp32": 1e-6, "bf16": 2e-2}
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "dtype"),
+    quick_are(
+        [("odd_moe", 3, "fp32")],
+        [(m, r, d) for m in ("odd_moe", "gpt_oss") for r in (1, 2, 3) for d in LOW],
+        [("odd_moe", 2, "bf16")],
+    ),
+)
+def test_odd_widths_train_in_lower_precision_as_a_plain_loop_in_float64(
+    model: str, ranks: int, dtype: str, tmp_path: Path
+) -> None:
+    words = words_of(model).replace("--precision.master fp64", f"--precision.param {dtype}")
+    found = run(ranks, tmp_path, words).parameters
+    assert relative_difference(found, plain(model, ranks, 1)[0]) < LOW[dtype]
+
+
+@pytest.mark.parametrize("mesh", ["", "--mesh.strategy ddp"])
+@pytest.mark.slow
+@pytest.mark.long
+def test_strategies_compute_in_their_own_dtype(mesh: str, tmp_path: Path) -> None:
+    """DDP's autocast leaves the weights of grouped products in fp64."""
+    words = words_of("qwen3_moe")
+    run(2, tmp_path, words, "--precision.param fp32", mesh)
+
+
+@pytest.mark.slow
+def test_a_prediction_selects_the_loop_too(tmp_path: Path) -> None:
+    run(1, tmp_path, words_of("odd_moe"), "--train.steps 1")
+    trusted = ("tests.models.foreign:build", "tests.models.small_hf:texts")
+    for flags in ([], ["--precision.master", "fp32"]):
+        opened = open_run(tmp_path, flags, trusted)
+        assert opened.logits(torch.arange(12).view(2, 6)).isfinite().all()
