@@ -23,8 +23,8 @@ from fsdp.config import OptimSection
 from fsdp.dist.env import DistEnv
 from fsdp.memory.resting import state_bytes
 from fsdp.optim.optimizer import build_optimizer
-from fsdp.optim.small_states import SmallStateAdam, adam, bits, dynamic_map
-from fsdp.optim.small_states.bits import decode, encode, noise_at, round_at_random
+from fsdp.optim.small_states import SmallStateAdam, adam, bits
+from fsdp.optim.small_states.bits import Table, decode, encode, noise_at, round_at_random
 from tests.support.marks import quick_are
 from tests.support.plain_loop import relative_difference
 from tests.support.runs import Finished, flags, on_a_rank, run
@@ -61,27 +61,41 @@ def test_bf16_values_stay_unchanged() -> None:
 def test_the_table_is_the_one_that_torchao_has() -> None:
     theirs: Any = importlib.import_module("torchao.optim.quant_utils")
     for signed in (True, False):
-        table = torch.tensor(dynamic_map(signed))
-        assert torch.equal(table, torch.tensor(theirs.create_dynamic_map(signed)))
+        table = Table.on(torch.device("cpu"), signed=signed)
+        assert torch.equal(table.values, torch.tensor(theirs.create_dynamic_map(signed)))
         moment = torch.randn(3, 512) if signed else torch.rand(3, 512)
         scaled, scale = theirs.scale_tensor(moment, bits.BLOCK)
         found, ours = encode(moment, table)
         assert torch.equal(ours.flatten(), scale)
         # ties and last bits
-        assert (found != theirs.quantize_8bit_with_qmap(scaled, table)).float().mean() < 0.01
+        assert (found != theirs.quantize_8bit_with_qmap(scaled, table.values)).float().mean() < 0.01
 
 
 @pytest.mark.parametrize("row", [80, 256, 300])
 def test_a_code_is_the_nearest_value_of_its_block(row: int) -> None:
-    table = torch.tensor(dynamic_map(True))
+    table = Table.on(torch.device("cpu"), signed=True)
     moment = torch.randn(5, row) * torch.logspace(-6, 2, 5).unsqueeze(1)
     found, scale = encode(moment, table)
     assert scale.shape == (5, -(-row // 256))
     apart = (decode(found, scale, table) - moment).abs()
-    largest_gap = float(table.diff().max())
+    largest_gap = float(table.values.diff().max())
     assert bool((apart <= largest_gap / 2 * 1.01 * moment.abs().amax(1, keepdim=True)).all())
     zeros = torch.zeros(2, row)
     assert torch.equal(decode(*encode(zeros, table), table), zeros)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_codes_are_those_of_a_search_in_the_table(signed: bool) -> None:
+    table = Table.on(torch.device("cpu"), signed=signed)
+    middles = table.middles[:-1]
+    above, below = middles.nextafter(torch.tensor(2.0)), middles.nextafter(torch.tensor(-2.0))
+    small = torch.logspace(0, -45, 100_000) * torch.rand(100_000)
+    numbers = torch.cat([middles, above, below, small, -small if signed else small])
+    rows = torch.ones(-(-len(numbers) // 255), bits.BLOCK)  # the 1 at each row's end makes its scale 1
+    filled = nn.functional.pad(numbers, (0, 255 * len(rows) - len(numbers)))
+    rows[:, :-1] = filled.view(-1, 255)
+    found, _ = encode(rows, table)
+    assert torch.equal(found.int(), torch.bucketize(rows, middles, out_int32=True))
 
 
 # ---------------------------------------------------------------- the optimizer

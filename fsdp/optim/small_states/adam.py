@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp.dist.local_tensors import local_tensor
-from fsdp.optim.small_states.bits import blocks_of, decode, encode, mixed, noise_at, round_at_random, table_of
+from fsdp.optim.small_states.bits import Table, blocks_of, decode, encode, mixed, noise_at, round_at_random
 
 Kind = Literal["bf16", "8bit"]
 
@@ -47,6 +47,7 @@ class SmallStateAdam(torch.optim.Optimizer):
         self.kind = kind
         self._places = places
         self._counts: dict[nn.Parameter, tuple[Tensor, int]] = {}
+        self._tables = _Tables()
         if kind == "8bit":
             # A restore fills existing tensors: scales are then read sharded, and codes are not coded again.
             self.state.update({p: new_state(p, kind) for group in self.param_groups for p in group["params"]})
@@ -63,7 +64,7 @@ class SmallStateAdam(torch.optim.Optimizer):
         if not state:
             state.update(new_state(parameter, self.kind))
         count = self._count(parameter, state)
-        views = _views(parameter, state)
+        views = _views(parameter, state, self._tables)
         for first, rows in _slices(views.parameter):
             _update_rows(views, first, rows, group, count, self._places[parameter])
 
@@ -137,10 +138,11 @@ def _reformed(
     fresh = new_state(parameter, kind) if kind is not None else _torchs_state(parameter)
     on_device = kind is None and (group.get("fused") or group.get("capturable"))
     fresh["step"] = state["step"].to(parameter.device if on_device else "cpu", torch.float32)
+    written, tables = {key: _local(value) for key, value in fresh.items()}, _Tables()
     for first, rows in _slices(_local(parameter)):
         for name in MOMENTS:
-            moment = _read(name, state, first, rows, _first_row(parameter))
-            _write(name, {key: _local(value) for key, value in fresh.items()}, first, rows, moment, None)
+            moment = _read(name, state, tables, first, rows, _first_row(parameter))
+            _write(name, written, tables, first, rows, moment, None)
     return fresh
 
 
@@ -157,6 +159,18 @@ def _zero(name: str) -> int:
 # ---------------------------------------------------------------- an update
 
 
+class _Tables:
+    """The map of each moment on each device, made once: the host waits for a copy to a device."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[str, torch.device], Table] = {}
+
+    def of(self, name: str, device: torch.device) -> Table:
+        if (name, device) not in self._made:
+            self._made[name, device] = Table.on(device, signed=name == "exp_avg")
+        return self._made[name, device]
+
+
 @dataclass(frozen=True)
 class _Views:
     """Local tensors, at least one-dimensional; `first` is the shard's first row in the whole parameter."""
@@ -164,13 +178,15 @@ class _Views:
     parameter: Tensor
     grad: Tensor
     state: dict[str, Tensor]
+    tables: _Tables
     first: int
 
 
-def _views(parameter: nn.Parameter, state: Mapping[str, Tensor]) -> _Views:
+def _views(parameter: nn.Parameter, state: Mapping[str, Tensor], tables: _Tables) -> _Views:
     assert parameter.grad is not None
     local = {name: _rowed(_local(value)) for name, value in state.items() if name != "step"}
-    return _Views(_rowed(_local(parameter)), _rowed(_local(parameter.grad)), local, _first_row(parameter))
+    whole = _rowed(_local(parameter)), _rowed(_local(parameter.grad))
+    return _Views(*whole, local, tables, _first_row(parameter))
 
 
 def _slices(local: Tensor) -> Iterator[tuple[int, int]]:
@@ -187,13 +203,13 @@ def _update_rows(
     (beta1, beta2), lr = group["betas"], float(group["lr"])
     parameter = views.parameter.narrow(0, first, rows)
     grad = views.grad.narrow(0, first, rows).float()
-    mean, square = (_read(name, views.state, first, rows, 0) for name in MOMENTS)
+    mean, square = (_read(name, views.state, views.tables, first, rows, 0) for name in MOMENTS)
     mean.lerp_(grad, 1 - beta1)
     square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
     start = (views.first + first) * parameter.shape[1:].numel()
     noise = functools.partial(noise_at, start, grad, mixed(count, place))
     for name, moment in zip(MOMENTS, (mean, square), strict=True):
-        _write(name, views.state, first, rows, moment, noise)
+        _write(name, views.state, views.tables, first, rows, moment, noise)
     moved = parameter.float() if parameter.dtype == torch.bfloat16 else parameter
     moved.mul_(1 - lr * group["weight_decay"])
     below = square.sqrt_().div_((1 - beta2**count) ** 0.5).add_(group["eps"])
@@ -203,7 +219,9 @@ def _update_rows(
         parameter.copy_(round_at_random(moved, noise_at(start, moved, mixed(count, place) ^ PARAMETERS)))
 
 
-def _read(name: str, state: Mapping[str, Tensor], first: int, rows: int, whole_first: int) -> Tensor:
+def _read(
+    name: str, state: Mapping[str, Tensor], tables: _Tables, first: int, rows: int, whole_first: int
+) -> Tensor:
     """A moment's rows in fp32. A scale that a checkpoint restored whole is read at this shard's rows."""
     kept = _rowed(_local(state[name])).narrow(0, first, rows)
     if kept.dtype != torch.uint8:
@@ -214,12 +232,13 @@ def _read(name: str, state: Mapping[str, Tensor], first: int, rows: int, whole_f
         if isinstance(scale, DTensor) or scale.shape[0] == _local(state[name]).shape[0]
         else first + whole_first
     )
-    return decode(kept, _local(scale).narrow(0, at, rows), table_of(name == "exp_avg", kept.device))
+    return decode(kept, _local(scale).narrow(0, at, rows), tables.of(name, kept.device))
 
 
 def _write(
     name: str,
     state: Mapping[str, Tensor],
+    tables: _Tables,
     first: int,
     rows: int,
     moment: Tensor,
@@ -228,7 +247,7 @@ def _write(
     """Converts to the moment's form. Without `noise`, as in a conversion, bf16 is rounded to the nearest."""
     kept = _rowed(state[name]).narrow(0, first, rows)
     if kept.dtype == torch.uint8:
-        found, scale = encode(moment, table_of(name == "exp_avg", kept.device))
+        found, scale = encode(moment, tables.of(name, kept.device))
         kept.copy_(found)
         state[f"{name}_scale"].narrow(0, first, rows).copy_(scale)
     elif kept.dtype == torch.bfloat16 and noise is not None:
