@@ -22,16 +22,16 @@ from tests.tokenize.rows import write_lines
 SIZES = {"a": 10, "b": 33, "c": 5}
 
 
-Wishes = dict[str, tuple[str, float]]
+Amounts = dict[str, tuple[str, float]]
 
 
-def cursor(wishes: Wishes, batch: int = 7) -> MixCursor:
-    first = MixSegment(0, batch, {label: SIZES[label] for label in wishes}, wishes, {})
+def cursor(amounts: Amounts, batch: int = 7) -> MixCursor:
+    first = MixSegment(0, batch, {label: SIZES[label] for label in amounts}, amounts, {})
     return MixCursor(seed=3, segments=[first])
 
 
-BY_WEIGHT: Wishes = {"a": ("weight", 0.5), "b": ("weight", 0.3), "c": ("weight", 0.2)}
-BY_EPOCHS: Wishes = {"a": ("epochs", 2.0), "b": ("epochs", 1.0), "c": ("epochs", 0.4)}
+BY_WEIGHT: Amounts = {"a": ("weight", 0.5), "b": ("weight", 0.3), "c": ("weight", 0.2)}
+BY_EPOCHS: Amounts = {"a": ("epochs", 2.0), "b": ("epochs", 1.0), "c": ("epochs", 0.4)}
 
 
 @pytest.mark.parametrize("shares", [(5, 3, 2), (1, 1), (1000, 1), (123457, 7, 99991, 1, 0)])
