@@ -110,8 +110,9 @@ def _check_nothing_to_tokenize(
             and (digest_of_tokenizer(value) == made.get("options", {}).get("tokenizer"))
         )
         if value and not same:
+            what = "tokens of another tokenizer" if flag == "--data.tokenizer" else "tokens already"
             raise ConfigError(
-                f"{flag} {value} has no effect: {where.dir} holds tokens already.",
+                f"{flag} {value} has no effect: {where.dir} holds {what}.",
                 f"leave it out, or python -m fsdp.tokenize SOURCE OUT --{flag.rpartition('.')[2]} {value}",
             )
 

@@ -27,7 +27,10 @@ OWN_FACTS = ("fingerprint", "tokenizer")
 
 
 def build(section: DataSection, build_one: Callable[[DataSection], DataSet]) -> DataSet:
-    """Builds every source as --data.name would, with the section's other fields, and joins them."""
+    """Builds every source as --data.name would, with the section's other fields, and joins them.
+
+    `build_one` receives a source with its own tokenizer alone.
+    """
     made = {one.label: _built(section, one, build_one) for one in section.sources}
     _check_alike(made, section.skip_unreadable)
     held = {label: data.heldout for label, data in made.items() if data.heldout is not None}
@@ -68,7 +71,7 @@ def _built(section: DataSection, one: MixedSource, build_one: Callable[[DataSect
         name=one.name,
         dir=one.dir,
         args=one.args,
-        tokenizer=one.tokenizer or section.tokenizer,
+        tokenizer=one.tokenizer,
         sources=(),
     )
     try:
