@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -47,6 +48,12 @@ def pack(names: Sequence[str]) -> tuple[bytes, np.ndarray]:
     """The bytes of all names, and the length of each."""
     raw = [os.fsencode(name) for name in names]
     return b"".join(raw), np.array([len(one) for one in raw], np.int64)
+
+
+def mapped(path: Path, dtype: type[np.generic]) -> np.ndarray:
+    """A file of little-endian numbers, mapped; it may be empty."""
+    little = np.dtype(dtype).newbyteorder("<")
+    return np.memmap(path, little, "r") if path.stat().st_size else np.empty(0, little)
 
 
 def start_of(ends: np.ndarray, n: int) -> int:

@@ -117,14 +117,19 @@ def indexed(
 
 
 def folder_state(root: Path) -> list[str]:
-    """Changes with the name, size or time of a token file or sidecar in the folder."""
-    state = hashlib.sha256(str(root.resolve()).encode())
+    """Changes with the name, size or time of a token file or sidecar in the folder.
+
+    A sum of digests, in any order: a list of very many files would be most of a start's memory.
+    """
+    count, total = 0, 0
     try:
         with os.scandir(root) as entries:
-            kept = sorted((one for one in entries if one.name.endswith(EXAMINED)), key=lambda one: one.name)
-        for entry in kept:
-            found = entry.stat()
-            state.update(os.fsencode(f"{entry.name}\n{found.st_size} {found.st_mtime_ns}\n"))
+            for entry in entries:
+                if entry.name.endswith(EXAMINED):
+                    found = entry.stat()
+                    line = os.fsencode(f"{entry.name}\n{found.st_size} {found.st_mtime_ns}\n")
+                    total += int.from_bytes(hashlib.sha256(line).digest(), "little")
+                    count += 1
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be read ({error.strerror}).", f"ls -l {root}") from None
-    return [str(len(kept)), state.hexdigest()]
+    return [str(root.resolve()), str(count), f"{total:x}"]

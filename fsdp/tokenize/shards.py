@@ -283,8 +283,8 @@ class ShardWriter:
 
     def _documents(self, shard: Shard) -> Iterator[Document | None]:
         """None for a row without a token to train on."""
-        for row in self._sources[shard.source].read(shard.first, shard.last):
-            document = self._reader.read(row)
+        rows = self._sources[shard.source].read(shard.first, shard.last)
+        for document in self._reader.read_all(rows):
             trained = document.trained
             empty = len(document.tokens) < 2 or (trained is not None and not trained[1:].any())
             yield None if empty else document
