@@ -59,6 +59,13 @@ def _save_tokenizer(folder: Path, texts: Sequence[str]) -> None:
 # ---------------------------------------------------------------- the peers
 
 
+def _tokenizer(folder: Path) -> Any:
+    """By its file alone: streaming brings an older transformers, which does not know our class."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+
+
 def _tokens_of(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     found: list[list[int]] = tokenizer(texts, return_attention_mask=False, verbose=False)["input_ids"]
     return found
@@ -66,9 +73,8 @@ def _tokens_of(tokenizer: Any, texts: list[str]) -> list[list[int]]:
 
 def datasets(folder: Path, workers: int) -> int:
     from datasets import load_dataset
-    from transformers import AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(folder / "tokenizer"))
+    tokenizer = _tokenizer(folder / "tokenizer")
     files = sorted(map(str, (folder / "corpus").iterdir()))
     rows: Any = load_dataset("json", data_files=files, split="train")
     made = rows.map(
@@ -99,11 +105,9 @@ def streaming(folder: Path, workers: int) -> int:
 def _write_mds(job: tuple[Path, Path, Path]) -> int:
     import numpy as np
     from streaming import MDSWriter
-    from transformers import AutoTokenizer
 
     place, file, out = job
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(place))
-    count = 0
+    tokenizer, count = _tokenizer(place), 0
     with MDSWriter(out=str(out), columns={"tokens": "ndarray:uint16"}) as writer:
         for texts in _batches(file):
             for tokens in _tokens_of(tokenizer, texts):

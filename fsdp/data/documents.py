@@ -225,7 +225,12 @@ class TokenStore:
         key = {"tokens": self.fingerprint, "documents": digest(ends.tolist())}
 
         def documents() -> Iterator[tuple[np.ndarray, np.ndarray]]:
-            log.info("documents, %s: packing %s documents, once", split, f"{int(ends[-1]):,}")
+            log.info(
+                "documents, %s: packing %s documents once, %s at a time in memory",
+                split,
+                f"{int(ends[-1]):,}",
+                f"{GROUP:,}",
+            )
             before = 0
             for file in files:
                 lengths, starts = read_index(file.path.with_suffix(".idx"))

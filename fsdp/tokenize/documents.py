@@ -15,9 +15,9 @@ from typing import Any, Literal
 import numpy as np
 
 from fsdp.base.errors import ConfigError
-from fsdp.tokenize.conversations import ChatTemplate, Message, Span, check_messages
+from fsdp.tokenize.conversations import ChatTemplate, Message, Span, check_messages, check_unicode
 from fsdp.tokenize.sources import SourceRow
-from fsdp.tokenize.tokenizer import HubTokenizer, Tokenizer, load_tokenizer
+from fsdp.tokenize.tokenizer import ByteTokenizer, HubTokenizer, Tokenizer, load_tokenizer
 
 AT_ONCE = 1 << 18
 """Characters that are encoded in one call."""
@@ -99,7 +99,13 @@ class DocumentReader:
 
     def _text_of(self, row: SourceRow) -> str:
         name = self._options.text or "text"
-        return _string(row, name, _column(row, name))
+        return self._string(row, name, _column(row, name))
+
+    def _string(self, row: SourceRow, name: str, value: Any) -> str:
+        text = _string(row, name, value)
+        if not isinstance(self.tokenizer, ByteTokenizer):
+            check_unicode(text, name, row.place)
+        return text
 
     def _ended(self, tokens: Any) -> np.ndarray:
         found = _array(tokens)
@@ -145,9 +151,9 @@ class DocumentReader:
             return self._conversation(
                 self._template, row, said + check_messages(completion, "completion", row.place), len(said)
             )
-        before = _string(row, "prompt", prompt)
+        before = self._string(row, "prompt", prompt)
         encoded = self.tokenizer.encode(
-            before + _string(row, "completion", completion), special=True, spans=True
+            before + self._string(row, "completion", completion), special=True, spans=True
         )
         tokens = self._ended(encoded.tokens)
         if self._options.loss == "all":
