@@ -228,7 +228,7 @@ class TokenStore:
             log.info(
                 "documents, %s: packing %s documents once, %s at a time in memory",
                 split,
-                f"{int(ends[-1]):,}",
+                f"{int(ends[-1]) if len(ends) else 0:,}",
                 f"{GROUP:,}",
             )
             before = 0

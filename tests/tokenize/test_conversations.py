@@ -58,7 +58,7 @@ def test_half_of_a_surrogate_pair_is_named_with_its_row(form: str, tmp_path: Pat
 
 def test_texts_encoded_together_are_as_each_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the library without places in the text, by a tokenizer's class of its own, and by a file alone."""
-    save_tokenizer(tmp_path, chat.PLAIN)
+    save_tokenizer(tmp_path, chat.PLAIN, special=(*chat.SPECIAL, "</s>"))
     (tmp_path / "one.json").write_text((tmp_path / "tokenizer.json").read_text())
     rows = [SourceRow(f"row {n}", {"text": f"upön a time {n}<|im_end|> " * (n % 5)}) for n in range(40)]
     monkeypatch.setattr(documents, "AT_ONCE", 100)
