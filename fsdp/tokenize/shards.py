@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from fsdp.rundir.atomic_write import write_atomically
 from fsdp.tokenize.documents import Document, DocumentOptions, DocumentReader, Form, form_of, masks
 from fsdp.tokenize.locate import SourceName
 from fsdp.tokenize.sources import SourceRow, SourceRows
-from fsdp.tokenize.tokenizer import Tokenizer, digest_of_tokenizer, load_tokenizer
+from fsdp.tokenize.tokenizer import Tokenizer, digest_of_tokenizer, load_tokenizer, modules_of
 
 MANIFEST = "tokenize.json"
 VERSION = 1
@@ -217,9 +218,11 @@ def _made(plan: TokenizePlan, shards: list[Shard], out: Path, workers: int) -> I
             assert writer is not None
             yield writer.write(shard)
         return
-    spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(
-        min(workers, len(shards)), mp_context=spawn, initializer=_start_worker, initargs=(plan, out)
+        min(workers, len(shards)),
+        mp_context=_context(plan.job.options),
+        initializer=_start_worker,
+        initargs=(plan, out, dict(os.environ)),
     )
     try:
         for one in as_completed([pool.submit(_write_in_worker, shard) for shard in shards]):
@@ -247,8 +250,16 @@ class ErrorParts:
 _writer: ShardWriter | ErrorParts | None = None
 
 
-def _start_worker(plan: TokenizePlan, out: Path) -> None:
+def _context(options: DocumentOptions) -> BaseContext:
+    """Workers are forked by a server without threads, which imports once what each of them needs."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload([__name__, *modules_of(options.tokenizer)])
+    return found
+
+
+def _start_worker(plan: TokenizePlan, out: Path, environ: dict[str, str]) -> None:
     global _writer
+    os.environ.update(environ)  # the server's may be that of an earlier call
     try:
         _writer = ShardWriter(plan, out)
     except ShardrunError as error:

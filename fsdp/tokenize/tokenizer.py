@@ -167,6 +167,15 @@ def load_tokenizer(name: str) -> Tokenizer:
     return FileTokenizer(place) if place.is_file() else HubTokenizer(name, place)
 
 
+def modules_of(name: str) -> tuple[str, ...]:
+    """The modules that loading this tokenizer imports. transformers takes a second or two, with torch."""
+    if name in ("", BYTES):
+        return ()
+    if find_tokenizer(name).is_file():
+        return ("tokenizers",)
+    return ("transformers.models.auto.tokenization_auto", "transformers.tokenization_utils_tokenizers")
+
+
 _ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?", re.ASCII)
 """The form of an id of Hugging Face, not of a path such as /tokenizers/mine."""
 
