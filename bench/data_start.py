@@ -141,8 +141,8 @@ def _replace_listing(pictures: int) -> None:
     def read(self: folder.ImageFiles, path: str) -> np.ndarray:
         return np.zeros((3, 8, 8), np.float32)
 
-    folder._find, folder._many = find, lambda *_: pictures > folder.MANY
-    folder.ImageFiles._read = read
+    vars(folder).update({"_find": find, "_many": lambda *_: pictures > folder.MANY})
+    folder.ImageFiles._read = read  # type: ignore[method-assign]
 
 
 def starts(place: Path, form: str, sizes: Sequence[int]) -> Starts:
