@@ -1,12 +1,14 @@
-"""Tokens a second read, beside Hugging Face datasets and Mosaic streaming; start against the data's size.
+"""Tokens a second read and tokenized, beside Hugging Face datasets and Mosaic streaming; start against size.
 
-    python -m bench.data [--short]
+    python -m bench.data [--short] [--part read|start|tokenize]
 
 Reading: shuffled batches of 16 windows of 1,024 tokens as int64 inputs and targets, from a corpus on disk,
 in one process without workers; datasets and streaming through torch's DataLoader. Start: a process that has
-imported torch builds the data set and reads three batches over it, from sparse token files of 1e6, 1e9 and
-1e12 tokens; the second start finds the index in the cache. MiB: the rise of the peak of resident memory above
-that after the imports. A ratio has an interval from six rounds on.
+imported torch builds the data set and reads three batches over it, at sizes up to 1e12 tokens, 1e9 documents
+and 1e7 pictures (bench/data_start.py); the second start finds what the first one left in the cache. MiB by
+which memory rises: heap, of which nothing is a file; private, which no other process maps (USS: heap, and
+pages of mapped files while one process reads them); peak, of all resident memory. A ratio has an interval
+from six rounds on. Tokenizing: bench/data_tokenize.py.
 """
 
 from __future__ import annotations
@@ -25,25 +27,16 @@ from typing import Any
 import numpy as np
 
 from bench import tables
+from bench.data_start import FORMS, Starts, starts
+from bench.data_tokenize import speeds
 from bench.peers import setup
+from fsdp.tokenize.progress import cores
 
 ROOT = Path(__file__).resolve().parents[1]
 PEERS = ("datasets", "streaming")
-SIZES = {"1e6": (1, 10**6), "1e9": (10, 10**8), "1e12": (10_000, 10**8)}
-"""Files, and tokens in each."""
 
-START = """
-import json, resource, sys, time
-from fsdp.config import DataSection
-from fsdp.data import Cursor, build_dataset
-before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
-train = build_dataset(DataSection(name=sys.argv[1], seq_len=1024)).train
-cursor = Cursor(seed=1, samples=len(train), global_batch=16)
-for step in (0, cursor.steps_per_epoch // 2, cursor.steps_per_epoch - 1):
-    train.batch(cursor.indices(step))
-mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-print(json.dumps({"samples": len(train), "seconds": time.perf_counter() - began, "mib": mib}))
-"""
+
+MEASURED = ("seconds", "heap_mib", "private_mib", "peak_mib")
 
 
 class Reader:
@@ -98,79 +91,86 @@ def read(names: Sequence[str], place: Path, rounds: int, batches: int, tokens: i
     return seen
 
 
-def read_table(seen: Mapping[str, Sequence[float]]) -> str:
+def speed_table(seen: Mapping[str, Sequence[float]]) -> str:
     rows = []
-    for name, speeds in seen.items():
-        over = "" if name == "ours" else tables.ratio(seen["ours"], speeds).judged()
-        rows.append([name, tables.spread(speeds), over])
-    return tables.table(["reader", "tokens a second", "shardrun over it [95%]"], rows)
+    for name, found in seen.items():
+        over = "" if name == "ours" else tables.ratio(seen["ours"], found).judged()
+        rows.append([name, tables.spread(found), over])
+    return tables.table(["", "tokens a second", "shardrun over it [95%]"], rows)
 
 
-def sparse(root: Path, files: int, tokens: int) -> Path:
-    """Token files of zeros that take no blocks on disk."""
-    root.mkdir()
-    (root / "tokens.json").write_text('{"dtype": "uint16", "vocab_size": 50257}', encoding="utf-8")
-    for n in range(files):
-        with (root / f"{n:05}.bin").open("wb") as file:
-            os.truncate(file.fileno(), 2 * tokens)
-    return root
-
-
-def starts(place: Path, sizes: Sequence[str]) -> dict[str, dict[str, dict[str, float]]]:
-    found: dict[str, dict[str, dict[str, float]]] = {}
-    environ = {**os.environ, "XDG_CACHE_HOME": str(place / "cache")}
-    for size in sizes:
-        folder = sparse(place / size, *SIZES[size])
-        for which in ("first", "second"):
-            command = [sys.executable, "-c", START, str(folder)]
-            out = subprocess.run(
-                command, cwd=ROOT, env=environ, check=True, stdout=subprocess.PIPE, text=True
-            )
-            found.setdefault(size, {})[which] = json.loads(out.stdout)
-    return found
-
-
-def start_table(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
+def start_table(found: Mapping[str, Starts]) -> str:
     rows = []
-    for size, both in found.items():
-        cells = [f"{tables.short(both[which][what])}" for which in both for what in ("seconds", "mib")]
-        rows.append([size, SIZES[size][0], f"{both['second']['samples']:,.0f}", *cells])
-    columns = ["tokens", "files", "samples", "first start, s", "MiB", "second start, s", "MiB"]
-    return tables.table(columns, rows)
+    for form, by_size in found.items():
+        for size, both in by_size.items():
+            values = [both[which][what] for which in both for what in MEASURED]
+            rows.append([f"{size} {FORMS[form].noun}", *map(tables.short, values)])
+    columns = [f"{which} start, s | heap | private | peak" for which in ("first", "second")]
+    return tables.table(["data", *" | ".join(columns).split(" | ")], rows)
+
+
+PARTS = {
+    "read": "Reading, one process without workers",
+    "start": "Start of a data set, in MiB of memory above that of the imports",
+    "tokenize": "Tokenizing .jsonl files, the whole command",
+}
 
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--short", action="store_true", help="three rounds of a smaller corpus")
-    parser.add_argument("--rounds", type=int, default=0, help="rounds of reading (default: 12, short: 3)")
+    parser.add_argument("--part", choices=list(PARTS))
+    parser.add_argument("--short", action="store_true", help="three rounds of smaller corpora")
+    parser.add_argument(
+        "--rounds", type=int, default=0, help="of reading and tokenizing (default: 12, short: 3)"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=cores(), help="processes that tokenize (default: the cores)"
+    )
     given = parser.parse_args(argv)
     rounds = given.rounds or (3 if given.short else 12)
-    about = tables.machine()
     setup.set_up_all(PEERS)
+    for part in [given.part] if given.part else list(PARTS):
+        about, command = tables.machine(), f"python -m bench.data --part {part}{' --short' * given.short}"
+        if part == "start":
+            found = _started(given.short)
+            text, numbers = start_table(found), {"starts": found}
+        else:
+            command += f" --rounds {rounds}" + f" --workers {given.workers}" * (part == "tokenize")
+            text, numbers = _beside_peers(part, rounds, given.short, given.workers)
+        tables.write_piece(
+            "data",
+            part,
+            short=given.short,
+            title="Data",
+            piece_title=PARTS[part],
+            about=f"{about}; load after {os.getloadavg()[0]:.1f}",
+            text=text,
+            notes="",
+            command=command,
+            numbers=numbers,
+        )
+        print(f"{PARTS[part]}\n\n{text}\n", flush=True)
+    return 0
+
+
+def _started(short: bool) -> dict[str, Starts]:
+    with tempfile.TemporaryDirectory(prefix="bench-data-") as folder:
+        sizes = {form: kind.sizes[: 2 if short else None] for form, kind in FORMS.items()}
+        return {form: starts(Path(folder), form, sizes[form]) for form in FORMS}
+
+
+def _beside_peers(part: str, rounds: int, short: bool, workers: int) -> tuple[str, dict[str, Any]]:
     absent = {name: reason for name in PEERS if (reason := setup.missing(name))}
     names = ["ours", *(name for name in PEERS if name not in absent)]
     with tempfile.TemporaryDirectory(prefix="bench-data-") as folder:
-        place = Path(folder)
-        seen = read(names, place, rounds, 50 if given.short else 200, 10**6 if given.short else 10**7)
-        found = starts(place, list(SIZES))
+        if part == "read":
+            seen = read(names, Path(folder), rounds, 50 if short else 200, 10**6 if short else 10**7)
+        else:
+            seen = speeds(names, Path(folder), rounds, 2 if short else 16, workers)
     listed = "".join(f"\n\n{name} is left out: {reason}" for name, reason in absent.items())
-    text = f"## Reading, {rounds} rounds\n\n{read_table(seen)}{listed}\n\n## Start\n\n{start_table(found)}"
-    command = "python -m bench.data" + " --short" * given.short + f" --rounds {rounds}"
-    numbers: dict[str, Any] = {"tokens_per_s": seen, "starts": found}
-    print(
-        tables.write(
-            "data",
-            title="Data",
-            command=command,
-            about=f"{about}; load after {os.getloadavg()[0]:.1f}",
-            text=text,
-            numbers=numbers,
-            short=given.short,
-        )
-    )
-    return 0
+    return speed_table(seen) + listed, {"tokens_per_s": seen}
 
 
 if __name__ == "__main__":

@@ -37,6 +37,11 @@ def error_number(error: BaseException) -> int:
     return found if isinstance(found, int) else 0
 
 
+def one_line(error: BaseException) -> str:
+    """The error's class and message without line breaks."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
 class ConfigError(ShardrunError):
     exit_code = 2
 

@@ -99,6 +99,12 @@ def pss_bytes(pid: int) -> int:
     return _kib_lines(PROC / str(pid) / "smaps_rollup").get("Pss", 0)
 
 
+def private_bytes() -> int:
+    """Resident memory of this process that no other process shares (USS)."""
+    found = _kib_lines(PROC / "self" / "smaps_rollup")
+    return found.get("Private_Clean", 0) + found.get("Private_Dirty", 0)
+
+
 def node_memory_bytes() -> dict[str, int]:
     """Bytes by the name of the line in /proc/meminfo: MemTotal, MemAvailable."""
     return _kib_lines(PROC / "meminfo")

@@ -28,6 +28,7 @@ from fsdp.config import Args
 from fsdp.data.arguments import Where
 from fsdp.data.stream import StreamItems, StreamSamples, is_stream
 from fsdp.data.types import DataInfo, DataSet, Samples
+from fsdp.data.unreadable_samples import first_readable
 from fsdp.models.factory import blame, load_attribute, parameters_of
 
 
@@ -199,23 +200,10 @@ def _value(value: Any) -> Any:
     return value
 
 
-def _first(name: str, samples: Samples, skip_unreadable: int) -> dict[str, Tensor]:
-    """Returns sample 0, or the first readable one if --data.skip_unreadable allows it."""
-    for index in range(min(skip_unreadable + 1, len(samples)) if skip_unreadable else 1):
-        try:
-            return samples.batch(np.array([index], np.int64))
-        except Exception as error:
-            why = error
-    what = " ".join(f"{type(why).__name__}: {why}".split())
-    raise ConfigError(
-        f"--data.name {name}: sample {index} cannot be read: {what}.",
-        "items are (inputs, targets), or dicts with inputs",
-    ) from why
-
-
 def _info(name: str, samples: Samples, items: Any, skip_unreadable: int) -> DataInfo:
     """Derives the description of all samples from one."""
-    first = _first(name, samples, skip_unreadable)
+    hint = "items are (inputs, targets), or dicts with inputs"
+    first = first_readable(samples, skip_unreadable, f"--data.name {name}", hint)
     bad = [k for k, v in first.items() if not isinstance(v, Tensor)]
     if bad:
         raise ConfigError(

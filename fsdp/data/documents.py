@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fsdp.base.errors import ConfigError, TrainingError
 from fsdp.data.arguments import Where, check_range
-from fsdp.data.packing import VERSION, Long, PackedSamples, cached_plan
+from fsdp.data.packing import GROUP, VERSION, Long, PackedSamples, cached_plan
 from fsdp.data.text import shifted
 from fsdp.data.token_index import MANY, PARTS, TokenFile, TokenFiles, document_ends, indexed
 from fsdp.data.tokens import OPEN_AT_ONCE, TokenRow, Windows
@@ -102,16 +102,19 @@ def _check_nothing_to_tokenize(
         "--data.args.split": split,
         "--data.tokenizer": where.tokenizer,
     }
+    if not any(given.values()):
+        return
+    made = json.loads((Path(where.dir) / MANIFEST).read_text(encoding="utf-8")).get("key", {})
     for flag, value in given.items():
-        made = json.loads((Path(where.dir) / MANIFEST).read_text(encoding="utf-8")).get("key", {})
         same = (
             flag == "--data.tokenizer"
             and value
             and (digest_of_tokenizer(value) == made.get("options", {}).get("tokenizer"))
         )
         if value and not same:
+            what = "tokens of another tokenizer" if flag == "--data.tokenizer" else "tokens already"
             raise ConfigError(
-                f"{flag} {value} has no effect: {where.dir} holds tokens already.",
+                f"{flag} {value} has no effect: {where.dir} holds {what}.",
                 f"leave it out, or python -m fsdp.tokenize SOURCE OUT --{flag.rpartition('.')[2]} {value}",
             )
 
@@ -222,10 +225,18 @@ class TokenStore:
         key = {"tokens": self.fingerprint, "documents": digest(ends.tolist())}
 
         def documents() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+            log.info(
+                "documents, %s: packing %s documents once, %s at a time in memory",
+                split,
+                f"{int(ends[-1]) if len(ends) else 0:,}",
+                f"{GROUP:,}",
+            )
             before = 0
             for file in files:
                 lengths, starts = read_index(file.path.with_suffix(".idx"))
-                yield starts // file.dtype.itemsize + before, lengths
+                for at in range(0, len(lengths), GROUP):
+                    here = slice(at, at + GROUP)
+                    yield starts[here] // file.dtype.itemsize + before, lengths[here]
                 before += file.tokens
 
         long: Long = "split" if self.form == "text" else "cut"
@@ -296,6 +307,12 @@ class TokenStore:
         return TokenFile(path, np.dtype(np.uint8), 0, file.tokens)
 
 
+def _longer(lengths: np.ndarray, seq_len: int) -> int:
+    """Documents of more than seq_len + 1 tokens, a part of the file at a time."""
+    parts = (lengths[at : at + GROUP] for at in range(0, len(lengths), GROUP))
+    return sum(int((part > seq_len + 1).sum()) for part in parts)
+
+
 class MaskedRow:
     """A row of tokens, and which of them are targets."""
 
@@ -340,9 +357,7 @@ class DocumentSamples:
 
     def cut(self) -> int:
         """Documents that are longer than a sample."""
-        return sum(
-            int((lengths > self.seq_len + 1).sum()) for lengths, _ in map(self._index, range(len(self.files)))
-        )
+        return sum(_longer(read_index(file.path.with_suffix(".idx"))[0], self.seq_len) for file in self.files)
 
     def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
         tokens = np.full((len(indices), self.seq_len + 1), self.end, np.int64)

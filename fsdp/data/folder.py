@@ -107,8 +107,22 @@ def _check_same_classes(root: Path, classes: list[str]) -> None:
 
 
 def _many(root: Path, classes: list[str]) -> bool:
-    below = itertools.chain.from_iterable(_pictures(str(root / name)) for name in classes)
+    """Stops at MANY of them: a folder may hold millions."""
+    below = itertools.chain.from_iterable(_unsorted(str(root / name)) for name in classes)
     return next(itertools.islice(below, MANY, None), None) is not None
+
+
+def _unsorted(folder: str) -> Iterator[str]:
+    try:
+        entries = os.scandir(folder)
+    except OSError:  # as os.walk
+        return
+    with entries:
+        for entry in entries:
+            if entry.is_dir():
+                yield from _unsorted(entry.path)
+            elif entry.name.lower().endswith(SUFFIXES):
+                yield entry.name
 
 
 def _listed(root: Path, val_root: Path | None, classes: list[str]) -> tuple[Part, Part]:

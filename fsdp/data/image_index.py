@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from fsdp.data.mapped_sequence import MappedSequence, PackedNames, mapped, pack
 from fsdp.tokenize.cache import made_once
 
 AT_ONCE = 100_000
@@ -23,29 +22,19 @@ Listed = tuple[str, int]
 """The path of an image, and its class."""
 
 
-class ImagePaths(Sequence[str]):
+class ImagePaths(MappedSequence[str]):
     """Paths of one part of an index."""
 
     def __init__(self, part: Path, root: str) -> None:
         self._root = root
-        self._ends = np.load(part / "ends.npy", mmap_mode="r")
-        raw = part / "names"
-        self._names: np.ndarray = (
-            np.memmap(raw, np.uint8, "r") if raw.stat().st_size else np.empty(0, np.uint8)
-        )
-        self.labels: np.ndarray = np.load(part / "labels.npy", mmap_mode="r")
+        self._names = PackedNames(mapped(part / "names", np.uint8), mapped(part / "ends", np.int64))
+        self.labels = mapped(part / "labels", np.int32)
 
     def __len__(self) -> int:
-        return len(self._ends)
+        return len(self._names)
 
-    def __getitem__(self, place: Any) -> Any:
-        if isinstance(place, slice):
-            return [self[n] for n in range(*place.indices(len(self)))]
-        n = place + len(self) if place < 0 else place
-        if not 0 <= n < len(self):
-            raise IndexError(place)
-        first = int(self._ends[n - 1]) if n else 0
-        return f"{self._root}/{os.fsdecode(self._names[first : int(self._ends[n])].tobytes())}"
+    def item(self, n: int) -> str:
+        return f"{self._root}/{self._names[n]}"
 
 
 def indexed(
@@ -69,7 +58,7 @@ def indexed(
         (aside / "folders.json").write_text(json.dumps(times), encoding="utf-8")
 
     for generation in itertools.count():  # a change deeper down leaves the times of `top` as they are
-        place = made_once("images", [1, str(root.resolve()), top, generation], make)
+        place = made_once("images", [2, str(root.resolve()), top, generation], make)
         if _unchanged(base, place):
             return {one.name: ImagePaths(one, base) for one in place.iterdir() if one.is_dir()}
     raise AssertionError("not reached")
@@ -84,15 +73,17 @@ def _unchanged(base: str, place: Path) -> bool:
 
 
 def _write_part(part: Path, base: str, listed: Iterable[Listed]) -> None:
-    """Written in pieces: the names may be more than memory holds."""
+    """Written in pieces: all of them may be more than memory holds."""
     part.mkdir(exist_ok=True)
-    lengths, labels = [np.empty(0, np.int64)], [np.empty(0, np.int32)]
-    with (part / "names").open("wb") as names:
-        source = iter(listed)
+    source, end = iter(listed), 0
+    with (
+        (part / "names").open("wb") as names,
+        (part / "ends").open("wb") as ends,
+        (part / "labels").open("wb") as labels,
+    ):
         while chunk := list(itertools.islice(source, AT_ONCE)):
-            raw = [os.fsencode(path[len(base) + 1 :]) for path, _ in chunk]
-            lengths.append(np.array([len(one) for one in raw], np.int64))
-            labels.append(np.array([label for _, label in chunk], np.int32))
-            names.write(b"".join(raw))
-    np.save(part / "ends.npy", np.cumsum(np.concatenate(lengths)))
-    np.save(part / "labels.npy", np.concatenate(labels))
+            raw, lengths = pack([path[len(base) + 1 :] for path, _ in chunk])
+            names.write(raw)
+            ends.write((end + np.cumsum(lengths)).astype("<i8").tobytes())
+            labels.write(np.array([label for _, label in chunk], "<i4").tobytes())
+            end += len(raw)

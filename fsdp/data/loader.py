@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fsdp.base.errors import OneRankError, ShardrunError
+from fsdp.base.errors import OneRankError, ShardrunError, one_line
 from fsdp.data.device_prefetch import maybe_carrier
 from fsdp.data.reader_threads import Readers
 from fsdp.data.types import Batch, Samples, StepBatch
@@ -132,8 +132,8 @@ def _named(samples: Samples, indices: np.ndarray, where: str, error: Exception) 
         except Exception:
             bad.append(int(index))
     named = ", ".join(map(str, bad[:8] or indices[:8].tolist())) + (" …" if len(bad or indices) > 8 else "")
-    what = " ".join(f"{type(error).__name__}: {error}".split())
-    return OneRankError(f"{where}: sample{'s' * (len(bad) != 1)} {named} cannot be read: {what}.")
+    plural = "s" * (len(bad) != 1)
+    return OneRankError(f"{where}: sample{plural} {named} cannot be read: {one_line(error)}.")
 
 
 class _EvenlySpread:

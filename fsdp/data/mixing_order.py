@@ -30,7 +30,7 @@ from fsdp.data.cursor import EpochWalk, mix, stream_key
 
 MOST = 2**40
 """The sum of shares: a batch of 2**20 samples is then split in int64. Greater sums are scaled down."""
-Wish = tuple[str, float]
+Amount = tuple[str, float]
 """("weight", 2.0), or ("epochs", 1.0) of a source."""
 
 
@@ -41,13 +41,13 @@ class MixSegment:
     step: int
     global_batch: int
     samples: Mapping[str, int]
-    wishes: Mapping[str, Wish]
+    amounts: Mapping[str, Amount]
     drawn: Mapping[str, int]
     """Also of sources that earlier segments had."""
 
     @property
     def by_epochs(self) -> bool:
-        return any(kind == "epochs" for kind, _ in self.wishes.values())
+        return any(kind == "epochs" for kind, _ in self.amounts.values())
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -55,9 +55,9 @@ class MixSegment:
         if self.by_epochs:
             return tuple(
                 max(0, max(1, round(self.samples[label] * Fraction(str(value)))) - self.drawn.get(label, 0))
-                for label, (_, value) in self.wishes.items()
+                for label, (_, value) in self.amounts.items()
             )
-        return whole_shares([value for _, value in self.wishes.values()])
+        return whole_shares([value for _, value in self.amounts.values()])
 
     @property
     def period(self) -> int:
@@ -66,7 +66,7 @@ class MixSegment:
 
     def as_json(self) -> dict[str, Any]:
         """The order of sources is part of the order of samples: a list, since JSON's keys may be sorted."""
-        sources = [[label, samples, *self.wishes[label]] for label, samples in self.samples.items()]
+        sources = [[label, samples, *self.amounts[label]] for label, samples in self.samples.items()]
         return {
             "step": self.step,
             "global_batch": self.global_batch,
@@ -82,7 +82,7 @@ class MixSegment:
                 step=_count(value["step"]),
                 global_batch=_count(value["global_batch"]),
                 samples={label: samples for label, samples, _, _ in sources},
-                wishes={label: (kind, number) for label, _, kind, number in sources},
+                amounts={label: (kind, number) for label, _, kind, number in sources},
                 drawn={str(label): _count(n) for label, n in value["drawn"].items()},
             )
             if (
@@ -253,10 +253,10 @@ class MixCursor:
         if not before:
             return MixCursor(seed=self.seed, segments=[replace(self.now, step=step)])
         now, old = self.now, before[-1]
-        if (now.global_batch, now.samples, now.wishes) == (
+        if (now.global_batch, now.samples, now.amounts) == (
             old.global_batch,
             old.samples,
-            old.wishes,
+            old.amounts,
         ) and list(now.samples) == list(old.samples):
             return MixCursor(seed=self.seed, segments=before)
         drawn = MixCursor(seed=self.seed, segments=before).drawn(step)
@@ -270,6 +270,6 @@ class MixCursor:
             return ""
         sources = ", ".join(
             f"{label} {kind} {value:g} after {now.drawn.get(label, 0):,} samples"
-            for label, (kind, value) in now.wishes.items()
+            for label, (kind, value) in now.amounts.items()
         )
         return f"mixture from step {now.step} on: {sources}"

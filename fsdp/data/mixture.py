@@ -19,6 +19,7 @@ from fsdp.base.errors import ConfigError, OneRankError
 from fsdp.config import DataSection, MixedSource
 from fsdp.data.mixing_order import MixSegment
 from fsdp.data.types import DataInfo, DataSet, MixedRows, Samples
+from fsdp.data.unreadable_samples import first_readable
 from fsdp.models.packed_check import PACKED
 
 OWN_FACTS = ("fingerprint", "tokenizer")
@@ -26,7 +27,10 @@ OWN_FACTS = ("fingerprint", "tokenizer")
 
 
 def build(section: DataSection, build_one: Callable[[DataSection], DataSet]) -> DataSet:
-    """Builds every source as --data.name would, with the section's other fields, and joins them."""
+    """Builds every source as --data.name would, with the section's other fields, and joins them.
+
+    `build_one` receives a source with its own tokenizer alone.
+    """
     made = {one.label: _built(section, one, build_one) for one in section.sources}
     _check_alike(made, section.skip_unreadable)
     held = {label: data.heldout for label, data in made.items() if data.heldout is not None}
@@ -51,7 +55,7 @@ def first_segment(section: DataSection, data: DataSet, *, global_batch: int, epo
         step=0,
         global_batch=global_batch,
         samples=dict(zip(data.sources.labels, sizes, strict=True)),
-        wishes={
+        amounts={
             one.label: ("weight", float(one.weight))
             if one.weight
             else ("epochs", float(one.epochs or max(1, epochs)))
@@ -67,7 +71,7 @@ def _built(section: DataSection, one: MixedSource, build_one: Callable[[DataSect
         name=one.name,
         dir=one.dir,
         args=one.args,
-        tokenizer=one.tokenizer or section.tokenizer,
+        tokenizer=one.tokenizer,
         sources=(),
     )
     try:
@@ -137,17 +141,9 @@ def _fields(
     label: str, samples: Samples, skip_unreadable: int
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """The fields of the first sample that can be read."""
-    for index in range(min(skip_unreadable + 1, len(samples))):
-        try:
-            found = samples.batch(np.array([index], np.int64))
-            return {name: (tuple(value.shape[1:]), value.dtype) for name, value in found.items()}
-        except Exception as error:
-            why = error
-    what = " ".join(f"{type(why).__name__}: {why}".split())
-    raise ConfigError(
-        f"[[data.sources]] {label}: sample {index} cannot be read: {what}.",
-        "repair it, or --data.skip_unreadable 8",
-    ) from why
+    hint = "repair it, or --data.skip_unreadable 8"
+    found = first_readable(samples, skip_unreadable, f"[[data.sources]] {label}", hint)
+    return {name: (tuple(value.shape[1:]), value.dtype) for name, value in found.items()}
 
 
 def _shown(field: tuple[tuple[int, ...], torch.dtype] | None) -> str:

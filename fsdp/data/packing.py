@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from fsdp.base.errors import TrainingError
+from fsdp.data.mapped_sequence import mapped
 from fsdp.data.tokens import TokenRow
 from fsdp.models.packed_attention import POSITIONS
 from fsdp.tokenize.cache import made_once
@@ -86,7 +87,8 @@ def best_fit(widths: np.ndarray, room: int) -> np.ndarray:
 
     Pieces of one width, and rows with the same room left, are handled together.
     """
-    order = np.argsort(widths, kind="stable")[::-1]
+    # numpy sorts 16 bits by their digits, five times as fast as wider numbers.
+    order = np.argsort(widths.astype(np.uint16) if room < 1 << 16 else widths, kind="stable")[::-1]
     counts = np.bincount(widths, minlength=room + 1)
     row_of = np.empty(len(widths), np.int64)
     rooms: list[int] = []  # the room left in open rows, ascending
@@ -139,8 +141,8 @@ class PackingPlan:
 
     def __init__(self, folder: Path) -> None:
         self.facts = PackingFacts(**json.loads((folder / "facts.json").read_text(encoding="utf-8")))
-        self.pieces = Pieces(_mapped(folder / "first", np.int64), _mapped(folder / "width", np.int32))
-        self.ends = _mapped(folder / "ends", np.int64)
+        self.pieces = Pieces(mapped(folder / "first", np.int64), mapped(folder / "width", np.int32))
+        self.ends = mapped(folder / "ends", np.int64)
 
     def row(self, index: int) -> Iterator[tuple[int, int]]:
         """(first token, places) of each piece."""
@@ -149,13 +151,8 @@ class PackingPlan:
         return zip(firsts.tolist(), widths.tolist(), strict=True)
 
 
-def _mapped(path: Path, dtype: type[np.generic]) -> np.ndarray:
-    little = np.dtype(dtype).newbyteorder("<")
-    return np.memmap(path, little, "r") if path.stat().st_size else np.empty(0, little)
-
-
 Lengths = Callable[[], Iterable[tuple[np.ndarray, np.ndarray]]]
-"""Yields (starts, lengths) of documents in tokens, a file at a time."""
+"""Yields (starts, lengths) of documents in tokens, at most GROUP documents at a time."""
 
 
 def cached_plan(key: dict[str, object], lengths: Lengths, seq_len: int, long: Long) -> PackingPlan:
@@ -193,20 +190,19 @@ def write_plan(
 
 
 class _Counted:
-    """The pieces of documents, at most GROUP documents at a time, with the counts of what went through."""
+    """The pieces of documents, with the counts of what went through."""
 
     def __init__(self, lengths: Iterable[tuple[np.ndarray, np.ndarray]], seq_len: int, long: Long) -> None:
         self._lengths, self._seq_len, self._form = lengths, seq_len, long
         self.documents = self.long = self.unpacked = 0
 
     def __iter__(self) -> Iterator[Pieces]:
-        for starts, lengths in self._lengths:
-            for at in range(0, len(lengths), GROUP):
-                part = np.asarray(lengths[at : at + GROUP])
-                self.documents += int((part > 1).sum())
-                self.long += int((part > self._seq_len + 1).sum())
-                self.unpacked += int(np.clip(part - 1, 0, self._seq_len).sum())
-                yield pieces_of(np.asarray(starts[at : at + GROUP]), part, self._seq_len, self._form)
+        for starts, mapped_lengths in self._lengths:
+            lengths = np.asarray(mapped_lengths)
+            self.documents += int((lengths > 1).sum())
+            self.long += int((lengths > self._seq_len + 1).sum())
+            self.unpacked += int(np.clip(lengths - 1, 0, self._seq_len).sum())
+            yield pieces_of(np.asarray(starts), lengths, self._seq_len, self._form)
 
 
 def _grouped(parts: Iterable[Pieces]) -> Iterator[Pieces]:

@@ -31,12 +31,10 @@ def build_dataset(section: DataSection, model_facts: Mapping[str, Any] | None = 
     """Depends on the section and the files only: each rank calls it and gets the same."""
     if section.sources:
         mixed: DataSet = importlib.import_module("fsdp.data.mixture").build(
-            section, lambda one: build_dataset(one, model_facts)
+            section, lambda one: build_dataset(_with_tokenizer(one, section.tokenizer), model_facts)
         )
         return mixed
-    name, where = section.name, _where(section, model_facts or {})
-    if is_remote(name) or (name and name not in BUILT_INS and (Path(name).exists() or matching(name))):
-        name, where = _at_path(section, where)
+    name, where = _selected(section, model_facts or {})
     if section.tokenizer and name != "documents":
         raise ConfigError(
             f"--data.tokenizer {section.tokenizer} has no effect on --data.name {section.name}.",
@@ -49,6 +47,22 @@ def build_dataset(section: DataSection, model_facts: Mapping[str, Any] | None = 
     build = importlib.import_module(f"fsdp.data.{name}").build
     dataset: DataSet = build(where, **check_args(build, section.args, f"--data.name {section.name}"))
     return dataset
+
+
+def _with_tokenizer(source: DataSection, shared: str) -> DataSection:
+    """The source with the tokenizer of [data], if it has none of its own and its data set takes one."""
+    if source.tokenizer or not shared:
+        return source
+    given = dataclasses.replace(source, tokenizer=shared)
+    return given if _selected(given, {})[0] == "documents" else source
+
+
+def _selected(section: DataSection, model_facts: Mapping[str, Any]) -> tuple[str, Where]:
+    """The data set of --data.name, which may be a path, and its arguments."""
+    name, where = section.name, _where(section, model_facts)
+    if is_remote(name) or (name and name not in BUILT_INS and (Path(name).exists() or matching(name))):
+        return _at_path(section, where)
+    return name, where
 
 
 def _where(section: DataSection, model_facts: Mapping[str, Any]) -> Where:

@@ -1,14 +1,9 @@
 """Streams: data without a length, read in order from shards that each have a state.
 
-Position p of the stream is item p // S of shard p % S. A step takes global_batch / S items from each of the
-S shards; ranks slice them, shard after shard, as they slice any batch. So a rank reads the shards that its
-slice touches: 1/R of the data where the number of ranks R divides S, a shared shard twice elsewhere, and with
-one shard everything on every rank. The order is the same for any number of ranks.
-
-A checkpoint keeps each shard's state after the last item trained on: states are noted where a step's items
-end, while the readers are ahead. Any number of ranks takes them up. A shard that ends begins its next epoch.
-A stream without a state, or whose state does not lead to the same items, is refused. Not here: the factory
-(custom.py), how items become a batch (ItemSamples there).
+Position p of the stream is item p // S of shard p % S. A shard that ends begins its next epoch. A stream
+without a state, or whose state does not lead to the same items, is refused. Not here: which positions a step
+takes, and what a checkpoint keeps (stream_cursor.py); the factory (custom.py); how items become a batch
+(ItemSamples there).
 """
 
 from __future__ import annotations
@@ -22,8 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fsdp.base.errors import CheckpointError, ConfigError, OneRankError, ShardrunError
-from fsdp.dist import collectives
+from fsdp.base.errors import ConfigError, OneRankError, ShardrunError, one_line
 
 PAGE = "docs/data.md#streams"
 
@@ -162,9 +156,8 @@ class StreamItems:
         except ShardrunError:
             raise
         except Exception as error:
-            what = " ".join(f"{type(error).__name__}: {error}".split())
             raise OneRankError(
-                f"shard {shard} of the stream cannot be read at its item {reader.read}: {what}."
+                f"shard {shard} of the stream cannot be read at its item {reader.read}: {one_line(error)}."
             ) from error
 
 
@@ -206,9 +199,9 @@ def check_state(name: str, make: Callable[[], Any]) -> None:
     except ConfigError:
         raise
     except Exception as error:
-        what = " ".join(f"{type(error).__name__}: {error}".split())
         raise ConfigError(
-            f"--data.name {name}: the stream's first items cannot be read: {what}.", f"what it needs: {PAGE}"
+            f"--data.name {name}: the stream's first items cannot be read: {one_line(error)}.",
+            f"what it needs: {PAGE}",
         ) from error
     if not _same(expected, found):
         raise ConfigError(
@@ -226,95 +219,3 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, (Tensor, np.ndarray)):
         return bool(torch.equal(torch.as_tensor(one), torch.as_tensor(other)))
     return bool(one == other)
-
-
-# ---------------------------------------------------------------- the order
-
-
-class StreamCursor:
-    """The positions of each step: the same number of items from each shard."""
-
-    end = None
-    steps_per_epoch = 0
-
-    def __init__(
-        self, items: StreamItems, *, global_batch: int, ahead: int, step: int = 0, drawn: int = 0
-    ) -> None:
-        """`drawn`: items of each shard before `step`. `ahead`: steps that may be read in advance."""
-        self.items, self.global_batch, self._ahead = items, global_batch, ahead
-        self._step, self._drawn = step, drawn
-        self.shards = len(items.shards)
-        self._rows, rest = divmod(global_batch, self.shards)
-        if rest:
-            below = max(1, self._rows) * self.shards
-            raise ConfigError(
-                f"--train.global_batch {global_batch} is not a multiple of the {self.shards} shards of "
-                f"--data.name {items.name}: a step takes as many items from each.",
-                f"--train.global_batch {below}",
-            )
-
-    def indices(self, step: int) -> np.ndarray:
-        """Returns global_batch positions, int64, shard after shard."""
-        first = self._number(step)
-        numbers = np.arange(first, first + self._rows, dtype=np.int64)
-        return (numbers * self.shards + np.arange(self.shards, dtype=np.int64)[:, None]).reshape(-1)
-
-    def _number(self, step: int) -> int:
-        """The item of each shard that comes first in a step."""
-        return self._drawn + (step - self._step) * self._rows
-
-    def begin(self, states: list[str | None]) -> None:
-        for shard, state in zip(self.items.shards, states, strict=True):
-            shard.begin(state, self._drawn, rows=self._rows, kept=self._ahead)
-
-    def saved(self, step: int) -> dict[str, Any]:
-        """What a checkpoint keeps: each shard's state before `step`, from the ranks' readers. Collective."""
-        number, own = self._number(step), {}
-        for shard in self.items.shards:
-            try:
-                own[shard.index] = shard.state(number)
-            except KeyError:
-                continue
-        known: dict[int, str | None] = {}
-        for states in collectives.all_gather_objects(own):
-            known |= states
-        missing = [shard.index for shard in self.items.shards if shard.index not in known]
-        if missing:
-            raise CheckpointError(f"no rank knows the state of shard {missing[0]} before step {step + 1}.")
-        states = [known[shard.index] for shard in self.items.shards]
-        return {"stream": {"drawn": number, "states": [json.loads(s) if s else None for s in states]}}
-
-    def resumed(self, saved: Mapping[str, Any], step: int) -> StreamCursor:
-        """The cursor of a run that resumes at `step`; the readers continue at the saved states."""
-        drawn, states = _read(saved.get("stream"), self.shards)
-        after = StreamCursor(
-            self.items, global_batch=self.global_batch, ahead=self._ahead, step=step, drawn=drawn
-        )
-        after.begin(states)
-        return after
-
-    def note(self) -> str:
-        return ""
-
-
-def _read(saved: Any, shards: int) -> tuple[int, list[str | None]]:
-    if saved is None:
-        return 0, [None] * shards
-    try:
-        drawn, states = saved["drawn"], [None if one is None else json.dumps(one) for one in saved["states"]]
-        if (
-            type(drawn) is not int
-            or drawn < 0
-            or not all(s is None or "epoch" in json.loads(s) for s in states)
-        ):
-            raise ValueError("drawn or an epoch")
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"the checkpoint's record of the stream cannot be read ({error}).", "--checkpoint.resume never"
-        ) from None
-    if len(states) != shards:
-        raise CheckpointError(
-            f"the checkpoint is of a stream of {len(states)} shards, this one has {shards}.",
-            f"return a stream with shards = {len(states)}, or start a new --run.dir",
-        )
-    return drawn, states

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from fsdp.base.errors import ConfigError
+from fsdp.data.mapped_sequence import MappedSequence, PackedNames, pack, start_of
 from fsdp.tokenize.cache import made_once
 
 MANY = 256
@@ -40,7 +41,7 @@ class TokenFile:
         return np.memmap(self.path, self.dtype, "r", self.offset, (self.tokens,))
 
 
-class TokenFiles(Sequence[TokenFile]):
+class TokenFiles(MappedSequence[TokenFile]):
     """The files of one part of an index, mapped."""
 
     COLUMNS = ("ends", "document_ends", "name_ends", "offsets", "dtypes", "guessed", "names")
@@ -52,24 +53,18 @@ class TokenFiles(Sequence[TokenFile]):
         """The tokens up to each file's end."""
         self.document_ends: np.ndarray = columns["document_ends"]
         self._columns = columns
+        self._names = PackedNames(columns["names"], columns["name_ends"])
 
     def __len__(self) -> int:
         return len(self.ends)
 
-    def __getitem__(self, place: Any) -> Any:
-        if isinstance(place, slice):
-            return [self[n] for n in range(*place.indices(len(self)))]
-        n = place + len(self) if place < 0 else place
-        if not 0 <= n < len(self):
-            raise IndexError(place)
-        columns = self._columns
-        first, last = (int(columns["name_ends"][n - 1]) if n else 0), int(columns["name_ends"][n])
-        path = self._root / os.fsdecode(columns["names"][first:last].tobytes())
-        tokens = int(self.ends[n]) - (int(self.ends[n - 1]) if n else 0)
+    def item(self, n: int) -> TokenFile:
+        columns, path = self._columns, self._root / self._names[n]
+        tokens = int(self.ends[n]) - start_of(self.ends, n)
         if self._suffix:
             return TokenFile(path.with_suffix(self._suffix), np.dtype(np.uint8), 0, tokens)
         dtype = np.dtype(columns["dtypes"][n].decode())
-        documents = int(self.document_ends[n]) - (int(self.document_ends[n - 1]) if n else 0)
+        documents = int(self.document_ends[n]) - start_of(self.document_ends, n)
         return TokenFile(
             path, dtype, int(columns["offsets"][n]), tokens, bool(columns["guessed"][n]), documents
         )
@@ -93,15 +88,15 @@ def document_ends(files: Sequence[TokenFile]) -> np.ndarray:
 
 def write_part(index: Path, files: Sequence[TokenFile]) -> None:
     index.mkdir(parents=True, exist_ok=True)
-    names = [os.fsencode(file.path.name) for file in files]
+    names, lengths = pack([file.path.name for file in files])
     columns = {
         "ends": np.cumsum([file.tokens for file in files], dtype=np.int64),
         "document_ends": np.cumsum([file.documents for file in files], dtype=np.int64),
-        "name_ends": np.cumsum([len(name) for name in names], dtype=np.int64),
+        "name_ends": np.cumsum(lengths),
         "offsets": np.array([file.offset for file in files], np.int64),
         "dtypes": np.array([file.dtype.str for file in files], "S8"),
         "guessed": np.array([file.guessed for file in files], np.bool_),
-        "names": np.frombuffer(b"".join(names), np.uint8),
+        "names": np.frombuffer(names, np.uint8),
     }
     for name in TokenFiles.COLUMNS:
         np.save(index / f"{name}.npy", columns[name])
@@ -122,14 +117,19 @@ def indexed(
 
 
 def folder_state(root: Path) -> list[str]:
-    """Changes with the name, size or time of a token file or sidecar in the folder."""
-    state = hashlib.sha256(str(root.resolve()).encode())
+    """Changes with the name, size or time of a token file or sidecar in the folder.
+
+    A sum of digests, in any order: a list of very many files would be most of a start's memory.
+    """
+    count, total = 0, 0
     try:
         with os.scandir(root) as entries:
-            kept = sorted((one for one in entries if one.name.endswith(EXAMINED)), key=lambda one: one.name)
-        for entry in kept:
-            found = entry.stat()
-            state.update(os.fsencode(f"{entry.name}\n{found.st_size} {found.st_mtime_ns}\n"))
+            for entry in entries:
+                if entry.name.endswith(EXAMINED):
+                    found = entry.stat()
+                    line = os.fsencode(f"{entry.name}\n{found.st_size} {found.st_mtime_ns}\n")
+                    total += int.from_bytes(hashlib.sha256(line).digest(), "little")
+                    count += 1
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be read ({error.strerror}).", f"ls -l {root}") from None
-    return [str(len(kept)), state.hexdigest()]
+    return [str(root.resolve()), str(count), f"{total:x}"]

@@ -16,13 +16,26 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from fsdp.base.errors import OneRankError, ShardrunError
+from fsdp.base.errors import ConfigError, OneRankError, ShardrunError, one_line
 from fsdp.data.types import DataSet, Samples
 from fsdp.rundir.line_files import append, read_records
 
 log = logging.getLogger(__name__)
 
 FOLDER = "unreadable"
+
+
+def first_readable(samples: Samples, allowed: int, name: str, hint: str) -> dict[str, Tensor]:
+    """The batch of sample 0; where `allowed` samples may be unreadable, of the first that can be read.
+
+    An error names the data set by `name`, such as "--data.name mine:build".
+    """
+    for index in range(min(allowed + 1, len(samples)) if allowed else 1):  # a stream has no length
+        try:
+            return samples.batch(np.array([index], np.int64))
+        except Exception as error:
+            why = error
+    raise ConfigError(f"{name}: sample {index} cannot be read: {one_line(why)}.", hint) from why
 
 
 def maybe_skipping(data: DataSet, allowed: int, run: Path, rank: int) -> DataSet:
@@ -43,7 +56,7 @@ class Unreadable:
 
     def add(self, kind: str, index: int, error: Exception) -> None:
         """Records a sample, and raises OneRankError if there are more than allowed."""
-        what = " ".join(f"{type(error).__name__}: {error}".split())
+        what = one_line(error)
         with self._lock:
             known = self._known()
             if (kind, index) not in known:

@@ -20,7 +20,7 @@ from fsdp.base.errors import ConfigError
 from fsdp.config import Config
 from fsdp.data import Cursor, DataSet, MixCursor, build_dataset
 from fsdp.data.mixture import first_segment
-from fsdp.data.stream import StreamCursor
+from fsdp.data.stream_cursor import StreamCursor
 from fsdp.dist.env import DistEnv
 from fsdp.dist.mesh import BatchPlan, MeshSizes, plan_batch, resolve
 from fsdp.memory.resting import resting_bytes

@@ -119,7 +119,23 @@ def check_messages(value: Any, field: str, place: str) -> list[Message]:
             raise ConfigError(
                 f"{place}: role of message {n} of {field} is {message['role']!r}, not text.", _EXAMPLE
             )
+        if isinstance(message.get("content"), str):
+            check_unicode(message["content"], f"content of message {n} of {field}", place)
     return value
+
+
+def check_unicode(text: str, name: str, place: str) -> None:
+    """Raises ConfigError for half of a surrogate pair, which JSON can escape and tokenizers refuse."""
+    if text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{place}: {name} has {text[error.start]!a} at character {error.start + 1}, half of a surrogate "
+            "pair.",
+            "write the row again, in Python with text.encode('utf-8', 'replace').decode()",
+        ) from None
 
 
 _EXAMPLE = """messages are [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]"""

@@ -7,7 +7,7 @@ prompt, completion      the completion's; both are text, or lists of messages
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,10 +15,12 @@ from typing import Any, Literal
 import numpy as np
 
 from fsdp.base.errors import ConfigError
-from fsdp.tokenize.conversations import ChatTemplate, Message, Span, check_messages
+from fsdp.tokenize.conversations import ChatTemplate, Message, Span, check_messages, check_unicode
 from fsdp.tokenize.sources import SourceRow
-from fsdp.tokenize.tokenizer import HubTokenizer, Tokenizer, load_tokenizer
+from fsdp.tokenize.tokenizer import ByteTokenizer, HubTokenizer, Tokenizer, load_tokenizer
 
+AT_ONCE = 1 << 18
+"""Characters that are encoded in one call."""
 Loss = Literal["assistant", "all", "last"]
 Form = Literal["text", "messages", "pairs"]
 
@@ -70,7 +72,16 @@ class DocumentReader:
             "messages": self._messages,
             "pairs": self._pair,
         }
-        self.read = ways[form]
+        self._form, self.read = form, ways[form]
+
+    def read_all(self, rows: Iterable[SourceRow]) -> Iterator[Document]:
+        """The documents of the rows, in their order. Texts are encoded many at a time."""
+        if self._form != "text":
+            yield from map(self.read, rows)
+            return
+        for texts in _chunks(map(self._text_of, rows)):
+            for tokens in self.tokenizer.encode_all(texts, special=True):
+                yield Document(self._ended(tokens), None)
 
     def _chat(self, why: str) -> ChatTemplate:
         if not isinstance(self.tokenizer, HubTokenizer):
@@ -84,9 +95,17 @@ class DocumentReader:
     # ------------------------------------------------------------ text
 
     def _text(self, row: SourceRow) -> Document:
+        return Document(self._ended(self.tokenizer.encode(self._text_of(row), special=True).tokens), None)
+
+    def _text_of(self, row: SourceRow) -> str:
         name = self._options.text or "text"
-        encoded = self.tokenizer.encode(_string(row, name, _column(row, name)), special=True)
-        return Document(self._ended(encoded.tokens), None)
+        return self._string(row, name, _column(row, name))
+
+    def _string(self, row: SourceRow, name: str, value: Any) -> str:
+        text = _string(row, name, value)
+        if not isinstance(self.tokenizer, ByteTokenizer):
+            check_unicode(text, name, row.place)
+        return text
 
     def _ended(self, tokens: Any) -> np.ndarray:
         found = _array(tokens)
@@ -132,9 +151,9 @@ class DocumentReader:
             return self._conversation(
                 self._template, row, said + check_messages(completion, "completion", row.place), len(said)
             )
-        before = _string(row, "prompt", prompt)
+        before = self._string(row, "prompt", prompt)
         encoded = self.tokenizer.encode(
-            before + _string(row, "completion", completion), special=True, spans=True
+            before + self._string(row, "completion", completion), special=True, spans=True
         )
         tokens = self._ended(encoded.tokens)
         if self._options.loss == "all":
@@ -142,6 +161,20 @@ class DocumentReader:
         # From the token that reaches into the completion. One that a prompt's end and it share is trained on.
         first = next((n for n, (_, end) in enumerate(encoded.spans) if end > len(before)), len(tokens) - 1)
         return Document(tokens, (np.arange(len(tokens)) >= first).astype(np.uint8))
+
+
+def _chunks(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Lists of about AT_ONCE characters each."""
+    waiting: list[str] = []
+    count = 0
+    for text in texts:
+        waiting.append(text)
+        count += len(text)
+        if count >= AT_ONCE:
+            yield waiting
+            waiting, count = [], 0
+    if waiting:
+        yield waiting
 
 
 def _within(tokens: Any, spans: list[Span]) -> np.ndarray:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from fsdp.rundir.atomic_write import write_atomically
 from fsdp.tokenize.documents import Document, DocumentOptions, DocumentReader, Form, form_of, masks
 from fsdp.tokenize.locate import SourceName
 from fsdp.tokenize.sources import SourceRow, SourceRows
-from fsdp.tokenize.tokenizer import digest_of_tokenizer, load_tokenizer
+from fsdp.tokenize.tokenizer import Tokenizer, digest_of_tokenizer, load_tokenizer, modules_of
 
 MANIFEST = "tokenize.json"
 VERSION = 1
@@ -103,6 +104,19 @@ class Tokenized:
         )
 
 
+@dataclass(frozen=True)
+class TokenizerFacts:
+    """What the manifest has of the tokenizer. Writers return it: the process that starts them loads none."""
+
+    vocab_size: int
+    end: int
+
+    @staticmethod
+    def of(tokenizer: Tokenizer) -> TokenizerFacts:
+        return TokenizerFacts(tokenizer.vocab_size, tokenizer.end)
+
+
+ShardResult = tuple[Tokenized, TokenizerFacts]
 Progress = Callable[[int, int, Tokenized], None]
 """(finished shards, all shards, what those hold)"""
 
@@ -116,15 +130,17 @@ def tokenize(job: TokenizeJob, out: Path, workers: int, progress: Progress) -> T
     total = sum(done.values(), Tokenized())
     progress(len(done), len(plan.shards), total)
     missing = [shard for shard in plan.shards if shard.number not in done]
-    for count, found in enumerate(_made(plan, missing, out, workers), len(done) + 1):
-        total += found
+    facts: TokenizerFacts | None = None
+    for count, (found, written_by) in enumerate(_made(plan, missing, out, workers), len(done) + 1):
+        total, facts = total + found, written_by
         progress(count, len(plan.shards), total)
     if not total.tokens:
         raise ConfigError(
             f"{job.source} gives no token to train on in {total.empty} rows.",
             "rows with text, or with an assistant's message; or --data.args.loss all",
         )
-    _write_manifest(out, plan, key, total)
+    facts = facts or TokenizerFacts.of(load_tokenizer(job.options.tokenizer))
+    _write_manifest(out, plan, key, total, facts)
     return total
 
 
@@ -170,11 +186,12 @@ def _claim(out: Path, key: dict[str, Any]) -> None:
         raise ConfigError(f"{out} cannot be used: {error}.", "another folder") from None
 
 
-def _write_manifest(out: Path, plan: TokenizePlan, key: dict[str, Any], total: Tokenized) -> None:
+def _write_manifest(
+    out: Path, plan: TokenizePlan, key: dict[str, Any], total: Tokenized, tokenizer: TokenizerFacts
+) -> None:
     names = [path.name for split in SPLITS for path in sorted(out.glob(f"{split}-*.bin"))]
     sums = [json.loads((out / f"{name}.json").read_text(encoding="utf-8"))["sha256"] for name in names]
     options = plan.job.options
-    tokenizer = load_tokenizer(options.tokenizer)
     facts = {
         "key": key, "form": plan.form, "masked": masks(plan.form, options), "files": names,
         "fingerprint": hashlib.sha256("".join(sums).encode()).hexdigest()[:16],
@@ -194,22 +211,24 @@ def _finished(out: Path, shard: Shard) -> Tokenized | None:
 # ---------------------------------------------------------------- one shard
 
 
-def _made(plan: TokenizePlan, shards: list[Shard], out: Path, workers: int) -> Iterator[Tokenized]:
+def _made(plan: TokenizePlan, shards: list[Shard], out: Path, workers: int) -> Iterator[ShardResult]:
     if workers < 2 or len(shards) < 2:
         writer = ShardWriter(plan, out) if shards else None
         for shard in shards:
             assert writer is not None
             yield writer.write(shard)
         return
-    spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(
-        min(workers, len(shards)), mp_context=spawn, initializer=_start_worker, initargs=(plan, out)
+        min(workers, len(shards)),
+        mp_context=_context(plan.job.options),
+        initializer=_start_worker,
+        initargs=(plan, out, dict(os.environ)),
     )
     try:
         for one in as_completed([pool.submit(_write_in_worker, shard) for shard in shards]):
             found = one.result()
-            if isinstance(found, tuple):
-                raise ConfigError(*found)
+            if isinstance(found, ErrorParts):
+                raise ConfigError(found.message, found.hint)
             yield found
     except BrokenProcessPool:
         raise ShardrunError(
@@ -220,21 +239,36 @@ def _made(plan: TokenizePlan, shards: list[Shard], out: Path, workers: int) -> I
         pool.shutdown(cancel_futures=True)
 
 
-_writer: ShardWriter | tuple[str, str | None] | None = None
+@dataclass(frozen=True)
+class ErrorParts:
+    """An error's two parts, to travel: a ShardrunError's arguments are not those of its constructor."""
+
+    message: str
+    hint: str | None
 
 
-def _start_worker(plan: TokenizePlan, out: Path) -> None:
+_writer: ShardWriter | ErrorParts | None = None
+
+
+def _context(options: DocumentOptions) -> BaseContext:
+    """Workers are forked by a server without threads, which imports once what each of them needs."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload([__name__, *modules_of(options.tokenizer)])
+    return found
+
+
+def _start_worker(plan: TokenizePlan, out: Path, environ: dict[str, str]) -> None:
     global _writer
+    os.environ.update(environ)  # the server's may be that of an earlier call
     try:
         _writer = ShardWriter(plan, out)
     except ShardrunError as error:
         _writer = _parts(error)
 
 
-def _write_in_worker(shard: Shard) -> Tokenized | tuple[str, str | None]:
-    """An error travels as its two parts: a ShardrunError's arguments are not those of its constructor."""
+def _write_in_worker(shard: Shard) -> ShardResult | ErrorParts:
     assert _writer is not None
-    if isinstance(_writer, tuple):
+    if isinstance(_writer, ErrorParts):
         return _writer
     try:
         return _writer.write(shard)
@@ -242,8 +276,8 @@ def _write_in_worker(shard: Shard) -> Tokenized | tuple[str, str | None]:
         return _parts(error)
 
 
-def _parts(error: ShardrunError) -> tuple[str, str | None]:
-    return str(error).partition(" HINT: ")[0], error.hint
+def _parts(error: ShardrunError) -> ErrorParts:
+    return ErrorParts(str(error).partition(" HINT: ")[0], error.hint)
 
 
 class ShardWriter:
@@ -255,7 +289,7 @@ class ShardWriter:
         self._dtype = np.dtype(np.int32 if wide else np.uint16).newbyteorder("<")
         self._masked = masks(plan.form, plan.job.options)
 
-    def write(self, shard: Shard) -> Tokenized:
+    def write(self, shard: Shard) -> ShardResult:
         files = {
             split: SplitFiles(self._out / f"{split}-{shard.number:05d}", self._masked) for split in SPLITS
         }
@@ -279,12 +313,12 @@ class ShardWriter:
         finally:
             for one in files.values():
                 one.close()
-        return total
+        return total, TokenizerFacts.of(self._reader.tokenizer)
 
     def _documents(self, shard: Shard) -> Iterator[Document | None]:
         """None for a row without a token to train on."""
-        for row in self._sources[shard.source].read(shard.first, shard.last):
-            document = self._reader.read(row)
+        rows = self._sources[shard.source].read(shard.first, shard.last)
+        for document in self._reader.read_all(rows):
             trained = document.trained
             empty = len(document.tokens) < 2 or (trained is not None and not trained[1:].any())
             yield None if empty else document

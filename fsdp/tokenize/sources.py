@@ -13,7 +13,6 @@ import itertools
 import json
 import mmap
 import shlex
-import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -29,6 +28,8 @@ from fsdp.tokenize.cache import identity, made_once
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt")
 ROWS = SUFFIXES[:-1]
 READ = 1 << 24
+PACKED = 1 << 17
+"""Of a .zst file, at once: what it expands to is in memory."""
 HINT = "a .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .txt file, a folder of them, or a pattern in quotes"
 
 
@@ -115,10 +116,10 @@ def _opened(path: Path, name: str) -> SourceRows:
     if path.suffix == ".parquet":
         return ParquetRows(path, name)
     if path.suffix == ".gz":
-        return LineRows(path, _decompressed(path, name, lambda: gzip.open(path, "rb")), name)
+        return LineRows(path, _decompressed(path, name, lambda: _gzip_blocks(path)), name)
     if path.suffix == ".zst":
         zstandard = optional("zstandard", name)
-        return LineRows(path, _decompressed(path, name, lambda: zstandard.open(path, "rb")), name)
+        return LineRows(path, _decompressed(path, name, lambda: _zst_blocks(path, zstandard)), name)
     return LineRows(path, path, name)
 
 
@@ -200,11 +201,32 @@ def _index_lines(path: Path, aside: Path) -> None:
             np.array([done], np.int64).tofile(out)
 
 
-def _decompressed(path: Path, name: str, open_file: Callable[[], Any]) -> Path:
+def _gzip_blocks(path: Path) -> Iterator[bytes]:
+    with gzip.open(path, "rb") as file:
+        while block := file.read(READ):
+            yield block
+
+
+def _zst_blocks(path: Path, zstandard: Any) -> Iterator[bytes]:
+    """Frame by frame: zstandard.open ends without an error where a file is cut short."""
+    library = zstandard.ZstdDecompressor()
+    frame, complete = library.decompressobj(), True
+    with path.open("rb") as file:
+        while packed := file.read(PACKED):
+            while packed:
+                yield frame.decompress(packed)
+                packed, complete = frame.unused_data, frame.eof
+                if complete:
+                    frame = library.decompressobj()
+    if not complete:
+        raise EOFError("it ends within a frame")
+
+
+def _decompressed(path: Path, name: str, blocks: Callable[[], Iterator[bytes]]) -> Path:
     def write(aside: Path) -> None:
         try:
-            with open_file() as packed, aside.open("wb") as out:
-                shutil.copyfileobj(packed, out, READ)
+            with aside.open("wb") as out:
+                out.writelines(blocks())
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise _damaged(path, name, error) from None
         except Exception as error:
@@ -252,10 +274,32 @@ class ParquetRows:
                 number = int(start)
                 self._place = f", rows {number + 1} to {self._ends[group + 1]}"
                 for batch in file.iter_batches(1024, row_groups=[group], use_threads=False):
-                    for values in batch.to_pylist():
+                    for values in self._values(batch, number):
                         number += 1
                         if first < number <= last:
                             yield SourceRow(f"{self._name} row {number}", values)
+
+    def _values(self, batch: Any, before: int) -> list[dict[str, Any]]:
+        """The batch's rows, with `before` rows of the file before them."""
+        try:
+            found: list[dict[str, Any]] = batch.to_pylist()
+        except UnicodeDecodeError:
+            raise self._not_text(batch, before) from None
+        return found
+
+    def _not_text(self, batch: Any, before: int) -> ConfigError:
+        """Names the first row and column whose bytes are not UTF-8: pyarrow does not check them."""
+        for n in range(batch.num_rows):
+            for name in batch.schema.names:
+                try:
+                    batch.column(name)[n].as_py()
+                except UnicodeDecodeError as error:
+                    return ConfigError(
+                        f"{self._name} row {before + n + 1}: {name} is not UTF-8 at byte {error.start}: "
+                        f"{error.reason}.",
+                        "write the file again from text, such as with pyarrow.array(texts, pyarrow.string())",
+                    )
+        raise AssertionError("not reached")
 
     def cuts(self, size: int) -> list[int]:
         """At row groups: a part of one would read it whole."""

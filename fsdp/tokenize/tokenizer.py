@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,6 +42,10 @@ class Tokenizer(Protocol):
         """`special` adds the tokens that the tokenizer puts around a text, such as one that begins it."""
         ...
 
+    def encode_all(self, texts: Sequence[str], *, special: bool) -> Sequence[Sequence[int]]:
+        """The tokens of each text, as `encode` finds them; faster, in one call of the library."""
+        ...
+
     def decode(self, tokens: Sequence[int]) -> str: ...
 
 
@@ -55,6 +59,9 @@ class ByteTokenizer:
         return Encoded(
             raw, [(n, n + 1) for n, one in enumerate(text) for _ in one.encode("utf-8", "surrogatepass")]
         )
+
+    def encode_all(self, texts: Sequence[str], *, special: bool) -> Sequence[Sequence[int]]:
+        return [self.encode(text, special=special).tokens for text in texts]
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(tokens).decode(errors="replace")
@@ -80,6 +87,10 @@ class FileTokenizer:
     def encode(self, text: str, *, special: bool, spans: bool = False) -> Encoded:
         made = self._made.encode(text, add_special_tokens=special)
         return Encoded(made.ids, made.offsets)
+
+    def encode_all(self, texts: Sequence[str], *, special: bool) -> Sequence[Sequence[int]]:
+        encode = getattr(self._made, "encode_batch_fast", self._made.encode_batch)
+        return [one.ids for one in encode(list(texts), add_special_tokens=special)]
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._made.decode(list(tokens)))
@@ -109,20 +120,43 @@ class HubTokenizer:
             )
         self.vocab_size = 1 + max(self.made.get_vocab().values())
         self.end = _end(Path(name), self.made.eos_token_id)
+        self._encode_fast = _without_places(self.made, library.PreTrainedTokenizerFast)
 
     def encode(self, text: str, *, special: bool, spans: bool = False) -> Encoded:
-        made = self.made(
-            text,
+        made = self._encoded(text, special, spans)
+        return Encoded(made["input_ids"], made["offset_mapping"] if spans else ())
+
+    def encode_all(self, texts: Sequence[str], *, special: bool) -> Sequence[Sequence[int]]:
+        if self._encode_fast is None:
+            found: list[list[int]] = self._encoded(list(texts), special, False)["input_ids"]
+            return found
+        return [one.ids for one in self._encode_fast(list(texts), add_special_tokens=special)]
+
+    def _encoded(self, texts: str | list[str], special: bool, spans: bool) -> Any:
+        return self.made(
+            texts,
             add_special_tokens=special,
             return_offsets_mapping=spans,
             return_attention_mask=False,
             truncation=False,
             verbose=False,
         )
-        return Encoded(made["input_ids"], made["offset_mapping"] if spans else ())
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.made.decode(list(tokens)))
+
+
+def _without_places(made: Any, base: type) -> Callable[..., Any] | None:
+    """The tokenizers library's batch encoding without places in the text, a quarter faster than with them.
+
+    None if the class of this tokenizer encodes in a way of its own, or the library has no such method.
+    """
+    ways = ("__call__", "_encode_plus", "_batch_encode_plus")  # of transformers 5, and of 4
+    fast: Callable[..., Any] | None = getattr(made.backend_tokenizer, "encode_batch_fast", None)
+    if any(getattr(type(made), way, None) is not getattr(base, way, None) for way in ways):
+        return None
+    made("", truncation=False)  # sets truncation and padding of the library's tokenizer, as each call does
+    return fast
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -131,6 +165,15 @@ def load_tokenizer(name: str) -> Tokenizer:
         return ByteTokenizer()
     place = find_tokenizer(name)
     return FileTokenizer(place) if place.is_file() else HubTokenizer(name, place)
+
+
+def modules_of(name: str) -> tuple[str, ...]:
+    """The modules that loading this tokenizer imports. transformers takes a second or two, with torch."""
+    if name in ("", BYTES):
+        return ()
+    if find_tokenizer(name).is_file():
+        return ("tokenizers",)
+    return ("transformers.models.auto.tokenization_auto", "transformers.tokenization_utils_tokenizers")
 
 
 _ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?", re.ASCII)

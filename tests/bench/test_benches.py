@@ -17,6 +17,8 @@ import bench.__main__ as whole
 from bench import (
     data,
     data_reader,
+    data_start,
+    data_tokenize,
     goodput,
     launched,
     overhead,
@@ -28,8 +30,6 @@ from bench import (
     train,
 )
 from bench.peers import setup
-from fsdp.config import DataSection
-from fsdp.data import build_dataset
 
 HERE = (*whole.SHORT, "simulated", "data", "overhead")
 
@@ -313,18 +313,28 @@ def test_simulated_ranks_from_the_command_line() -> None:
 
 
 def test_a_reader_without_enough_rounds_gets_no_interval() -> None:
-    few, many = (data.read_table({"ours": [2.0] * n, "datasets": [1.0] * n}) for n in (5, 6))
+    few, many = (data.speed_table({"ours": [2.0] * n, "datasets": [1.0] * n}) for n in (5, 6))
     assert "2.000 (no interval below 6 rounds)" in few
     assert "2.000 [2.000, 2.000] better" in many
 
 
-def test_sparse_token_files_take_no_room_and_are_data(tmp_path: Path) -> None:
-    root = data.sparse(tmp_path / "tokens", 3, 10**9)
-    assert sum(path.stat().st_blocks for path in root.glob("*.bin")) == 0
-    made = build_dataset(DataSection(name=str(root), seq_len=1024))
-    assert len(made.train) > 2_900_000
-    shown = {"samples": len(made.train), "seconds": 0.5, "mib": 12.0}
-    assert "| 1e6 | 1 | 2,9" in data.start_table({"1e6": {"first": shown, "second": shown}})
+@pytest.mark.parametrize(
+    ("form", "size"), [("tokens", 3 * 10**8), ("documents", 200_000), ("packed", 200_000)]
+)
+def test_simulated_data_take_little_room_and_are_data(form: str, size: int, tmp_path: Path) -> None:
+    kind = data_start.FORMS[form]
+    kind.write(tmp_path / "data", size)
+    assert sum(path.stat().st_blocks for path in tmp_path.rglob("*.bin")) == 0
+    found = data_start.start(form, tmp_path / "data", size)
+    assert found["samples"] == {"tokens": 290_038, "documents": size}.get(form, found["samples"])
+    table = data.start_table({form: {f"{size:,}": {"first": found, "second": found}}})
+    assert f"| {size:,} {kind.noun} | " in table
+
+
+@pytest.mark.needs("transformers")
+def test_our_command_tokenizes_the_corpus_in_rounds(tmp_path: Path) -> None:
+    seen = data_tokenize.speeds(["ours"], tmp_path, rounds=1, mib=1, workers=1)
+    assert min(seen["ours"]) > 0
 
 
 def test_the_contenders_windows_are_shardruns(tmp_path: Path) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from bench.data_start import document_shards, starts
 from fsdp.base.errors import ConfigError
 from fsdp.config import DataSection
 from fsdp.data import DataSet, build_dataset, documents, folder, tokens
@@ -20,8 +18,6 @@ from tests.data.test_folder import make_two_classes, paint
 from tests.data.test_text_tokens import rows_of
 from tests.support.data_cache import own_cache as own_cache
 from tests.tokenize.rows import texts, write_lines
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -124,44 +120,32 @@ def count(root: Path) -> int:
     return len(made.train) + len(made.heldout)
 
 
-SPARSE = """
-import json, resource, sys, time
-began = time.perf_counter()
-from fsdp.config import DataSection
-from fsdp.data import Cursor, build_dataset
-import numpy as np
-imported = time.perf_counter() - began
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-began = time.perf_counter()
-made = build_dataset(DataSection(name=sys.argv[1], seq_len=1024))
-cursor = Cursor(seed=1, samples=len(made.train), global_batch=64)
-for step in (0, 1, cursor.steps_per_epoch - 2):
-    made.train.batch(cursor.indices(step))
-mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-print(json.dumps({"samples": len(made.train), "seconds": time.perf_counter() - began, "mib": mib}))
-"""
-
-
-def sparse(root: Path, files: int, tokens_each: int) -> Path:
-    """Token files of zeros without blocks on disk."""
-    root.mkdir()
-    (root / "tokens.json").write_text('{"dtype": "uint16", "vocab_size": 50257}', encoding="utf-8")
-    for n in range(files):
-        with (root / f"{n:05}.bin").open("wb") as file:
-            os.truncate(file.fileno(), 2 * tokens_each)
-    return root
+def test_a_start_allocates_no_more_for_a_hundred_million_documents(tmp_path: Path) -> None:
+    peaks = {}
+    for count in (10**3, 10**8):
+        document_shards(tmp_path / str(count), count)
+        of(tmp_path / str(count), rows="document")  # the first start makes the index
+        tracemalloc.start()
+        made = of(tmp_path / str(count), rows="document")
+        made.train.batch(np.array([0, count // 2, count - 1]))
+        peaks[count] = tracemalloc.get_traced_memory()[1] / 2**20
+        tracemalloc.stop()
+        assert len(made.train) == count
+    assert peaks[10**8] < peaks[10**3] + 2, peaks  # MiB: the names of a thousand shards
 
 
 @pytest.mark.long
-def test_a_trillion_tokens_start_as_a_million_do(tmp_path: Path) -> None:
-    """Memory beyond what torch and numpy take: not more by the files' size, nor by 10,000 of them."""
-    found = {}
-    for name, files, each in (("small", 1, 10**6), ("large", 10_000, 10**8)):
-        place = str(sparse(tmp_path / name, files, each))
-        for start in ("first", "second"):
-            command = [sys.executable, "-c", SPARSE, place]
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr
-            found[name, start] = json.loads(done.stdout)
-    assert found["large", "second"]["samples"] > 9 * 10**8
-    assert found["large", "second"]["mib"] < found["small", "second"]["mib"] + 30
+@pytest.mark.parametrize(
+    ("form", "small", "large"),
+    [
+        ("pictures", 30_000, 3_000_000),
+        ("documents", 10**3, 10**9),
+        ("tokens", 10**6, 10**12),
+        ("packed", 3 * 10**6, 10**7),
+    ],
+)
+def test_memory_does_not_grow_with_the_data(form: str, small: int, large: int, tmp_path: Path) -> None:
+    few, many = starts(tmp_path, form, (small, large)).values()
+    assert many["second"]["samples"] > 2 * few["second"]["samples"]
+    for which in ("first", "second"):
+        assert many[which]["heap_mib"] < few[which]["heap_mib"] + 20, (few, many)

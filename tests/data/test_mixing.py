@@ -14,24 +14,26 @@ from fsdp.config import DataSection, config_hash, load, to_toml
 from fsdp.data import MixCursor, build_dataset
 from fsdp.data.mixing_order import MixSegment, Quotas, whole_shares
 from fsdp.data.mixture import MixedSamples
+from fsdp.tokenize.tokenizer import load_tokenizer
 from tests.data.test_loader import Numbers
 from tests.support.data_cache import own_cache as own_cache
 from tests.support.data_ids import Numbered
+from tests.tokenize.chat import SPECIAL, save_tokenizer
 from tests.tokenize.rows import write_lines
 
 SIZES = {"a": 10, "b": 33, "c": 5}
 
 
-Wishes = dict[str, tuple[str, float]]
+Amounts = dict[str, tuple[str, float]]
 
 
-def cursor(wishes: Wishes, batch: int = 7) -> MixCursor:
-    first = MixSegment(0, batch, {label: SIZES[label] for label in wishes}, wishes, {})
+def cursor(amounts: Amounts, batch: int = 7) -> MixCursor:
+    first = MixSegment(0, batch, {label: SIZES[label] for label in amounts}, amounts, {})
     return MixCursor(seed=3, segments=[first])
 
 
-BY_WEIGHT: Wishes = {"a": ("weight", 0.5), "b": ("weight", 0.3), "c": ("weight", 0.2)}
-BY_EPOCHS: Wishes = {"a": ("epochs", 2.0), "b": ("epochs", 1.0), "c": ("epochs", 0.4)}
+BY_WEIGHT: Amounts = {"a": ("weight", 0.5), "b": ("weight", 0.3), "c": ("weight", 0.2)}
+BY_EPOCHS: Amounts = {"a": ("epochs", 2.0), "b": ("epochs", 1.0), "c": ("epochs", 0.4)}
 
 
 @pytest.mark.parametrize("shares", [(5, 3, 2), (1, 1), (1000, 1), (123457, 7, 99991, 1, 0)])
@@ -239,6 +241,35 @@ def test_packed_rows_and_others_are_refused(forms: tuple[str, str], tmp_path: Pa
         ConfigError, match=f"the rows of {packed} are packed, those of .* are not. HINT: args"
     ):
         build_dataset(load(["--config", recipe(tmp_path, "".join(tables)), "--data.seq_len", "8"]).data)
+
+
+@pytest.mark.needs("transformers")
+def test_the_tokenizer_of_the_section_goes_to_sources_that_are_tokenized(
+    tmp_path: Path, own_cache: Path
+) -> None:
+    """A source's own goes first; data sets without a tokenizer are built as without it."""
+    shared, own = (
+        save_tokenizer(tmp_path / name, None, eos) for name, eos in (("a", SPECIAL[0]), ("b", SPECIAL[1]))
+    )
+    size = load_tokenizer(str(shared)).vocab_size
+    lines = write_lines(tmp_path / "rows.jsonl", [{"text": "the capital of France is Paris"}] * 99)
+    np.arange(300, dtype=np.uint16).tofile(tmp_path / "made.bin")
+    tables = (
+        f'name = "{lines}"\nlabel = "shared"',
+        f'name = "{lines}"\nlabel = "own"\ntokenizer = "{own}"',
+        f'name = "{tmp_path / "made.bin"}"\nargs = {{vocab_size = {size}}}',
+        f'name = "synthetic"\nargs = {{kind = "tokens", vocab_size = {size}}}',
+    )
+    path = recipe(tmp_path, "".join(f"[[data.sources]]\n{table}\n" for table in tables))
+    config = load(["--config", path, "--data.seq_len", "8", "--data.tokenizer", str(shared)])
+    made = build_dataset(config.data)
+    assert made.sources is not None
+    assert made.sources.labels == ("shared", "own", "made.bin", "synthetic")
+    ends = [
+        int(made.train.batch(np.arange(first, first + 3))["inputs"].max())
+        for first in (0, made.sources.train_ends[0])
+    ]
+    assert ends[0] + 1 == ends[1]  # the tokens that end a document
 
 
 def test_fields_of_samples_that_differ_name_both_sources(tmp_path: Path) -> None:

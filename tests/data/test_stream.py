@@ -13,7 +13,8 @@ import torch
 from fsdp.base.errors import CheckpointError, ConfigError, OneRankError
 from fsdp.config import DataSection, load
 from fsdp.data import build_dataset
-from fsdp.data.stream import ShardReader, StreamCursor, StreamItems
+from fsdp.data.stream import ShardReader, StreamItems
+from fsdp.data.stream_cursor import StreamCursor
 from fsdp.run.job import prepare
 from tests.support.data_ids import Lines, Shards
 

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.data_ids import Numbered, Scores, train_and_note
+from tests.support.data_ids import Numbered, Scores, killed_and_resumed, train_and_note
 
 BASES = {"few": (11, 0), "many": (40, 100), "some": (23, 200)}
 
 
-def recipe(folder: Path, **wishes: str) -> list[str]:
+def recipe(folder: Path, **amounts: str) -> list[str]:
     """Sources of BASES with `weight = 2` or such."""
     tables = [
         f'[[data.sources]]\nname = "tests.support.data_ids:numbered"\nlabel = "{label}"\n'
-        f"args = {{count = {BASES[label][0]}, base = {BASES[label][1]}, masked = {nth}}}\n{wish}\n"
-        for nth, (label, wish) in enumerate(wishes.items())
+        f"args = {{count = {BASES[label][0]}, base = {BASES[label][1]}, masked = {nth}}}\n{amount}\n"
+        for nth, (label, amount) in enumerate(amounts.items())
     ]
-    file = folder / f"mix-{'-'.join(wishes)}-{abs(hash(tuple(wishes.values()))):x}.toml"
+    file = folder / f"mix-{'-'.join(amounts)}-{abs(hash(tuple(amounts.values()))):x}.toml"
     file.write_text("\n".join(tables))
     return ["--data.sources", str(file)]
 
@@ -39,14 +39,7 @@ def test_killed_and_resumed_at_1_3_and_2_ranks_each_sample_comes_as_often_as_its
     tmp_path: Path,
 ) -> None:
     words = [*recipe(tmp_path, few="epochs = 3", many="", some="epochs = 2"), "--train.global_batch", "7"]
-    one, said = train_and_note(1, tmp_path, "a", *words, crash_at=6)
-    assert "killed" in str(said)
-    three, said = train_and_note(3, tmp_path, "b", *words, "--train.micro_batch", "2", crash_at=12)
-    assert "killed" in str(said)
-    two, said = train_and_note(2, tmp_path, "c", *words)
-    assert said == [None, None]
-    assert 1 < min(three) < min(two)  # each resumed from a checkpoint
-    steps = {**one, **three, **two}
+    steps = killed_and_resumed(tmp_path, *words, crashes=(6, 12))
     expected = {
         base + n: times
         for label, times in (("few", 3), ("many", 1), ("some", 2))
@@ -55,10 +48,6 @@ def test_killed_and_resumed_at_1_3_and_2_ranks_each_sample_comes_as_often_as_its
     }
     assert counted(steps) == expected
     assert sorted(steps) == list(range(1, 18))  # 119 samples in batches of 7
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    straight, said = train_and_note(3, whole, "d", *words)
-    assert straight == steps
 
 
 def test_changed_weights_continue_each_source_where_it_stood(tmp_path: Path) -> None:

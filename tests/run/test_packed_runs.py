@@ -128,10 +128,20 @@ def plain(model: str, kind: str) -> tuple[float, dict[str, Tensor], dict[str, Te
     return float(total.detach()) / count, gradients, before
 
 
-def train(ranks: int, folder: Path, path: Path, cache: Path, *more: str) -> None:
+def errors(ranks: int, folder: Path, path: Path, cache: Path, *more: str) -> list[str | None]:
     words = ["--run.dir", str(folder), "--data.name", str(path), *FLAGS, *more]
-    said = run_world(ranks, on_a_rank, words, str(cache))
+    found: list[str | None] = run_world(ranks, on_a_rank, words, str(cache))
+    return found
+
+
+def train(ranks: int, folder: Path, path: Path, cache: Path, *more: str) -> None:
+    said = errors(ranks, folder, path, cache, *more)
     assert said == [None] * ranks, said
+
+
+def refused(ranks: int, model: str, folder: Path, cache: Path) -> list[str | None]:
+    more = ["--train.global_batch", "4", "--model.name", model]
+    return errors(ranks, folder / "run", write("texts", folder), cache, *more)
 
 
 def rows_of_plan(cache: Path) -> int:
@@ -188,34 +198,13 @@ def test_a_run_on_packed_rows_resumes_exactly(tmp_path: Path, own_cache: Path) -
 @pytest.mark.slow
 @pytest.mark.needs("transformers")
 def test_a_model_whose_documents_see_each_other_does_not_train(tmp_path: Path, own_cache: Path) -> None:
-    path = write("texts", tmp_path)
-    words = [
-        "--run.dir",
-        str(tmp_path / "run"),
-        "--data.name",
-        str(path),
-        *FLAGS,
-        "--train.global_batch",
-        "4",
-    ]
-    said = run_world(2, on_a_rank, [*words, "--model.name", "tests.run.test_packed_runs:opt"], str(own_cache))
-    for one in said:
+    for one in refused(2, "tests.run.test_packed_runs:opt", tmp_path, own_cache):
         assert one is not None
         assert "its attention crosses the documents of packed rows" in one
         assert one.endswith("HINT: --data.args.rows document")
 
 
 def test_a_model_without_positions_does_not_start(tmp_path: Path, own_cache: Path) -> None:
-    path = write("texts", tmp_path)
-    words = [
-        "--run.dir",
-        str(tmp_path / "run"),
-        "--data.name",
-        str(path),
-        *FLAGS,
-        "--train.global_batch",
-        "4",
-    ]
-    (said,) = run_world(1, on_a_rank, [*words, "--model.name", "torch.nn:Identity"], str(own_cache))
+    (said,) = refused(1, "torch.nn:Identity", tmp_path, own_cache)
     assert said is not None
     assert "forward of Identity has no parameter position_ids" in said

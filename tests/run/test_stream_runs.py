@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.data_ids import train_and_note
+from tests.support.data_ids import killed_and_resumed, train_and_note
 
 
 @pytest.mark.parametrize(
@@ -25,23 +25,11 @@ def test_killed_and_resumed_at_1_3_and_2_ranks_each_sample_comes_once_an_epoch(
         f"--train.global_batch 12 --train.steps 12 --data.workers 2 --data.prefetch 3 --data.name {__name__}"
     )
     flags = words.replace(__name__, f"tests.support.data_ids:{source}").split()
-    one, said = train_and_note(1, tmp_path, "a", *flags, crash_at=5)
-    assert "killed" in str(said)
-    three, said = train_and_note(3, tmp_path, "b", *flags, "--train.micro_batch", "3", crash_at=9)
-    assert "killed" in str(said)
-    two, said = train_and_note(2, tmp_path, "c", *flags)
-    assert said == [None, None]
-    assert 1 < min(three) < min(two)  # each resumed from a checkpoint
-    steps = {**one, **three, **two}
+    steps = killed_and_resumed(tmp_path, *flags, crashes=(5, 9))
     assert sorted(steps) == list(range(1, 13))
     for epoch in range(3):  # 48 samples in batches of 12
         ids = [n for step in range(4 * epoch + 1, 4 * epoch + 5) for n in steps[step]]
         assert sorted(ids) == list(range(48))
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    straight, said = train_and_note(2, whole, "d", *flags)
-    assert said == [None, None]
-    assert straight == steps
 
 
 def test_shards_of_unlike_lengths_begin_their_epochs_alone_and_another_batch_continues(

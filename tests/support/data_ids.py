@@ -150,6 +150,27 @@ def train_and_note(
     return steps, said
 
 
+def killed_and_resumed(folder: Path, *flags: str, crashes: tuple[int, int]) -> dict[int, list[int]]:
+    """The ids of each step of a run that starts on 1 rank, and is killed and resumed on 3 and then 2 ranks.
+
+    Each start resumes from a checkpoint; a run without a kill trains on the same samples.
+    """
+    one, said = train_and_note(1, folder, "a", *flags, crash_at=crashes[0])
+    assert "killed" in str(said)
+    three, said = train_and_note(3, folder, "b", *flags, "--train.micro_batch", "2", crash_at=crashes[1])
+    assert "killed" in str(said)
+    two, said = train_and_note(2, folder, "c", *flags)
+    assert said == [None, None]
+    assert 1 < min(three) < min(two)
+    steps = {**one, **three, **two}
+    whole = folder / "whole"
+    whole.mkdir()
+    straight, said = train_and_note(3, whole, "d", *flags)
+    assert said == [None] * 3
+    assert straight == steps
+    return steps
+
+
 def _records(path: Path) -> Iterator[dict[str, Any]]:
     if path.exists():
         for line in path.read_text().splitlines():

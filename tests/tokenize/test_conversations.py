@@ -13,6 +13,7 @@ import pytest
 from fsdp.base.errors import ConfigError
 from fsdp.config import DataSection
 from fsdp.data import DataSet, build_dataset
+from fsdp.tokenize import documents
 from fsdp.tokenize.documents import Document, DocumentOptions, DocumentReader
 from fsdp.tokenize.sources import SourceRow
 from fsdp.tokenize.tokenizer import load_tokenizer
@@ -42,6 +43,34 @@ def trained_texts(read: DocumentReader, document: Document) -> list[str]:
     runs = edges.reshape(-1, 2)
     made: Any = read.tokenizer
     return [made.made.decode(document.tokens[first:last], skip_special_tokens=False) for first, last in runs]
+
+
+@pytest.mark.parametrize("form", ["text", "messages", "pairs"])
+def test_half_of_a_surrogate_pair_is_named_with_its_row(form: str, tmp_path: Path) -> None:
+    read = reader(save_tokenizer(tmp_path, chat.PLAIN), form)
+    wrong = "ab\ud800"
+    values = {"text": wrong, "messages": said("Hi", wrong), "prompt": "a", "completion": wrong}
+    with pytest.raises(
+        ConfigError, match=r"^a.jsonl line 3: .* has '\\ud800' at character 3, half of a .* HINT: "
+    ):
+        list(read.read_all([SourceRow("a.jsonl line 3", values)]))
+
+
+def test_texts_encoded_together_are_as_each_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the library without places in the text, by a tokenizer's class of its own, and by a file alone."""
+    save_tokenizer(tmp_path, chat.PLAIN, special=(*chat.SPECIAL, "</s>"))
+    (tmp_path / "one.json").write_text((tmp_path / "tokenizer.json").read_text())
+    rows = [SourceRow(f"row {n}", {"text": f"upön a time {n}<|im_end|> " * (n % 5)}) for n in range(40)]
+    monkeypatch.setattr(documents, "AT_ONCE", 100)
+    found = []
+    for place, fast in ((tmp_path, True), (tmp_path, False), (tmp_path / "one.json", True)):
+        read = reader(place, "text")
+        if not fast:
+            read.tokenizer._encode_fast = None  # type: ignore[attr-defined]
+        together = [document.tokens.tolist() for document in read.read_all(rows)]
+        assert together == [read.read(row).tokens.tolist() for row in rows]
+        found.append([tokens[:-1] for tokens in together])
+    assert found[0] == found[1] == found[2]
 
 
 def of(read: DocumentReader, **values: Any) -> Document:

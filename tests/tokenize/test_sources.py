@@ -131,6 +131,34 @@ def test_a_compressed_file_that_is_cut_short(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.needs("zstandard")
+@pytest.mark.parametrize("frames", [1, 5])
+def test_a_zst_file_that_is_cut_short_anywhere(frames: int, tmp_path: Path) -> None:
+    import zstandard
+
+    rows = write_lines(tmp_path / "a", texts(3000)).read_bytes()
+    parts = [rows[at : at + -(-len(rows) // frames)] for at in range(0, len(rows), -(-len(rows) // frames))]
+    whole = b"".join(map(zstandard.compress, parts))
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(whole)
+    assert values_of(path) == texts(3000)
+    for size in (len(whole) - 1, len(whole) // 2, 3):
+        path.write_bytes(whole[:size])
+        one_line(
+            r"a.jsonl.zst is damaged or cut short: .* HINT: copy it again; zstd -t", lambda: values_of(path)
+        )
+
+
+@pytest.mark.needs("pyarrow")
+def test_text_in_parquet_that_is_no_utf_8_is_named_with_its_row(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow.parquet import write_table
+
+    raw = pyarrow.array([b"good"] * 1500 + [b"ab\xe9cd"], pyarrow.binary()).view(pyarrow.string())
+    write_table(pyarrow.table({"text": raw}), tmp_path / "a.parquet")
+    one_line(r"a.parquet row 1501: text is not UTF-8 at byte 2: .* HINT: ", lambda: values_of(tmp_path))
+
+
 @pytest.mark.needs("pyarrow")
 def test_a_parquet_file_that_is_cut_short_or_is_none(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
