@@ -96,6 +96,14 @@ job_begin() {
     run=$(on_head python -m launch.slurm_job begin "${dry_run[@]}" --default-run-dir "runs/$SLURM_JOB_NAME-$job" \
         --log "$log" "${flags[@]}")
     say "job $job ($SLURM_JOB_NAME), start $((restart + 1)): ${#nodes[@]} nodes × $ranks_per_node ranks on ${nodes[*]}; run $run"
+    warn_of_unused_gpus
+}
+
+warn_of_unused_gpus() {
+    local gpus
+    [ -z "${SLURM_GPUS_ON_NODE:-}" ] || return 0
+    gpus=$(scontrol show node -o "${nodes[0]}" | grep -oP ' Gres=\S*?\bgpu:([^\s:,(]+:)?\K\d+' | head -n 1) || return 0
+    say "${nodes[0]} has $gpus GPUs, and the job requests none. HINT: sbatch --gpus-per-node=$gpus, before the file" >&2
 }
 
 # The nodes connect before training: sets and exports MASTER_ADDR, MASTER_PORT and a token that is new at each start.

@@ -222,7 +222,11 @@ def check_gpus_are_seen(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def unused_allocation(env: DistEnv, environ: Mapping[str, str] = os.environ) -> str:
-    """A warning if this is the only process of a Slurm job of several tasks or nodes; else empty."""
+    """A warning if this is the only process of a Slurm job of several tasks or nodes, or one of several
+    torchruns that do not form one run; else empty.
+    """
+    if env.launcher == "torchrun under Slurm":
+        return _separate_torchruns(env, environ)
     nodes = _integer(environ, "SLURM_JOB_NUM_NODES", 1)
     tasks = _integer(environ, "SLURM_NTASKS", nodes)
     if env.launcher != "a single process" or "SLURM_JOB_ID" not in environ or max(nodes, tasks) == 1:
@@ -230,6 +234,19 @@ def unused_allocation(env: DistEnv, environ: Mapping[str, str] = os.environ) -> 
     return (
         f"one process alone in Slurm job {environ['SLURM_JOB_ID']} of {nodes} nodes and {tasks} tasks. "
         f"HINT: srun python train.py, or sbatch --nodes={nodes} slurm/fsdp.sbatch"
+    )
+
+
+def _separate_torchruns(env: DistEnv, environ: Mapping[str, str]) -> str:
+    """Each task of this Slurm step is a torchrun: as many as the nodes that this torchrun counts."""
+    tasks = _integer(environ, "SLURM_STEP_NUM_TASKS", 1)
+    if tasks <= env.num_nodes:
+        return ""
+    step = f"{environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '0')}"
+    nodes = _integer(environ, "SLURM_STEP_NUM_NODES", 1)
+    return (
+        f"{tasks} torchruns in Slurm step {step}, and this one has --nnodes={env.num_nodes}: they do not "
+        f"train together. HINT: sbatch --nodes={nodes} slurm/fsdp.sbatch starts one torchrun a node"
     )
 
 

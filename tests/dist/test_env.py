@@ -93,3 +93,20 @@ def test_one_process_in_an_allocation_for_several_is_a_warning(environ: dict[str
     assert bool(said) is warned
     assert not warned or "HINT: srun python train.py, or sbatch --nodes=" in said
     assert not unused_allocation(from_environment(TORCHRUN, device="cpu"), environ)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "nodes", "warned"), [("4", "2", True), ("2", "2", False), ("1", "1", False)]
+)
+def test_more_torchruns_in_a_slurm_step_than_nodes_are_a_warning(
+    tasks: str, nodes: str, warned: bool
+) -> None:
+    """`srun torchrun --node_rank=0` with several tasks a node."""
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": tasks, "SLURM_STEP_NUM_NODES": nodes}
+    environ = {**TORCHRUN, **step, "GROUP_WORLD_SIZE": nodes}
+    said = unused_allocation(from_environment(environ, device="cpu"), environ)
+    expected = (
+        "4 torchruns in Slurm step 7.0, and this one has --nnodes=2: they do not train together. "
+        "HINT: sbatch --nodes=2 slurm/fsdp.sbatch starts one torchrun a node"
+    )
+    assert said == (expected if warned else "")
