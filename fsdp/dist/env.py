@@ -78,6 +78,11 @@ def prints_shared_errors(environ: Mapping[str, str] = os.environ) -> bool:
     return all(environ.get(name, "0") == "0" for name in ("RANK", "SLURM_PROCID") if name in environ)
 
 
+def prints_errors_of_node(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this is the one process of its node that prints an error that all ranks there meet."""
+    return all(environ.get(name, "0") == "0" for name in ("LOCAL_RANK", "SLURM_LOCALID"))
+
+
 RANK_0_PRINTS_S = 5.0
 """torchrun ends all ranks once one has ended: the other ranks wait this long for rank 0 to print."""
 

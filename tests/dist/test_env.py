@@ -8,7 +8,13 @@ import pytest
 
 import train
 from fsdp.base.errors import LaunchError
-from fsdp.dist.env import check_torch, from_environment, prints_shared_errors, unused_allocation
+from fsdp.dist.env import (
+    check_torch,
+    from_environment,
+    prints_errors_of_node,
+    prints_shared_errors,
+    unused_allocation,
+)
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
@@ -47,6 +53,19 @@ def test_a_variable_that_is_no_number() -> None:
 )
 def test_one_process_prints_an_error_of_all_ranks(environ: dict[str, str], prints: bool) -> None:
     assert prints_shared_errors(environ) is prints
+
+
+@pytest.mark.parametrize(
+    ("environ", "prints"),
+    [
+        ({}, True),
+        ({"RANK": "3", "LOCAL_RANK": "1"}, False),
+        ({"RANK": "2", "LOCAL_RANK": "0", "SLURM_LOCALID": "0"}, True),
+        ({"SLURM_PROCID": "1", "SLURM_LOCALID": "1"}, False),
+    ],
+)
+def test_one_process_of_a_node_prints_what_all_of_it_meet(environ: dict[str, str], prints: bool) -> None:
+    assert prints_errors_of_node(environ) is prints
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
