@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -162,33 +162,43 @@ def test_a_job_that_requests_no_gpu_where_nodes_have_some_is_warned(ended: dict[
 # ---------------------------------------------------------------- the README's commands, 32 ranks
 
 
-def of_readme(wanted: Callable[[str], bool]) -> list[str]:
-    return [line for line in commands(ROOT / "README.md") if line.startswith("sbatch ") and wanted(line)]
+def training(page: str) -> str:
+    """The page's first sbatch with GPUs that trains a recipe."""
+    lines = [line for line in commands(ROOT / page) if line.startswith("sbatch --nodes=4 --gpus-per-node=8")]
+    return next(line for line in lines if "--config recipes/" in line)
 
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
-    """The README's job as printed, and as its warning advises, on four nodes with eight GPUs each."""
+    """The README's job as printed and as its warning advises, and that of docs/first-slurm.md, on four nodes
+    with eight GPUs each.
+    """
     need_slurm()
     folder = tmp_path_factory.mktemp("large")
     home = clone(folder / "clone")
-    (printed,) = of_readme(lambda line: "--gpus-per-node=8" in line)
-    advised = printed.replace("slurm/", "--cpus-per-task=32 slurm/")
+    printed = training("README.md")
+    lines = {
+        "printed": printed,
+        "advised": printed.replace("slurm/", "--cpus-per-task=32 slurm/"),
+        "page": training("docs/first-slurm.md"),
+    }
     with Cluster(folder / "slurm", Shape(nodes=4, cpus=32, gpus=8)) as cluster:
         jobs = {
-            name: cluster.sbatch(*words.split()[1:], env={"RANKS": "printed"}, cwd=home)
-            for name, words in (("printed", printed), ("advised", advised))
+            name: cluster.sbatch(*line.split()[1:], env={"RANKS": "printed"}, cwd=home)
+            for name, line in lines.items()
         }
         return {name: Ended(cluster.wait(job, 200), cluster.log(job)) for name, job in jobs.items()}
 
 
-def test_the_readmes_sbatch_starts_a_rank_for_each_gpu(large: dict[str, Ended]) -> None:
-    job = large["printed"]
+@pytest.mark.parametrize(("name", "flags"), [("printed", ""), ("page", " --train.global_batch 32")])
+def test_a_printed_sbatch_starts_a_rank_for_each_gpu(large: dict[str, Ended], name: str, flags: str) -> None:
+    job = large[name]
     assert job.state == "COMPLETED", job.log
     assert "4 nodes × 8 ranks on n1 n2 n3 n4" in job.log
     started = re.findall(r"^ranks: -m launch\.agent --nnodes=4 --nproc-per-node=8 .*", job.log, re.MULTILINE)
     assert len(started) == 4
-    assert all(line.endswith("--config recipes/text.toml") for line in started)
+    assert all(f"--config recipes/text.toml{flags}" in line for line in started)
+    assert "requests none" not in job.log
 
 
 def test_fewer_cpus_than_ranks_are_a_warning_whose_hint_removes_it(large: dict[str, Ended]) -> None:
