@@ -45,7 +45,7 @@ def ended(
     folder = tmp_path_factory.mktemp("jobs")
     held, jobs = [], {}
     for number, case in enumerate(cases):
-        launcher, name = case["launcher"], case["name"]
+        launcher, name = str(case["launcher"]), str(case["name"])
         run = folder / f"run-{number}"
         if name == REFUSED:
             held.append(FolderLock.acquire(paths.create(run).path, "torchrun"))
