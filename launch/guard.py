@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING
 
 from fsdp.base.errors import ConfigError, OtherRankFailed, RefusedError, ShardrunError, TrainingError
 from fsdp.config import Config
-from fsdp.dist.env import DistEnv, prints_shared_errors, wait_for_rank_0_to_print
+from fsdp.dist.env import (
+    DistEnv,
+    prints_errors_of_node,
+    prints_shared_errors,
+    wait_for_rank_0_to_print,
+)
 from fsdp.dist.lost_peer import is_lost_peer
 from fsdp.record.console import print_last
 from launch.command import rank_command
@@ -69,7 +74,8 @@ def already_failed(marker: Marker | None, program: str) -> int | None:
 
 def refuse(error: ShardrunError, program: str) -> int:
     """Print an error found before training, once for all ranks that meet it, and return its exit code."""
-    if prints_shared_errors() or error.scope != "all":
+    once = {"all": prints_shared_errors, "node": prints_errors_of_node}.get(error.scope)
+    if once is None or once():
         print(f"{program}: {error}", file=sys.stderr)
     else:
         wait_for_rank_0_to_print()

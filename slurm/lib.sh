@@ -21,7 +21,7 @@ die() {
 
 # ---------------------------------------------------------------- the job's settings
 
-# Sets: job restart nodes ranks_per_node, and exports what Python needs.
+# Sets: job restart nodes ranks_per_node node_gpus, and exports what Python needs.
 job_facts() {
     SRUN_ARGS=() CONTAINER=()
     # shellcheck source=slurm/cluster.env
@@ -37,7 +37,11 @@ job_facts() {
     [ ${#nodes[@]} = "$SLURM_JOB_NUM_NODES" ] || die "${#nodes[@]} host names for $SLURM_JOB_NUM_NODES nodes: $SLURM_JOB_NODELIST"
     # NPROC_PER_NODE, else the GPUs that Slurm allocated; without GPUs, sbatch's --ntasks-per-node
     ranks_per_node=${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-${SLURM_NTASKS_PER_NODE:-1}}}
-    # each srun here starts one task a node, which needs all of the node's GPUs: not sbatch's share of a task
+    # each srun here starts one task a node, which needs all of the node's GPUs. A step of a job with --gpus-per-task has
+    # sbatch's share of a task even where these variables are unset, unless it requests the node's number
+    node_gpus=()
+    [[ "${SLURM_GPUS_PER_TASK:-} ${SLURM_TRES_PER_TASK:-}" != *[1-9]* ]] ||
+        node_gpus=(${SLURM_GPUS_ON_NODE:+"--gpus-per-node=$SLURM_GPUS_ON_NODE"})
     unset SLURM_GPUS_PER_TASK SLURM_TRES_PER_TASK
     local cpus=$((${SLURM_CPUS_ON_NODE:-1} / ranks_per_node))
     [ "$cpus" -gt 0 ] || say "${SLURM_CPUS_ON_NODE:-1} CPUs a node for $ranks_per_node ranks. HINT: sbatch --cpus-per-task=$((4 * ranks_per_node))" >&2
@@ -96,6 +100,14 @@ job_begin() {
     run=$(on_head python -m launch.slurm_job begin "${dry_run[@]}" --default-run-dir "runs/$SLURM_JOB_NAME-$job" \
         --log "$log" "${flags[@]}")
     say "job $job ($SLURM_JOB_NAME), start $((restart + 1)): ${#nodes[@]} nodes × $ranks_per_node ranks on ${nodes[*]}; run $run"
+    warn_of_unused_gpus
+}
+
+warn_of_unused_gpus() {
+    local gpus
+    [ -z "${SLURM_GPUS_ON_NODE:-}" ] || return 0
+    gpus=$(scontrol show node -o "${nodes[0]}" | grep -oP ' Gres=\S*?\bgpu:([^\s:,(]+:)?\K\d+' | head -n 1) || return 0
+    say "${nodes[0]} has $gpus GPUs, and the job requests none. HINT: sbatch --gpus-per-node=$gpus, before the file" >&2
 }
 
 # The nodes connect before training: sets and exports MASTER_ADDR, MASTER_PORT and a token that is new at each start.
@@ -129,7 +141,7 @@ head_addresses() {
 
 each_node() {
     srun --nodes=${#nodes[@]} --ntasks=${#nodes[@]} --ntasks-per-node=1 --kill-on-bad-exit=0 \
-        "${SRUN_ARGS[@]}" "${CONTAINER[@]}" "$@"
+        "${node_gpus[@]}" "${SRUN_ARGS[@]}" "${CONTAINER[@]}" "$@"
 }
 
 # Instead of training: print what every node has and the command of the ranks, and run train.py's --dry-run with it.
@@ -175,7 +187,7 @@ srun_ranks() {
         [ "$ranks_per_node" -le "${SLURM_CPUS_ON_NODE:-1}" ] || more+=(--overcommit)
     fi
     by_srun=(srun --nodes=${#nodes[@]} --ntasks=$((${#nodes[@]} * tasks_per_node)) --ntasks-per-node="$tasks_per_node"
-        --cpu-bind=none --kill-on-bad-exit=1 "${more[@]}" "${SRUN_ARGS[@]}" "${CONTAINER[@]}")
+        --cpu-bind=none --kill-on-bad-exit=1 "${more[@]}" "${node_gpus[@]}" "${SRUN_ARGS[@]}" "${CONTAINER[@]}")
 }
 
 # Replaces the subshell by srun, so that its pid is srun's. With `echo` as an argument it prints the command instead.

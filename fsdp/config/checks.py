@@ -240,7 +240,7 @@ def _check_checkpoint(config: Config) -> None:
     ):
         raise ConfigError(
             f"--checkpoint.resume {checkpoint.resume} does not exist.",
-            "auto, never, or the folder of a checkpoint",
+            "--checkpoint.resume auto, never, or the folder of a checkpoint",
         )
     weights = config.model.weights
     of_hub = weights.startswith("hf:") and config.model.name == "transformer"

@@ -125,7 +125,8 @@ def _value_after(name: str, rest: list[str]) -> str:
     if name in FIELDS and FIELDS[name].type is bool:
         return "true"
     if name in FIELDS or name.rpartition(".")[0] in FIELDS or name == "config":
-        raise ConfigError(f"--{name} has no value.", f"--{name} VALUE")
+        default = FIELDS[name].default if name in FIELDS else ""
+        raise ConfigError(f"--{name} has no value.", f"--{name} {default or 'VALUE'}")
     raise ConfigError(f"--{name} is not a flag.", _unknown_hint(name))
 
 

@@ -47,8 +47,17 @@ def _choice_hint(spec: FieldSpec, text: str, choices: Sequence[str]) -> str:
     )
     if known is not None:
         return known
-    near = difflib.get_close_matches(text, choices, n=1, cutoff=0.6)
+    word = text.lower().removeprefix("torch.")
+    word = DTYPES.get(word, word)
+    if word in FLOAT8 and "bf16" in choices:
+        return f"--{spec.name} bf16 --speed.float8 tensorwise"
+    near = [word] if word in choices else difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
     return f"--{spec.name} {near[0] if near else spec.default}"
+
+
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
+"""torch's names of the dtypes that flags name."""
+FLOAT8 = ("fp8", "float8", "float8_e4m3fn")
 
 
 _TRUE, _FALSE = {"true", "1", "yes", "on"}, {"false", "0", "no", "off"}

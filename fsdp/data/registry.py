@@ -79,7 +79,7 @@ def _unknown(name: str) -> ConfigError:
     if is_pattern(name):
         return ConfigError(f"--data.name {name} matches no file.", f"ls {plain_folder(name)}")
     near = difflib.get_close_matches(name, BUILT_INS, n=1, cutoff=0.5)
-    there = f"ls {Path(name).parent}" if os.sep in name else ""
+    there = f"ls {Path(name).parent}" if os.sep in name or Path(name).suffix else ""
     return ConfigError(
         f"--data.name {name} is not {', '.join(BUILT_INS)}, a file or folder here, hf:NAME, "
         "s3://… or package.module:factory.",

@@ -78,6 +78,11 @@ def prints_shared_errors(environ: Mapping[str, str] = os.environ) -> bool:
     return all(environ.get(name, "0") == "0" for name in ("RANK", "SLURM_PROCID") if name in environ)
 
 
+def prints_errors_of_node(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this is the one process of its node that prints an error that all ranks there meet."""
+    return all(environ.get(name, "0") == "0" for name in ("LOCAL_RANK", "SLURM_LOCALID"))
+
+
 RANK_0_PRINTS_S = 5.0
 """torchrun ends all ranks once one has ended: the other ranks wait this long for rank 0 to print."""
 
@@ -222,7 +227,11 @@ def check_gpus_are_seen(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def unused_allocation(env: DistEnv, environ: Mapping[str, str] = os.environ) -> str:
-    """A warning if this is the only process of a Slurm job of several tasks or nodes; else empty."""
+    """A warning if this is the only process of a Slurm job of several tasks or nodes, or one of several
+    torchruns that do not form one run; else empty.
+    """
+    if env.launcher == "torchrun under Slurm":
+        return _separate_torchruns(env, environ)
     nodes = _integer(environ, "SLURM_JOB_NUM_NODES", 1)
     tasks = _integer(environ, "SLURM_NTASKS", nodes)
     if env.launcher != "a single process" or "SLURM_JOB_ID" not in environ or max(nodes, tasks) == 1:
@@ -230,6 +239,19 @@ def unused_allocation(env: DistEnv, environ: Mapping[str, str] = os.environ) -> 
     return (
         f"one process alone in Slurm job {environ['SLURM_JOB_ID']} of {nodes} nodes and {tasks} tasks. "
         f"HINT: srun python train.py, or sbatch --nodes={nodes} slurm/fsdp.sbatch"
+    )
+
+
+def _separate_torchruns(env: DistEnv, environ: Mapping[str, str]) -> str:
+    """Each task of this Slurm step is a torchrun: as many as the nodes that this torchrun counts."""
+    tasks = _integer(environ, "SLURM_STEP_NUM_TASKS", 1)
+    if tasks <= env.num_nodes:
+        return ""
+    step = f"{environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '0')}"
+    nodes = _integer(environ, "SLURM_STEP_NUM_NODES", 1)
+    return (
+        f"{tasks} torchruns in Slurm step {step}, and this one has --nnodes={env.num_nodes}: they do not "
+        f"train together. HINT: sbatch --nodes={nodes} slurm/fsdp.sbatch starts one torchrun a node"
     )
 
 

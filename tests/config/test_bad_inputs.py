@@ -28,6 +28,11 @@ FLAGS = {
     "--help lists them",
     "ddp": "ddp is not a flag. HINT: --mesh.strategy ddp",
     "recipes/text.toml": "recipes/text.toml is not a flag. HINT: --config recipes/text.toml",
+    "--optim.name AdamW": "--optim.name AdamW is not one of adamw, adam, sgd, muon or "
+    "package.module:function. HINT: --optim.name adamw",
+    "--precision.param torch.bfloat16": "--precision.param torch.bfloat16 is not one of auto, fp64, fp32, "
+    "bf16, fp16. HINT: --precision.param bf16",
+    "--optim.lr": "--optim.lr has no value. HINT: --optim.lr 0.0005",
     "--train.steps": "--train.steps has no value. HINT: --train.steps VALUE",
     "--train.steps ten": "--train.steps ten is not a whole number. HINT: --train.steps 0",
     "--train.steps 2.5": "--train.steps 2.5 is not a whole number. HINT: --train.steps 0",
@@ -45,7 +50,7 @@ FLAGS = {
     "--mesh.strategy fdsp": "--mesh.strategy fdsp is not one of auto, fsdp, hsdp, ddp. "
     "HINT: --mesh.strategy fsdp",
     "--precision.param fp8": "--precision.param fp8 is not one of auto, fp64, fp32, bf16, fp16. "
-    "HINT: --precision.param auto",
+    "HINT: --precision.param bf16 --speed.float8 tensorwise",
     "--backend slurm": "--backend slurm is not one of torchrun, ray. HINT: --backend torchrun",
     "--model.args 3": "--model.args 3 has no name. HINT: --model.args.NAME 3",
     "--mesh.reshard_after_forward 0": "--mesh.reshard_after_forward 0 is not true, false, step or a number "
@@ -61,7 +66,7 @@ FLAGS = {
     "--model.weights nowhere.pt": "--model.weights nowhere.pt does not exist. "
     "HINT: a .pt or .safetensors file, or a folder",
     "--checkpoint.resume nowhere": "--checkpoint.resume nowhere does not exist."
-    " HINT: auto, never, or the folder of a checkpoint",
+    " HINT: --checkpoint.resume auto, never, or the folder of a checkpoint",
 }
 
 CONTRADICTIONS = {
@@ -158,7 +163,7 @@ def mended(words: str, text: str) -> list[str]:
     """As a person would: the flag that the hint names gets the hint's value."""
     name, value = hinted(text)
     kept = shlex.split(words) if words.startswith("--") else []  # a value without its flag
-    pairs = [(a, b) for a, b in zip(kept[::2], kept[1::2], strict=True) if a != name]
+    pairs = [(a, b) for a, b in zip(kept[::2], kept[1::2], strict=False) if a != name]
     return [word for pair in [*pairs, (name, value)] for word in pair]
 
 

@@ -113,6 +113,8 @@ def test_a_path_with_nothing_to_read_is_named(tmp_path: Path) -> None:
         build(str(tmp_path / "a.gz"))
     with pytest.raises(ConfigError, match=r"a file or folder here, .* or .* HINT: ls /.*"):
         build(str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match=r"a file or folder here, .* HINT: ls \.$"):
+        build("corpus.txt")
     with pytest.raises(ConfigError, match=r"a file or folder here"):
         build("")
 

@@ -8,7 +8,13 @@ import pytest
 
 import train
 from fsdp.base.errors import LaunchError
-from fsdp.dist.env import check_torch, from_environment, prints_shared_errors, unused_allocation
+from fsdp.dist.env import (
+    check_torch,
+    from_environment,
+    prints_errors_of_node,
+    prints_shared_errors,
+    unused_allocation,
+)
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
@@ -47,6 +53,19 @@ def test_a_variable_that_is_no_number() -> None:
 )
 def test_one_process_prints_an_error_of_all_ranks(environ: dict[str, str], prints: bool) -> None:
     assert prints_shared_errors(environ) is prints
+
+
+@pytest.mark.parametrize(
+    ("environ", "prints"),
+    [
+        ({}, True),
+        ({"RANK": "3", "LOCAL_RANK": "1"}, False),
+        ({"RANK": "2", "LOCAL_RANK": "0", "SLURM_LOCALID": "0"}, True),
+        ({"SLURM_PROCID": "1", "SLURM_LOCALID": "1"}, False),
+    ],
+)
+def test_one_process_of_a_node_prints_what_all_of_it_meet(environ: dict[str, str], prints: bool) -> None:
+    assert prints_errors_of_node(environ) is prints
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
@@ -93,3 +112,20 @@ def test_one_process_in_an_allocation_for_several_is_a_warning(environ: dict[str
     assert bool(said) is warned
     assert not warned or "HINT: srun python train.py, or sbatch --nodes=" in said
     assert not unused_allocation(from_environment(TORCHRUN, device="cpu"), environ)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "nodes", "warned"), [("4", "2", True), ("2", "2", False), ("1", "1", False)]
+)
+def test_more_torchruns_in_a_slurm_step_than_nodes_are_a_warning(
+    tasks: str, nodes: str, warned: bool
+) -> None:
+    """`srun torchrun --node_rank=0` with several tasks a node."""
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": tasks, "SLURM_STEP_NUM_NODES": nodes}
+    environ = {**TORCHRUN, **step, "GROUP_WORLD_SIZE": nodes}
+    said = unused_allocation(from_environment(environ, device="cpu"), environ)
+    expected = (
+        "4 torchruns in Slurm step 7.0, and this one has --nnodes=2: they do not train together. "
+        "HINT: sbatch --nodes=2 slurm/fsdp.sbatch starts one torchrun a node"
+    )
+    assert said == (expected if warned else "")

@@ -58,9 +58,12 @@ class Run:
 class Driver:
     """`python train.py --backend ray …` while it runs."""
 
-    def __init__(self, run: Path, *flags: str, cluster: Cluster | None = None) -> None:
+    def __init__(
+        self, run: Path, *flags: str, cluster: Cluster | None = None, job: dict[str, str] | None = None
+    ) -> None:
+        """`job`: the variables of a driver that `ray job submit` starts, which joins by `auto`."""
         self.run = Run(run)
-        address = ("--ray.address", cluster.address) if cluster else ()
+        address = ("--ray.address", "auto" if job else cluster.address) if cluster else ()
         command = [
             sys.executable,
             "train.py",
@@ -76,7 +79,9 @@ class Driver:
         # Open as long as this object lives.
         self._out, self._err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.marker = f"SHARDRUN_TEST={run}"
-        environment = (cluster.environment if cluster else clean_environment)(SHARDRUN_TEST=str(run))
+        environment = (cluster.environment if cluster else clean_environment)(
+            SHARDRUN_TEST=str(run), **(job or {})
+        )
         self.process = subprocess.Popen(
             command,
             cwd=REPOSITORY,

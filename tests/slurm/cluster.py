@@ -34,8 +34,6 @@ HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "scontrol")
 NETWORK = "10.77.0"
-GPUS = ("/dev/null", "/dev/zero")
-"""That each node says it has: Slurm counts them and hands them out."""
 DEAD_STATES = {
     "COMPLETED",
     "FAILED",
@@ -57,6 +55,8 @@ class Shape:
 
     nodes: int = 2
     cpus: int = 8
+    gpus: int = 2
+    """GPUs of each node that Slurm counts and allocates: empty files fake-gpu-N, which torch cannot see."""
     grace_s: int = 0
     kill_wait_s: int = 15
     slurmd_timeout_s: int = 20
@@ -126,13 +126,19 @@ class Cluster:
         self._munge()
         self.names(True)
         self.conf.write_text(self._configuration(free_ports(self.shape.nodes + 1)))
-        (self.folder / "gres.conf").write_text("".join(f"Name=gpu File={path}\n" for path in GPUS))
+        self._fake_gpus()
         if self.mode == "netns":
             self._login_host()
         self._daemon("slurmctld", self._on_login(["slurmctld", "-D"]))
         for node in self.nodes:
             self.power_on(node)
         eventually(f"{len(self.nodes)} idle nodes", self._all_idle, 30, self._logs)
+
+    def _fake_gpus(self) -> None:
+        files = [self.folder / f"fake-gpu-{i}" for i in range(self.shape.gpus)]
+        for file in files:
+            file.touch()
+        (self.folder / "gres.conf").write_text("".join(f"Name=gpu File={file}\n" for file in files))
 
     def stop(self) -> None:
         if "slurmctld" in self.daemons and self.mode == "local":
@@ -174,7 +180,7 @@ class Cluster:
                 if self.mode == "netns"
                 else f"NodeHostname={host} NodeAddr=127.0.0.1"
             )
-            what = f"CPUs={self.shape.cpus} Gres=gpu:{len(GPUS)} RealMemory=8000 State=UNKNOWN"
+            what = f"CPUs={self.shape.cpus} Gres=gpu:{self.shape.gpus} RealMemory=8000 State=UNKNOWN"
             lines += f"NodeName={node} {where} Port={port} {what}\n"
         main = f"Default=YES State=UP PreemptMode=REQUEUE GraceTime={self.shape.grace_s}"
         lines += f"PartitionName=main Nodes=ALL {main}\n"
@@ -382,11 +388,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="A Slurm to play with, until Ctrl-C.")
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--cpus", type=int, default=8, help="that each node says it has")
+    parser.add_argument("--gpus", type=int, default=2, help="fake ones of each node")
     parser.add_argument("--mode", choices=("netns", "local"), default=None)
     options = parser.parse_args()
     if reason := missing():
         sys.exit(reason)
-    shape = Shape(nodes=options.nodes, cpus=options.cpus)
+    shape = Shape(nodes=options.nodes, cpus=options.cpus, gpus=options.gpus)
     with (
         tempfile.TemporaryDirectory(prefix="slurm-") as folder,
         Cluster(Path(folder), shape, options.mode) as cluster,

@@ -34,6 +34,8 @@ ABSENT: dict[str, Callable[[], str]] = {
     "timm": functools.partial(_package, "timm"),
     "pyarrow": functools.partial(_package, "pyarrow"),
     "zstandard": functools.partial(_package, "zstandard"),
+    "nbclient": functools.partial(_package, "nbclient"),
+    "ipykernel": functools.partial(_package, "ipykernel"),
     "mlflow": functools.partial(_package, "mlflow"),
     "datasets": functools.partial(_package, "datasets"),
     "trl": functools.partial(_package, "trl"),

@@ -1,0 +1,205 @@
+"""Twelve kinds of end on six launchers: what launch/policy.py decides, a model that ends so, and the table of
+docs/restarts.md.
+
+    python -m tests.launch.ends      prints the table
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from launch.policy import EXIT_HUNG, Act, Allocation, End, Kind, Past, decide
+
+LAUNCHERS: Mapping[str, Allocation | None] = {
+    "torchrun": None,
+    "launch.local": Allocation(tries_left=3),
+    "sbatch": Allocation(requeue=True),
+    "LAUNCHER=srun sbatch": Allocation(requeue=True),
+    "launch.submit": Allocation(requeue=True, again=False),
+    "Ray": Allocation(),
+}
+"""torchrun by hand decides nothing: it ends with 1 after any failure."""
+SLURM = ("sbatch", "LAUNCHER=srun sbatch", "launch.submit")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """One kind of end: what a start ends with, and where another program decides."""
+
+    kind: Kind
+    code: int = 0
+    instead: Mapping[str, str] | None = None
+    """By launcher: what follows where launch/policy.py is not consulted."""
+
+
+def on_slurm(text: str) -> dict[str, str]:
+    return dict.fromkeys(SLURM, text)
+
+
+ENDS: Mapping[str, Ended] = {
+    "success": Ended(Kind.DONE),
+    "a wrong flag or mesh": Ended(Kind.FINAL, 2),
+    "numbers that are not finite": Ended(Kind.FINAL, 5),
+    "a run directory that another job writes": Ended(Kind.REFUSED, 4),
+    "an exception of your own code": Ended(Kind.ERROR, 1),
+    "out of memory": Ended(Kind.ERROR, 6),
+    "a killed rank": Ended(Kind.DIED, -9),
+    "a rank that hangs": Ended(Kind.DIED, EXIT_HUNG),
+    "a lost node": Ended(Kind.DIED, -9, {"launch.local": "–", **on_slurm("requeue, by Slurm")}),
+    "Ctrl-C, SIGTERM; `scancel`": Ended(
+        Kind.STOPPED, 0, {"torchrun": "end 1, saved", **on_slurm("CANCELLED, saved")}
+    ),
+    "a deadline or time limit": Ended(Kind.PREEMPTED),
+    "preemption": Ended(
+        Kind.PREEMPTED, 0, {"torchrun": "end 1, saved", "launch.local": "end 0, saved", "Ray": "again"}
+    ),
+}
+
+
+def sequence(end: Ended, allocation: Allocation | None) -> tuple[list[Act], int]:
+    """What follows if every start ends so at the same step, and the exit code."""
+    if allocation is None:
+        return [Act.END], int(end.kind not in (Kind.DONE, Kind.STOPPED, Kind.PREEMPTED))
+    acts, crashes = list[Act](), list[End]()
+    while True:
+        one = End(end.kind, step=2, code=end.code, why="SIGTERM")
+        left = None if allocation.tries_left is None else allocation.tries_left - len(crashes)
+        past = Past(crashes=crashes, idle_stops=len(acts) + 1, unmet=1)
+        able = Allocation(requeue=allocation.requeue, again=allocation.again, tries_left=left)
+        decision = decide(one, past, able)
+        acts.append(decision.act)
+        if decision.act is Act.END:
+            return acts, decision.code
+        if end.kind is Kind.PREEMPTED:
+            return acts, 0  # the next start has another limit
+        crashes.append(one)
+
+
+def cell(end: Ended, launcher: str) -> str:
+    if end.instead is not None and launcher in end.instead:
+        return end.instead[launcher]
+    acts, code = sequence(end, LAUNCHERS[launcher])
+    again = {Act.AGAIN: "again", Act.REQUEUE: "requeue"}
+    tries = [again[act] for act in acts if act is not Act.END]
+    if end.kind in (Kind.STOPPED, Kind.PREEMPTED):
+        return "requeue, saved" if tries else f"end {code}, saved"
+    times = f"{len(tries)} × " if len(tries) > 1 else ""
+    return f"{times}{tries[0]}, end {code}" if tries else f"end {code}"
+
+
+ON_ONE_MACHINE = [name for name in ENDS if name not in ("a lost node", "preemption")]
+SRUN = "LAUNCHER=srun sbatch"
+_FINAL = "slurm/test_jobs.py::test_an_error_that_would_come_again_ends_the_job_at_once"
+_BOTH_MODES = "slurm/test_jobs.py::test_two_nodes_of_two_ranks_train_as_torchrun_does_on_one"
+_SUBMITTED = "slurm/test_jobs.py::test_submitit_is_requeued_at_its_limit_and_when_preempted"
+TESTED: Mapping[tuple[str, str], str] = {
+    (name, launcher): "launch/test_ends.py::test_what_follows"
+    for name in ON_ONE_MACHINE
+    for launcher in ("torchrun", "launch.local")
+} | {
+    ("success", "sbatch"): _BOTH_MODES,
+    ("success", SRUN): _BOTH_MODES,
+    ("success", "launch.submit"):
+        "slurm/test_jobs.py::test_begun_under_torchrun_gone_on_under_sbatch_ended_under_submitit",
+    ("a wrong flag or mesh", "sbatch"): _FINAL,
+    ("numbers that are not finite", "sbatch"): _FINAL,
+    ("numbers that are not finite", SRUN): _FINAL,
+    ("a run directory that another job writes", "sbatch"):
+        "slurm/test_jobs.py::test_a_second_job_on_a_live_run_directory_is_refused_and_writes_nothing",
+    ("a lost node", "sbatch"): "slurm/test_jobs.py::test_the_first_node_too_can_be_lost",
+    ("a lost node", SRUN): "slurm/test_jobs.py::test_a_lost_node_is_left_out_of_the_next_start",
+    ("Ctrl-C, SIGTERM; `scancel`", SRUN):
+        "slurm/test_jobs.py::test_scancel_leaves_a_sealed_checkpoint_and_no_second_start",
+    ("a deadline or time limit", "sbatch"):
+        "slurm/test_jobs.py::test_a_time_limit_reached_twice_loses_nothing",
+    ("a deadline or time limit", "launch.submit"): _SUBMITTED,
+    ("preemption", "sbatch"): "slurm/test_jobs.py::test_preempted_with_grace_requeues_itself",
+    ("preemption", SRUN): "slurm/test_jobs.py::test_preempted_with_the_users_signal",
+    ("preemption", "launch.submit"): _SUBMITTED,
+    ("success", "Ray"): "ray/test_faults.py::test_a_ray_of_its_own_trains_to_the_same_bits_and_is_gone",
+    ("a wrong flag or mesh", "Ray"): "ray/test_faults.py::test_a_mistake_is_found_before_any_ray_starts",
+    ("numbers that are not finite", "Ray"):
+        "ray/test_joined.py::test_numbers_that_are_not_finite_end_the_run_with_one_line",
+    ("a run directory that another job writes", "Ray"):
+        "ray/test_continued.py::test_a_driver_on_a_live_run_directory_is_refused_and_writes_nothing",
+    ("a lost node", "Ray"): "ray/test_faults.py::test_a_node_is_lost",
+    ("Ctrl-C, SIGTERM; `scancel`", "Ray"):
+        "ray/test_joined.py::test_ctrl_c_at_the_driver_seals_a_checkpoint_and_leaves_with_0",
+    ("preemption", "Ray"):
+        "ray/test_faults.py::test_a_node_that_will_be_taken_away_is_left_with_a_checkpoint",
+}  # fmt: skip
+"""A cell's test with real processes: `tests/FILE::test`. Cells without one follow from the policy."""
+
+
+def table() -> list[str]:
+    """The lines of the table; a tested cell is in bold."""
+    lines = ["| how a start ended | " + " | ".join(LAUNCHERS) + " |", "|---" * (len(LAUNCHERS) + 1) + "|"]
+    for name, end in ENDS.items():
+        texts = [
+            f"**{cell(end, launcher)}**" if (name, launcher) in TESTED else cell(end, launcher)
+            for launcher in LAUNCHERS
+        ]
+        lines.append(f"| {name} | " + " | ".join(texts) + " |")
+    return lines
+
+
+# ---------------------------------------------------------------- a model that ends so
+
+
+class Ending(nn.Linear):
+    """A classifier of 28 × 28 numbers whose rank 1 ends in its third training step."""
+
+    def __init__(self, ends: str) -> None:
+        super().__init__(784, 10)
+        self.ends, self.calls = ends, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and dist.is_initialized() and dist.get_rank() == 1:
+            self.calls += 1
+            if self.calls == 3:
+                self._end()
+        return super().forward(x.flatten(1))
+
+    def _end(self) -> None:
+        if self.ends == "an exception of your own code":
+            raise ValueError("of your own code")
+        if self.ends == "out of memory":
+            torch.empty(2**50)
+        if self.ends == "a killed rank":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.ends == "a rank that hangs":
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def build(ends: str = "") -> nn.Module:
+    return Ending(ends)
+
+
+SMALL = (
+    "--data.name", "synthetic", "--data.args.heldout", "0", "--train.global_batch", "8",
+    "--checkpoint.export", "false", "--checkpoint.every_steps", "0", "--run.log_every_steps", "1",
+)  # fmt: skip
+
+
+def flags_of(name: str) -> list[str]:
+    """train.py's flags of a run that ends so."""
+    model = ["--model.name", "tests.launch.ends:build", "--model.args.ends", name]
+    more = {
+        "a wrong flag or mesh": ["--mesh.strategy", "fsdp", "--mesh.shard", "3"],
+        "numbers that are not finite": ["--optim.lr", "1e30", "--train.clip_grad_norm", "0"],
+        "a rank that hangs": ["--watch.hang_s", "5"],
+        "a deadline or time limit": ["--train.steps", "10000000", "--stop.deadline_s", "5"],
+        "Ctrl-C, SIGTERM; `scancel`": ["--train.steps", "10000000"],
+    }
+    return [*SMALL, *model, "--train.steps", "5", *more.get(name, [])]
+
+
+if __name__ == "__main__":
+    print("\n".join(table()))

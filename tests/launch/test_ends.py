@@ -1,0 +1,84 @@
+"""The table of docs/restarts.md is what the policy decides, and torchrun and launch.local do so."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fsdp.rundir import line_files, paths
+from fsdp.rundir.lock import FolderLock
+from fsdp.rundir.paths import RunDir
+from launch.policy import Act
+from tests.docs.pages import ROOT, text_of
+from tests.launch.ends import ENDS, LAUNCHERS, ON_ONE_MACHINE, TESTED, cell, flags_of, sequence, table
+from tests.support.marks import sample_are
+from tests.support.processes import eventually
+
+COMMANDS = {
+    "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"],
+    "launch.local": ["launch.local", "--ranks", "2"],
+}
+REFUSED, STOPPED = "a run directory that another job writes", "Ctrl-C, SIGTERM; `scancel`"
+CASES = [(launcher, name) for launcher in COMMANDS for name in ON_ONE_MACHINE]
+FEW = [("launch.local", "out of memory")]
+
+
+def test_the_page_has_the_table() -> None:
+    assert "\n".join(table()) in text_of(ROOT / "docs" / "restarts.md"), "python -m tests.launch.ends"
+
+
+def test_every_test_of_a_cell_exists() -> None:
+    for cell_of, place in TESTED.items():
+        file, _, name = place.partition("::")
+        assert cell_of[0] in ENDS
+        assert cell_of[1] in LAUNCHERS
+        assert f"def {name}(" in text_of(ROOT / "tests" / file), f"{cell_of}: {place}"
+
+
+@contextlib.contextmanager
+def held(run: Path) -> Iterator[None]:
+    """Another live process writes there."""
+    lock = FolderLock.acquire(paths.create(run).path, "torchrun")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def end_of(launcher: str, name: str, run: Path) -> tuple[int, str]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", *COMMANDS[launcher], *flags_of(name), "--run.dir", str(run)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    if name == STOPPED:
+        eventually("a step", lambda: bool(list(line_files.read_records(RunDir(run).metrics))), 120)
+        process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=150)
+    return process.returncode, said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("launcher", "name"), sample_are(FEW, CASES))
+def test_what_follows(launcher: str, name: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with held(run) if name == REFUSED else contextlib.nullcontext():
+        code, said = end_of(launcher, name, run)
+    assert code == int(cell(ENDS[name], launcher).split("end ")[1].split(",")[0]), said
+    acts, _ = sequence(ENDS[name], LAUNCHERS[launcher])
+    starts = [one for one in line_files.read_records(RunDir(run).history) if one["event"] == "start"]
+    never = name in (REFUSED, "a wrong flag or mesh")
+    assert len(starts) == (0 if never else 1 + acts.count(Act.AGAIN)), said
+    if name in (STOPPED, "a deadline or time limit"):
+        assert RunDir(run).stopped.exists()
+        assert list((run / "checkpoints").glob("step-*"))
