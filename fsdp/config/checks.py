@@ -217,7 +217,8 @@ def _check_checkpoint(config: Config) -> None:
             "--optim.ema is 0.",
             "--optim.ema 0.999",
         )
-    if checkpoint.keep_best and not config.train.eval_every_steps and "eval" in checkpoint.keep_best_metric:
+    evaluates = config.train.eval_every_steps or config.train.eval_every_epochs
+    if checkpoint.keep_best and not evaluates and "eval" in checkpoint.keep_best_metric:
         raise ConfigError(
             f"--checkpoint.keep_best {checkpoint.keep_best} by {checkpoint.keep_best_metric} "
             "needs evaluations during the run.",

@@ -263,6 +263,10 @@ class StreamCursor:
         """The item of each shard that comes first in a step."""
         return self._drawn + (step - self._step) * self._rows
 
+    def epoch(self, step: int) -> None:
+        """A stream has no length, and so no epochs."""
+        return None
+
     def begin(self, states: list[str | None]) -> None:
         for shard, state in zip(self.items.shards, states, strict=True):
             shard.begin(state, self._drawn, rows=self._rows, kept=self._ahead)

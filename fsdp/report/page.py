@@ -26,7 +26,7 @@ from fsdp.report.watch_section import failures, late_ranks, spikes
 
 KNOWN = {
     "loss", "eval_loss", "eval_accuracy", "per_s", "step_time_s", "data_wait_s", "grad_norm", "lr",
-    "max_mem_gib", "mfu", "samples", "tokens",
+    "max_mem_gib", "mfu", "samples", "tokens", "epoch",
 }  # fmt: skip
 MOST_CHARTS = 12
 THINNED = 720
@@ -99,9 +99,15 @@ Tile = tuple[str, object, str]
 
 def _tiles(run: RunData) -> Markup:
     total = run.config.get("train.steps") or 0
-    steps: Tile = ("steps", f"{run.last_step:,}", f"of {total:,}" if total else "")
+    steps: Tile = ("steps", f"{run.last_step:,}", _of_the_run(run, total))
     starts: Tile = ("starts", str(len(run.starts)), _failed_starts(run))
     return tiles([steps, *_quality_tiles(run), *_speed_tiles(run), starts])
+
+
+def _of_the_run(run: RunData, total: int) -> str:
+    epochs = run.series.get("epoch")
+    parts = [f"of {total:,}" if total else "", f"epoch {epochs.last:.2f}" if epochs else ""]
+    return ", ".join(filter(None, parts))
 
 
 def _quality_tiles(run: RunData) -> Iterator[Tile]:

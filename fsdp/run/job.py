@@ -44,6 +44,7 @@ from fsdp.parallel.device_check import check_device
 from fsdp.parallel.float8 import check_float8, check_float8_tokens, gathered_in_float8
 from fsdp.parallel.init_check import cut_of
 from fsdp.parallel.shard import Dtypes, resolve_dtypes
+from fsdp.run.epochs import check_epochs
 from fsdp.run.weights import saved_as
 
 log = logging.getLogger(__name__)
@@ -99,6 +100,7 @@ def prepare(config: Config, *, world_size: int, num_nodes: int, device: torch.de
     load_factory(config.optim)  # its errors come before the data is read
     data = _data_of_this_node(config)
     check_float8_tokens(config.speed, batch.micro_batch * data.info.tokens_per_sample)
+    check_epochs(config, data)
     cursor = _cursor(config, data)
     total_steps = _total_steps(config, data, cursor)
     spec = resolve_model(config.model, data.info.facts)

@@ -59,6 +59,7 @@ from fsdp.record.mlflow_sink import check_mlflow
 from fsdp.record.recorder import Pending, Recorder
 from fsdp.record.wandb_sink import check_wandb
 from fsdp.run import setup, weights
+from fsdp.run.epochs import Epochs, with_imported_epoch
 from fsdp.run.evaluate import Evaluation, evaluate
 from fsdp.run.frozen_base import maybe_base
 from fsdp.run.job import Job, describe, prepare, resumed, steps_line, trained_model
@@ -221,6 +222,7 @@ def _set_up(
     with shelf.offered(optimizer) if shelf is not None else nullcontext():
         restored = checkpointer.restore(state)
     apply_hyperparameters(config.optim, optimizer)
+    restored = with_imported_epoch(restored, state, job.cursor, job.total_steps)
     job = resumed(job, config, state.data, state.step)
     facts = {**facts, "steps": steps_line(job)}
     loader = Loader(
@@ -375,6 +377,7 @@ class _Loop:
             ema=self.ema,
             labels=self.labels,
         )
+        self.epochs = Epochs(self.job.cursor)
         self.stopped: str | None = None
         self.evaluation: Evaluation | None = None
         self.last_saved = self.state.step if self.state.step else -1
@@ -393,6 +396,7 @@ class _Loop:
         wanted = (
             self.config.checkpoint.every_steps
             or self.config.checkpoint.every_minutes
+            or self.config.checkpoint.every_epochs
             or self.config.checkpoint.export
         )
         if self.last_saved != self.state.step and (wanted or self.stopped):
@@ -456,6 +460,7 @@ class _Loop:
                 lr=lr,
                 samples=batch.samples,
                 tokens=result.tokens,
+                epoch=self.epochs.at(step),
                 began=began,
                 step_time_s=time.perf_counter() - began,
                 data_wait_s=waited,
@@ -469,11 +474,10 @@ class _Loop:
         if not self.stopper.on_host:
             self.branches.check(step - 1, self.stopper.signatures(), last=False)
         self.stopped = agreed.stop
-        every = self.config.train.eval_every_steps
-        if every and step % every == 0 and not self.stopped:
+        if self._evaluates_at(step) and not self.stopped:
             self._evaluate()
-        every = self.config.checkpoint.every_steps
-        if (every and step % every == 0) or agreed.save:
+        every, epochs = self.config.checkpoint.every_steps, self.config.checkpoint.every_epochs
+        if (every and step % every == 0) or self.epochs.due(step, epochs) or agreed.save:
             self._save("the interval", wait=False)
         self._record_sealed()
 
@@ -502,8 +506,11 @@ class _Loop:
         self.verdicts.settle()
 
     def _evaluated_now(self) -> bool:
-        every = self.config.train.eval_every_steps
-        return bool(every) and self.state.step % every == 0 and self.evaluation is not None
+        return self._evaluates_at(self.state.step) and self.evaluation is not None
+
+    def _evaluates_at(self, step: int) -> bool:
+        every, epochs = self.config.train.eval_every_steps, self.config.train.eval_every_epochs
+        return (every > 0 and step % every == 0) or self.epochs.due(step, epochs)
 
     def _evaluate(self) -> None:
         self.phases.enter("evaluate")
@@ -518,7 +525,7 @@ class _Loop:
             return
         self.evaluation = found
         self._settle()
-        self.recorder.evaluation(self.state.step, found.values())
+        self.recorder.evaluation(self.state.step, found.values() | self.epochs.fields(self.state.step))
 
     @contextmanager
     def _averaged(self, ema: Ema) -> Iterator[None]:
@@ -562,6 +569,7 @@ class _Loop:
             self.states.check()
         metrics = {} if self.recorder.last is None else {"loss": self.recorder.last.loss}
         metrics |= self.evaluation.values() if self.evaluation is not None else {}
+        metrics |= self.epochs.fields(self.state.step)
         self.recorder.saving(self.state.step)
         self.state.data = self.job.cursor.saved(self.state.step)
         self.checkpointer.save(self.state, metrics=metrics, reason=reason, wait=wait)
