@@ -255,6 +255,22 @@ def open_one(store: Store, folder: str, manifest: Manifest | None) -> Checkpoint
     return opened(store, folder, manifest, store.read(folder, file_names.METADATA))
 
 
+def read_numbers(source: CheckpointSource, keys: dict[str, str]) -> dict[str, float | int] | None:
+    """The numbers at these keys, read by a single process; None if one of them is no number."""
+    found: dict[str, float | int] = {}
+    for name, key in keys.items():
+        info = source.metadata.storage_data.get(MetadataIndex(key))
+        if info is None:
+            return None
+        value = tensor_reader.read_value(
+            source.store, source.folder, info.relative_path, info.offset, info.length
+        )
+        if type(value) not in (int, float) or not 0 <= value < 2**63:  # type: ignore[operator]
+            return None
+        found[name] = value  # type: ignore[assignment]
+    return found
+
+
 def read_whole_number(source: CheckpointSource, key: str) -> int | None:
     """A value or a tensor of one element, read by a single process; None if it is no whole number from 0."""
     if isinstance(source.metadata.state_dict_metadata[key], TensorStorageMetadata):

@@ -92,7 +92,17 @@ class Restore:
             raise CheckpointError(f"{path} is not whole: {broken.detail}.", hint) from None
         what = "weights and optimizer" if where.optim is not None else "weights alone"
         note = f"{what} of a checkpoint without a manifest, which cannot be verified"
-        return Restored(0, path, (note, *averaged, *dropped), epoch)
+        counters = self._counters(state, source)
+        if counters is not None:
+            state.set_counters(counters)
+        return Restored(state.step, path, (note, *averaged, *dropped), epoch if state.step == 0 else None)
+
+    def _counters(self, state: TrainState, source: load.CheckpointSource) -> dict[str, float | int] | None:
+        """Those of a run's own checkpoint that torch's converters have rewritten; None if it has none."""
+        keys = {name: f"train.{name}" for name in state.counters()}
+        if not set(keys.values()) <= source.metadata.state_dict_metadata.keys():
+            return None
+        return self.group.on_main(lambda: load.read_numbers(source, keys))
 
     def _beside_tensors(
         self, state: TrainState, source: load.CheckpointSource, where: Prefixes
@@ -103,6 +113,7 @@ class Restore:
         epoch = None if key is None else self.group.on_main(lambda: load.read_whole_number(source, key))
         if key is not None and epoch is None:
             others.insert(0, key)
+        others = [one for one in others if not one.startswith("train.")]
         few = ", ".join(others[:3]) + (", …" if len(others) > 3 else "")
         return epoch, [f"dropped, since a run has no place for it: {few}"] if others else []
 

@@ -310,8 +310,14 @@ class MeshSection:
     )
     wrap: str = knob(
         "auto",
-        "communication units: auto, class:NAME[,NAME], size:PARAMETERS, or root",
-        "auto takes the units that the model names, else its repeated blocks.",
+        "communication units: auto, every:N, class:NAME[,NAME], size:PARAMETERS, or root",
+        "auto takes the units that the model names, else its repeated blocks. every:2 gathers two of those "
+        "blocks together.",
+    )
+    unsharded: str = knob(
+        "",
+        "parameters kept whole on each rank: names or patterns, as in *.norm.*",
+        "For small layers. Their gradients are averaged in one all-reduce; they compute in the master dtype.",
     )
 
 

@@ -148,6 +148,8 @@ def test_modules_recipes_and_flags_of_a_command_exist(command: str) -> None:
     scripts = [at for at, word in enumerate(words) if word.endswith((".sbatch", "train.py")) or word == "--"]
     first = scripts[-1] + 1 if scripts else len(words)
     own = [word for word in words[first:] if word not in ("--dry-run", "--preflight", "--help")]
+    if own and not own[0].startswith("-") and words[0] == "sbatch":
+        own = own[1:]  # a strategy or a recipe in front: tests/slurm/test_scripts.py
     if own and "--batch_size" not in own and not own[1].startswith(("RUN/", "runs/")):
         configuration.load(own)
 
