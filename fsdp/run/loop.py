@@ -36,6 +36,7 @@ from fsdp.dist.mesh import build_mesh, data_rank
 from fsdp.dist.process_group import process_group
 from fsdp.dist.stop import Stopper
 from fsdp.memory.oom import OomContext, OutOfMemoryHandler
+from fsdp.memory.startup import StartupMemory
 from fsdp.models.chunked_loss import maybe_chunked
 from fsdp.models.loss import LossFunction
 from fsdp.models.unsharded import seed_streams
@@ -168,7 +169,10 @@ def _set_up(
     job = replace(job, data=maybe_skipping(job.data, config.data.skip_unreadable, run.path, env.rank))
     mesh = build_mesh(job.sizes, env.device, config.run.process_group_timeout_s)
     kernels = maybe_compile_cache(config.speed, env)
+    startup = StartupMemory(config.profile, env, run.path)
+    startup.mark()
     model = trained_model(config, job)
+    startup.mark()
     facts, mfu_of, loss_function = (
         describe(config, job, model),
         setup.mfu_of(model, job, env),
@@ -198,6 +202,7 @@ def _set_up(
     setup.fill_weights(
         config, env, job, sharded, shelf, restored=not config.lora.rank and checkpointer.finds()
     )
+    startup.mark()
     checkpointer.base = maybe_base(config, job.spec, job.dtypes, sharded.root)
     checkpointer.pretrained = weights.saved_as(config, job.spec)
     oom_context = OomContext(
@@ -212,6 +217,7 @@ def _set_up(
     )
     oom.sees(oom_context)
     optimizer = build_optimizer(config.optim, sharded.root)
+    startup.mark()
     state = TrainState(
         model=sharded.root,
         optimizer=optimizer,

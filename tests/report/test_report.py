@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import time
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from fsdp.config import load, to_toml
+from fsdp.report import compare
 from fsdp.report.__main__ import main
 from fsdp.report.curves import label, running_median, ticks
 from fsdp.report.run_data import read_run
@@ -105,6 +107,31 @@ def test_one_slow_step_does_not_change_the_step_time_that_is_compared(run: Path,
     (other / "metrics.jsonl").write_text(lines.replace('"step_time_s": 0.1', '"step_time_s": 90.0', 1))
     text = report(run, other, out=tmp_path / "both.html")
     assert re.search(r"median step</td>.*>the same<", text)
+
+
+def with_step_times(run: Path, times: list[float]) -> Path:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [one for one in records if "step_time_s" in one]
+    for one, seconds in zip(steps, itertools.cycle(times), strict=False):
+        one["step_time_s"] = seconds
+    write(run / "metrics.jsonl", steps)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("times", "told"),
+    [([0.115, 0.125, 0.120], "20.0% worse"), ([0.05, 0.4, 0.11, 0.02, 0.3, 0.07, 0.2], "")],
+)
+def test_a_difference_within_the_spread_is_neither_better_nor_worse(
+    times: list[float], told: str, run: Path, tmp_path: Path
+) -> None:
+    with_step_times(run, [0.095, 0.1, 0.105])
+    other = with_step_times(made(tmp_path / "other"), times)
+    rows = compare.figures(read_run(run), read_run(other))
+    row = next(row for row in rows if row[0] == "median step")
+    assert " to " in str(row[1])
+    assert told in str(row[3])
+    assert ("worse" in str(row[3]) or "better" in str(row[3])) is bool(told)
 
 
 # ---------------------------------------------------------------- starts
