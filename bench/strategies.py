@@ -47,20 +47,22 @@ SUBJECTS = {
 STRATEGIES = {
     "DDP": "--mesh.strategy ddp",
     "ZeRO-1": "--mesh.strategy fsdp --mesh.reshard_after_forward step",
-    "ZeRO-2": "--mesh.strategy fsdp --mesh.reshard_after_forward false",
-    "ZeRO-3": "--mesh.strategy fsdp",
-    "HSDP": "--mesh.strategy hsdp --mesh.shard {half}",
-    "ZeRO-3, offload": "--mesh.strategy fsdp --memory.cpu_offload true",
+    "ZeRO-2": "--mesh.strategy fsdp --mesh.reshard_after_forward false --mesh.accumulate shard",
+    "ZeRO-3": "--mesh.strategy fsdp --mesh.accumulate shard",
+    "HSDP": "--mesh.strategy hsdp --mesh.shard {half} --mesh.accumulate shard",
+    "ZeRO-3, offload": "--mesh.strategy fsdp --mesh.accumulate shard --memory.cpu_offload true",
 }
+MICRO_BATCHES = 4
+"""With one, ZeRO-1 and ZeRO-2 are the same."""
 
 
 def row(subject: Subject, strategy: str) -> list[str]:
     """The strategy, its mesh, and what a GPU of it needs and gives."""
     half = 8 if subject.gpus > 8 else subject.gpus // 2
+    samples = subject.gpus * int(subject.flags.split()[-1]) * MICRO_BATCHES
     words = (
-        f"{subject.flags} {STRATEGIES[strategy].format(half=half)} --train.global_batch "
-        f"{subject.gpus * int(subject.flags.split()[-1])} --plan.fix true --plan.gpus {subject.gpus} "
-        "--plan.gpu h100"
+        f"{subject.flags} {STRATEGIES[strategy].format(half=half)} --train.global_batch {samples} "
+        f"--plan.fix true --plan.gpus {subject.gpus} --plan.gpu h100"
     )
     plan = plan_one(load(words.split()))
     return [

@@ -236,7 +236,8 @@ def _checkpoints(run: RunData) -> Markup:
         total = byte_size(sum(count for count, _ in manifest.files.values()))
         writers = f"{manifest.ranks} rank{'s' * (manifest.ranks != 1)}, {manifest.mesh}"
         state = chip("complete", "finished")
-        rows.append([f"{found.step:,}", total, *times, writers, state, manifest.reason])
+        epoch = f", epoch {manifest.metrics['epoch']:.2f}" if "epoch" in manifest.metrics else ""
+        rows.append([f"{found.step:,}", total, *times, writers, state, manifest.reason + epoch])
     heads = ("step", "size", "write time", "training stalled", "saved by", "state", "reason")
     return table(heads, rows, numeric=heads[:4], nothing="no checkpoint")
 

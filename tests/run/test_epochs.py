@@ -19,6 +19,8 @@ from fsdp.checkpoint.inspect import scan
 from fsdp.checkpoint.open_store import open_store
 from fsdp.dist.env import DistEnv
 from fsdp.optim.train_state import TrainState
+from fsdp.report.page import page as report_of
+from fsdp.report.run_data import read_run
 from fsdp.run.epochs import Epochs
 from tests.support import user_code
 from tests.support.data_ids import train_and_note
@@ -54,6 +56,9 @@ def test_a_resumed_run_on_other_ranks_keeps_the_epochs(tmp_path: Path) -> None:
     done = run(1, tmp_path, HELD, EACH, "--train.steps 12")
     assert evaluated(done) == [(3, 0.72), (5, 1.0), (8, 1.72), (10, 2.0), (12, 2.48)]
     assert saved(tmp_path) == [(5, 1.0), (7, 1.48), (10, 2.0), (12, 2.48)]
+    page = report_of([read_run(tmp_path)])
+    assert "of 12, epoch 2.48" in page
+    assert "the interval, epoch 1.00" in page
 
 
 def test_a_tenth_is_a_tenth() -> None:
