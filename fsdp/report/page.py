@@ -16,7 +16,7 @@ from fsdp.report import compare
 from fsdp.report.curves import Marks, chart
 from fsdp.report.plan_section import ABOUT as PLAN
 from fsdp.report.plan_section import planned
-from fsdp.report.profile_section import memory_by_rank
+from fsdp.report.profile_section import memory_by_rank, memory_of_runs
 from fsdp.report.run_data import RunData, Start
 from fsdp.report.sample_section import SampleSection
 from fsdp.report.series import Series
@@ -30,6 +30,11 @@ KNOWN = {
 }  # fmt: skip
 MOST_CHARTS = 12
 THINNED = 720
+FIGURES = (
+    "In brackets the 95% interval of a median over steps. Better and worse: the intervals do not overlap. "
+    "Last and lowest losses are single numbers without an interval."
+)
+HIGHEST = "Peak of the profiled steps, by kind, on the rank where it is highest; one scale."
 MEMORY = "Peak of the profiled steps on each rank, by kind; then the peak of each phase."
 
 
@@ -213,7 +218,8 @@ def _differences(runs: Sequence[RunData]) -> Markup:
     fields = table(
         ["setting", *heads[1:-1]], compare.settings(runs), nothing="Both have the same configuration."
     )
-    return joined([section("Results", numbers), section("Different settings", fields)])
+    memory = section("Memory of both", memory_of_runs({run.name: run.accounts for run in runs}), HIGHEST)
+    return joined([section("Results", numbers, FIGURES), memory, section("Different settings", fields)])
 
 
 # ---------------------------------------------------------------- samples, checkpoints, starts

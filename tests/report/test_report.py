@@ -301,17 +301,33 @@ def test_a_running_median_is_unbiased_and_ignores_spikes() -> None:
 # ---------------------------------------------------------------- memory
 
 
-def test_a_profiled_run_shows_memory_by_kind_and_phase(run: Path) -> None:
+def with_accounts(run: Path, activations: int) -> Path:
     peak = {
-        "bytes": 3 << 20,
+        "bytes": (1 << 20) + activations,
         "step": 2,
         "phase": "backward",
-        "kinds": {"parameters": 1 << 20, "activations": 2 << 20},
+        "kinds": {"parameters": 1 << 20, "activations": activations},
     }
     (run / "profile").mkdir()
     for rank in range(2):
         account = {"format": 1, "rank": rank, "peak": peak, "phases": {"backward": peak}}
         (run / "profile" / f"rank{rank}_memory.json").write_text(json.dumps(account))
+    return run
+
+
+def test_two_profiled_runs_have_bars_on_one_scale(run: Path, tmp_path: Path) -> None:
+    other = with_accounts(made(tmp_path / "other"), 1 << 20)
+    text = report(with_accounts(run, 3 << 20), other, out=tmp_path / "both.html")
+    part = text[text.index("Memory of both") : text.index("Different settings")]
+    assert "night, rank 0" in part
+    assert "other, rank 0" in part
+    assert "width:75.00%" in part.replace(" ", "")  # 3 of 4 MiB
+    assert part.replace(" ", "").count("width:25.00%") == 3
+    assert re.search(r"peak of tensors, a rank</td>.*4 MiB</td>.*2 MiB</td>.*-50.0% better", text)
+
+
+def test_a_profiled_run_shows_memory_by_kind_and_phase(run: Path) -> None:
+    with_accounts(run, 2 << 20)
     (run / "profile" / "rank2_memory.json").write_text('{"format": 1')
     text = report(run)
     assert "rank 1" in text
