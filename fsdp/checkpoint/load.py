@@ -265,9 +265,9 @@ def read_numbers(source: CheckpointSource, keys: dict[str, str]) -> dict[str, fl
         value = tensor_reader.read_value(
             source.store, source.folder, info.relative_path, info.offset, info.length
         )
-        if type(value) not in (int, float) or not 0 <= value < 2**63:  # type: ignore[operator]
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 2**63:
             return None
-        found[name] = value  # type: ignore[assignment]
+        found[name] = value
     return found
 
 

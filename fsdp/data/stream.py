@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -263,8 +264,8 @@ class StreamCursor:
         """The item of each shard that comes first in a step."""
         return self._drawn + (step - self._step) * self._rows
 
-    def epoch(self, step: int) -> None:
-        """A stream has no length, and so no epochs."""
+    def epoch(self, step: int) -> Fraction | None:
+        """None: a stream has no length, and so no epochs."""
         return None
 
     def begin(self, states: list[str | None]) -> None:
