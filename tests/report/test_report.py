@@ -120,7 +120,7 @@ def with_step_times(run: Path, times: list[float]) -> Path:
 
 @pytest.mark.parametrize(
     ("times", "told"),
-    [([0.115, 0.125, 0.120], "20.0% worse"), ([0.05, 0.4, 0.11, 0.02, 0.3, 0.07, 0.2], "")],
+    [([0.115, 0.125, 0.120], "20.0% worse"), ([0.05] * 20 + [0.2] * 20, "")],
 )
 def test_a_difference_within_the_spread_is_neither_better_nor_worse(
     times: list[float], told: str, run: Path, tmp_path: Path
