@@ -193,6 +193,48 @@ def half_gradients() -> Seen:
 
 @claim("with mixed precision the peak memory of activations is halved")
 def half_activations() -> Seen:
+    """On the model of the tutorial that says so: the ViT of Ray's, in its own precision."""
+    import torch
+
+    with alone():
+        full, half = (_saved_by_a_vit(dtype, batch=4) for dtype in (None, torch.float16))
+    return Seen(
+        0.48 <= half / full <= 0.55,
+        f"of the ViT, {half / full:.1%} of the bytes that forward keeps for backward: {half:,} of {full:,} "
+        "for 4 images",
+    )
+
+
+def _saved_by_a_vit(dtype: Any, batch: int) -> int:
+    """Bytes that the forward of Ray's ViT and its loss keep for backward, without the weights."""
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import DTensor
+
+    torch.manual_seed(0)
+    model = _ray_vit()
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+    for block in model.encoder.layers:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    kept: dict[int, Any] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        gathered = (p for p in model.parameters() if not isinstance(p, DTensor))
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in {p.untyped_storage().data_ptr() for p in gathered}:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    images, labels = torch.randn(batch, 1, 28, 28), torch.arange(batch)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = torch.nn.functional.cross_entropy(model(images), labels)
+    del loss
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@claim("mixed precision halves the activations of any model")
+def half_activations_of_a_decoder() -> Seen:
     full, half = (_account("--precision.param", kind) for kind in ("fp32", "bf16"))
     ratio = _at_end_of_forward(half)["activations"] / _at_end_of_forward(full)["activations"]
     whole = half["peak"]["bytes"] / full["peak"]["bytes"]
@@ -255,6 +297,56 @@ def broadcast_on_shards() -> Seen:
     )
 
 
+@claim("FSDP does not shard parameters, only gradients and optimizer states", ranks=RANKS)
+def shards_parameters() -> Seen:
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    whole = sum(p.numel() for p in model.parameters())
+    fully_shard(model)
+    parameters: Any = list(model.parameters())
+    kept = sum(p.to_local().numel() for p in parameters)
+    return Seen(kept == whole, f"each of {RANKS} ranks keeps {kept} of {whole} elements")
+
+
+@claim("a sharded parameter has a smaller shape", ranks=RANKS)
+def smaller_shapes() -> Seen:
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    model = torch.nn.Linear(8, 8)
+    fully_shard(model)
+    weight: Any = model.weight
+    shape, local = tuple(weight.shape), tuple(weight.to_local().shape)
+    return Seen(shape != (8, 8), f"the DTensor's shape is {shape}, its local tensor's {local}")
+
+
+@claim("clip_grad_norm_ needs the parameters unsharded first", ranks=RANKS)
+def clipping_needs_unshard() -> Seen:
+    """The norm of sharded gradients, beside that of the same model on one device."""
+    import copy
+
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)).double()
+    whole = copy.deepcopy(model)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    inputs = torch.randn(4, 8, dtype=torch.float64)
+    for one in (model, whole):
+        one(inputs).square().sum().backward()
+    found, wanted = (torch.nn.utils.clip_grad_norm_(one.parameters(), 1.0) for one in (model, whole))
+    norm = float(getattr(found, "full_tensor", lambda: found)())
+    return Seen(
+        abs(norm - float(wanted)) > 1e-9,
+        f"on shards the norm is {norm:.6f}, on the whole model {float(wanted):.6f}",
+    )
+
+
 @claim("with one seed on all ranks, parameters drawn after sharding are those of one process", ranks=RANKS)
 def seeded_shards() -> Seen:
     import torch
@@ -281,24 +373,170 @@ def seeded_shards() -> Seen:
 # ---------------------------------------------------------------- the vision example
 
 
-@claim("the encoder blocks are the largest layers, so sharding them is what counts")
-def vit_parameters() -> Seen:
+def _ray_vit(**sizes: int) -> Any:
+    """The ViT of Ray's tutorial, or of other sizes."""
     from fsdp.base.torchvision_import import import_torchvision
 
     import_torchvision()
     import torch
     from torchvision.models import VisionTransformer
 
-    model = VisionTransformer(
-        image_size=28, patch_size=7, num_layers=10, num_heads=2, hidden_dim=128, mlp_dim=128, num_classes=10
-    )
-    model.conv_proj = torch.nn.Conv2d(1, 128, 7, 7)
+    own = {"num_layers": 10, "num_heads": 2, "hidden_dim": 128, "mlp_dim": 128, **sizes}
+    model = VisionTransformer(image_size=28, patch_size=7, num_classes=10, **own)
+    model.conv_proj = torch.nn.Conv2d(1, own["hidden_dim"], 7, 7)
+    return model
+
+
+@claim("the encoder blocks are the largest layers, so sharding them is what counts")
+def vit_parameters() -> Seen:
+    model = _ray_vit()
     total = sum(p.numel() for p in model.parameters())
     blocks = sum(p.numel() for p in model.encoder.layers.parameters())
     megabytes = total * 4 / 2**20
     return Seen(
         blocks / total > 0.5,
         f"{total:,} parameters, {megabytes:.1f} MiB in fp32, {blocks / total:.1%} of them in blocks",
+    )
+
+
+@claim("a ViT of 12 layers, 3840 wide, has 180M parameters")
+def vit_180m() -> Seen:
+    import torch
+
+    with torch.device("meta"):
+        model = _ray_vit(num_layers=12, num_heads=8, hidden_dim=3840, mlp_dim=768)
+    total = sum(p.numel() for p in model.parameters())
+    return Seen(0.9 < total / 180e6 < 1.1, f"{total:,} parameters, {total * 4 / 2**30:.2f} GiB in fp32")
+
+
+@claim("a transformer of 10 layers, 512 wide, with 1,024 tokens and 64 positions, has 50M parameters")
+def transformer_50m() -> Seen:
+    """The decoder of torch's FSDP2 example: attention and output without biases."""
+    import torch
+    from torch import nn
+
+    width, layers, tokens, positions = 512, 10, 1024, 64
+
+    def block() -> nn.Module:
+        return nn.ModuleList(
+            [
+                *(nn.Linear(width, width, bias=False) for _ in range(4)),
+                nn.Linear(width, 4 * width), nn.Linear(4 * width, width),
+                nn.LayerNorm(width), nn.LayerNorm(width),
+            ]
+        )  # fmt: skip
+
+    with torch.device("meta"):
+        model = nn.ModuleList(
+            [
+                nn.Embedding(tokens, width), nn.Embedding(positions, width),
+                *(block() for _ in range(layers)),
+                nn.LayerNorm(width), nn.Linear(width, tokens, bias=False),
+            ]
+        )  # fmt: skip
+    total = sum(p.numel() for p in model.parameters())
+    return Seen(0.9 < total / 50e6 < 1.1, f"{total:,} parameters")
+
+
+@claim("70B parameters train comfortably on 8 GPUs of 80 GB")
+def llama_70b() -> Seen:
+    """Parameters, gradients and Adam's moments alone, in fp32 and with everything in bf16."""
+    import torch
+
+    from fsdp.config import ModelSection
+    from fsdp.models import resolve
+
+    with torch.device("meta"):
+        model = resolve(ModelSection(name="transformer", preset="70b"), {}).build()
+    total = sum(p.numel() for p in model.parameters())
+    whole, half = (4 * total * size / 8 / 1e9 for size in (4, 2))
+    return Seen(
+        half < 70,
+        f"{total:,} parameters: {whole:.0f} GB a GPU in fp32, {half:.0f} GB with all four in bf16, without "
+        "any activation",
+    )
+
+
+@claim("accuracy on the split that was trained on is held-out accuracy")
+def trained_on_its_test_split() -> Seen:
+    """A small network trained on the held-out digits, and given digits that it never saw."""
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+
+    from fsdp.config import DataSection
+    from fsdp.data import build_dataset
+
+    data = build_dataset(DataSection())
+    (seen, labels), (unseen, others) = _everything(data.heldout), _everything(data.train)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(seen[0].numel(), 128), nn.ReLU(), nn.Linear(128, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(100):
+        optimizer.zero_grad()
+        F.cross_entropy(model(seen), labels).backward()
+        optimizer.step()
+    with torch.no_grad():
+        own, other = (
+            float((model(x).argmax(-1) == y).float().mean()) for x, y in ((seen, labels), (unseen, others))
+        )
+    return Seen(
+        own - other < 0.02,
+        f"{own:.1%} on the {len(seen)} digits that it was trained on, {other:.1%} on {len(unseen):,} others",
+    )
+
+
+# ---------------------------------------------------------------- loops and launches
+
+
+@claim("StateDictOptions(full_state_dict==True) asks for a full state dict")
+def full_state_dict() -> Seen:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    said = error_of(
+        lambda: eval("StateDictOptions(full_state_dict==True)", {"StateDictOptions": StateDictOptions})
+    )
+    return Seen(not said, said or "it was taken")
+
+
+@claim("for epoch in range(start_epoch, epochs) resumes where the checkpoint's epoch ended")
+def start_epoch() -> Seen:
+    """The loop as printed: no line before it sets start_epoch."""
+    loop = "for epoch in range(start_epoch, epochs):\n    seen.append(epoch)"
+    seen: list[int] = []
+    said = error_of(lambda: exec(loop, {"seen": seen, "epochs": 3, "state": {"epoch": 1}}))
+    return Seen(seen == [2], said or f"epochs {seen}")
+
+
+@claim("two torchrun commands with --node_rank 0 are two nodes of one job")
+def both_node_rank_0() -> Seen:
+    from torch.distributed.run import config_from_args, parse_args
+
+    line = "--nnodes=2 --nproc_per_node=2 --node_rank={} --master_addr=one --master_port=29500 train.py"
+    ranks = [
+        config_from_args(parse_args(line.format(node).split()))[0].rdzv_configs["rank"] for node in (0, 0)
+    ]
+    return Seen(
+        len(set(ranks)) == 2,
+        f"the rendezvous gets ranks {ranks}: both nodes start ranks 0 and 1, and wait for 2 and 3 until the "
+        "time-out; `srun torchrun --rdzv_backend=c10d` numbers them itself",
+    )
+
+
+@claim("without set_epoch all ranks train on the same data")
+def no_set_epoch() -> Seen:
+    from torch.utils.data import DistributedSampler
+
+    samples: Any = range(12)
+    samplers: list[DistributedSampler[Any]] = [
+        DistributedSampler(samples, num_replicas=2, rank=rank) for rank in range(2)
+    ]
+    first = [list(one) for one in samplers]
+    again = [list(one) for one in samplers]
+    return Seen(
+        first[0] == first[1],
+        f"ranks share {len(set(first[0]) & set(first[1]))} of 12 samples; each epoch has the same order: "
+        f"{first == again}",
     )
 
 

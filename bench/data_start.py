@@ -71,7 +71,7 @@ def document_shards(root: Path, documents: int) -> None:
     (root / ".one.idx").write_bytes(index_bytes(lengths.tolist(), np.dtype("<u2")))
     (root / ".one.bin.json").write_text(json.dumps(facts), encoding="utf-8")
     with (root / ".one.bin").open("wb") as file:
-        os.truncate(file.fileno(), 2 * facts["tokens"])
+        os.truncate(file.fileno(), 2 * int(lengths.sum()))
     names = [f"train-{n:05}" for n in range(documents // each)]
     for name in names:
         for suffix in (".bin", ".bin.json", ".idx"):

@@ -89,7 +89,8 @@ job_begin() {
     export SHARDRUN_LAUNCHER=${LAUNCHER:-torchrun}
     [[ $SHARDRUN_LAUNCHER =~ ^(torchrun|srun)$ ]] || die "LAUNCHER=$LAUNCHER is neither. HINT: LAUNCHER=srun, or torchrun"
     flags=() dry_run=() preflight=
-    for word in "$@"; do
+    name_in_front "$@"
+    for word in "${named[@]}"; do
         case $word in
         --dry-run) dry_run=(--dry-run) ;;
         --preflight) preflight=1 ;;
@@ -108,6 +109,19 @@ warn_of_unused_gpus() {
     [ -z "${SLURM_GPUS_ON_NODE:-}" ] || return 0
     gpus=$(scontrol show node -o "${nodes[0]}" | grep -oP ' Gres=\S*?\bgpu:([^\s:,(]+:)?\K\d+' | head -n 1) || return 0
     say "${nodes[0]} has $gpus GPUs, and the job requests none. HINT: sbatch --gpus-per-node=$gpus, before the file" >&2
+}
+
+# Sets named: a strategy or a recipe's name as the first word, without dashes, becomes its flags.
+name_in_front() {
+    local word=${1:-} recipes
+    case $word in
+    "" | -*) named=("$@") && return ;;
+    ddp | fsdp | hsdp) named=(--mesh.strategy "$word" "${@:2}") && return ;;
+    *.toml) named=(--config "$word" "${@:2}") && return ;;
+    esac
+    [ -e "$home/recipes/$word.toml" ] && named=(--config "$home/recipes/$word.toml" "${@:2}") && return
+    recipes=$(cd "$home/recipes" && printf '%s ' *.toml)
+    die "$word is not a strategy (ddp, fsdp, hsdp) or a recipe (${recipes//.toml/}). HINT: sbatch slurm/fsdp.sbatch ddp"
 }
 
 # The nodes connect before training: sets and exports MASTER_ADDR, MASTER_PORT and a token that is new at each start.

@@ -30,6 +30,21 @@ def prefixes(metadata: Metadata, parameters: Iterable[str], where: str) -> Prefi
     return Prefixes(fitting[0], _optimizer_prefix(keys, names))
 
 
+def other_keys(
+    metadata: Metadata, model_keys: Iterable[str], where: Prefixes
+) -> tuple[str | None, list[str]]:
+    """The key of the epoch beside the model, if there is one, and every other key that is not loaded."""
+    parts = where.model.split(".")
+    levels = [".".join([*parts[:depth], ""]) if depth else "" for depth in range(len(parts))]
+    keys = set(metadata.state_dict_metadata)
+    epoch = next((level + "epoch" for level in reversed(levels) if level + "epoch" in keys), None)
+    left = keys - set(model_keys) - {epoch}
+    if where.optim is not None:
+        loaded = (f"{where.optim}state.", f"{where.optim}param_groups.")
+        left = {key for key in left if not key.startswith(loaded)}
+    return epoch, sorted(left)
+
+
 def _optimizer_prefix(keys: set[str], names: list[str]) -> str | None:
     """The prefix before `state.<parameter>.<moment>`, if the checkpoint has such a key."""
     for name in names:

@@ -7,6 +7,7 @@ the others. A failure on one rank reaches all ranks before the next collective: 
 from __future__ import annotations
 
 import math
+import pickle
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -252,6 +253,38 @@ def opened(store: Store, folder: str, manifest: Manifest | None, data: bytes) ->
 def open_one(store: Store, folder: str, manifest: Manifest | None) -> CheckpointSource:
     """The source, opened by a single process; Broken if its `.metadata` is damaged or unsafe."""
     return opened(store, folder, manifest, store.read(folder, file_names.METADATA))
+
+
+def read_numbers(source: CheckpointSource, keys: dict[str, str]) -> dict[str, float | int] | None:
+    """The numbers at these keys, read by a single process; None if one of them is no number."""
+    found: dict[str, float | int] = {}
+    for name, key in keys.items():
+        info = source.metadata.storage_data.get(MetadataIndex(key))
+        if info is None:
+            return None
+        value = tensor_reader.read_value(
+            source.store, source.folder, info.relative_path, info.offset, info.length
+        )
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 2**63:
+            return None
+        found[name] = value
+    return found
+
+
+def read_whole_number(source: CheckpointSource, key: str) -> int | None:
+    """A value or a tensor of one element, read by a single process; None if it is no whole number from 0."""
+    if isinstance(source.metadata.state_dict_metadata[key], TensorStorageMetadata):
+        tensor = whole(source, key)
+        value: object = tensor.item() if tensor.numel() == 1 else None
+    else:
+        info = source.metadata.storage_data[MetadataIndex(key)]
+        try:
+            value = tensor_reader.read_value(
+                source.store, source.folder, info.relative_path, info.offset, info.length
+            )
+        except pickle.UnpicklingError:  # an object that weights_only does not load
+            value = None
+    return value if type(value) is int and 0 <= value < 2**31 else None
 
 
 def whole(source: CheckpointSource, key: str) -> torch.Tensor:

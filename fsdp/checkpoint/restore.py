@@ -14,7 +14,7 @@ from torch import nn
 from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import adapter_weights, discovery, file_names, inspect, load, snapshot
 from fsdp.checkpoint.adapter_weights import Base
-from fsdp.checkpoint.foreign_dcp import prefixes
+from fsdp.checkpoint.foreign_dcp import other_keys, prefixes
 from fsdp.checkpoint.inspect import CheckpointListing
 from fsdp.checkpoint.manifest import Broken, Manifest
 from fsdp.checkpoint.open_store import open_store
@@ -46,6 +46,8 @@ class Restored:
     step: int
     where: str
     notes: tuple[str, ...] = ()
+    epoch: int | None = None
+    """The last complete epoch in another program's checkpoint, counted from 0."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +86,36 @@ class Restore:
                 return self._sealed(state, source, found.manifest, [])
             where = prefixes(source.metadata, snapshot.parameter_names(state.model).values(), path)
             averaged = self._load(state, source, where, exact=False)
+            epoch, dropped = self._beside_tensors(state, source, where)
         except Broken as broken:
             hint = "give another, or --checkpoint.resume auto"
             raise CheckpointError(f"{path} is not whole: {broken.detail}.", hint) from None
         what = "weights and optimizer" if where.optim is not None else "weights alone"
         note = f"{what} of a checkpoint without a manifest, which cannot be verified"
-        return Restored(0, path, (note, *averaged))
+        counters = self._counters(state, source)
+        if counters is not None:
+            state.set_counters(counters)
+        return Restored(state.step, path, (note, *averaged, *dropped), epoch if state.step == 0 else None)
+
+    def _counters(self, state: TrainState, source: load.CheckpointSource) -> dict[str, float | int] | None:
+        """Those of a run's own checkpoint that torch's converters have rewritten; None if it has none."""
+        keys = {name: f"train.{name}" for name in state.counters()}
+        if not set(keys.values()) <= source.metadata.state_dict_metadata.keys():
+            return None
+        return self.group.on_main(lambda: load.read_numbers(source, keys))
+
+    def _beside_tensors(
+        self, state: TrainState, source: load.CheckpointSource, where: Prefixes
+    ) -> tuple[int | None, list[str]]:
+        """The epoch of another program's checkpoint, and a note on what is not loaded."""
+        names = [where.model + name for name in snapshot.model_tensors(state.model)]
+        key, others = other_keys(source.metadata, names, where)
+        epoch = None if key is None else self.group.on_main(lambda: load.read_whole_number(source, key))
+        if key is not None and epoch is None:
+            others.insert(0, key)
+        others = [one for one in others if not one.startswith("train.")]
+        few = ", ".join(others[:3]) + (", …" if len(others) > 3 else "")
+        return epoch, [f"dropped, since a run has no place for it: {few}"] if others else []
 
     def _sealed(
         self, state: TrainState, source: load.CheckpointSource, manifest: Manifest, notes: list[str]

@@ -192,7 +192,7 @@ GROUPS: Mapping[str, tuple[Alias, ...]] = {
             {
                 "no": "--train.eval_every_steps 0",
                 "false": "--train.eval_every_steps 0",
-                "epoch": "--train.eval_every_steps 100",
+                "epoch": "--train.eval_every_epochs 1",
             },
         ),
         Alias(
@@ -201,8 +201,9 @@ GROUPS: Mapping[str, tuple[Alias, ...]] = {
             {"-1": "--train.eval_samples 0"},
         ),
         Alias("max_eval_samples", "--train.eval_samples {}"),
+        Alias("check_val_every_n_epoch", "--train.eval_every_epochs {}"),
         Alias(
-            "check_val_every_n_epoch eval_delay eval_on_start num_sanity_val_steps",
+            "eval_delay eval_on_start num_sanity_val_steps",
             "leave it out: evaluations come every --train.eval_every_steps, and at the end",
         ),
         Alias(
@@ -591,7 +592,11 @@ GROUPS: Mapping[str, tuple[Alias, ...]] = {
         Alias(
             "save_strategy enable_checkpoint enable_checkpointing checkpoint.enable",
             "--checkpoint.every_steps 100",
-            {"no": "--checkpoint.every_steps 0", "false": "--checkpoint.every_steps 0"},
+            {
+                "no": "--checkpoint.every_steps 0",
+                "false": "--checkpoint.every_steps 0",
+                "epoch": "--checkpoint.every_epochs 1",
+            },
         ),
         Alias("save_every_minutes", "--checkpoint.every_minutes {}"),
         Alias("train_time_interval", "--checkpoint.every_minutes M, in minutes"),

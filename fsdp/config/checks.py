@@ -35,6 +35,7 @@ def check(config: Config) -> None:
         _check_profile,
         _check_train,
         _check_mesh,
+        _check_unsharded,
         _check_precision,
         _check_checkpoint,
         _check_ray,
@@ -159,14 +160,37 @@ def _check_mesh(config: Config) -> None:
             "leave it out, or --mesh.strategy fsdp",
         )
     kind, _, what = mesh.wrap.partition(":")
-    if kind not in ("auto", "root", "class", "size") or (kind in ("class", "size")) != bool(what):
+    with_value = ("class", "size", "every")
+    if kind not in ("auto", "root", *with_value) or (kind in with_value) != bool(what):
         raise ConfigError(
-            f"--mesh.wrap {mesh.wrap} is not auto, class:NAME, size:PARAMETERS or root.", "--mesh.wrap auto"
+            f"--mesh.wrap {mesh.wrap} is not auto, every:N, class:NAME, size:PARAMETERS or root.",
+            "--mesh.wrap auto",
+        )
+    if kind == "every" and not (what.isdigit() and int(what)):
+        raise ConfigError(
+            f"--mesh.wrap {mesh.wrap}: {what} is not a number of blocks from 1.", "--mesh.wrap every:2"
         )
     if kind == "size" and not what.replace("_", "").isdigit():
         raise ConfigError(
             f"--mesh.wrap {mesh.wrap}: {what} is not a number of parameters.", "--mesh.wrap size:1000000"
         )
+
+
+def _check_unsharded(config: Config) -> None:
+    """What FSDP's ignored parameters cannot be combined with."""
+    if not config.mesh.unsharded:
+        return
+    for name, value, allowed in (
+        ("mesh.strategy", config.mesh.strategy, config.mesh.strategy != "ddp"),
+        ("memory.cpu_offload", "true", not config.memory.cpu_offload),
+        ("memory.nvme", config.memory.nvme, config.memory.nvme == "off"),
+        ("optim.name", config.optim.name, config.optim.name != "muon"),
+    ):
+        if not allowed:
+            raise ConfigError(
+                f"--mesh.unsharded {config.mesh.unsharded} does not work with --{name} {value}.",
+                "leave out --mesh.unsharded",
+            )
 
 
 def _check_precision(config: Config) -> None:
@@ -227,7 +251,8 @@ def _check_checkpoint(config: Config) -> None:
             "--optim.ema is 0.",
             "--optim.ema 0.999",
         )
-    if checkpoint.keep_best and not config.train.eval_every_steps and "eval" in checkpoint.keep_best_metric:
+    evaluates = config.train.eval_every_steps or config.train.eval_every_epochs
+    if checkpoint.keep_best and not evaluates and "eval" in checkpoint.keep_best_metric:
         raise ConfigError(
             f"--checkpoint.keep_best {checkpoint.keep_best} by {checkpoint.keep_best_metric} "
             "needs evaluations during the run.",

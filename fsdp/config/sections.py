@@ -137,6 +137,14 @@ class TrainSection:
     eval_every_steps: int = knob(
         0, "steps between evaluations; 0: only at the end", unit="steps", low=0, common=True
     )
+    eval_every_epochs: float = knob(
+        0.0,
+        "epochs between evaluations, fractions allowed; 0: none",
+        "Beside --train.eval_every_steps. The first step at which the epoch, or the part, is complete.",
+        unit="epochs",
+        low=0,
+        common=True,
+    )
     eval_batch: int = knob(
         0, "samples per rank and evaluation batch; 0: the micro-batch", unit="samples", low=0
     )
@@ -302,8 +310,14 @@ class MeshSection:
     )
     wrap: str = knob(
         "auto",
-        "communication units: auto, class:NAME[,NAME], size:PARAMETERS, or root",
-        "auto takes the units that the model names, else its repeated blocks.",
+        "communication units: auto, every:N, class:NAME[,NAME], size:PARAMETERS, or root",
+        "auto takes the units that the model names, else its repeated blocks. every:2 gathers two of those "
+        "blocks together.",
+    )
+    unsharded: str = knob(
+        "",
+        "parameters kept whole on each rank: names or patterns, as in *.norm.*",
+        "For small layers. Their gradients are averaged in one all-reduce; they compute in the master dtype.",
     )
 
 
@@ -445,6 +459,15 @@ class CheckpointSection:
         "Counted from the last checkpoint, beside --checkpoint.every_steps.",
         unit="min",
         low=0,
+    )
+    every_epochs: float = knob(
+        0.0,
+        "epochs between checkpoints, fractions allowed; 0: none",
+        "Beside --checkpoint.every_steps, which 0 turns off. The first step at which the epoch, or the part, "
+        "is complete.",
+        unit="epochs",
+        low=0,
+        common=True,
     )
     resume: str = knob(
         "auto",

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -112,6 +113,11 @@ class Cursor:
     def end(self) -> int | None:
         """The step at which the data are complete; None for data that may be walked any number of times."""
         return None
+
+    def epoch(self, step: int) -> Fraction:
+        """Epochs complete after `step` steps: an epoch's samples seen, over all its samples."""
+        whole, place = divmod(step, self.steps_per_epoch)
+        return whole + Fraction(min(place * self.global_batch, self.samples), self.samples)
 
     def saved(self, step: int) -> dict[str, Any]:
         """What a checkpoint keeps: nothing, since (seed, step, global batch) is the position."""

@@ -191,6 +191,27 @@ class MixCursor:
         now = self.now
         return now.step + -(-now.period // now.global_batch) if now.by_epochs else None
 
+    def epoch(self, step: int) -> Fraction:
+        """Epochs complete after `step` steps; an epoch is as many samples as the sources hold together.
+
+        A changed mixture counts from its first step with the samples that it then holds.
+        """
+        begins = [0, *(one.step for one in self.segments[1:]), step]
+        return sum(
+            (
+                Fraction(self._seen(one, min(end, step)) - self._seen(one, begin), sum(one.samples.values()))
+                for one, begin, end in zip(self.segments, begins, begins[1:], strict=False)
+                if begin < step
+            ),
+            Fraction(0),
+        )
+
+    @classmethod
+    def _seen(cls, segment: MixSegment, step: int) -> int:
+        """Samples of a segment before `step`."""
+        first, _, passes = cls._stretch(segment, step)
+        return passes * segment.period + first
+
     def indices(self, step: int) -> np.ndarray:
         """Returns 1 … global_batch sample indices, int64, in the order in which ranks slice them."""
         nth, segment = self._segment(step)

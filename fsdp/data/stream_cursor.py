@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,10 @@ class StreamCursor:
     def _number(self, step: int) -> int:
         """The item of each shard that comes first in a step."""
         return self._drawn + (step - self._step) * self._rows
+
+    def epoch(self, step: int) -> Fraction | None:
+        """None: a stream has no length, and so no epochs."""
+        return None
 
     def begin(self, states: list[str | None]) -> None:
         for shard, state in zip(self.items.shards, states, strict=True):

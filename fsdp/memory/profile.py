@@ -5,6 +5,8 @@
     rankN_memory_snapshot.pickle   on CUDA, for torch's viewer
     rankN_trace.json.gz            for Perfetto or chrome://tracing
     rankN_steps.json               the trace as a table
+    rankN_operators.txt            the 30 operations that take longest: key_averages of torch's profiler
+    rankN_startup.json             memory before and after model, sharding and optimizer (startup.py)
     summary.json                   every rank's peak, from rank 0
 
 rankN_memory.json, bytes and seconds:
@@ -100,6 +102,7 @@ class Profile:
         if self._trace is not None:
             self.table = self._trace.close(self._path("trace.json.gz"))
             self._path("steps.json").write_text(json.dumps(self.table, indent=1) + "\n", encoding="utf-8")
+            self._path("operators.txt").write_text(self._trace.operators(), encoding="utf-8")
 
     def finish(self) -> None:
         """After the last step, on every rank: rank 0 logs the results of all. Collective."""

@@ -29,6 +29,8 @@ OPERATORS = ("aten::", "fsdp::", "inductor", "torchao", "Torch-Compiled", "## Ca
 """Names that count as compute on the CPU. Not autograd's ranges: FSDP's hooks run and wait inside them."""
 COLLECTIVES = ("gloo:", "nccl:", "c10d::", "ncclKernel", "ncclDevKernel")
 
+OPERATORS_SHOWN = 30
+
 Span = tuple[float, float]
 
 
@@ -56,6 +58,11 @@ class Tracer:
             self._step = mark.step
             self._open(f"step {mark.step}")
         self._open(mark.phase)
+
+    def operators(self) -> str:
+        """torch's table of the operations that take longest, each with all its calls. After `close`."""
+        own = "self_cuda_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
+        return str(self._profiler.key_averages().table(sort_by=own, row_limit=OPERATORS_SHOWN)) + "\n"
 
     def close(self, path: Path) -> dict[str, Any]:
         self._end_ranges()

@@ -6,7 +6,7 @@ Not here: what a step adds (fsdp/plan, oom_advice.py), and what is measured (acc
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -36,17 +36,26 @@ class RestingBytes:
 
 
 def resting_bytes(
-    section: OptimSection, model: nn.Module, master: torch.dtype, frozen: torch.dtype | None = None
+    section: OptimSection,
+    model: nn.Module,
+    master: torch.dtype,
+    frozen: torch.dtype | None = None,
+    *,
+    only: Collection[nn.Parameter] | None = None,
 ) -> RestingBytes:
-    """Of a model whose parameters are kept in `master`, and those that are not trained in `frozen`."""
-    every = list(model.parameters())
+    """Of a model whose parameters are kept in `master`, and those that are not trained in `frozen`; `only`
+    selects some of its parameters.
+    """
+    every = [p for p in model.parameters() if only is None or p in only]
     trained = [p for p in every if p.requires_grad]
     count = sum(p.numel() for p in trained)
     return RestingBytes(
         parameters=count * master.itemsize
         + (sum(p.numel() for p in every) - count) * (frozen or master).itemsize,
         gradients=count * master.itemsize,
-        optimizer=state_bytes(section, trained, master.itemsize, muon_matrices(section, model)),
+        optimizer=state_bytes(
+            section, trained, master.itemsize, muon_matrices(section, model) if only is None else ()
+        ),
     )
 
 

@@ -1,4 +1,4 @@
-"""Selects the communication units: the model's units(), its repeated blocks, a class, or a size.
+"""Selects the communication units: the model's units(), its repeated blocks, N of them, a class, or a size.
 
 A unit is a list of modules whose parameters are gathered together; parameters in no unit belong to the root.
 Only the selection is here, on plain modules; fsdp/parallel/shard.py shards the units.
@@ -39,12 +39,29 @@ def find_units(model: nn.Module, wrap: str = "auto") -> list[Unit]:
         found = (
             _own_units(model) if callable(getattr(model, "units", None)) else [[m] for m in _repeated(model)]
         )
-    return _without_shared(model, _inner_first(_distinct(model, found)))
+    units = _without_shared(model, _inner_first(_distinct(model, found)))
+    return _joined(units, int(what)) if kind == "every" else units
 
 
 def blocks_of(units: Sequence[Unit]) -> list[nn.Module]:
-    """Returns the units to recompute in backward: single composite modules, without embedding or head."""
-    return [unit[0] for unit in units if len(unit) == 1 and any(True for _ in unit[0].children())]
+    """Returns the blocks to recompute in backward: composite modules that are units, or of one class in a
+    unit; without embedding or head.
+    """
+    alike = [unit for unit in units if len({type(module) for module in unit}) == 1]
+    return [module for unit in alike for module in unit if next(module.children(), None) is not None]
+
+
+def _joined(units: Sequence[Unit], count: int) -> list[Unit]:
+    """Joins up to `count` consecutive units that are single blocks of one class."""
+    found: list[Unit] = []
+    for unit in units:
+        last = found[-1] if found else []
+        one_class = len({type(module) for module in (*last, *unit)}) == 1
+        if last and one_class and len(last) + len(unit) <= count and blocks_of([unit]):
+            found[-1] = [*last, *unit]
+        else:
+            found.append(list(unit))
+    return found
 
 
 # ---------------------------------------------------------------- the model's units()

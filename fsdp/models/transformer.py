@@ -248,6 +248,8 @@ _LLAMA_8B = {
 }  # fmt: skip
 _LLAMA_70B = {**_LLAMA_8B, "width": 8192, "layers": 80, "heads": 64, "ffn": 28_672}
 
+_LLAMA_2 = {"vocab_size": 32_000, "max_seq_len": 4096}
+
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "toy": {"width": 128, "layers": 2, "heads": 4, "tied": True},
     "chapter": {"width": 512, "layers": 10, "heads": 8},
@@ -262,6 +264,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     },
     # Llama 3.2's 1B, without its scaled positions
     "1b": {**_LLAMA_8B, "width": 2048, "layers": 16, "ffn": 8192, "tied": True},
+    # Llama 2's 7B and 13B: each head has keys and values of its own
+    "7b": {**_LLAMA_2, "width": 4096, "layers": 32, "heads": 32, "ffn": 11_008},
+    "13b": {**_LLAMA_2, "width": 5120, "layers": 40, "heads": 40, "ffn": 13_824},
     "8b": _LLAMA_8B,
     "llama-8b": _LLAMA_8B,
     "70b": _LLAMA_70B,

@@ -45,6 +45,7 @@ from fsdp.parallel.attention import refused_attention
 from fsdp.parallel.comm_hooks import Hooks, apply_comm, load_hooks
 from fsdp.parallel.float8 import apply_float8
 from fsdp.parallel.offload import apply_activation_offload
+from fsdp.parallel.whole_parameters import apply_casts, average_gradients, whole_names
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -94,6 +95,8 @@ class Sharded:
     accumulate: str
     keep_gathered: bool
     divides_by: float = 0.0
+    whole: frozenset[str] = frozenset()
+    """Names of the parameters of --mesh.unsharded."""
     runs: nn.Module = field(init=False)
     _last_set: bool | None = field(default=None, init=False)
 
@@ -116,6 +119,12 @@ class Sharded:
         """
         # Read when the weights are real: leaving meta replaces each parameter.
         return [] if self.sizes.strategy == "ddp" else [p for p in self.root.parameters() if p.dim() == 0]
+
+    @functools.cached_property
+    def named_whole(self) -> list[nn.Parameter]:
+        """The trained parameters of --mesh.unsharded; 0-dim ones are in `replicated`."""
+        named = self.root.named_parameters()
+        return [p for name, p in named if name in self.whole and p.dim() and p.requires_grad]
 
     @contextlib.contextmanager
     def micro_batch(self, last: bool) -> Iterator[None]:
@@ -201,6 +210,8 @@ class Sharded:
             if parameter.grad is not None and self.ranks > 1:
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= self.divisor
+        if self.ranks > 1:
+            average_gradients(self.named_whole, self.divisor)
 
 
 @contextlib.contextmanager
@@ -259,6 +270,7 @@ def shard_model(
         accumulate=section.accumulate,
         keep_gathered=policy == "step",
         divides_by=comm.divide_by,
+        whole=whole_names(model, section.unsharded),
     )
     if sizes.strategy != "ddp":
         _apply_fully_shard(sharded, policy, memory)
@@ -294,9 +306,12 @@ def _apply_fully_shard(sharded: Sharded, policy: bool | int | str, memory: Memor
     reshard = policy if isinstance(policy, (bool, int)) else False
     if isinstance(reshard, int) and not isinstance(reshard, bool) and reshard in (1, sharded.sizes.shard):
         reshard = reshard != 1  # FSDP's own reading of the two ends, without its warning
-    scalars = {parameter for parameter in sharded.root.parameters() if parameter.dim() == 0}
+    named = sharded.root.named_parameters(remove_duplicate=False)
+    ignored = {p for name, p in named if p.dim() == 0 or name in sharded.whole}
+    if sharded.whole:
+        apply_casts(sharded.root, ignored, dtypes.master, dtypes.param)
     wrap = functools.partial(
-        fully_shard, mesh=mesh, mp_policy=mixed, offload_policy=offload, ignored_params=scalars or None
+        fully_shard, mesh=mesh, mp_policy=mixed, offload_policy=offload, ignored_params=ignored or None
     )
     # Backward begins with the last unit and the root's own parameters: once freed, they would be gathered
     # again at once.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fsdp.config import MeshSection, reshard_policy
 from fsdp.dist.mesh import MeshSizes
 from fsdp.models.blocks import find_units
+from fsdp.parallel.whole_parameters import whole_parameters
 
 
 @dataclass(frozen=True)
@@ -71,14 +72,17 @@ def traffic(
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         times = 1 if how == "last" else accumulation
         return Traffic(all_reduce=times * 2 * _part(sizes.replicate) * trained * reduced.itemsize)
-    groups = _groups(model, section.wrap, sizes.shard, gathered, set(float8))
+    whole = whole_parameters(model, section.unsharded)
+    groups = _groups(model, section.wrap, sizes.shard, gathered, set(float8), whole)
+    kept = sum(p.numel() for p in whole if p.requires_grad) * reduced.itemsize
     reductions = 1 if how == "last" else accumulation
     all_reductions = accumulation if how == "every" else 1
     trained_bytes = sum(group.trained for group in groups) * reduced.itemsize
     return Traffic(
         all_gather=sum(_gathers(group, section, sizes, accumulation) * group.whole for group in groups),
         reduce_scatter=reductions * _part(sizes.shard) * trained_bytes,
-        all_reduce=all_reductions * 2 * _part(sizes.replicate) * trained_bytes / sizes.shard,
+        all_reduce=all_reductions * 2 * _part(sizes.replicate) * trained_bytes / sizes.shard
+        + 2 * _part(sizes.ranks) * kept,
     )
 
 
@@ -99,7 +103,12 @@ def _gathers(group: _CommUnit, section: MeshSection, sizes: MeshSizes, accumulat
 
 
 def _groups(
-    model: nn.Module, wrap: str, shards: int, gathered: torch.dtype, float8: set[Tensor]
+    model: nn.Module,
+    wrap: str,
+    shards: int,
+    gathered: torch.dtype,
+    float8: set[Tensor],
+    whole: set[nn.Parameter],
 ) -> list[_CommUnit]:
     def group(parameters: Sequence[nn.Parameter], stays: bool) -> _CommUnit:
         small = _padded([p for p in parameters if p in float8], shards)
@@ -107,7 +116,7 @@ def _groups(
         trained = _padded([p for p in parameters if p.requires_grad], shards)
         return _CommUnit(small + whole * gathered.itemsize, trained, stays)
 
-    taken: set[nn.Parameter] = set()
+    taken = set(whole)
     groups = []
     units = find_units(model, wrap)
     for at, unit in enumerate(units, start=1):

@@ -161,7 +161,8 @@ def _read_ahead(config: Config, subject: Subject, samples: int) -> float:
 
 
 def _saves(config: Config) -> bool:
-    return bool(config.checkpoint.every_steps or config.checkpoint.every_minutes)
+    section = config.checkpoint
+    return bool(section.every_steps or section.every_minutes or section.every_epochs)
 
 
 # ---------------------------------------------------------------- what is left out

@@ -200,7 +200,11 @@ def batches(subject: Subject, rows: int) -> Iterator[Batch]:
 
 
 def repeated_blocks(model: nn.Module, wrap: str) -> tuple[nn.Module, list[nn.Module]] | None:
-    """The one list of equal blocks, alike in their parameters; None if there is none."""
+    """The one list of equal blocks, alike in their parameters; None if there is none, or if a unit holds
+    several.
+    """
+    if wrap.startswith("every:"):
+        return None
     blocks = blocks_of(find_units(model, wrap))
     if len(blocks) < 2 or any(_shape_of(block) != _shape_of(blocks[0]) for block in blocks):
         return None
@@ -227,6 +231,8 @@ _BLOCKS: dict[tuple[int, str, str, LoraSection], tuple[ModelSpec, int]] = {}
 
 def blocks_in(config: Config) -> int:
     """The number of equal blocks of the model; 0 if it must be run whole."""
+    if config.mesh.unsharded:
+        return 0  # its patterns may name a single block
     spec = subject_of(config.model, config.data).spec
     key = (id(spec), config.mesh.wrap, config.model.frozen, config.lora)
     if key not in _BLOCKS:

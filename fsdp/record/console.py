@@ -21,9 +21,9 @@ from fsdp.record.metrics import StepMetrics
 log = logging.getLogger(__name__)
 
 LOG_COLUMNS = 80
-ORDER = ("step", "loss", "grad", "lr", "rate", "mfu", "memory", "left", "saved")
-ON_A_TERMINAL = ("step", "loss", "rate", "left", "saved", "memory", "mfu", "grad", "lr")
-IN_A_LOG = ("step", "loss", "rate", "left", "memory", "mfu", "grad", "lr")
+ORDER = ("step", "loss", "epoch", "grad", "lr", "rate", "mfu", "memory", "left", "saved")
+ON_A_TERMINAL = ("step", "loss", "rate", "left", "saved", "memory", "mfu", "epoch", "grad", "lr")
+IN_A_LOG = ("step", "loss", "rate", "left", "memory", "mfu", "epoch", "grad", "lr")
 """The most important field first. A log has a separate line for each save."""
 WAIT_SHOWN = 0.1
 """From this part of a step on, the wait for data is shown instead of memory: --data.workers reduces it."""
@@ -135,6 +135,8 @@ class Console:
             "memory": f"{m.max_mem_gib:>4.1f} GiB" if waited < WAIT_SHOWN else f"data {waited:>3.0%}",
             "left": f"{self._left(m.step):>5} left",
         }
+        if m.epoch is not None:
+            fields["epoch"] = f"ep {m.epoch:>5.2f}"
         if "mfu" in m.extra:
             fields["mfu"] = f"{m.extra['mfu']:>3.0%} MFU"
         if checkpoint:

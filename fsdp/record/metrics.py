@@ -23,6 +23,8 @@ class StepMetrics:
     step_time_s: float
     data_wait_s: float = 0.0
     max_mem_gib: float = 0.0
+    epoch: float | None = None
+    """Epochs complete after this step, with their fraction; None for a stream."""
     extra: Mapping[str, float] = field(default_factory=dict)
 
 

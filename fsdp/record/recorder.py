@@ -44,6 +44,8 @@ class Pending:
     tokens: int
     step_time_s: float
     data_wait_s: float
+    epoch: float | None = None
+    """Epochs complete after this step; None for a stream."""
     began: float = 0.0
     """time.perf_counter() at its start."""
     more: Tensor | None = None
@@ -64,6 +66,7 @@ class Pending:
             step_time_s=step_time_s,
             data_wait_s=self.data_wait_s,
             max_mem_gib=max_mem_gib,
+            epoch=self.epoch,
             extra=self.named(more) if self.named is not None else {},
         )
 
@@ -170,8 +173,13 @@ class Recorder:
         if self._env.is_main:
             self._write(step, {"step": step, **values}, "eval")
             self._console.print_line(
-                "  ".join(f"{name} {value:.4f}" for name, value in values.items() if "/" not in name)
+                "  ".join(
+                    f"{name} {value:.4f}"
+                    for name, value in values.items()
+                    if "/" not in name and name != "epoch"
+                )
                 + f"  at step {step}"
+                + (f", epoch {values['epoch']:.2f}" if "epoch" in values else "")
             )
         self._reporter.report({"step": step, **values})
 
@@ -255,5 +263,6 @@ def step_record(metrics: StepMetrics) -> dict[str, float]:
         "data_wait_s": metrics.data_wait_s,
         "per_s": rate / max(metrics.step_time_s, 1e-9),
         "max_mem_gib": metrics.max_mem_gib,
+        **({} if metrics.epoch is None else {"epoch": metrics.epoch}),
         **metrics.extra,
     }

@@ -1,13 +1,21 @@
-"""Two runs: the settings and the results in which they differ."""
+"""Two runs: the settings and the results in which they differ, with the spread of what varies by step.
+
+A difference is called better or worse only where the 95% intervals of the two medians do not overlap, or
+where the figure is a count of bytes. The intervals are order statistics of the medians of up to 30 parts of a
+run: neighbouring steps are alike, and count once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import ceil, floor, sqrt
 from typing import Any
 
+import numpy as np
+
 from fsdp.base.html import span
-from fsdp.base.units import seconds
+from fsdp.base.units import byte_size, seconds
 from fsdp.report.run_data import RunData
 from fsdp.report.timing import LABELS
 from fsdp.report.watch_records import WAITING
@@ -15,6 +23,10 @@ from fsdp.report.watch_records import WAITING
 MANY = 10
 NOISE = 0.02
 """A smaller relative difference is called neither better nor worse."""
+PARTS, LEAST_PARTS = 30, 6
+"""With fewer parts a median has no 95% interval."""
+
+Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -25,6 +37,8 @@ class Figure:
     of: Callable[[RunData], float | None]
     text: Callable[[float], str]
     better: int = 0
+    spread: Callable[[RunData], Interval | None] | None = None
+    """Its 95% interval. A figure with `better` and without a spread is exact."""
 
 
 def last(name: str) -> Callable[[RunData], float | None]:
@@ -43,25 +57,47 @@ def median(name: str) -> Callable[[RunData], float | None]:
     return lambda run: run.series[name].median if name in run.series else None
 
 
+def interval(name: str) -> Callable[[RunData], Interval | None]:
+    """The 95% interval of a series' median."""
+
+    def of(run: RunData) -> Interval | None:
+        values = run.series[name].finite.values if name in run.series else np.array([])
+        if len(values) < LEAST_PARTS:
+            return None
+        parts = np.sort([np.median(part) for part in np.array_split(values, min(PARTS, len(values)))])
+        count = len(parts)
+        low = max(0, floor(count / 2 - 0.98 * sqrt(count)))
+        high = min(count - 1, ceil(count / 2 + 0.98 * sqrt(count)))
+        return float(parts[low]), float(parts[high])
+
+    return of
+
+
+def tensors_peak(run: RunData) -> float | None:
+    """The highest rank's peak of all tensors, if the run was profiled."""
+    return max((float(account["peak"]["bytes"]) for account in run.accounts.values()), default=None)
+
+
 def phase(name: str) -> Callable[[RunData], float | None]:
     return lambda run: run.watched.timing.mean(name)
 
 
 FIGURES = (
     Figure("last step", lambda run: float(run.last_step), lambda v: f"{v:,.0f}"),
-    Figure("last loss", last("loss"), lambda v: f"{v:.4f}", -1),
-    Figure("lowest loss", best("loss", -1), lambda v: f"{v:.4f}", -1),
-    Figure("last held-out loss", last("eval_loss"), lambda v: f"{v:.4f}", -1),
-    Figure("lowest held-out loss", best("eval_loss", -1), lambda v: f"{v:.4f}", -1),
-    Figure("last held-out accuracy", last("eval_accuracy"), lambda v: f"{v:.2%}", 1),
-    Figure("median step", median("step_time_s"), seconds, -1),
-    Figure("median wait for data", median("data_wait_s"), seconds),
+    Figure("last loss", last("loss"), lambda v: f"{v:.4f}"),
+    Figure("lowest loss", best("loss", -1), lambda v: f"{v:.4f}"),
+    Figure("last held-out loss", last("eval_loss"), lambda v: f"{v:.4f}"),
+    Figure("lowest held-out loss", best("eval_loss", -1), lambda v: f"{v:.4f}"),
+    Figure("last held-out accuracy", last("eval_accuracy"), lambda v: f"{v:.2%}"),
+    Figure("median step", median("step_time_s"), seconds, -1, interval("step_time_s")),
+    Figure("median wait for data", median("data_wait_s"), seconds, 0, interval("data_wait_s")),
     *(
         Figure(f"{LABELS.get(name, name)} per step", phase(name), seconds)
         for name in ("forward", "backward", WAITING, "optimizer")
     ),
-    Figure("median per second", median("per_s"), lambda v: f"{v:,.0f}", 1),
-    Figure("peak memory", best("max_mem_gib", 1), lambda v: f"{v:.2f} GiB", -1),
+    Figure("median per second", median("per_s"), lambda v: f"{v:,.0f}", 1, interval("per_s")),
+    Figure("peak of tensors, a rank", tensors_peak, byte_size, -1),
+    Figure("peak memory of rank 0", best("max_mem_gib", 1), lambda v: f"{v:.2f} GiB"),
     Figure("starts", lambda run: float(len(run.starts)), lambda v: f"{v:.0f}"),
 )
 
@@ -72,15 +108,26 @@ def figures(one: RunData, two: RunData) -> list[list[object]]:
     for figure in FIGURES:
         a, b = figure.of(one), figure.of(two)
         if a is not None or b is not None:
-            rows.append([figure.name, _text(figure, a), _text(figure, b), _difference(figure, a, b)])
+            spreads = [figure.spread(run) if figure.spread is not None else None for run in (one, two)]
+            values = [_text(figure, value, spread) for value, spread in zip((a, b), spreads, strict=True)]
+            rows.append([figure.name, *values, _difference(figure, a, b, spreads)])
     return rows
 
 
-def _text(figure: Figure, value: float | None) -> str:
-    return "" if value is None else figure.text(value) if value == value else "not a number"
+def _text(figure: Figure, value: float | None, spread: Interval | None) -> str:
+    if value is None or value != value:
+        return "" if value is None else "not a number"
+    return figure.text(value) + (f" ({figure.text(spread[0])} to {figure.text(spread[1])})" if spread else "")
 
 
-def _difference(figure: Figure, a: float | None, b: float | None) -> str:
+def _significant(figure: Figure, a: float, b: float, spreads: Sequence[Interval | None]) -> bool:
+    if figure.spread is None:
+        return abs(b - a) > NOISE * abs(a)
+    one, two = spreads
+    return one is not None and two is not None and (one[1] < two[0] or two[1] < one[0])
+
+
+def _difference(figure: Figure, a: float | None, b: float | None, spreads: Sequence[Interval | None]) -> str:
     if a is None or b is None:
         return ""
     if a == b or not (a == a and b == b):
@@ -88,7 +135,7 @@ def _difference(figure: Figure, a: float | None, b: float | None) -> str:
     text = f"{(b - a) / abs(a):+.1%}" if a else f"{b - a:+.4g}"
     if a > 0 and b / a >= MANY:
         text = f"{b / a:.3g} times"
-    good = figure.better * (b - a) if abs(b - a) > NOISE * abs(a) else 0
+    good = figure.better * (b - a) if _significant(figure, a, b, spreads) else 0
     kind = "better" if good > 0 else "worse" if good < 0 else ""
     return span(f"{text} {kind}".rstrip(), kind)
 

@@ -16,7 +16,7 @@ from fsdp.report import compare
 from fsdp.report.curves import Marks, chart
 from fsdp.report.plan_section import ABOUT as PLAN
 from fsdp.report.plan_section import planned
-from fsdp.report.profile_section import memory_by_rank
+from fsdp.report.profile_section import memory_by_rank, memory_of_runs
 from fsdp.report.run_data import RunData, Start
 from fsdp.report.sample_section import SampleSection
 from fsdp.report.series import Series
@@ -26,10 +26,15 @@ from fsdp.report.watch_section import failures, late_ranks, spikes
 
 KNOWN = {
     "loss", "eval_loss", "eval_accuracy", "per_s", "step_time_s", "data_wait_s", "grad_norm", "lr",
-    "max_mem_gib", "mfu", "samples", "tokens",
+    "max_mem_gib", "mfu", "samples", "tokens", "epoch",
 }  # fmt: skip
 MOST_CHARTS = 12
 THINNED = 720
+FIGURES = (
+    "In brackets the 95% interval of a median over steps. Better and worse: the intervals do not overlap. "
+    "Last and lowest losses are single numbers without an interval."
+)
+HIGHEST = "Peak of the profiled steps, by kind, on the rank where it is highest; one scale."
 MEMORY = "Peak of the profiled steps on each rank, by kind; then the peak of each phase."
 
 
@@ -99,9 +104,15 @@ Tile = tuple[str, object, str]
 
 def _tiles(run: RunData) -> Markup:
     total = run.config.get("train.steps") or 0
-    steps: Tile = ("steps", f"{run.last_step:,}", f"of {total:,}" if total else "")
+    steps: Tile = ("steps", f"{run.last_step:,}", _of_the_run(run, total))
     starts: Tile = ("starts", str(len(run.starts)), _failed_starts(run))
     return tiles([steps, *_quality_tiles(run), *_speed_tiles(run), starts])
+
+
+def _of_the_run(run: RunData, total: int) -> str:
+    epochs = run.series.get("epoch")
+    parts = [f"of {total:,}" if total else "", f"epoch {epochs.last:.2f}" if epochs else ""]
+    return ", ".join(filter(None, parts))
 
 
 def _quality_tiles(run: RunData) -> Iterator[Tile]:
@@ -207,7 +218,8 @@ def _differences(runs: Sequence[RunData]) -> Markup:
     fields = table(
         ["setting", *heads[1:-1]], compare.settings(runs), nothing="Both have the same configuration."
     )
-    return joined([section("Results", numbers), section("Different settings", fields)])
+    memory = section("Memory of both", memory_of_runs({run.name: run.accounts for run in runs}), HIGHEST)
+    return joined([section("Results", numbers, FIGURES), memory, section("Different settings", fields)])
 
 
 # ---------------------------------------------------------------- samples, checkpoints, starts
@@ -230,7 +242,8 @@ def _checkpoints(run: RunData) -> Markup:
         total = byte_size(sum(count for count, _ in manifest.files.values()))
         writers = f"{manifest.ranks} rank{'s' * (manifest.ranks != 1)}, {manifest.mesh}"
         state = chip("complete", "finished")
-        rows.append([f"{found.step:,}", total, *times, writers, state, manifest.reason])
+        epoch = f", epoch {manifest.metrics['epoch']:.2f}" if "epoch" in manifest.metrics else ""
+        rows.append([f"{found.step:,}", total, *times, writers, state, manifest.reason + epoch])
     heads = ("step", "size", "write time", "training stalled", "saved by", "state", "reason")
     return table(heads, rows, numeric=heads[:4], nothing="no checkpoint")
 

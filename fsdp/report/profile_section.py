@@ -52,6 +52,20 @@ def memory_by_rank(accounts: Mapping[int, Mapping[str, Any]]) -> Markup:
     return joined([bars(peaks, kinds, byte_size), _phases(accounts, ranks)])
 
 
+def memory_of_runs(accounts: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> Markup:
+    """A bar per run, of its rank with the highest peak: one scale, one colour a kind."""
+    highest = {
+        name: max(ranks.items(), key=lambda one: one[1]["peak"]["bytes"])
+        for name, ranks in accounts.items()
+        if ranks
+    }
+    if len(highest) < 2:
+        return Markup("")
+    peaks = {f"{name}, rank {rank}": account["peak"] for name, (rank, account) in highest.items()}
+    kinds = _kinds(list(peaks.values()))
+    return bars({name: peak["kinds"] for name, peak in peaks.items()}, kinds, byte_size)
+
+
 def _kinds(peaks: Sequence[Mapping[str, Any]]) -> list[str]:
     totals: dict[str, float] = {}
     for peak in peaks:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,6 +44,8 @@ from fsdp.parallel.device_check import check_device
 from fsdp.parallel.float8 import check_float8, check_float8_tokens, gathered_in_float8
 from fsdp.parallel.init_check import cut_of
 from fsdp.parallel.shard import Dtypes, resolve_dtypes
+from fsdp.parallel.whole_parameters import whole_parameters
+from fsdp.run.epochs import check_epochs
 from fsdp.run.weights import saved_as
 
 log = logging.getLogger(__name__)
@@ -99,6 +101,7 @@ def prepare(config: Config, *, world_size: int, num_nodes: int, device: torch.de
     load_factory(config.optim)  # its errors come before the data is read
     data = _data_of_this_node(config)
     check_float8_tokens(config.speed, batch.micro_batch, data.info.tokens_per_sample)
+    check_epochs(config, data)
     cursor = _cursor(config, data)
     total_steps = _total_steps(config, data, cursor)
     spec = resolve_model(config.model, data.info.facts)
@@ -308,11 +311,14 @@ def units_line(model: nn.Module, wrap: str) -> str:
     )
 
 
-def unit_table(model: nn.Module, wrap: str, shards: int) -> list[str]:
+def unit_table(model: nn.Module, wrap: str, shards: int, whole: Collection[nn.Parameter] = ()) -> list[str]:
     """A line for each unit: its parameters, and how many of them each rank of a replica keeps."""
     rows = [("unit", "parameters", "a rank's shard")]
     for name, parameters in _units(model, wrap):
-        kept = [sum(_kept(p, rank, shards) for p in parameters) for rank in range(shards)]
+        kept = [
+            sum(p.numel() if p in whole else _kept(p, rank, shards) for p in parameters)
+            for rank in range(shards)
+        ]
         rows.append((name, f"{sum(p.numel() for p in parameters):,}", _by_rank(kept)))
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     return [f"{name:<{widths[0]}}  {numel:>{widths[1]}}  {kept}" for name, numel, kept in rows]
@@ -341,8 +347,10 @@ def _name(dtype: torch.dtype) -> str:
 
 def _bytes_a_rank(config: Config, job: Job, model: nn.Module) -> str:
     """Parameters, gradients and optimizer states. A plan adds what a step takes."""
-    held = resting_bytes(config.optim, model, job.dtypes.master, job.dtypes.frozen)
-    resting = held.total / job.sizes.shard
+    dtypes, whole = job.dtypes, whole_parameters(model, config.mesh.unsharded)
+    held = resting_bytes(config.optim, model, dtypes.master, dtypes.frozen).total
+    kept = resting_bytes(config.optim, model, dtypes.master, dtypes.frozen, only=whole).total
+    resting = kept + (held - kept) / job.sizes.shard
     counted = " (its states counted as Adam's)" if is_custom(config.optim) else ""
     return f"{resting / 2**30:.3f} GiB of parameters, gradients and optimizer{counted}"
 
@@ -355,5 +363,6 @@ def dry_run(config: Config, env: DistEnv) -> str:
     model = trained_model(config, job)
     facts = describe(config, job, model)
     width = max(map(len, facts))
-    table = unit_table(model, config.mesh.wrap, job.sizes.shard)
+    whole = whole_parameters(model, config.mesh.unsharded)
+    table = unit_table(model, config.mesh.wrap, job.sizes.shard, whole)
     return "\n".join([*(f"{name:<{width}}  {text}" for name, text in facts.items()), "", *table])

@@ -35,6 +35,7 @@ from fsdp.dist.mesh import build_mesh, data_rank
 from fsdp.dist.process_group import process_group
 from fsdp.dist.stop import Stopper
 from fsdp.memory.oom import OutOfMemoryHandler
+from fsdp.memory.startup import StartupMemory
 from fsdp.models.loss import LossFunction
 from fsdp.models.unsharded import seed_streams
 from fsdp.optim.custom_optimizer import StateCheck, is_custom
@@ -57,6 +58,7 @@ from fsdp.record.mlflow_sink import check_mlflow
 from fsdp.record.recorder import Pending, Recorder
 from fsdp.record.wandb_sink import check_wandb
 from fsdp.run import setup, weights
+from fsdp.run.epochs import Epochs, with_imported_epoch
 from fsdp.run.evaluate import Evaluation, Evaluator
 from fsdp.run.frozen_base import maybe_base
 from fsdp.run.job import Job, describe, prepare, resumed, steps_line, trained_model
@@ -165,7 +167,10 @@ def _set_up(
     job = replace(job, data=maybe_skipping(job.data, config.data.skip_unreadable, run.path, env.rank))
     mesh = build_mesh(job.sizes, env.device, config.run.process_group_timeout_s)
     kernels = maybe_compile_cache(config.speed, env)
+    startup = StartupMemory(config.profile, env, run.path)
+    startup.mark()
     model = trained_model(config, job)
+    startup.mark()
     facts, mfu_of = describe(config, job, model), setup.mfu_of(model, job, env)
     loss_function = setup.loss_function(config, env, job, model)
     sharded = setup.sharded(config, env, job, model, mesh)
@@ -177,11 +182,13 @@ def _set_up(
     setup.fill_weights(
         config, env, job, sharded, shelf, restored=not config.lora.rank and checkpointer.finds()
     )
+    startup.mark()
     checkpointer.base = maybe_base(config, job.spec, job.dtypes, sharded.root)
     checkpointer.pretrained = weights.saved_as(config, job.spec)
     oom_context = setup.oom_context(config, job, sharded)
     oom.sees(oom_context)
     optimizer = build_optimizer(config.optim, sharded.root)
+    startup.mark()
     state = TrainState(
         model=sharded.root,
         optimizer=optimizer,
@@ -192,6 +199,7 @@ def _set_up(
     with shelf.offered(optimizer) if shelf is not None else nullcontext():
         restored = checkpointer.restore(state)
     apply_hyperparameters(config.optim, optimizer)
+    restored = with_imported_epoch(restored, state, job.cursor, job.total_steps)
     job = resumed(job, config, state.data, state.step)
     loader = setup.loader(config, env, job)
     stopper = setup.stopper(config, env, run, reporter, checkpointer)
@@ -330,6 +338,7 @@ class _Loop:
             after_swap=self.hooks.refresh_scales,
             asked_to_stop=self._stop_reason,
         )
+        self.epochs = Epochs(self.job.cursor)
         self.stopped: str | None = None
         self.evaluation: Evaluation | None = None
         self.last_saved = self.state.step if self.state.step else -1
@@ -348,6 +357,7 @@ class _Loop:
         wanted = (
             self.config.checkpoint.every_steps
             or self.config.checkpoint.every_minutes
+            or self.config.checkpoint.every_epochs
             or self.config.checkpoint.export
         )
         if self.last_saved != self.state.step and (wanted or self.stopped):
@@ -412,6 +422,7 @@ class _Loop:
                 lr=lr,
                 samples=batch.samples,
                 tokens=result.tokens,
+                epoch=self.epochs.at(step),
                 began=began,
                 step_time_s=time.perf_counter() - began,
                 data_wait_s=waited,
@@ -425,11 +436,10 @@ class _Loop:
         if not self.stopper.on_host:
             self.branches.check(step - 1, self.stopper.signatures(), last=False)
         self.stopped = agreed.stop
-        every = self.config.train.eval_every_steps
-        if every and step % every == 0 and not self.stopped:
+        if self._evaluates_at(step) and not self.stopped:
             self._evaluate()
-        every = self.config.checkpoint.every_steps
-        if (every and step % every == 0) or agreed.save:
+        every, epochs = self.config.checkpoint.every_steps, self.config.checkpoint.every_epochs
+        if (every and step % every == 0) or self.epochs.due(step, epochs) or agreed.save:
             self._save("the interval", wait=False)
         self._record_sealed()
 
@@ -458,8 +468,11 @@ class _Loop:
         self.verdicts.settle()
 
     def _evaluated_now(self) -> bool:
-        every = self.config.train.eval_every_steps
-        return bool(every) and self.state.step % every == 0 and self.evaluation is not None
+        return self._evaluates_at(self.state.step) and self.evaluation is not None
+
+    def _evaluates_at(self, step: int) -> bool:
+        every, epochs = self.config.train.eval_every_steps, self.config.train.eval_every_epochs
+        return (every > 0 and step % every == 0) or self.epochs.due(step, epochs)
 
     def _evaluate(self) -> None:
         self.phases.enter("evaluate")
@@ -469,7 +482,7 @@ class _Loop:
             return
         self.evaluation = found
         self._settle()
-        self.recorder.evaluation(self.state.step, found.values())
+        self.recorder.evaluation(self.state.step, found.values() | self.epochs.fields(self.state.step))
 
     def _stop_reason(self) -> str | None:
         self.phases.enter("evaluate")
@@ -482,6 +495,7 @@ class _Loop:
             self.states.check()
         metrics = {} if self.recorder.last is None else {"loss": self.recorder.last.loss}
         metrics |= self.evaluation.values() if self.evaluation is not None else {}
+        metrics |= self.epochs.fields(self.state.step)
         self.recorder.saving(self.state.step)
         self.state.data = self.job.cursor.saved(self.state.step)
         self.checkpointer.save(self.state, metrics=metrics, reason=reason, wait=wait)

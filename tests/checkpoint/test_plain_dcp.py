@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -21,6 +21,8 @@ from fsdp.base.errors import CheckpointError
 from fsdp.checkpoint import metadata, snapshot
 from fsdp.dist.env import DistEnv
 from tests.checkpoint.small import Kind, Model, Run, bits, build, save_once
+from tests.support.plain_loop import relative_difference, train_plainly
+from tests.support.runs import failures, run, settings
 from tests.support.world import run_world
 
 
@@ -214,3 +216,21 @@ def wrapped_names(env: DistEnv) -> list[set[str]]:
 
 def test_names_are_without_those_of_wrappers(tmp_path: Path) -> None:
     assert run_world(1, wrapped_names)[0] == [set(Model().state_dict())] * 4
+
+
+def convert(env: DistEnv, sealed: str, place: str) -> None:
+    dcp_to_torch_save(sealed, place + ".pt")
+    assert torch.load(place + ".pt", weights_only=True)["train"]["step"] == 8
+    torch_save_to_dcp(place + ".pt", place)
+
+
+def test_one_full_file_and_back_continues_the_run(tmp_path: Path) -> None:
+    """torch's converters both ways, then other ranks: the parameters of one uninterrupted process."""
+    words = "--precision.master fp64"
+    assert failures(2, tmp_path / "run", words, "--train.stop_after 8") == [None] * 2
+    sealed = str(tmp_path / "run" / "checkpoints" / "step-00000008")
+    run_world(1, convert, sealed, str(tmp_path / "converted"))
+    found = run(3, tmp_path / "other", words, f"--checkpoint.resume {tmp_path / 'converted'}")
+    assert [one["step"] for one in found.records if "loss" in one] == list(range(9, 21))
+    plain = train_plainly(settings(words), dtype="fp64")
+    assert relative_difference(found.parameters, plain.parameters) <= 1e-10

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 import time
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -114,3 +115,9 @@ def best_of(times: int, call: object) -> float:
 def test_no_samples_is_the_persons_to_mend() -> None:
     with pytest.raises(ConfigError, match=r"no sample to train on.*HINT: .*--data.dir"):
         Cursor(seed=0, samples=0, global_batch=8)
+
+
+def test_the_epoch_after_a_step_counts_samples_exactly() -> None:
+    cursor = Cursor(seed=0, samples=1797, global_batch=64)
+    seen = np.cumsum([0, *(len(cursor.indices(step)) for step in range(90))])
+    assert [cursor.epoch(step) for step in range(91)] == [Fraction(int(count), 1797) for count in seen]

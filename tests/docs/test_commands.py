@@ -51,6 +51,16 @@ LONG = {
     "torchrun --nproc_per_node=2 train.py --model.name mine:build --data.name text": 0,
     "torchrun --nproc_per_node=2 train.py --profile.memory true --profile.steps 3:5 --train.steps 8": 0,
     "torchrun --nproc_per_node=4 train.py --config RUN/config.toml --run.dir RUN": 0,
+    **{
+        f"torchrun --nproc_per_node=2 train.py --config recipes/text.toml --train.steps 4{more}": 0
+        for more in (
+            "", " --mesh.reshard_after_forward false", " --mesh.strategy ddp", " --precision.param bf16",
+            " --memory.activation_checkpointing full", " --mesh.wrap every:2",
+            " --mesh.unsharded '*norm.weight'",
+        )
+    },
+    "torchrun --nproc_per_node=2 train.py --train.epochs 1 --train.eval_every_epochs 0.5 "
+    "--checkpoint.every_epochs 1": 0,
     "python -m launch.local --ranks 2 --config recipes/text.toml": 0,
     "python train.py": 0,
     "python -m fsdp.plan --config recipes/text.toml --plan.gpu h100": 0,
@@ -150,6 +160,8 @@ def test_modules_recipes_and_flags_of_a_command_exist(command: str) -> None:
     scripts = [at for at, word in enumerate(words) if word.endswith((".sbatch", "train.py")) or word == "--"]
     first = scripts[-1] + 1 if scripts else len(words)
     own = [word for word in words[first:] if word not in ("--dry-run", "--preflight", "--help")]
+    if own and not own[0].startswith("-") and words[0] == "sbatch":
+        own = own[1:]  # a strategy or a recipe in front: tests/slurm/test_scripts.py
     if own and "--batch_size" not in own and not own[1].startswith(("RUN/", "runs/")):
         configuration.load(own)
 

@@ -15,7 +15,7 @@ from tests.support.world import run_world
 PAGE = (Path(__file__).parents[2] / "docs" / "claims.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| (.*) \| (true|false) \| (.*) \| `python -m bench\.claims (\w+)` \|$", re.MULTILINE)
 VERDICTS = {name: verdict == "true" for _, verdict, _, name in ROW.findall(PAGE)}
-LONG = {"half_activations", "reshard_frees", "unnormalised"}
+LONG = {"half_activations_of_a_decoder", "reshard_frees", "unnormalised"}
 
 
 def test_the_page_and_the_commands_name_the_same_claims() -> None:
@@ -40,3 +40,19 @@ def test_the_command_agrees_with_the_page(name: str) -> None:
 def test_an_unknown_claim(capsys: pytest.CaptureFixture[str]) -> None:
     assert claims.main(["no_such_claim"]) == 2
     assert "no_such_claim is not a claim" in capsys.readouterr().err
+
+
+def test_the_round_numbers_are_those_of_the_results() -> None:
+    """Each interval and peak on the page is in the committed results of bench.knobs."""
+    page = PAGE[PAGE.index("## Round numbers") :]
+    results = (Path(__file__).parents[2] / "bench" / "results" / "knobs.md").read_text(encoding="utf-8")
+    rows = [line.split("|") for line in results.splitlines() if line.startswith("| `--")]
+    intervals = {
+        tuple(f"{float(number):.2f}" for number in re.findall(r"\d\.\d+", row[3]))
+        for row in rows
+        if row[3].strip()
+    }
+    printed = re.findall(r"(\d\.\d\d) times \[(\d\.\d\d), (\d\.\d\d)\]", page)
+    assert len(printed) == 4
+    assert set(printed) <= intervals
+    assert {"0.58", "0.74", "1.41"} <= {row[6].strip() for row in rows}

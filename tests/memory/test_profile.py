@@ -18,6 +18,7 @@ from fsdp.dist.env import DistEnv
 from fsdp.memory import profile
 from fsdp.memory.profile_page import page
 from fsdp.memory.profile_trace import PARTS, intersect, length, table, union, without
+from fsdp.memory.startup import POINTS
 from tests.support import runs
 
 
@@ -54,6 +55,21 @@ def test_the_trace_has_the_chosen_steps_and_fsdp_in_them(profiled: Path) -> None
         assert not {"shardrun::step 1", "shardrun::step 4"} & names
         assert any(name.startswith("FSDP::all_gather (blocks.0") for name in names)
         assert "FSDP::post_backward_reduce (blocks.2)" in names
+
+
+def test_the_longest_operations_are_a_table(profiled: Path) -> None:
+    text = (profiled / "rank1_operators.txt").read_text()
+    assert "Self CPU" in text
+    assert "# of Calls" in text
+    rows = [line.split()[0] for line in text.splitlines() if "%" in line and "::" in line]
+    assert any(row.startswith("aten::") for row in rows)
+    assert len(rows) <= 30
+
+
+def test_memory_is_marked_at_four_points_of_the_start(profiled: Path) -> None:
+    marks = json.loads((profiled / "rank1_startup.json").read_text())["marks"]
+    assert [mark["at"] for mark in marks] == list(POINTS)
+    assert all(mark["process"]["rss_anon"] > 0 for mark in marks)
 
 
 def test_the_parts_add_up_to_the_step(profiled: Path) -> None:

@@ -27,6 +27,8 @@ CASES = (
     Case(2, (*SMALL, *BATCH, "--mesh.strategy", "ddp", "--precision.param", "bf16", "--optim.name", "sgd")),
     Case(2, (*SMALL, *BATCH, "--lora.rank", "4", "--mesh.reshard_after_forward", "false",
              "--memory.activation_offload", "true", "--comm.divide_by", "4")),
+    Case(2, (*SMALL, *BATCH, "--mesh.wrap", "every:2", "--memory.activation_checkpointing", "full")),
+    Case(2, (*SMALL, *BATCH, "--mesh.unsharded", "*norm.weight,embedding.weight")),
     Case(2, ("--model.name", "tests.plan.own:Words", *SMALL[2:], *BATCH, "--data.args.vocab_size", "257",
              "--optim.state", "8bit", "--memory.activation_budget", "0.5")),
     Case(2, (*SMALL, *BATCH, *HALVED, "--precision.param", "bf16")),

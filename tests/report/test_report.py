@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import time
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from fsdp.config import load, to_toml
+from fsdp.report import compare
 from fsdp.report.__main__ import main
 from fsdp.report.curves import label, running_median, ticks
 from fsdp.report.run_data import read_run
@@ -105,6 +107,31 @@ def test_one_slow_step_does_not_change_the_step_time_that_is_compared(run: Path,
     (other / "metrics.jsonl").write_text(lines.replace('"step_time_s": 0.1', '"step_time_s": 90.0', 1))
     text = report(run, other, out=tmp_path / "both.html")
     assert re.search(r"median step</td>.*>the same<", text)
+
+
+def with_step_times(run: Path, times: list[float]) -> Path:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [one for one in records if "step_time_s" in one]
+    for one, seconds in zip(steps, itertools.cycle(times), strict=False):
+        one["step_time_s"] = seconds
+    write(run / "metrics.jsonl", steps)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("times", "told"),
+    [([0.115, 0.125, 0.120], "20.0% worse"), ([0.05] * 20 + [0.2] * 20, "")],
+)
+def test_a_difference_within_the_spread_is_neither_better_nor_worse(
+    times: list[float], told: str, run: Path, tmp_path: Path
+) -> None:
+    with_step_times(run, [0.095, 0.1, 0.105])
+    other = with_step_times(made(tmp_path / "other"), times)
+    rows = compare.figures(read_run(run), read_run(other))
+    row = next(row for row in rows if row[0] == "median step")
+    assert " to " in str(row[1])
+    assert told in str(row[3])
+    assert ("worse" in str(row[3]) or "better" in str(row[3])) is bool(told)
 
 
 # ---------------------------------------------------------------- starts
@@ -274,17 +301,33 @@ def test_a_running_median_is_unbiased_and_ignores_spikes() -> None:
 # ---------------------------------------------------------------- memory
 
 
-def test_a_profiled_run_shows_memory_by_kind_and_phase(run: Path) -> None:
+def with_accounts(run: Path, activations: int) -> Path:
     peak = {
-        "bytes": 3 << 20,
+        "bytes": (1 << 20) + activations,
         "step": 2,
         "phase": "backward",
-        "kinds": {"parameters": 1 << 20, "activations": 2 << 20},
+        "kinds": {"parameters": 1 << 20, "activations": activations},
     }
     (run / "profile").mkdir()
     for rank in range(2):
         account = {"format": 1, "rank": rank, "peak": peak, "phases": {"backward": peak}}
         (run / "profile" / f"rank{rank}_memory.json").write_text(json.dumps(account))
+    return run
+
+
+def test_two_profiled_runs_have_bars_on_one_scale(run: Path, tmp_path: Path) -> None:
+    other = with_accounts(made(tmp_path / "other"), 1 << 20)
+    text = report(with_accounts(run, 3 << 20), other, out=tmp_path / "both.html")
+    part = text[text.index("Memory of both") : text.index("Different settings")]
+    assert "night, rank 0" in part
+    assert "other, rank 0" in part
+    assert "width:75.00%" in part.replace(" ", "")  # 3 of 4 MiB
+    assert part.replace(" ", "").count("width:25.00%") == 3
+    assert re.search(r"peak of tensors, a rank</td>.*4 MiB</td>.*2 MiB</td>.*-50.0% better", text)
+
+
+def test_a_profiled_run_shows_memory_by_kind_and_phase(run: Path) -> None:
+    with_accounts(run, 2 << 20)
     (run / "profile" / "rank2_memory.json").write_text('{"format": 1')
     text = report(run)
     assert "rank 1" in text

@@ -73,6 +73,38 @@ def test_the_python_beside_train_py_comes_before_an_active_one(
     assert said.stdout == f"{expected}/bin/python\n", said.stderr
 
 
+def words_of(*words: str) -> subprocess.CompletedProcess[str]:
+    """The flags that job_begin passes on, one a line."""
+    script = 'source slurm/lib.sh; name_in_front "$@"; printf "%s\\n" "${named[@]}"'
+    clean = {"PATH": os.environ["PATH"]}
+    return subprocess.run(
+        ["bash", "-euc", script, "job", *words], cwd=REPOSITORY, env=clean, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("", ""),
+        ("--dry-run", "--dry-run"),
+        ("ddp --train.steps 5", "--mesh.strategy ddp --train.steps 5"),
+        ("hsdp", "--mesh.strategy hsdp"),
+        ("text --dry-run", f"--config {REPOSITORY}/recipes/text.toml --dry-run"),
+        ("mine/own.toml --train.steps 5", "--config mine/own.toml --train.steps 5"),
+    ],
+)
+def test_a_word_in_front_is_a_strategy_or_a_recipe(words: str, expected: str) -> None:
+    assert words_of(*words.split()).stdout.split() == expected.split()
+
+
+def test_another_word_in_front_is_refused_with_the_names() -> None:
+    said = words_of("dpp")
+    assert said.returncode == 1
+    assert "dpp is not a strategy (ddp, fsdp, hsdp) or a recipe (" in said.stderr
+    assert "llama-8b" in said.stderr
+    assert "HINT: sbatch slurm/fsdp.sbatch ddp" in said.stderr
+
+
 def test_the_clusters_own_facts_are_all_commented() -> None:
     """A fresh clone must run on any cluster; what each variable is for is said beside it."""
     lines = (REPOSITORY / "slurm" / "cluster.env").read_text().splitlines()

@@ -1,0 +1,101 @@
+"""Each strategy's row of the planner for the models that people ask about, as docs/strategies.md prints it.
+
+    python -m bench.strategies           all models
+    python -m bench.strategies 7b        one of them
+
+No GPU is needed: the planner counts a step on fake tensors. It takes about half a minute a model.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from fsdp.config import load
+from fsdp.plan.estimate import plan_one
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model on named hardware."""
+
+    title: str
+    gpus: int
+    flags: str
+
+
+_TOKENS = (
+    "--model.name transformer --model.preset {} --data.name synthetic --data.args.kind tokens "
+    "--data.seq_len {}"
+)
+_IMAGES = "--model.name vit --model.preset wide --data.name synthetic --data.args.kind images"
+_RECOMPUTED = "--memory.activation_checkpointing full --memory.loss_chunk 1024"
+SUBJECTS = {
+    "124m": Subject("124M decoder", 8, f"{_TOKENS.format('124m', 1024)} --train.micro_batch 8"),
+    "wide": Subject(
+        "ViT, 3840 wide",
+        8,
+        f"{_IMAGES} --train.micro_batch 32",
+    ),
+    "7b": Subject("7B (Llama 2)", 8, f"{_TOKENS.format('7b', 4096)} {_RECOMPUTED} --train.micro_batch 1"),
+    "13b": Subject("13B (Llama 2)", 8, f"{_TOKENS.format('13b', 4096)} {_RECOMPUTED} --train.micro_batch 1"),
+    "70b": Subject("70B (Llama 3)", 64, f"{_TOKENS.format('70b', 4096)} {_RECOMPUTED} --train.micro_batch 1"),
+}
+STRATEGIES = {
+    "DDP": "--mesh.strategy ddp",
+    "ZeRO-1": "--mesh.strategy fsdp --mesh.reshard_after_forward step",
+    "ZeRO-2": "--mesh.strategy fsdp --mesh.reshard_after_forward false --mesh.accumulate shard",
+    "ZeRO-3": "--mesh.strategy fsdp --mesh.accumulate shard",
+    "HSDP": "--mesh.strategy hsdp --mesh.shard {half} --mesh.accumulate shard",
+    "ZeRO-3, offload": "--mesh.strategy fsdp --mesh.accumulate shard --memory.cpu_offload true",
+}
+MICRO_BATCHES = 4
+"""With one, ZeRO-1 and ZeRO-2 are the same."""
+
+
+def row(subject: Subject, strategy: str) -> list[str]:
+    """The strategy, its mesh, and what a GPU of it needs and gives."""
+    half = 8 if subject.gpus > 8 else subject.gpus // 2
+    samples = subject.gpus * int(subject.flags.split()[-1]) * MICRO_BATCHES
+    words = (
+        f"{subject.flags} {STRATEGIES[strategy].format(half=half)} --train.global_batch {samples} "
+        f"--plan.fix true --plan.gpus {subject.gpus} --plan.gpu h100"
+    )
+    plan = plan_one(load(words.split()))
+    return [
+        strategy,
+        f"{plan.sizes.replicate}×{plan.sizes.shard}",
+        f"{plan.needed / GIB:.1f}",
+        "yes" if plan.fits else "no",
+        f"{plan.step.seconds:.3f}",
+        f"{plan.tokens_s:,.0f}",
+    ]
+
+
+def rows(name: str) -> Iterator[str]:
+    """The lines of one model's table."""
+    subject = SUBJECTS[name]
+    yield f"### {subject.title} on {subject.gpus} × H100"
+    yield ""
+    unit = "samples" if name == "wide" else "tokens"
+    yield f"| | mesh | peak GiB | fits | step s | {unit} a second and GPU |"
+    yield "|---|---|---|---|---|---|"
+    for strategy in STRATEGIES:
+        yield f"| {' | '.join(row(subject, strategy))} |"
+
+
+def main(argv: Sequence[str]) -> int:
+    unknown = [name for name in argv if name not in SUBJECTS]
+    if unknown:
+        print(f"{unknown[0]} is not a model here: {', '.join(SUBJECTS)}", file=sys.stderr)
+        return 2
+    for name in argv or SUBJECTS:
+        print("\n".join(rows(name)), end="\n\n", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,163 @@
+"""Layers kept whole on each rank, and several blocks in one unit: trained as one process trains them, saved,
+resumed elsewhere, planned.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsdp.config import MemorySection, MeshSection, PrecisionSection, SpeedSection
+from fsdp.dist.env import DistEnv
+from fsdp.dist.mesh import build_mesh, resolve
+from fsdp.models.blocks import blocks_of, find_units
+from fsdp.parallel.shard import shard_model
+from fsdp.parallel.traffic import traffic
+from tests.parallel.test_unit_messages import said
+from tests.plan.test_memory import kinds
+from tests.support import user_code
+from tests.support.marks import quick_are
+from tests.support.plain_loop import relative_difference, train_plainly
+from tests.support.runs import failures, run, settings
+from tests.support.world import run_world
+
+FP64 = "--precision.master fp64"
+WHOLE = "--mesh.unsharded blocks.*.norm.*,head.*"
+PAIRS = "--mesh.wrap every:2"
+HSDP = "--mesh.strategy hsdp --mesh.replicate 2 --mesh.shard 2"
+WAYS = {
+    "whole, 1 rank": (1, WHOLE),
+    "whole, 2 ranks": (2, WHOLE),
+    "whole, 3 ranks, micro-batches": (3, f"{WHOLE} --train.micro_batch 2 --mesh.accumulate every"),
+    "whole, hsdp": (4, f"{WHOLE} {HSDP} --train.micro_batch 2 --mesh.accumulate shard"),
+    "pairs, 1 rank": (1, PAIRS),
+    "pairs, 3 ranks": (3, PAIRS),
+    "pairs, hsdp": (4, f"{PAIRS} {HSDP}"),
+    "pairs, recomputed": (2, f"{PAIRS} --memory.activation_checkpointing full"),
+    "pairs, zero-2": (2, f"{PAIRS} --mesh.reshard_after_forward false --speed.prefetch_backward 2"),
+    "both": (2, f"{PAIRS} {WHOLE}"),
+}
+
+
+@pytest.mark.parametrize("way", quick_are(["whole, hsdp", "pairs, recomputed"], WAYS))
+def test_trains_as_one_process(way: str, tmp_path: Path) -> None:
+    ranks, words = WAYS[way]
+    found = run(ranks, tmp_path, FP64, words)
+    plain = train_plainly(settings(FP64), dtype="fp64")
+    assert relative_difference(found.parameters, plain.parameters) <= 1e-10
+    losses = [one["loss"] for one in found.records if "loss" in one]
+    assert losses == pytest.approx(plain.losses, rel=1e-10)
+    norms = [one["grad_norm"] for one in found.records if "loss" in one]
+    assert norms == pytest.approx(plain.norms, rel=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [WHOLE, PAIRS])
+def test_a_run_resumes_on_other_ranks_with_and_without(words: str, tmp_path: Path) -> None:
+    assert failures(2, tmp_path, FP64, words, "--train.stop_after 8") == [None] * 2
+    assert failures(3, tmp_path, FP64, words, "--train.stop_after 14") == [None] * 3
+    found = run(2, tmp_path, FP64)
+    assert (
+        relative_difference(found.parameters, train_plainly(settings(FP64), dtype="fp64").parameters) <= 1e-10
+    )
+
+
+def dtypes_of(env: DistEnv) -> tuple[list[str], list[str]]:
+    section = MeshSection(unsharded="blocks.*.norm.*,head.*")
+    sizes = resolve(section, env.world_size)
+    root = shard_model(
+        user_code.Uneven(),
+        sizes=sizes,
+        mesh=build_mesh(sizes, env.device),
+        device=env.device,
+        section=section,
+        precision=PrecisionSection(param="bf16"),
+        memory=MemorySection(),
+        speed=SpeedSection(),
+    ).root
+    whole = [name for name, p in root.named_parameters() if not isinstance(p, DTensor)]
+    out = root(torch.ones(2, 12))
+    out.float().sum().backward()
+    grads = {str(p.grad.dtype) for p in root.parameters() if p.grad is not None}
+    return whole, [str(out.dtype), *sorted(grads)]
+
+
+def test_whole_layers_compute_in_the_master_dtype() -> None:
+    plain = user_code.Uneven()
+    names = [n for n, _ in plain.named_parameters() if ".norm." in n or n.startswith("head")]
+    for whole, dtypes in run_world(2, dtypes_of):
+        assert whole == names
+        assert dtypes == ["torch.bfloat16", "torch.float32"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--mesh.unsharded nothing.*", "--mesh.unsharded nothing.* matches no parameter"),
+        ("--mesh.unsharded *", "leaves nothing to shard. HINT: --mesh.strategy ddp"),
+        (
+            "--mesh.unsharded blocks.*.up.bias --precision.param bf16",
+            "--mesh.unsharded keeps some parameters of blocks.0.up whole and shards others",
+        ),
+    ],
+)
+def test_what_cannot_stay_whole_is_refused(words: str, told: str, tmp_path: Path) -> None:
+    said = failures(1, tmp_path, words)
+    assert said[0] is not None
+    assert told in said[0]
+
+
+# ---------------------------------------------------------------- units
+
+
+def test_pairs_are_made_of_blocks_alone() -> None:
+    model = user_code.Uneven()
+    names = {module: name for name, module in model.named_modules()}
+    units = [[names[module] for module in unit] for unit in find_units(model, "every:2")]
+    assert units == [["blocks.0", "blocks.1"], ["blocks.2"]]
+    blocks = [names[block] for block in blocks_of(find_units(model, "every:2"))]
+    assert blocks == [f"blocks.{n}" for n in range(3)]
+    assert [len(unit) for unit in find_units(model, "every:9")] == [3]
+    assert find_units(model, "every:1") == find_units(model)
+
+
+# ---------------------------------------------------------------- bytes
+
+
+def test_whole_parameters_are_counted_whole() -> None:
+    """In the dry run's table and in a step's traffic. The root's 239 are a stem of 169 and a head of 70."""
+    assert said(f"{WHOLE} --mesh.shard 2")[-1] == "the root         239  161 on rank 0; 148 on rank 1"
+    model = user_code.Uneven()
+    whole = sum(p.numel() for n, p in model.named_parameters() if ".norm." in n or n.startswith("head"))
+    sizes = resolve(MeshSection(), 2)
+    sent = [
+        traffic(
+            model,
+            sizes=sizes,
+            section=MeshSection(unsharded=text),
+            accumulation=1,
+            gathered=torch.float32,
+            reduced=torch.float32,
+        )
+        for text in ("", "blocks.*.norm.*,head.*")
+    ]
+    assert sent[1].all_reduce == whole * 4  # 2 (n-1)/n of its bytes on 2 ranks
+    assert sent[1].all_gather < sent[0].all_gather
+
+
+@pytest.mark.slow
+def test_a_plan_counts_whole_parameters_and_pairs() -> None:
+    """A decoder on 4 ranks: an embedding kept whole is 4 shards of it; two blocks are gathered at once."""
+    plain, whole = (
+        kinds("--mesh.strategy", "fsdp"),
+        kinds("--mesh.strategy", "fsdp", "--mesh.unsharded", "embedding.weight"),
+    )
+    numel = 256 * 64
+    assert whole["parameters"] - plain["parameters"] == pytest.approx(numel * 4 * 3 / 4, rel=0.02)
+    deep = ("--mesh.strategy", "fsdp", "--model.args.layers", "8")
+    single, pairs = kinds(*deep), kinds(*deep, "--mesh.wrap", "every:2")
+    assert pairs["parameters"] == pytest.approx(single["parameters"], rel=0.02)
+    assert pairs["gathered"] > single["gathered"]

@@ -1,0 +1,148 @@
+"""Evaluations and checkpoints once an epoch, or a part of one, and runs that start from an imported epoch."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+
+from fsdp.checkpoint.inspect import scan
+from fsdp.checkpoint.open_store import open_store
+from fsdp.dist.env import DistEnv
+from fsdp.optim.train_state import TrainState
+from fsdp.report.page import page as report_of
+from fsdp.report.run_data import read_run
+from fsdp.run.epochs import Epochs
+from tests.support import user_code
+from tests.support.data_ids import train_and_note
+from tests.support.runs import Finished, failures, finished, flags, on_a_rank, run
+from tests.support.world import run_world
+
+HELD = "--data.name tests.support.user_code:vectors_with_heldout --precision.master fp64"
+EACH = "--train.eval_every_epochs 0.5 --checkpoint.every_epochs 1 --checkpoint.keep_last 0"
+
+
+def evaluated(done: Finished) -> list[tuple[int, float]]:
+    return [(one["step"], one["epoch"]) for one in done.records if "eval_loss" in one]
+
+
+def saved(folder: Path) -> list[tuple[int, float]]:
+    found = [one.manifest for one in scan(open_store(str(folder / "checkpoints")))]
+    return sorted((one.step, one.metrics["epoch"]) for one in found if one is not None)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_once_an_epoch_where_batches_do_not_divide_it(ranks: int, tmp_path: Path) -> None:
+    """50 samples in batches of 12 are 5 steps an epoch; half of it, 25 samples, is complete at the third."""
+    done = run(ranks, tmp_path, HELD, EACH, "--train.steps 12")
+    halves = [(3, 0.72), (5, 1.0), (8, 1.72), (10, 2.0), (12, 2.48)]  # the last: the end of the run
+    assert evaluated(done) == halves
+    assert saved(tmp_path) == [(5, 1.0), (10, 2.0), (12, 2.48)]
+    steps = [one["epoch"] for one in done.records if "loss" in one]
+    assert steps == [float(k // 5 + Fraction(min(k % 5 * 12, 50), 50)) for k in range(1, 13)]
+
+
+def test_a_resumed_run_on_other_ranks_keeps_the_epochs(tmp_path: Path) -> None:
+    failures(2, tmp_path, HELD, EACH, "--train.steps 12 --train.stop_after 7")
+    done = run(1, tmp_path, HELD, EACH, "--train.steps 12")
+    assert evaluated(done) == [(3, 0.72), (5, 1.0), (8, 1.72), (10, 2.0), (12, 2.48)]
+    assert saved(tmp_path) == [(5, 1.0), (7, 1.48), (10, 2.0), (12, 2.48)]
+    page = report_of([read_run(tmp_path)])
+    assert "of 12, epoch 2.48" in page
+    assert "the interval, epoch 1.00" in page
+
+
+def test_a_tenth_is_a_tenth() -> None:
+    from fsdp.data import Cursor
+
+    epochs = Epochs(Cursor(seed=0, samples=1000, global_batch=1))
+    assert [step for step in range(1, 1001) if epochs.due(step, 0.1)] == list(range(100, 1001, 100))
+    assert [step for step in range(1, 2501) if epochs.due(step, 1.5)] == [1500]
+    assert not epochs.due(100, 0)
+
+
+def test_a_stream_has_no_epochs(tmp_path: Path) -> None:
+    words = "--data.name tests.support.data_ids:sharded --train.global_batch 12 --train.steps 4"
+    for flag in ("checkpoint.every_epochs", "train.eval_every_epochs"):
+        _, said = train_and_note(1, tmp_path, flag, *words.split(), f"--{flag}", "0.5")
+        assert said[0] is not None
+        assert (
+            f"--{flag} 0.5: --data.name tests.support.data_ids:sharded is a stream, which has no epochs."
+            in said[0]
+        )
+        assert f"HINT: --{flag} 0 --{flag.replace('epochs', 'steps')} 100" in said[0]
+    _, said = train_and_note(1, tmp_path, "none", *words.split())
+    assert said == [None]
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert all("epoch" not in json.loads(line) for line in lines)
+
+
+# ---------------------------------------------------------------- another program's epoch
+
+
+class App(Stateful):
+    """The state of Ray's FSDP2 tutorial: model, optimizer, and the epoch that has just ended."""
+
+    def __init__(self, state: TrainState, epoch: object) -> None:
+        self.state, self.epoch = state, epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = self.state.model, self.state.optimizer
+        return {
+            "model": get_model_state_dict(model),
+            "optim": get_optimizer_state_dict(model, optimizer),
+            "epoch": self.epoch,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise NotImplementedError("only saved from here")
+
+
+def save_app(env: DistEnv, place: str, epoch: object) -> None:
+    model = user_code.Uneven().double()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 12, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    extra = {} if epoch == "none" else {"scheduler": {"last_epoch": 4}}
+    dcp.save({"app": App(TrainState(model, optimizer), epoch), **extra}, checkpoint_id=place)
+
+
+def on_a_rank_with_log(env: DistEnv, words: list[str]) -> str:
+    log = io.StringIO()
+    with contextlib.redirect_stderr(log):
+        assert on_a_rank(env, words) is None
+    return log.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("epoch", "first", "told"),
+    [
+        (1, 11, "its epoch 1 (counted from 0) is complete: epoch 2 begins at step 10"),
+        pytest.param(torch.tensor(1), 11, "is complete", marks=pytest.mark.slow),
+        pytest.param(7, 1, "is dropped: this run ends at step 15, within epoch 2", marks=pytest.mark.slow),
+        pytest.param("two", 1, "dropped, since a run has no place for it: app.epoch", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_an_app_state_resumes_behind_its_epoch_or_says_what_it_dropped(
+    epoch: object, first: int, told: str, tmp_path: Path
+) -> None:
+    place = str(tmp_path / "theirs")
+    run_world(1, save_app, place, epoch)
+    folder = tmp_path / "run"
+    words = flags(HELD, "--train.steps 15", f"--checkpoint.resume {place}")
+    said = run_world(2, on_a_rank_with_log, ["--run.dir", str(folder), *words])
+    assert told in said[0]
+    assert "scheduler.last_epoch" in said[0]
+    done = finished(folder)
+    losses = [one for one in done.records if "loss" in one]
+    assert losses[0]["step"] == first
+    assert losses[-1]["epoch"] == 3.0
