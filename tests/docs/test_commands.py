@@ -89,7 +89,7 @@ NOT_RUN = {
     r"torchrun --max-restarts=N$": "names a flag of torchrun",
     r"torchrun --tee$": "names a flag of torchrun",
     r"torchrun --nproc_per_node=8 ": "eight ranks, for a machine with eight GPUs",
-    r"python -m fsdp\.(report|predict|checkpoint) runs/first": "tests/docs/test_first_pages.py",
+    r"python -m fsdp\.(report|predict|checkpoint) runs/first": "as with RUN, above; --prompt: tests/predict",
     r"python -m launch\.local --ranks 8$": "eight ranks, for a machine with eight GPUs",
     r"python -m bench\.claims ": "tests/memory/test_claims.py runs each claim",
     r"python -m bench\.": "minutes to an hour; tests/bench runs the short parts",

@@ -58,12 +58,9 @@ class Run:
 class Driver:
     """`python train.py --backend ray …` while it runs."""
 
-    def __init__(
-        self, run: Path, *flags: str, cluster: Cluster | None = None, job: dict[str, str] | None = None
-    ) -> None:
-        """`job`: the variables of a driver that `ray job submit` starts, which joins by `auto`."""
+    def __init__(self, run: Path, *flags: str, cluster: Cluster | None = None) -> None:
         self.run = Run(run)
-        address = ("--ray.address", "auto" if job else cluster.address) if cluster else ()
+        address = ("--ray.address", cluster.address) if cluster else ()
         command = [
             sys.executable,
             "train.py",
@@ -79,9 +76,7 @@ class Driver:
         # Open as long as this object lives.
         self._out, self._err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.marker = f"SHARDRUN_TEST={run}"
-        environment = (cluster.environment if cluster else clean_environment)(
-            SHARDRUN_TEST=str(run), **(job or {})
-        )
+        environment = (cluster.environment if cluster else clean_environment)(SHARDRUN_TEST=str(run))
         self.process = subprocess.Popen(
             command,
             cwd=REPOSITORY,

@@ -7,7 +7,6 @@ of its own.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -68,14 +67,6 @@ def test_checkpoints_are_told_to_ray_and_kept_by_us(driver: Driver) -> None:
     told = (run.path / "checkpoint_manager_snapshot.json").read_text()
     assert f"checkpoints/step-{STEPS:08}" in told
     assert not list(run.path.glob("checkpoint_0*")), "no copy of Ray's own"
-
-
-def test_as_the_entrypoint_of_a_ray_job(tmp_path: Path, joined: Cluster, undisturbed: Run) -> None:
-    """As KubeRay starts a RayJob's: the job's own environment is merged with the driver's code upload."""
-    config = {"runtime_env": {"env_vars": {"OF_THE_JOB": "1"}}, "metadata": {"job_name": "shardrun"}}
-    variables = {"RAY_ADDRESS": joined.address, "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps(config)}
-    run = Driver(tmp_path / "run", cluster=joined, job=variables).finish()
-    assert run.losses == undisturbed.losses
 
 
 def test_a_killed_worker_costs_at_most_one_interval(
