@@ -101,6 +101,8 @@ def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 def pair_flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yields (name, value) of `--name value` and `--name=value`; a bool field's flag needs no value."""
     rest = list(argv)
+    for word in rest:
+        _check_utf8(word)
     while rest:
         word = rest.pop(0)
         if not word.startswith("--") or word == "--":
@@ -108,6 +110,14 @@ def pair_flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
         name, equals, value = word[2:].partition("=")
         name = name.replace("-", "_")
         yield name, value if equals else _value_after(name, rest)
+
+
+def _check_utf8(word: str) -> None:
+    """A file name of other bytes cannot be written to config.toml."""
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{word!a} is not UTF-8.", "mv the file to a name in UTF-8") from None
 
 
 def _word_hint(word: str) -> str:

@@ -108,7 +108,7 @@ def parse_free_value(text: Any) -> Any:
         return text
     try:
         return tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # no TOML, an integer of too many digits, lists nested too deeply
         return {"True": True, "False": False}.get(text, text)
 
 

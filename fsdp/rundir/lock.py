@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 FILE = "CLAIM"
 BEAT_S = 2.0
+MOST_BYTES = 1 << 16
 STALE_S = 20.0
 """The holder of a count that is unchanged this long is dead: ten beats, more than a shared folder caches."""
 
@@ -127,7 +128,8 @@ class FolderLock:
                 return FolderLock(run_dir, holder, descriptor, beat_at, took_over)
             os.close(descriptor)
             staged.unlink(missing_ok=True)
-            took_over = _clear_dead(run_dir, stale_s, job) or took_over
+            with writing(run_dir / FILE):
+                took_over = _clear_dead(run_dir, stale_s, job) or took_over
 
     def ousted(self) -> str | None:
         """None while this process holds the lock; else why not. Called before every seal."""
@@ -207,12 +209,21 @@ def _create_without_links(staged: Path, file: Path) -> bool:
 
 def _read(file: Path) -> tuple[Holder | None, bytes]:
     """The holder (None if the file does not name one) and the whole text with its count."""
-    data = file.read_bytes()
+    data = _text(file)
     try:
         holder = Holder(**json.loads(data.partition(b"\n")[0]))
     except (ValueError, TypeError, RecursionError):
         return None, data
     return holder if is_valid_holder(holder) else None, data
+
+
+def _text(file: Path) -> bytes:
+    """A FIFO or a device in its place neither blocks nor fills the memory."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        return os.read(descriptor, MOST_BYTES)
+    finally:
+        os.close(descriptor)
 
 
 def is_valid_holder(holder: Holder) -> bool:
@@ -291,7 +302,7 @@ def _changes(file: Path, data: bytes, stale_s: float) -> bool:
     while time.monotonic() < deadline:
         time.sleep(min(0.25, stale_s / 10))
         try:
-            if file.read_bytes() != data:
+            if _text(file) != data:
                 return True
         except FileNotFoundError:
             return False
@@ -308,6 +319,6 @@ def _remove(run_dir: Path, data: bytes) -> None:
         (run_dir / FILE).rename(aside)
     except FileNotFoundError:
         return
-    if aside.read_bytes().partition(b"\n")[0] != data.partition(b"\n")[0]:
+    if _text(aside).partition(b"\n")[0] != data.partition(b"\n")[0]:
         _create(aside, run_dir / FILE)
     aside.unlink(missing_ok=True)

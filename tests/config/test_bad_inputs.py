@@ -64,6 +64,12 @@ FLAGS = {
     " HINT: auto, never, or the folder of a checkpoint",
 }
 
+
+def test_a_flag_of_other_bytes_is_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"'\\udcff' is not UTF-8\. HINT: mv the file"):
+        load(["--run.dir", "\udcff"])
+
+
 CONTRADICTIONS = {
     "--train.steps 5 --train.epochs 2": "--train.steps 5 and --train.epochs 2 both set the length of the "
         "run. HINT: give one of the two",

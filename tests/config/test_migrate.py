@@ -96,6 +96,7 @@ def test_an_entry_that_turns_something_off_counts_in_any_order(tmp_path: Path) -
         ("a.json", "{", "a.json cannot be parsed: Expecting property name"),
         ("a.yaml", "a: [", "a.yaml cannot be parsed: "),
         ("a.yaml", "- a", "a.yaml holds no names with values. HINT: a configuration in YAML, JSON or TOML"),
+        ("a.json", '{"a": "\\ud800"}', "a.json cannot be parsed: 'utf-8' codec can't encode character"),
         ("absent.yaml", "", "absent.yaml cannot be read (No such file or directory). HINT: "),
         ("exists.yaml", "a: 1", "exists.recipe.toml exists. HINT: python -m fsdp.config migrate "),
     ],
