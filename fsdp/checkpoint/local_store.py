@@ -44,6 +44,11 @@ class LocalStore:
             entry.name: entry.stat().st_size for entry in os.scandir(self.root / folder) if entry.is_file()
         }
 
+    def size(self, folder: str, file: str) -> int | None:
+        """NFS looks the name up anew, where a listing may be cached."""
+        path = self.root / folder / file
+        return path.stat().st_size if path.is_file() else None
+
     def read(self, folder: str, file: str) -> bytes:
         return (self.root / folder / file).read_bytes()
 

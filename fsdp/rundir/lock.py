@@ -117,7 +117,6 @@ class FolderLock:
     @staticmethod
     def acquire(run_dir: Path, launcher: str, job: str = "", stale_s: float = STALE_S) -> FolderLock:
         """Take the lock, or raise RefusedError with its holder. May watch an unknown holder for `stale_s`."""
-        run_dir.mkdir(parents=True, exist_ok=True)
         holder = this_holder(launcher, job)
         took_over = ""
         while True:
