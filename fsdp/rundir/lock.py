@@ -24,7 +24,7 @@ from pathlib import Path
 
 from fsdp.base import proc
 from fsdp.base.errors import RefusedError
-from fsdp.rundir.atomic_write import writing
+from fsdp.rundir.atomic_write import rename, writing
 
 log = logging.getLogger(__name__)
 
@@ -189,11 +189,20 @@ def _create(staged: Path, file: Path) -> bool:
     try:
         file.hardlink_to(staged)
     except FileExistsError:
-        return False
+        # a file server whose reply was lost repeats the link, and the second one finds the first
+        if not _is_link_of(staged, file):
+            return False
     except OSError:
         return _create_without_links(staged, file)
     staged.unlink()
     return True
+
+
+def _is_link_of(staged: Path, file: Path) -> bool:
+    try:
+        return os.path.samestat(staged.lstat(), file.lstat())
+    except FileNotFoundError:  # its holder has released it
+        return False
 
 
 def _create_without_links(staged: Path, file: Path) -> bool:
@@ -202,7 +211,7 @@ def _create_without_links(staged: Path, file: Path) -> bool:
         os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
     except FileExistsError:
         return False
-    staged.rename(file)
+    rename(staged, file)
     return True
 
 
@@ -315,7 +324,7 @@ def _remove(run_dir: Path, data: bytes) -> None:
     """
     aside = run_dir / f".{FILE}-dead-{secrets.token_hex(8)}"
     try:
-        (run_dir / FILE).rename(aside)
+        rename(run_dir / FILE, aside)
     except FileNotFoundError:
         return
     if _text(aside).partition(b"\n")[0] != data.partition(b"\n")[0]:

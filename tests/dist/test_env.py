@@ -8,7 +8,7 @@ import pytest
 
 import train
 from fsdp.base.errors import LaunchError
-from fsdp.dist.env import check_torch, from_environment, prints_shared_errors, unused_allocation
+from fsdp.dist.env import check_torch, from_environment, prints_shared_errors, started_by, unused_allocation
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
@@ -93,3 +93,18 @@ def test_one_process_in_an_allocation_for_several_is_a_warning(environ: dict[str
     assert bool(said) is warned
     assert not warned or "HINT: srun python train.py, or sbatch --nodes=" in said
     assert not unused_allocation(from_environment(TORCHRUN, device="cpu"), environ)
+
+
+@pytest.mark.parametrize(
+    ("environ", "launcher"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "1"}, "torchrun"),
+        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}, "srun"),
+        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, ""),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, ""),
+        ({}, ""),
+    ],
+)
+def test_which_launcher_started_several_ranks(environ: dict[str, str], launcher: str) -> None:
+    """A batch shell has one task, and is no rank."""
+    assert started_by(environ) == launcher

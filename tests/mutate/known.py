@@ -48,8 +48,8 @@ KNOWN = [
     Known(
         "rename not synced",
         LOCAL_STORE,
-        "        (self.root / staged).rename(self.root / final)\n        sync_folder(self.root)\n",
-        "        (self.root / staged).rename(self.root / final)\n",
+        "        rename(self.root / staged, self.root / final)\n        sync_folder(self.root)\n",
+        "        rename(self.root / staged, self.root / final)\n",
         CRASHES,
     ),
     Known(
