@@ -21,7 +21,7 @@ from fsdp.config.checks import check
 from fsdp.config.fields import FIELDS, flatten
 from fsdp.config.foreign_files import FOREIGN_SUFFIXES, foreign_file, is_torchtitan, read_foreign, refuse
 from fsdp.config.sections import LAUNCHERS_OWN, Config
-from fsdp.config.values import parse_free_value, parse_value
+from fsdp.config.values import exists, parse_free_value, parse_value
 
 SHIPPED = Path(__file__).resolve().parents[2]
 """The folder of the code, which holds recipes/."""
@@ -80,11 +80,11 @@ def _place_of(path: str) -> Path:
     """`recipes/NAME` is the recipe that ships, unless there is a file of that name here."""
     place = Path(path)
     shipped = SHIPPED / place
-    return shipped if place.parts[:1] == ("recipes",) and not place.exists() and shipped.exists() else place
+    return shipped if place.parts[:1] == ("recipes",) and not exists(place) and exists(shipped) else place
 
 
 def _is_of_a_run(path: Path) -> bool:
-    return path.name == "config.toml" and path.with_name("history.jsonl").exists()
+    return path.name == "config.toml" and exists(path.with_name("history.jsonl"))
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

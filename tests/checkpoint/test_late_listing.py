@@ -41,10 +41,22 @@ def save(store: ObjectStore, step: int, *, seal: bool = True) -> str:
     store.write(folder, "__0_0.distcp", [DATA])
     store.write(folder, file_names.METADATA, [DATA])
     about = Manifest(
-        step=step, attempt=ATTEMPT, created=0.0, torch="2", strategy="ddp", replicate=1, shard=1, ranks=1,
-        config="c", reason="test", counters={}, metrics={}, digests={}, bytes=len(DATA),
+        step=step,
+        attempt=ATTEMPT,
+        created=0.0,
+        torch="2",
+        strategy="ddp",
+        replicate=1,
+        shard=1,
+        ranks=1,
+        config="c",
+        reason="test",
+        counters={},
+        metrics={},
+        digests={},
+        bytes=len(DATA),
         files=dict.fromkeys(["__0_0.distcp", file_names.METADATA], (len(DATA), crc32(DATA))),
-    )  # fmt: skip
+    )
     if seal:
         store.write(folder, file_names.MANIFEST, [manifest.encode(about)])
     return folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -122,3 +123,10 @@ def test_wrong_actions(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert main(argv) == 2
         assert capsys.readouterr().err == f"fsdp.config: {message}\n"
+
+
+@pytest.mark.parametrize("nodes", ["0", "9" * 5000])
+def test_a_number_of_nodes_that_is_none_counts_as_one(nodes: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({"num_processes": 4, "num_machines": nodes}))
+    assert main(["migrate", str(tmp_path / "a.json")]) == 0
+    assert "torchrun --nproc_per_node=4 " in (tmp_path / "a.recipe.toml").read_text()

@@ -204,11 +204,23 @@ def manifest_file(run: RunDir, data: bytes, resealed: bool) -> None:
 def a_manifest() -> bytes:
     return manifest.encode(
         manifest.Manifest(
-            step=3, attempt="a", created=1.5, torch="2", strategy="fsdp", replicate=1, shard=2, ranks=2,
-            config="c", reason="end", counters={"step": 3, "samples": 12}, metrics={"loss": 0.5},
-            files={"__0_0.distcp": (10, 20), ".metadata": (5, 6)}, digests={"model.w": (4, "ab")}, bytes=15,
+            step=3,
+            attempt="a",
+            created=1.5,
+            torch="2",
+            strategy="fsdp",
+            replicate=1,
+            shard=2,
+            ranks=2,
+            config="c",
+            reason="end",
+            counters={"step": 3, "samples": 12},
+            metrics={"loss": 0.5},
+            files={"__0_0.distcp": (10, 20), ".metadata": (5, 6)},
+            digests={"model.w": (4, "ab")},
+            bytes=15,
         )
-    )  # fmt: skip
+    )
 
 
 def metadata_file(run: RunDir, data: bytes) -> None:
