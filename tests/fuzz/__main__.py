@@ -41,6 +41,8 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
         while names and time.monotonic() - began < options.seconds:
             for name in list(names):
+                if time.monotonic() - began >= options.seconds and counts:
+                    break
                 try:
                     counts[name] += fuzz(TARGETS[name], Path(folder), ROUND, seed=seed)
                 except Exception:  # any: that is what is searched

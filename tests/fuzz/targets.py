@@ -50,7 +50,7 @@ class Target:
     """In the short form; the long form has FULL times as many."""
 
 
-FULL = 20
+FULL = 10
 
 
 @contextlib.contextmanager
