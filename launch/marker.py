@@ -65,14 +65,16 @@ class Marker:
         write_atomically(self.run.failed, json.dumps(record) + "\n")
 
     def read(self) -> Failure | None:
-        """The failure of this start; None if no rank has written one."""
+        """The failure of this start; None if no rank has written one, or if it has another form."""
+        if not self.run.failed.is_file():  # reading a FIFO would block
+            return None
         try:
             record = json.loads(self.run.failed.read_text(encoding="utf-8"))
-        except (FileNotFoundError, json.JSONDecodeError):
+            if record["start"] != self.start or record["code"] not in range(1, 256):
+                return None
+            return Failure(Kind[record["kind"]], int(record["code"]), str(record["message"]))
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
             return None
-        if record["start"] != self.start:
-            return None
-        return Failure(Kind[record["kind"]], record["code"], record["message"])
 
 
 def marker_of(config: Config, environ: Mapping[str, str] = os.environ) -> Marker | None:

@@ -138,7 +138,7 @@ async def lead(meeting: Meeting) -> Arrivals:
         foreign = (OSError, ValueError, RecursionError, EOFError, asyncio.LimitOverrunError)
         with contextlib.suppress(*foreign, asyncio.CancelledError):
             hello = json.loads(await reader.readuntil())
-            if isinstance(hello, dict) and hello.get("token") == meeting.token:
+            if _is_hello(hello) and hello["token"] == meeting.token:
                 arrivals.enter(hello, str(writer.get_extra_info("sockname")[0]).removeprefix("::ffff:"))
                 await arrivals.over.wait()
                 if arrivals.address() is not None:
@@ -155,6 +155,15 @@ async def lead(meeting: Meeting) -> Arrivals:
         if callers:
             await asyncio.wait(callers, timeout=HEAD_WAITS_LONGER_S)
     return arrivals
+
+
+def _is_hello(message: Any) -> bool:
+    texts = ("token", "node", "host")
+    return (
+        isinstance(message, dict)
+        and all(type(message.get(name)) is str for name in texts)
+        and type(message.get("gpus")) is int
+    )
 
 
 def _listen(port: int) -> socket.socket:

@@ -67,8 +67,9 @@ def _judge(run: RunDir, job: str, restart: int, code: int, allocation: Allocatio
         return decide(End(Kind.UNMET), past, allocation)
     if run.done.exists():
         return decide(End(Kind.DONE), past, allocation)
-    if run.stopped.exists():
-        reason = run.stopped.read_text(encoding="utf-8").partition(" at step ")[0].strip()
+    if run.stopped.is_file():
+        text = run.stopped.read_text(encoding="utf-8", errors="replace")
+        reason = text.partition(" at step ")[0].strip()
         return decide(End(kind_of_stop(reason), why=reason), past, allocation)
     end = end_of(run, Marker(run, os.environ.get(TOKEN, "")), code, starting=_failed_while_starting(events))
     history.record_crash(
@@ -101,9 +102,9 @@ def past_of(events: Sequence[Event], job: str, restart: int) -> Past:
     ends = [
         # histories of older versions lack these two fields
         End(
-            Kind[event.get("kind", Kind.DIED.name)],
+            Kind.__members__.get(str(event.get("kind")), Kind.DIED),
             event["step"],
-            event.get("starting", False),
+            bool(event.get("starting", False)),
             event["code"],
         )
         for event in crashes

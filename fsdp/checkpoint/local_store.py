@@ -16,6 +16,7 @@ from pathlib import Path
 from fsdp.base.phases import Activity, methods_announce
 from fsdp.checkpoint import file_names
 from fsdp.checkpoint.store import Buffer
+from fsdp.rundir.atomic_write import rename
 
 MANY = 512  # buffers in one writev or preadv; the kernel's limit is 1024
 BATCH_BYTES = 16 << 20
@@ -43,6 +44,11 @@ class LocalStore:
         return {
             entry.name: entry.stat().st_size for entry in os.scandir(self.root / folder) if entry.is_file()
         }
+
+    def size(self, folder: str, file: str) -> int | None:
+        """NFS looks the name up anew, where a listing may be cached."""
+        path = self.root / folder / file
+        return path.stat().st_size if path.is_file() else None
 
     def read(self, folder: str, file: str) -> bytes:
         return (self.root / folder / file).read_bytes()
@@ -80,7 +86,7 @@ class LocalStore:
         sync_folder(self.root / staged)
         if os.path.lexists(self.root / final):
             self.set_aside(final, "unsealed")
-        (self.root / staged).rename(self.root / final)
+        rename(self.root / staged, self.root / final)
         sync_folder(self.root)
 
     def remove(self, folder: str, attempt: str) -> None:
@@ -95,7 +101,7 @@ class LocalStore:
         gone = folder
         if base is not None and base.kind != "gone":
             gone = f"{file_names.final(base.step)}.gone-{attempt}{os.urandom(3).hex()}"
-            (self.root / folder).rename(self.root / gone)
+            rename(self.root / folder, self.root / gone)
             sync_folder(self.root)
         self._delete(gone)
 
@@ -115,7 +121,7 @@ class LocalStore:
         while os.path.lexists(self.root / target):
             nth += 1
             target = f"{stem}-{nth}"
-        (self.root / folder).rename(self.root / target)
+        rename(self.root / folder, self.root / target)
         sync_folder(self.root)
         return target
 

@@ -77,7 +77,7 @@ def decode(data: bytes) -> Manifest:
             raise ValueError("its checksum differs")
         body = json.loads(text)
         form, step = body.pop("format"), body.get("step")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise Broken("manifest", f"the manifest cannot be read ({error})") from None
     if form != FORMAT:
         # It may be whole: it is not set aside.
@@ -87,7 +87,7 @@ def decode(data: bytes) -> Manifest:
         )
     try:
         return _checked(body)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise Broken(
             "manifest", f"the manifest has another form than this program writes ({error})"
         ) from None

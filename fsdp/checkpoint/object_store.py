@@ -4,6 +4,10 @@ Endpoint and keys come from fsspec's environment variables. Objects cannot be re
 under a name of its own, and the manifest, written last, is the seal. The objects inside decide the name that
 a folder is listed under: without a manifest `.tmp-`, with a mark `.broken-`. Every request is retried with
 growing pauses; a final failure is an OSError without secrets in its message.
+
+A listing may lack objects that were written a moment ago (replicated stores; S3 itself lists them at once),
+where reading one object finds it. So a missing manifest or file is looked up before a checkpoint counts as
+unfinished or broken.
 """
 
 from __future__ import annotations
@@ -54,11 +58,27 @@ class ObjectStore:
             folder, slash, file = path.partition("/")
             if slash:
                 found.setdefault(folder, set()).add(file)
+        for folder, files in found.items():
+            if _is_unsealed(folder, files) and self.size(folder, file_names.MANIFEST) is not None:
+                files.add(file_names.MANIFEST)
         return sorted(_listed_name(folder, files) for folder, files in found.items())
 
     def sizes(self, folder: str) -> dict[str, int]:
         listing = self._listing(_prefix(folder))
         return {path: size for path, size in listing.items() if "/" not in path and not path.startswith(MARK)}
+
+    def size(self, folder: str, file: str) -> int | None:
+        return self._size(self._path(folder, file))
+
+    def _size(self, path: str) -> int | None:
+        def request() -> int | None:
+            self._fs.invalidate_cache()
+            try:
+                return int(self._fs.info(path)["size"])
+            except FileNotFoundError:
+                return None
+
+        return retried(request, f"looking up an object in {self.where}")
 
     def _listing(self, folder: str) -> dict[str, int]:
         """Path below the folder → size; empty for a folder that does not exist."""
@@ -130,10 +150,15 @@ class ObjectStore:
 
     def remove(self, folder: str, attempt: str) -> None:
         """Deletes the manifest first, then the other files."""
-        files = self._listing(_prefix(folder))
-        for file in sorted(files, key=lambda name: name != file_names.MANIFEST):
-            path = self._path(folder, file)
-            retried(partial(self._fs.rm_file, path), f"deleting {self.path(folder)}/{file}")
+        files = self._listing(_prefix(folder)).keys()
+        if file_names.MANIFEST in files or self.size(folder, file_names.MANIFEST) is not None:
+            self._delete(folder, file_names.MANIFEST)
+        for file in sorted(files - {file_names.MANIFEST}):
+            self._delete(folder, file)
+
+    def _delete(self, folder: str, file: str) -> None:
+        path = self._path(folder, file)
+        retried(partial(self._fs.rm_file, path), f"deleting {self.path(folder)}/{file}")
 
     def set_aside(self, folder: str, why: str) -> str:
         path = self._path(folder, f"{MARK}{why}")
@@ -146,7 +171,7 @@ class ObjectStore:
         )
 
     def has_marker(self, name: str) -> bool:
-        return f".shared-{name}" in self._listing("")
+        return self._size(f"{self._root}/.shared-{name}") is not None
 
     def remove_marker(self, name: str) -> None:
         retried(lambda: self._fs.rm_file(f"{self._root}/.shared-{name}"), f"deleting from {self.where}")
@@ -250,6 +275,13 @@ def _code(error: BaseException | None) -> str:
 def _refused(error: Exception) -> bool:
     """Whether a conditional write failed because the object has another version or does not exist."""
     return isinstance(error, FileExistsError) or _code(error) in ("PreconditionFailed", "412", "NoSuchKey")
+
+
+def _is_unsealed(folder: str, files: set[str]) -> bool:
+    """Whether a checkpoint's listing has neither a manifest nor a mark."""
+    name = file_names.parse(folder)
+    marked = file_names.MANIFEST in files or any(file.startswith(MARK) for file in files)
+    return name is not None and name.kind == "final" and not marked
 
 
 def _listed_name(folder: str, files: set[str]) -> str:

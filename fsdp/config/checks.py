@@ -22,7 +22,7 @@ from fsdp.config.checks_memory import (
     check_states,
 )
 from fsdp.config.sections import SCHEDULES, Config, DataSection, OptimSection, ProfileSection
-from fsdp.config.values import profile_steps, reshard_policy, worker_range
+from fsdp.config.values import exists, profile_steps, reshard_policy, worker_range
 
 OWN_MOMENTUM = {"muon": "muon_momentum", "adamw": "beta1", "adam": "beta1"}
 """By --optim.name: the field that takes the place of --optim.momentum."""
@@ -261,7 +261,7 @@ def _check_checkpoint(config: Config) -> None:
     if (
         checkpoint.resume not in ("auto", "never")
         and "://" not in checkpoint.resume
-        and not Path(checkpoint.resume).exists()
+        and not exists(checkpoint.resume)
     ):
         raise ConfigError(
             f"--checkpoint.resume {checkpoint.resume} does not exist.",
@@ -269,15 +269,15 @@ def _check_checkpoint(config: Config) -> None:
         )
     weights = config.model.weights
     of_hub = weights.startswith("hf:") and config.model.name == "transformer"
-    if weights not in ("", "none") and not of_hub and not Path(weights).exists():
+    if weights not in ("", "none") and not of_hub and not exists(weights):
         raise ConfigError(f"--model.weights {weights} does not exist.", _weights_hint(config))
 
 
 def _weights_hint(config: Config) -> str:
     run = Path(config.run.dir)
-    if not config.run.dir or not (run / "config.toml").is_file():
+    if not config.run.dir or not exists(run / "config.toml"):
         return "a .pt or .safetensors file, or a folder"
-    if not config.lora.rank and (run / "full_model" / "config.json").is_file():
+    if not config.lora.rank and exists(run / "full_model" / "config.json"):
         return (
             f"--model.weights {run / 'full_model'}"  # adapters belong to the weights that they started from
         )

@@ -102,14 +102,19 @@ def as_text(value: Any) -> str:
 def _parse(path: Path) -> Any:
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
-        if path.suffix == ".toml":
-            return tomllib.loads(text)
-        if path.suffix == ".json":
-            return json.loads(text)
-        return _yaml(path, text)
+        tree = _tree(path, text)
+        # lone surrogates, which JSON and YAML can escape, cannot be written to a recipe
+        json.dumps(tree, ensure_ascii=False, default=str, skipkeys=True).encode()
+        return tree
     except (ValueError, RecursionError) as error:
         first = str(error).partition("\n")[0]
         raise ConfigError(f"{path} cannot be parsed: {first}.", "a file in YAML, JSON or TOML") from None
+
+
+def _tree(path: Path, text: str) -> Any:
+    if path.suffix == ".toml":
+        return tomllib.loads(text)
+    return json.loads(text) if path.suffix == ".json" else _yaml(path, text)
 
 
 def _yaml(path: Path, text: str) -> Any:

@@ -8,6 +8,7 @@ Not here: reading the file (foreign_files.py), the rows (alias_table.py).
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from fsdp.config.aliases import is_flags
 from fsdp.config.fields import FIELDS
 from fsdp.config.foreign_files import ForeignFile
 from fsdp.config.reading import load, pair_flags
-from fsdp.config.values import parse_value
+from fsdp.config.values import exists, parse_value
 from fsdp.config.writing import toml_value
 
 _BUILT_IN = {
@@ -30,6 +31,7 @@ _BUILT_IN = {
 }
 """Fields that name something of the user's, with the names that need nothing."""
 _OF_THE_MODEL = ("mesh.wrap", "lora.targets")
+_WHOLE = re.compile(r"[1-9][0-9]{0,17}")
 _ACCUMULATION = ("gradient_accumulation_steps", "accumulate_grad_batches")
 
 
@@ -89,7 +91,7 @@ def _without_hint(error: ConfigError) -> str:
 
 
 def _missing(name: str, text: str) -> str:
-    if name in _BUILT_IN and text not in _BUILT_IN[name] and not Path(text.removeprefix("hf:")).exists():
+    if name in _BUILT_IN and text not in _BUILT_IN[name] and not exists(text.removeprefix("hf:")):
         return "once it is on this machine"
     if name in _OF_THE_MODEL and ":" in text + ":" * (name == "lora.targets"):
         return "once --model.name is the model with these layers"
@@ -103,9 +105,10 @@ def _missing(name: str, text: str) -> str:
 
 
 def _number(file: ForeignFile, *names: str) -> int:
-    """The first of these entries that is a whole number, or 1."""
+    """The first of these entries that is a whole number from 1, or 1."""
     tails = {entry.name.rpartition(".")[2]: entry.text for entry in file.entries}
-    return next((int(tails[name]) for name in names if tails.get(name, "").isdecimal()), 1)
+    texts = [tails.get(name, "") for name in names]
+    return next((int(text) for text in texts if _WHOLE.fullmatch(text)), 1)
 
 
 def _ranks(file: ForeignFile, made: _Recipe) -> int:

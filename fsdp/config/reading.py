@@ -21,7 +21,7 @@ from fsdp.config.checks import check
 from fsdp.config.fields import FIELDS, flatten
 from fsdp.config.foreign_files import FOREIGN_SUFFIXES, foreign_file, is_torchtitan, read_foreign, refuse
 from fsdp.config.sections import LAUNCHERS_OWN, Config
-from fsdp.config.values import parse_free_value, parse_value
+from fsdp.config.values import exists, parse_free_value, parse_value
 
 SHIPPED = Path(__file__).resolve().parents[2]
 """The folder of the code, which holds recipes/."""
@@ -80,11 +80,11 @@ def _place_of(path: str) -> Path:
     """`recipes/NAME` is the recipe that ships, unless there is a file of that name here."""
     place = Path(path)
     shipped = SHIPPED / place
-    return shipped if place.parts[:1] == ("recipes",) and not place.exists() and shipped.exists() else place
+    return shipped if place.parts[:1] == ("recipes",) and not exists(place) and exists(shipped) else place
 
 
 def _is_of_a_run(path: Path) -> bool:
-    return path.name == "config.toml" and path.with_name("history.jsonl").exists()
+    return path.name == "config.toml" and exists(path.with_name("history.jsonl"))
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -101,6 +101,8 @@ def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 def pair_flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yields (name, value) of `--name value` and `--name=value`; a bool field's flag needs no value."""
     rest = list(argv)
+    for word in rest:
+        _check_utf8(word)
     while rest:
         word = rest.pop(0)
         if not word.startswith("--") or word == "--":
@@ -108,6 +110,14 @@ def pair_flags(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
         name, equals, value = word[2:].partition("=")
         name = name.replace("-", "_")
         yield name, value if equals else _value_after(name, rest)
+
+
+def _check_utf8(word: str) -> None:
+    """A file name of other bytes cannot be written to config.toml."""
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{word!a} is not UTF-8.", "mv the file to a name in UTF-8") from None
 
 
 def _word_hint(word: str) -> str:

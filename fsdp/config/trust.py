@@ -9,6 +9,7 @@ recipe given with --config is trusted and read by reading.py. Not here: the impo
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 from fsdp.base.errors import ConfigError
 from fsdp.config.reading import load, pair_flags, read_recipe
 from fsdp.config.sections import Config
+from fsdp.config.values import exists
 
 TRAINING_CODE = (
     "comm.all_reduce_hook",
@@ -79,8 +81,10 @@ def _not_downloaded(data: dict[str, Any]) -> dict[str, Any]:
         return data
     args = data.get("args")
     kept = {name: value for name, value in args.items() if name != "mirror"} if isinstance(args, dict) else {}
-    folder = Path(str(data.get("dir", ""))).expanduser()
-    return data | {"args": kept} | ({} if (folder / "FashionMNIST").is_dir() else {"dir": ""})
+    folder = Path(str(data.get("dir", "")))
+    with contextlib.suppress(RuntimeError):  # ~NAME of nobody
+        folder = folder.expanduser()
+    return data | {"args": kept} | ({} if exists(folder / "FashionMNIST") else {"dir": ""})
 
 
 def check_store(run: Path, place: str) -> str:

@@ -11,6 +11,7 @@ import math
 import tomllib
 import typing
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from fsdp.base.errors import ConfigError
@@ -117,7 +118,7 @@ def parse_free_value(text: Any) -> Any:
         return text
     try:
         return tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # no TOML, an integer of too many digits, lists nested too deeply
         return {"True": True, "False": False}.get(text, text)
 
 
@@ -156,3 +157,11 @@ def profile_steps(text: str) -> tuple[int, int]:
     if not first.isdigit() or (colon and not last.isdigit()) or not 1 <= int(first) <= int(last or first):
         raise ConfigError(f"--profile.steps {text} is not first:last, counted from 1.", "--profile.steps 3:5")
     return int(first), int(last or first)
+
+
+def exists(path: str | Path) -> bool:
+    """Path.exists raises for a name that is too long and for a folder that may not be searched."""
+    try:
+        return Path(path).exists()
+    except OSError:
+        return False

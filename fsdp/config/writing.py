@@ -48,7 +48,8 @@ def _sections(config: Config, left_out: Sequence[str]) -> str:
 
 
 def _toml_key(key: str) -> str:
-    return key if key.replace("_", "").replace("-", "").isalnum() and key.isascii() else json.dumps(key)
+    plain = key.replace("_", "").replace("-", "").isalnum() and key.isascii()
+    return key if plain else toml_value(key)
 
 
 def toml_value(value: Any) -> str:

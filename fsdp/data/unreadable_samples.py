@@ -83,7 +83,8 @@ class Unreadable:
 
     def _known(self) -> set[tuple[str, int]]:
         records = (record for path in self._folder.glob("rank-*.jsonl") for record in read_records(path))
-        return {(record["kind"], record["index"]) for record in records}
+        samples = ((record.get("kind"), record.get("index")) for record in records)
+        return {(kind, index) for kind, index in samples if type(kind) is str and type(index) is int}
 
 
 class ReadableSamples:

@@ -37,6 +37,16 @@ def write_atomically(path: Path, text: str) -> None:
     replace_with(path, [text.encode()])
 
 
+def rename(source: Path, target: Path) -> None:
+    """Rename, also where a file server repeats it because its reply was lost: the second finds no source."""
+    before = source.lstat()
+    try:
+        source.rename(target)
+    except FileNotFoundError:
+        if not os.path.samestat(before, target.lstat()):
+            raise
+
+
 def replace_with(path: Path, pieces: Iterable[bytes]) -> None:
     """Replace the file by these bytes, synced before the rename: a file of NULs could otherwise remain."""
     aside = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
@@ -45,7 +55,7 @@ def replace_with(path: Path, pieces: Iterable[bytes]) -> None:
             file.writelines(pieces)
             file.flush()
             os.fsync(file.fileno())
-        aside.replace(path)
+        rename(aside, path)
     except BaseException:
         aside.unlink(missing_ok=True)
         raise

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp.base.phases import Ending
 from fsdp.rundir import tail
-from fsdp.rundir.atomic_write import write_atomically
+from fsdp.rundir.atomic_write import write_atomically, writing
 from fsdp.rundir.line_files import append, append_if_possible, read_records
 from fsdp.rundir.paths import RunDir
 
@@ -90,12 +90,14 @@ def record_end(run: RunDir, *, step: int, why: str, how: Ending) -> None:
 
 def record_lost(run: RunDir, *, why: str) -> None:
     """The last start has no end."""
-    append(run.history, {"event": "lost", "time": now(), "step": last_step(run), "why": why})
+    with writing(run.history):
+        append(run.history, {"event": "lost", "time": now(), "step": last_step(run), "why": why})
 
 
 def record_unmet(run: RunDir, *, job: str) -> None:
     """The nodes of a job did not meet."""
-    append(run.history, {"event": "unmet", "time": now(), "job": job, "step": last_step(run)})
+    with writing(run.history):
+        append(run.history, {"event": "unmet", "time": now(), "job": job, "step": last_step(run)})
 
 
 def record_crash(
@@ -103,7 +105,8 @@ def record_crash(
 ) -> None:
     """The ranks of a job's start ended with an error; `starting`: before they recorded that start."""
     record = {"event": "crash", "time": now(), "job": job, "restart": restart, "step": step, "code": code}
-    append(run.history, {**record, "kind": kind, "starting": starting})
+    with writing(run.history):
+        append(run.history, {**record, "kind": kind, "starting": starting})
 
 
 def write_marker(marker: Path, text: str) -> None:
@@ -117,7 +120,8 @@ def write_marker(marker: Path, text: str) -> None:
 def remove_markers(run: RunDir) -> None:
     """Remove what the last start left about its end."""
     for marker in (run.stopped, run.done, run.failed):
-        marker.unlink(missing_ok=True)
+        with writing(marker):
+            marker.unlink(missing_ok=True)
 
 
 def now() -> str:

@@ -222,7 +222,8 @@ def _records(count: int) -> str:
 
 
 def _open_for_append(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    """O_NONBLOCK: a FIFO in the file's place is an error when it is full, instead of a wait without end."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
 
 
 def _ends_torn_line(descriptor: int) -> bytes:

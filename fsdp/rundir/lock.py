@@ -24,12 +24,13 @@ from pathlib import Path
 
 from fsdp.base import proc
 from fsdp.base.errors import RefusedError
-from fsdp.rundir.atomic_write import writing
+from fsdp.rundir.atomic_write import rename, writing
 
 log = logging.getLogger(__name__)
 
 FILE = "CLAIM"
 BEAT_S = 2.0
+MOST_BYTES = 1 << 16
 STALE_S = 20.0
 """The holder of a count that is unchanged this long is dead: ten beats, more than a shared folder caches."""
 
@@ -116,7 +117,6 @@ class FolderLock:
     @staticmethod
     def acquire(run_dir: Path, launcher: str, job: str = "", stale_s: float = STALE_S) -> FolderLock:
         """Take the lock, or raise RefusedError with its holder. May watch an unknown holder for `stale_s`."""
-        run_dir.mkdir(parents=True, exist_ok=True)
         holder = this_holder(launcher, job)
         took_over = ""
         while True:
@@ -127,7 +127,8 @@ class FolderLock:
                 return FolderLock(run_dir, holder, descriptor, beat_at, took_over)
             os.close(descriptor)
             staged.unlink(missing_ok=True)
-            took_over = _clear_dead(run_dir, stale_s, job) or took_over
+            with writing(run_dir / FILE):
+                took_over = _clear_dead(run_dir, stale_s, job) or took_over
 
     def ousted(self) -> str | None:
         """None while this process holds the lock; else why not. Called before every seal."""
@@ -188,11 +189,20 @@ def _create(staged: Path, file: Path) -> bool:
     try:
         file.hardlink_to(staged)
     except FileExistsError:
-        return False
+        # a file server whose reply was lost repeats the link, and the second one finds the first
+        if not _is_link_of(staged, file):
+            return False
     except OSError:
         return _create_without_links(staged, file)
     staged.unlink()
     return True
+
+
+def _is_link_of(staged: Path, file: Path) -> bool:
+    try:
+        return os.path.samestat(staged.lstat(), file.lstat())
+    except FileNotFoundError:  # its holder has released it
+        return False
 
 
 def _create_without_links(staged: Path, file: Path) -> bool:
@@ -201,18 +211,27 @@ def _create_without_links(staged: Path, file: Path) -> bool:
         os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
     except FileExistsError:
         return False
-    staged.rename(file)
+    rename(staged, file)
     return True
 
 
 def _read(file: Path) -> tuple[Holder | None, bytes]:
     """The holder (None if the file does not name one) and the whole text with its count."""
-    data = file.read_bytes()
+    data = _text(file)
     try:
         holder = Holder(**json.loads(data.partition(b"\n")[0]))
     except (ValueError, TypeError, RecursionError):
         return None, data
     return holder if is_valid_holder(holder) else None, data
+
+
+def _text(file: Path) -> bytes:
+    """A FIFO or a device in its place neither blocks nor fills the memory."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        return os.read(descriptor, MOST_BYTES)
+    finally:
+        os.close(descriptor)
 
 
 def is_valid_holder(holder: Holder) -> bool:
@@ -291,7 +310,7 @@ def _changes(file: Path, data: bytes, stale_s: float) -> bool:
     while time.monotonic() < deadline:
         time.sleep(min(0.25, stale_s / 10))
         try:
-            if file.read_bytes() != data:
+            if _text(file) != data:
                 return True
         except FileNotFoundError:
             return False
@@ -305,9 +324,9 @@ def _remove(run_dir: Path, data: bytes) -> None:
     """
     aside = run_dir / f".{FILE}-dead-{secrets.token_hex(8)}"
     try:
-        (run_dir / FILE).rename(aside)
+        rename(run_dir / FILE, aside)
     except FileNotFoundError:
         return
-    if aside.read_bytes().partition(b"\n")[0] != data.partition(b"\n")[0]:
+    if _text(aside).partition(b"\n")[0] != data.partition(b"\n")[0]:
         _create(aside, run_dir / FILE)
     aside.unlink(missing_ok=True)

@@ -103,7 +103,7 @@ def write_config(run: RunDir, config: Config) -> list[str]:
     from fsdp import config as configuration
 
     changed: list[str] = []
-    if run.config.exists():
+    if run.config.is_file():
         try:
             old = configuration.read_recipe(str(run.config))
         except ConfigError as error:  # used for the comparison alone: the start continues

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp.watch.hang_verdict import Verdict, judge
+from fsdp.watch.messages import times_of
 from fsdp.watch.monitor_links import SILENT_S, Head, MonitorConnection, Peer
 from fsdp.watch.monitor_options import MonitorOptions
 from fsdp.watch.node_ranks import NodeRanks
@@ -335,13 +336,11 @@ class Monitor:
     def _rank_times(self) -> RankTimes:
         reports = self.head.reports.values() if self.head is not None else ()
         steps, spent = self.ranks.steps(), self.ranks.spent()
+        names = frozenset(next(iter(spent.values())))
         for report in reports:
-            # JSON has no numbers as keys and no tuples
-            steps |= {
-                int(rank): {int(step): (work, whole) for step, (work, whole) in rows.items()}
-                for rank, rows in report["steps"].items()
-            }
-            spent |= {int(rank): values for rank, values in report["spent"].items()}
+            steps_there, spent_there = times_of(report, names)
+            steps |= steps_there
+            spent |= spent_there
         first = self.ranks.ranks[0].status
         return RankTimes(steps, spent, count=first.steps, step=first.step)
 
@@ -365,7 +364,8 @@ def print_lines(lines: Sequence[str]) -> None:
     """Plain lines on standard error; on a terminal they replace the run's live line, which is drawn again."""
     clear = "\r\x1b[2K" if os.isatty(2) and os.environ.get("TERM") != "dumb" else ""
     with contextlib.suppress(OSError):  # the terminal is gone; verdicts.jsonl has the same
-        os.write(2, (clear + "\n".join(lines) + "\n").encode())
+        # a file's name in a message may have bytes that are not UTF-8
+        os.write(2, (clear + "\n".join(lines) + "\n").encode(errors="backslashreplace"))
 
 
 def main(argument: str) -> None:

@@ -15,26 +15,33 @@ import socket
 import termios
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from fsdp.watch.messages import is_order, is_report
 
 SILENT_S = 3.0
 CONNECT_S = 0.5
 RETRY_S = 1.0
 MOST_UNSENT = 1 << 22
 """Bytes. With this much unsent, further messages are dropped."""
+LONGEST = 1 << 26
+"""Bytes of one message: a longer one is of another program, and its connection is closed."""
 
 
 class MonitorConnection:
-    """One connection in both directions, non-blocking."""
+    """One connection in both directions, non-blocking. `accepts`: the form of the messages to receive."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, accepts: Callable[[Any], bool]) -> None:
         connection.setblocking(False)
         with contextlib.suppress(OSError):  # closed already, which the first message shows
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection, self._received, self._unsent = connection, b"", b""
         self.last_sign_at = time.monotonic()
         self.closed = False
+        self.received_odd = False
+        """Whether a message had another form and was left out."""
+        self._accepts = accepts
 
     def check_acknowledged(self) -> None:
         """Call before sending: a kernel that has acknowledged all earlier bytes is in reach.
@@ -66,7 +73,7 @@ class MonitorConnection:
             self._unsent = self._unsent[sent:]
 
     def receive(self) -> list[dict[str, Any]]:
-        """All messages that have arrived."""
+        """All messages that have arrived and have the form to receive."""
         self._push()
         while not self.closed:
             try:
@@ -82,10 +89,14 @@ class MonitorConnection:
             self._received += more
         *lines, self._received = self._received.split(b"\n")
         try:
-            return [json.loads(line) for line in lines]
+            messages = [json.loads(line) for line in lines]
         except (ValueError, RecursionError):
             self.closed = True  # a port scanner, or another program
             return []
+        self.closed |= len(self._received) > LONGEST
+        accepted = [message for message in messages if self._accepts(message)]
+        self.received_odd |= len(accepted) < len(messages)
+        return accepted
 
     @property
     def silent_s(self) -> float:
@@ -110,13 +121,13 @@ class Head:
         """Accept new nodes, read reports, send a sign of life."""
         with contextlib.suppress(BlockingIOError):  # no connection waits
             while True:
-                self._unidentified.append(MonitorConnection(self._listener.accept()[0]))
+                self._unidentified.append(MonitorConnection(self._listener.accept()[0], is_report))
         for connection in list(self._unidentified):
             report = next(iter(connection.receive()), None)
-            if isinstance(report, dict) and report.get("token") == self._token:
+            if report is not None and report.get("token") == self._token:
                 self.connections[report["node"]], self.reports[report["node"]] = connection, report
                 self._unidentified.remove(connection)
-            elif report is not None or connection.closed:
+            elif report is not None or connection.received_odd or connection.closed:
                 connection.close()
                 self._unidentified.remove(connection)
         for node, connection in self.connections.items():
@@ -173,7 +184,7 @@ class Peer:
         self.tried_at = now
         for address in self._addresses:
             with contextlib.suppress(OSError):  # not at this address, or not yet
-                self.connection = MonitorConnection(socket.create_connection(address, CONNECT_S))
+                self.connection = MonitorConnection(socket.create_connection(address, CONNECT_S), is_order)
                 return
 
     def close(self) -> None:

@@ -59,6 +59,6 @@ class RecordFiles:
         """Text that cannot be written is dropped: it describes one moment."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+            path.write_text(text, encoding="utf-8", errors="backslashreplace")
         except OSError as error:
             log.warning("watch: %s cannot be written (%s)", path, error.strerror)

@@ -251,6 +251,9 @@ class Left:
     def sizes(self, folder: str) -> dict[str, int]:
         return {name: len(data) for name, data in self.tree[folder].items()}
 
+    def size(self, folder: str, file: str) -> int | None:
+        return self.sizes(folder).get(file)
+
     def read(self, folder: str, file: str) -> bytes:
         return self.tree[folder][file]
 

@@ -323,3 +323,9 @@ def test_resume_from_a_path_leaves_the_checkpoint_unchanged(run_dir: Path, tmp_p
     before = sorted(file.name for file in folder.iterdir())
     for step, files in run_world(RANKS, restore_read_only, str(tmp_path / "new"), str(folder)):
         assert (step, sorted(files)) == (2, before)
+
+
+@pytest.mark.parametrize("head", [b'{"crc32": 1e999, "manifest":', b'{"crc32": [], "manifest":', b"{", b""])
+def test_a_manifest_with_an_odd_checksum_is_not_whole(head: bytes) -> None:
+    with pytest.raises(manifest.Broken, match="the manifest cannot be read"):
+        manifest.decode(head + b"\n{}}\n")

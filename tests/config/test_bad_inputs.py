@@ -69,6 +69,18 @@ FLAGS = {
     " HINT: --checkpoint.resume auto, never, or the folder of a checkpoint",
 }
 
+
+def test_a_flag_of_other_bytes_is_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"'\\udcff' is not UTF-8\. HINT: mv the file"):
+        load(["--run.dir", "\udcff"])
+
+
+@pytest.mark.parametrize("flag", ["--checkpoint.resume", "--model.weights"])
+def test_a_path_that_cannot_be_is_one_line(flag: str) -> None:
+    with pytest.raises(ConfigError, match=r"9 does not exist\. HINT: "):
+        load([flag, "9" * 5000])
+
+
 CONTRADICTIONS = {
     "--train.steps 5 --train.epochs 2": "--train.steps 5 and --train.epochs 2 both set the length of the "
         "run. HINT: give one of the two",

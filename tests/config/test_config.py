@@ -65,6 +65,8 @@ def test_a_value_becomes_the_field_s_type(words: list[str], value: object) -> No
         ("relu", "relu"),
         ('"3"', "3"),
         ("a=b", "a=b"),
+        pytest.param("[" * 3000, "[" * 3000, id="nested too deeply"),
+        pytest.param("9" * 5000, "9" * 5000, id="too many digits"),
     ],
 )
 def test_free_arguments_are_typed_by_what_they_look_like(text: str, value: object) -> None:
@@ -74,6 +76,7 @@ def test_free_arguments_are_typed_by_what_they_look_like(text: str, value: objec
 def test_config_toml_gives_the_same_configuration_back(tmp_path: Path) -> None:
     config = load(
         ["--run.dir", 'quo"te\\back\x7f', "--model.args.width", "64", "--model.args.odd key", "[0.1, true]",
+         "--model.args.\U00010000", "3",
          "--optim.lr", "1e-30", "--train.steps", "7", "--data.args.path", "ü\n", "--optim.eps", "1e-8"]
     )  # fmt: skip
     path = tmp_path / "config.toml"

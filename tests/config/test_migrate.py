@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,7 @@ def test_an_entry_that_turns_something_off_counts_in_any_order(tmp_path: Path) -
         ("a.json", "{", "a.json cannot be parsed: Expecting property name"),
         ("a.yaml", "a: [", "a.yaml cannot be parsed: "),
         ("a.yaml", "- a", "a.yaml holds no names with values. HINT: a configuration in YAML, JSON or TOML"),
+        ("a.json", '{"a": "\\ud800"}', "a.json cannot be parsed: 'utf-8' codec can't encode character"),
         ("absent.yaml", "", "absent.yaml cannot be read (No such file or directory). HINT: "),
         ("exists.yaml", "a: 1", "exists.recipe.toml exists. HINT: python -m fsdp.config migrate "),
     ],
@@ -121,3 +123,10 @@ def test_wrong_actions(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert main(argv) == 2
         assert capsys.readouterr().err == f"fsdp.config: {message}\n"
+
+
+@pytest.mark.parametrize("nodes", ["0", "9" * 5000])
+def test_a_number_of_nodes_that_is_none_counts_as_one(nodes: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps({"num_processes": 4, "num_machines": nodes}))
+    assert main(["migrate", str(tmp_path / "a.json")]) == 0
+    assert "torchrun --nproc_per_node=4 " in (tmp_path / "a.recipe.toml").read_text()

@@ -13,6 +13,7 @@ from fsdp.dist.env import (
     from_environment,
     prints_errors_of_node,
     prints_shared_errors,
+    started_by,
     unused_allocation,
 )
 
@@ -129,3 +130,18 @@ def test_more_torchruns_in_a_slurm_step_than_nodes_are_a_warning(
         "HINT: sbatch --nodes=2 slurm/fsdp.sbatch starts one torchrun a node"
     )
     assert said == (expected if warned else "")
+
+
+@pytest.mark.parametrize(
+    ("environ", "launcher"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "1"}, "torchrun"),
+        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}, "srun"),
+        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, ""),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, ""),
+        ({}, ""),
+    ],
+)
+def test_which_launcher_started_several_ranks(environ: dict[str, str], launcher: str) -> None:
+    """A batch shell has one task, and is no rank."""
+    assert started_by(environ) == launcher

@@ -105,6 +105,8 @@ NOT_RUN = {
     r"python -m launch\.agent$": "the job scripts' torchrun: tests/slurm",
     r"python -m tests\.memory\.bound$": "minutes; .ci/run runs it",
     r"python -m tests\.mutate ": "minutes; tests/mutate/test_mutate.py runs its parts",
+    r"python -m tests\.fuzz ": "minutes; tests/fuzz/test_fuzz.py runs its parts",
+    r"python -m tests\.torture ": "minutes; .ci/run runs it",
     r"python -m tests\.models\.foreign$": "minutes: tests/models/test_foreign.py runs a row",
     r"python -m tests\.support\.pictures$": "minutes; writes the committed pictures",
     r"python -m tests\.slurm\.cluster ": "needs Slurm: tests/slurm/test_cluster.py",

@@ -141,3 +141,13 @@ def test_a_job_that_slurm_does_not_requeue_ends() -> None:
     assert decide(End(Kind.PREEMPTED, why="SIGUSR1"), Past(), fixed).act is Act.END
     assert decide(End(Kind.UNMET), Past(unmet=1), fixed).act is Act.END
     assert decide(crash(10), Past(), fixed).act is Act.AGAIN
+
+
+def test_the_bounds_are_those_of_the_page() -> None:
+    page = PAGE.read_text()
+    assert "| 5 stops in a row before a step was done | end" in page
+    assert "| 3 meetings missed in a row | end |" in page
+    again = Allocation(requeue=True)
+    stops = [decide(End(Kind.PREEMPTED), Past(idle_stops=count), again).act for count in (4, 5)]
+    unmet = [decide(End(Kind.UNMET), Past(unmet=count), again).act for count in (2, 3)]
+    assert stops == unmet == [Act.REQUEUE, Act.END]

@@ -3,10 +3,12 @@
     python -m tests.mutate --room checkpoint --sample 20            tests/checkpoint, 20 mutations
     python -m tests.mutate --file fsdp/optim/loss_scale.py          each mutation of one file
     python -m tests.mutate --known                                  those that once survived, as CI does
+    python -m tests.mutate --room checkpoint rundir --file launch/policy.py --sample 90 --seed 1 --part 2/9
 
 A mutation that no test finds is printed with its line: a test is missing, or the line makes no difference.
---tests selects other tests than those of the room. The same --seed selects the same sample of the same
-sources. The exit code is 1 if a mutation survived.
+--tests selects other tests than those of the room; a file's own test file comes first. The same --seed
+selects the same sample of the same sources, equally many of each room and file; --part takes a piece of it.
+The exit code is 1 if a mutation survived.
 """
 
 from __future__ import annotations
@@ -33,8 +35,9 @@ def main(argv: Sequence[str]) -> int:
     if options.list:
         print("\n".join(str(mutation) for mutation, _ in wanted))
         return 0
-    if not options.known:
-        _check_unchanged(wanted[0][1])
+    if options.part[0] == 1 and not options.known:
+        files = {test for _, tests in wanted for test in tests if test not in QUICK}
+        _check_unchanged([*sorted(files), *([] if options.tests else QUICK)])
     trials = run(wanted, options.jobs, options.limit)
     survivors = [trial for trial in trials if not trial.killed_by]
     print(f"{len(trials)} mutations, {len(trials) - len(survivors)} killed, {len(survivors)} survived")
@@ -49,36 +52,65 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--room", help="a folder of fsdp/, such as checkpoint")
-    what.add_argument("--file", help="one file, such as launch/policy.py")
-    what.add_argument("--known", action="store_true", help="the mutations of tests/mutate/known.py")
+    parser.add_argument("--room", nargs="+", default=[], help="folders of fsdp/, such as checkpoint")
+    parser.add_argument("--file", nargs="+", default=[], help="files, such as launch/policy.py")
+    parser.add_argument("--known", action="store_true", help="the mutations of tests/mutate/known.py")
     parser.add_argument("--only", default="", help="of --known, those whose name contains this")
     parser.add_argument("--sample", type=int, default=0, metavar="N", help="0 takes all")
+    parser.add_argument(
+        "--part", type=_part, default=(1, 1), metavar="K/N", help="of N pieces of the sample, the K-th"
+    )
     parser.add_argument("--seed", type=int, default=secrets.randbelow(1 << 30))
     parser.add_argument("--tests", nargs="+", default=[], help="default: tests/ROOM without slow ones")
     parser.add_argument("--limit", type=float, default=300, metavar="SECONDS", help="of one trial")
     parser.add_argument("--jobs", type=int, default=1, help="trials at a time, each in its own copy")
     parser.add_argument("--list", action="store_true", help="print the mutations, run nothing")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if bool(options.room or options.file) == options.known:
+        parser.error("give --room and --file, or --known")
+    return options
+
+
+def _part(text: str) -> tuple[int, int]:
+    nth, _, count = text.partition("/")
+    if not 1 <= int(nth) <= int(count):
+        raise ValueError(text)
+    return int(nth), int(count)
 
 
 def _sample(options: argparse.Namespace) -> list[tuple[Mutation, Sequence[str]]]:
-    place = options.file or f"fsdp/{options.room}"
+    places = [*(f"fsdp/{room}" for room in options.room), *options.file]
+    found = [_mutations_of(place) for place in places]
+    chosen, dice = [one for some in found for one in some], random.Random(options.seed)
+    if options.sample:
+        print(f"seed {options.seed}: {options.sample} of {len(chosen)} mutations", flush=True)
+        shares = [
+            options.sample // len(found) + (at < options.sample % len(found)) for at in range(len(found))
+        ]
+        chosen = [
+            one
+            for some, share in zip(found, shares, strict=True)
+            for one in dice.sample(some, min(share, len(some)))
+        ]
+    nth, count = options.part
+    part = chosen[(nth - 1) * len(chosen) // count : nth * len(chosen) // count]
+    return [(one, options.tests or [*_tests_of(one.file), *QUICK]) for one in part]
+
+
+def _mutations_of(place: str) -> list[Mutation]:
     files = [name for name in sources(place) if name.endswith(".py")]
     if not files:
         raise SystemExit(f"{place} has no Python file. HINT: --room checkpoint, or --file launch/policy.py")
-    found = [one for name in files for one in mutations(name, (ROOT / name).read_text(encoding="utf-8"))]
-    tests = options.tests or [_tests_of(files[0]), *QUICK]
-    if options.sample:
-        print(f"seed {options.seed}: {options.sample} of {len(found)} mutations", flush=True)
-        found = random.Random(options.seed).sample(found, min(options.sample, len(found)))
-    return [(one, tests) for one in found]
+    return [one for name in files for one in mutations(name, (ROOT / name).read_text(encoding="utf-8"))]
 
 
-def _tests_of(file: str) -> str:
+def _tests_of(file: str) -> list[str]:
+    """The test files of its room, its own first."""
     place = file.split("/")
-    return f"tests/{place[1]}" if place[0] == "fsdp" else f"tests/{place[0]}"
+    room = f"tests/{place[1]}" if place[0] == "fsdp" else f"tests/{place[0]}"
+    tests = [name for name in sources(room) if name.rpartition("/")[2].startswith("test_")]
+    own = f"test_{place[-1]}"
+    return sorted(tests, key=lambda name: (not name.endswith("/" + own), name))
 
 
 def _known(options: argparse.Namespace) -> list[tuple[Mutation, Sequence[str]]]:

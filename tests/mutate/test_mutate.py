@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from tests.mutate.__main__ import main
+from tests.mutate.__main__ import _tests_of, main
 from tests.mutate.known import KNOWN
 from tests.mutate.operators import mutations
 from tests.mutate.trial import ROOT
@@ -68,3 +68,21 @@ def test_a_test_that_notices_kills_and_another_does_not(capsys: pytest.CaptureFi
 def test_a_wrong_place_is_one_line() -> None:
     with pytest.raises(SystemExit, match=r"fsdp/chekpoint has no Python file\. HINT: --room checkpoint"):
         main(["--room", "chekpoint"])
+
+
+def test_the_parts_of_a_sample_are_the_sample(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--room", "rundir", "--file", "launch/policy.py", "--sample", "9", "--seed", "1", "--list"]
+
+    def listed(*more: str) -> list[str]:
+        main([*options, *more])
+        return capsys.readouterr().out.splitlines()[1:]
+
+    whole = listed()
+    assert sum(line.startswith("launch/policy.py") for line in whole) == 4
+    assert [line for nth in (1, 2, 3) for line in listed("--part", f"{nth}/3")] == whole
+
+
+def test_a_files_own_test_comes_first() -> None:
+    tests = _tests_of("fsdp/rundir/tail.py")
+    assert tests[0] == "tests/rundir/test_tail.py"
+    assert "tests/rundir/test_lock.py" in tests

@@ -22,6 +22,7 @@ from fsdp.memory.resting import muon_matrices, state_bytes
 from fsdp.models import resolve
 from fsdp.optim.muon import hidden_matrices
 from fsdp.optim.muon.exchange import Matrix, rounds
+from fsdp.optim.muon.optimizer import AdjustLr, lr_ratio
 from fsdp.optim.optimizer import build_optimizer, set_lr
 from fsdp.plan.fake_runs import count
 from fsdp.plan.memory import memory_of
@@ -116,6 +117,19 @@ def test_every_rank_has_torch_s_bits(ranks: int, shape: tuple[int, ...], owned: 
         plainly.step()
     for found in run_world(ranks, steps_on_a_mesh, shape, owned):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(8, 2), (2, 8)])
+def test_each_rule_of_the_rate_is_torch_s(shape: tuple[int, int]) -> None:
+    grad = torch.linspace(-1, 1, 16).reshape(shape)
+
+    def update(rule: AdjustLr) -> torch.Tensor:
+        matrix = nn.Parameter(torch.zeros(shape))
+        matrix.grad = grad.clone()
+        torch.optim.Muon([matrix], lr=1.0, weight_decay=0.0, adjust_lr_fn=rule).step()
+        return matrix.detach() / lr_ratio(torch.Size(shape), rule)
+
+    assert torch.allclose(update("original"), update("match_rms_adamw"))
 
 
 def test_each_matrix_has_one_owner_and_the_owners_cost_is_even() -> None:

@@ -152,6 +152,33 @@ def test_it_moves_nearly_as_torchs_does_and_not_quite(state: Any, bound: float) 
     assert 0 < relative_difference(*moved) < bound
 
 
+def converted_there_and_back(env: DistEnv) -> list[tuple[Tensor, Tensor]]:
+    """Each moment of torch's AdamW, and after it was 8 bits."""
+    model = layers()
+    fully_shard(model, mesh=init_device_mesh("cpu", (env.world_size,), mesh_dim_names=("dp_shard",)))
+    before, small, after = (
+        build_optimizer(OptimSection(state=state), model) for state in ("master", "8bit", "master")
+    )
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().clone()
+    before.step()
+    with mock.patch.object(adam, "SLICE", 500):  # several slices a shard
+        for source, target in ((before, small), (small, after)):
+            target.state.update({p: dict(source.state[p]) for p in model.parameters()})
+            adam.adapt_states(target)
+    return [
+        (before.state[p][name].full_tensor(), after.state[p][name].full_tensor())
+        for p in model.parameters()
+        for name in adam.MOMENTS
+    ]
+
+
+def test_moments_of_a_checkpoint_are_converted_on_each_shard() -> None:
+    for found in run_world(3, converted_there_and_back):
+        for expected, moment in found:
+            assert relative_difference({"moment": moment}, {"moment": expected}) < 0.02
+
+
 def test_with_fp32_moments_it_is_torchs() -> None:
     """Vectors keep them under 8 bits: the arithmetic is the same."""
     ours, theirs = (nn.ParameterList([torch.linspace(-1, 1, 33)]) for _ in range(2))

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import struct
 import subprocess
 import sys
@@ -20,12 +21,13 @@ from typing import Any
 import pytest
 
 from fsdp.rundir.lock import FolderLock
-from tests.rundir.filling import fill
+from tests.rundir.filling import fill, fill_inodes
 from tests.support.processes import dies_with_us
 from tests.support.runs import QUIET
 
 ROOT = Path(__file__).parents[2]
-SIZE = "2m"
+SIZE = "size=2m"
+FEW_INODES = "size=8m,nr_inodes=60"
 BATCH, STEPS = 12, 60
 """Steps enough for each file to need another block while the disk is full."""
 
@@ -59,10 +61,12 @@ class SmallDisk:
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[SmallDisk]:
+def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[SmallDisk]:
+    """Mounted with SIZE, or with the options that the test gives."""
     place = tmp_path / "disk"
     place.mkdir()
-    mount = f"mount -t tmpfs -o size={SIZE} small {shlex.quote(str(place))}"
+    options = getattr(request, "param", SIZE)
+    mount = f"mount -t tmpfs -o {options} small {shlex.quote(str(place))}"
     mount += " && echo mounted && exec sleep infinity"
     keep = ["unshare", "--mount", *dies_with_us(), "sh", "-c", mount]
     with subprocess.Popen(keep, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as keeper:
@@ -210,3 +214,35 @@ def test_a_lock_file_that_does_not_fit_is_named_and_removed(disk: SmallDisk) -> 
         f"{disk.inside}/CLAIM cannot be written (No space left on device)." in refused.stderr.splitlines()[-1]
     )
     assert disk.names() == ["ballast"]
+
+
+@pytest.mark.parametrize("disk", [FEW_INODES], indirect=True)
+def test_a_start_without_a_free_inode_is_refused_in_one_line(disk: SmallDisk) -> None:
+    """The disk has room: only `df -i`, which the hint has, shows why."""
+    (disk.outside / "run").mkdir()
+    fill_inodes(disk.outside / "ballast")
+    refused = disk.start(*one_rank(disk))
+    assert refused.returncode == 4
+    [line] = [line for line in refused.stderr.splitlines() if "HINT" in line]
+    assert "cannot be written (No space left on device). HINT: df -h" in line
+    assert f"df -i {disk.inside / 'run'}" in line
+    assert "Traceback" not in refused.stderr
+    assert disk.names("run") == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("disk", [FEW_INODES], indirect=True)
+def test_a_run_whose_disk_has_no_inode_left_keeps_its_records_and_resumes(disk: SmallDisk) -> None:
+    """Open files grow on; a save needs new ones, and the last one's failure is the run's error."""
+    saves = ("--checkpoint.every_steps", "24", "--checkpoint.mode", "blocking", "--data.args.inodes", "true")
+    full = disk.start(*one_rank(disk, *saves, fill_at=34))
+    assert full.returncode == 4, full.stderr
+    assert "Traceback" not in full.stderr
+    assert "CHECKPOINT of step 48 was NOT saved" in full.stderr
+    assert [record["step"] for record in disk.lines("run/metrics.jsonl")] == list(range(1, STEPS + 1))
+    shutil.rmtree(disk.outside / "ballast")
+    again = disk.start(*one_rank(disk, *saves))
+    assert again.returncode == 0, again.stderr
+    assert "resumes from step 24" in again.stderr
+    assert [record["step"] for record in disk.lines("run/metrics.jsonl")] == list(range(1, STEPS + 1))
+    assert (disk.outside / "run/DONE").exists()

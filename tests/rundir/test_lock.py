@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -54,8 +55,10 @@ def rewrite(run_dir: Path, **changes: object) -> None:
 
 def test_a_second_job_is_refused_with_the_holder_named(tmp_path: Path) -> None:
     with holder(tmp_path) as first:
+        opened = len(list(Path("/proc/self/fd").iterdir()))
         with pytest.raises(RefusedError) as refused:
             FolderLock.acquire(tmp_path, "srun")
+        assert len(list(Path("/proc/self/fd").iterdir())) == opened
         assert f"process {first.pid} on {os.uname().nodename}, started by torchrun (job 7), since 20" in str(
             refused.value
         )
@@ -72,6 +75,25 @@ def test_a_killed_holder_is_replaced_at_once_with_one_line(tmp_path: Path) -> No
     assert second.took_over.endswith("it is dead")
     second.release()
     assert not (tmp_path / FILE).exists()
+
+
+@pytest.mark.parametrize("apart_s", [-3600, 3600])
+def test_clocks_of_two_machines_an_hour_apart(
+    apart_s: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The holder's renewals decide, not its clock or its files' times."""
+    now = time.time
+    monkeypatch.setattr(lock.time, "time", lambda: now() + apart_s)
+    with holder(tmp_path) as first:
+        rewrite(tmp_path, place="another machine")
+        with pytest.raises(RefusedError):
+            FolderLock.acquire(tmp_path, "srun", stale_s=20)
+        first.kill()
+        first.wait()
+        os.utime(tmp_path / FILE, (now() - apart_s, now() - apart_s))
+        second = FolderLock.acquire(tmp_path, "srun", stale_s=0.5)
+    assert second.took_over.endswith("it gave no sign for 0.5 s")
+    second.release()
 
 
 def test_a_zombie_is_dead(tmp_path: Path) -> None:

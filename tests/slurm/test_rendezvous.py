@@ -114,8 +114,9 @@ def test_a_stranger_that_says_nothing_or_nonsense_disturbs_nobody(port: int) -> 
         stdout=subprocess.PIPE,
         text=True,
     )
-    strangers = [_connect(port), _connect(port)]
+    strangers = [_connect(port), _connect(port), _connect(port)]
     strangers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
+    strangers[1].sendall(b'{"token": "t", "node": ["b"]}\n')
     assert meet("b", port, "127.0.0.1", {"nodes": "a,b"})["b"][2] == 0
     assert head.communicate(timeout=30)[0] == "127.0.0.1\n"
     for stranger in strangers:

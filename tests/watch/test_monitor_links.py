@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from fsdp.watch.messages import is_order, is_report, times_of
 from fsdp.watch.monitor_links import Head, MonitorConnection, Peer
+from fsdp.watch.observation import Observation
 from tests.support.processes import eventually
+
+REPORT: dict[str, Any] = {"ranks": [], "step_s": 0.0, "steps": {}, "spent": {}, "asked": False}
 
 
 @pytest.fixture
 def pair() -> Iterator[tuple[MonitorConnection, socket.socket]]:
     ear = socket.create_server(("127.0.0.1", 0))
-    line = MonitorConnection(socket.create_connection(ear.getsockname()))
+    line = MonitorConnection(socket.create_connection(ear.getsockname()), is_order)
     other, _ = ear.accept()
     yield line, other
     line.close()
@@ -48,7 +54,7 @@ def test_a_node_that_acknowledges_nothing_is_not_in_reach(
 def connect(head: Head, *peers: Peer) -> None:
     def met() -> bool:
         for peer in peers:
-            peer.exchange({"ranks": []})
+            peer.exchange(REPORT)
         head.exchange()
         return bool(head.reports)
 
@@ -85,8 +91,9 @@ def test_nodes_connect_by_their_token() -> None:
     stranger, peer = Peer([address], "guessed", "n3"), Peer([address], "secret", "n2")
     connect(head, stranger, peer)
     assert list(head.reports) == ["n2"]
-    head.broadcast({"end": True})
-    eventually("the peer receives the message", lambda: {"end": True} in peer.exchange({"ranks": []}), 10)
+    order = {"end": True, "failed": False}
+    head.broadcast(order)
+    eventually("the peer receives the message", lambda: order in peer.exchange(REPORT), 10)
     for one in (head, stranger, peer):
         one.close()
 
@@ -95,12 +102,78 @@ def test_a_head_that_does_not_listen_yet_is_tried_again() -> None:
     ear = socket.socket()
     ear.bind(("127.0.0.1", 0))
     peer = Peer([ear.getsockname()], "secret", "n2")
-    assert peer.exchange({}) == []
+    assert peer.exchange(REPORT) == []
     assert peer.connection is None
     peer.tried_at -= 10
     ear.listen()
     head = Head(ear.detach(), "secret")
     connect(head, peer)
     assert list(head.reports) == ["n2"]
+    head.close()
+    peer.close()
+
+
+def received(rank: dict[str, Any]) -> bool:
+    """Whether a report with this rank has the form of one, after its way over the network."""
+    return is_report(json.loads(json.dumps({**REPORT, "node": "n2", "ranks": [rank]})))
+
+
+FAILURE = {
+    "time": 1.0, "kind": "full disk", "message": "m", "hint": "h", "ranks": [1], "secondary": False,
+    "ours": True, "trace": "", "print": "p", "code": 4,
+}  # fmt: skip
+
+
+def test_a_report_of_another_form_is_left_out() -> None:
+    rank = Observation(1, "n2", stack=(("a.py", 3, "f"),), threads={"t": (("b.py", 4, "g"),)}).encoded()
+    assert received(rank)
+    assert received({**rank, "failure": FAILURE})
+    odd = {
+        "still_s": float("nan"),
+        "phase": "lunch",
+        "rank": -1,
+        "stack": [["a.py"]],
+        "activity": 99,
+        "step": "3",
+    }
+    for name, value in odd.items():
+        assert not received({**rank, name: value}), name
+    assert not received({name: value for name, value in rank.items() if name != "op"})
+    assert not received({**rank, "more": 1})
+
+
+def test_no_message_names_a_folder_outside_of_the_runs_own() -> None:
+    rank = Observation(1, "n2").encoded()
+    assert not received({**rank, "failure": {**FAILURE, "kind": "../../x"}})
+    assert is_order({"keep": "full-disk-000003"})
+    for folder in ("../../x", "nan-000003/../../..", "/nan-000003", "nan-000003\n", 3):
+        assert not is_order({"keep": folder})
+
+
+def test_times_of_another_form_are_left_out() -> None:
+    good = {"forward": 1.0}
+    report = {
+        "steps": {"1": {"2": [0.1, 0.2]}, "3": {"2": [0.1]}, "4": {"x": [1, 2]}, "5": {}},
+        "spent": {"1": good, "3": good, "4": good, "5": {"backward": 1.0}, "6": good},
+    }
+    assert times_of(report, frozenset(good)) == ({1: {2: (0.1, 0.2)}}, {1: good})
+
+
+def test_a_nodes_odd_report_leaves_its_last_one() -> None:
+    ear = socket.create_server(("127.0.0.1", 0))
+    address = ear.getsockname()
+    head = Head(ear.detach(), "secret")
+    peer = Peer([address], "secret", "n2")
+    connect(head, peer)
+    assert peer.connection is not None
+    peer.connection.send({"token": "secret", "node": "n2", "ranks": 3})
+    peer.exchange({**REPORT, "step_s": 0.5})
+
+    def arrived() -> bool:
+        head.exchange()
+        return head.reports["n2"]["step_s"] == 0.5
+
+    eventually("the next report arrives", arrived, 10)
+    assert not head.connections["n2"].closed
     head.close()
     peer.close()

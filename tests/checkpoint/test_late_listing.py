@@ -1,0 +1,105 @@
+"""Listings that lack new objects, as replicated object stores have: nothing whole is deleted or set aside.
+
+The store is a stand-in: fsspec's memory, with names left out of the listings.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+
+import pytest
+
+from fsdp.checkpoint import file_names, inspect, manifest
+from fsdp.checkpoint.crc import crc32
+from fsdp.checkpoint.manifest import Manifest
+from fsdp.checkpoint.object_store import ObjectStore
+from fsdp.checkpoint.retention import sweep
+
+DATA, ATTEMPT = b"tensors", "0123abcd"
+
+
+class LateStore(ObjectStore):
+    """Stand-in: objects whose path ends with one of `late` can be read and are not listed yet."""
+
+    late: tuple[str, ...] = ()
+
+    def _listing(self, folder: str) -> dict[str, int]:
+        return {path: size for path, size in super()._listing(folder).items() if not path.endswith(self.late)}
+
+
+@pytest.fixture
+def store() -> Iterator[LateStore]:
+    store = LateStore(f"memory://late-{secrets.token_hex(4)}/checkpoints")
+    yield store
+    if store._fs.exists(store._root):
+        store._fs.rm(store._root, recursive=True)
+
+
+def save(store: ObjectStore, step: int, *, seal: bool = True) -> str:
+    folder = store.staging(step, ATTEMPT)
+    store.write(folder, "__0_0.distcp", [DATA])
+    store.write(folder, file_names.METADATA, [DATA])
+    about = Manifest(
+        step=step,
+        attempt=ATTEMPT,
+        created=0.0,
+        torch="2",
+        strategy="ddp",
+        replicate=1,
+        shard=1,
+        ranks=1,
+        config="c",
+        reason="test",
+        counters={},
+        metrics={},
+        digests={},
+        bytes=len(DATA),
+        files=dict.fromkeys(["__0_0.distcp", file_names.METADATA], (len(DATA), crc32(DATA))),
+    )
+    if seal:
+        store.write(folder, file_names.MANIFEST, [manifest.encode(about)])
+    return folder
+
+
+@pytest.mark.parametrize("late", [file_names.MANIFEST, "__0_0.distcp", file_names.METADATA])
+def test_a_whole_checkpoint_is_found_and_stays(store: LateStore, late: str) -> None:
+    folder = save(store, 3)
+    store.late = (late,)
+    assert store.folders() == [folder]
+    [found] = inspect.scan(store)
+    assert found.manifest is not None, found.detail
+    sweep(store, "another0")
+    store.late = ()
+    assert inspect.examine(store, folder).step == 3
+
+
+def test_what_was_never_sealed_is_deleted(store: LateStore) -> None:
+    whole, unfinished = save(store, 3), save(store, 6, seal=False)
+    store.late = (file_names.MANIFEST,)
+    sweep(store, "another0")
+    store.late = ()
+    assert store.folders() == [whole]
+    assert store.size(unfinished, "__0_0.distcp") is None
+
+
+def test_a_missing_file_is_still_missing(store: LateStore) -> None:
+    folder = save(store, 3)
+    store._fs.rm_file(f"{store._root}/{folder}/__0_0.distcp")
+    [found] = inspect.scan(store)
+    assert (found.manifest, found.why) == (None, "missing-file")
+
+
+def test_a_deleted_checkpoint_loses_its_seal_first(store: LateStore) -> None:
+    """A manifest that stayed would seal a checkpoint without its files."""
+    folder = save(store, 3)
+    store.late = (file_names.MANIFEST,)
+    store.remove(folder, ATTEMPT)
+    assert store.size(folder, file_names.MANIFEST) is None
+
+
+def test_the_marker_of_a_shared_store_is_seen_at_once(store: LateStore) -> None:
+    store.late = (".shared-a",)
+    assert not store.has_marker("a")
+    store.put_marker("a")
+    assert store.has_marker("a")

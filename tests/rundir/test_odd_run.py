@@ -1,0 +1,97 @@
+"""Folders, FIFOs and links in the place of a run directory's files: a decision or a line, no write outside.
+
+tests/fuzz has odd contents, tests/report/test_odd_files.py the tools that read a run.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fsdp import config as configuration
+from fsdp.base.errors import ShardrunError
+from fsdp.rundir import history, line_files, lock, paths
+from fsdp.rundir.paths import RunDir
+from launch import slurm_job
+from launch.marker import TOKEN
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "run")
+
+
+def fresh(run: RunDir) -> None:
+    shutil.rmtree(run.path, ignore_errors=True)
+    run.path.mkdir()
+
+
+# ---------------------------------------------------------------- things that are no files
+
+
+def as_folder(path: Path, _: Path) -> None:
+    path.mkdir()
+
+
+def as_fifo(path: Path, _: Path) -> None:
+    os.mkfifo(path)
+
+
+def as_link(path: Path, outside: Path) -> None:
+    path.symlink_to(outside)
+
+
+@pytest.mark.parametrize("form", [as_folder, as_fifo, as_link])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "FAILED", "STOPPED", "DONE"])
+def test_another_thing_in_the_place_of_a_file_is_a_decision_or_a_line(
+    form: Callable[[Path, Path], None],
+    name: str,
+    run: RunDir,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    outside = tmp_path / "outside"
+    outside.write_text('{"step": 9}\n{"step": 10}\n')
+    monkeypatch.setenv(TOKEN, "t")
+    fresh(run)
+    form(run.path / name, outside)
+    assert slurm_job.main(["judge", str(run.path), "--job", "7", "--code", "1"]) in range(256)
+    assert slurm_job.main(["begin", "--default-run-dir", str(run.path)]) in (0, 2)
+    history.truncate_metrics(run, 9)
+    assert outside.read_text() == '{"step": 9}\n{"step": 10}\n'
+
+
+@pytest.mark.parametrize("form", [as_fifo, as_link])
+def test_a_lock_that_is_no_file_is_taken_over(
+    form: Callable[[Path, Path], None], run: RunDir, tmp_path: Path
+) -> None:
+    fresh(run)
+    form(run.path / lock.FILE, Path("/dev/zero"))
+    lock.FolderLock.acquire(run.path, "test", stale_s=0.0).release()
+
+
+def test_a_folder_in_the_place_of_the_lock_is_named(run: RunDir) -> None:
+    fresh(run)
+    (run.path / lock.FILE).mkdir()
+    with pytest.raises(ShardrunError, match=r"CLAIM cannot be written \(Is a directory\)"):
+        lock.FolderLock.acquire(run.path, "test", stale_s=0.0)
+
+
+def test_a_config_that_is_a_fifo_is_replaced(run: RunDir) -> None:
+    fresh(run)
+    os.mkfifo(run.config)
+    assert paths.write_config(run, configuration.load([])) == []
+    assert run.config.is_file()
+
+
+def test_records_for_a_fifo_do_not_block_the_run(run: RunDir) -> None:
+    fresh(run)
+    os.mkfifo(run.metrics)
+    metrics = line_files.Appender(run.metrics)
+    for step in range(2000):
+        metrics.append({"step": step, "loss": "x" * 100})
+    metrics.close()
