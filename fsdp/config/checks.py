@@ -137,7 +137,7 @@ def _check_muon(config: Config) -> None:
     if optim.momentum != usual.momentum and (own := OWN_MOMENTUM.get(optim.name)):
         raise ConfigError(
             f"--optim.momentum {optim.momentum:g} has no effect under --optim.name {optim.name}.",
-            f"--optim.{own} {optim.momentum:g}, or --optim.name sgd",
+            f"leave it out, and give --optim.{own} {optim.momentum:g}",
         )
 
 

@@ -95,6 +95,12 @@ CONTRADICTIONS = {
         "--data.prefetch 4 is read by threads, but --data.workers is 0. HINT: --data.workers 1",
     "--train.steps 40 --optim.warmup_steps 50":
         "--optim.warmup_steps 50 is longer than --train.steps 40. HINT: --optim.warmup_steps 2",
+    "--optim.name muon --optim.momentum 0.8":
+        "--optim.momentum 0.8 has no effect under --optim.name muon. "
+        "HINT: leave it out, and give --optim.muon_momentum 0.8",
+    "--optim.momentum 0.8":
+        "--optim.momentum 0.8 has no effect under --optim.name adamw. "
+        "HINT: leave it out, and give --optim.beta1 0.8",
     "--mesh.strategy fsdp --mesh.replicate 2":
         "--mesh.strategy fsdp has no replicas, but --mesh.replicate is 2. HINT: --mesh.strategy hsdp",
     "--mesh.strategy ddp --mesh.shard 2": "--mesh.strategy ddp has no shards, but --mesh.shard is 2."

@@ -164,6 +164,24 @@ def test_a_resumed_run_equals_the_unbroken_run(ranks: int, more: str, tmp_path: 
     assert all(torch.equal(resumed.parameters[n], value) for n, value in straight.parameters.items())
 
 
+@pytest.mark.slow
+@pytest.mark.long
+def test_moments_may_rest_in_files(tmp_path: Path) -> None:
+    inside = run(2, tmp_path / "inside", MASTER)
+    disk = f"--memory.nvme optimizer --memory.nvme_dir {tmp_path / 'disk'}"
+    outside = run(2, tmp_path / "outside", MASTER, disk)
+    assert all(torch.equal(outside.parameters[n], value) for n, value in inside.parameters.items())
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("more", ["--memory.cpu_offload true", "--mesh.strategy hsdp --mesh.replicate 2"])
+def test_other_meshes_train_to_nearly_the_same(more: str, tmp_path: Path) -> None:
+    plain, other = run(2, tmp_path / "plain", MASTER), run(2, tmp_path / "other", MASTER, more)
+    assert relative_difference(other.parameters, plain.parameters) < 0.02
+    assert losses(other)[-1] == pytest.approx(losses(plain)[-1], rel=0.05)
+
+
 def test_the_plan_counts_half_the_bytes() -> None:
     full, half = (parameter_bytes(configuration.load(flags(more))) for more in ("", MASTER))
     assert half == full / 2
