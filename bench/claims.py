@@ -528,7 +528,9 @@ def no_set_epoch() -> Seen:
     from torch.utils.data import DistributedSampler
 
     samples: Any = range(12)
-    samplers = [DistributedSampler(samples, num_replicas=2, rank=rank) for rank in range(2)]
+    samplers: list[DistributedSampler[Any]] = [
+        DistributedSampler(samples, num_replicas=2, rank=rank) for rank in range(2)
+    ]
     first = [list(one) for one in samplers]
     again = [list(one) for one in samplers]
     return Seen(
