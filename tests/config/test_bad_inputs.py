@@ -55,8 +55,8 @@ FLAGS = {
     "--model.args 3": "--model.args 3 has no name. HINT: --model.args.NAME 3",
     "--mesh.reshard_after_forward 0": "--mesh.reshard_after_forward 0 is not true, false, step or a number "
     "of ranks. HINT: ",
-    "--mesh.wrap klass:Block": "--mesh.wrap klass:Block is not auto, class:NAME, size:PARAMETERS or root."
-    " HINT: --mesh.wrap auto",
+    "--mesh.wrap klass:Block": "--mesh.wrap klass:Block is not auto, every:N, class:NAME, size:PARAMETERS "
+    "or root. HINT: --mesh.wrap auto",
     "--mesh.wrap size:many": "--mesh.wrap size:many: many is not a number of parameters. "
     "HINT: --mesh.wrap size:1000000",
     "--ray.num_workers 4:2": "--ray.num_workers 4:2 is not a number of workers or a range. "
