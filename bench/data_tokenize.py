@@ -79,8 +79,10 @@ def datasets(folder: Path, workers: int) -> int:
     rows: Any = load_dataset("json", data_files=files, split="train")
     made = rows.map(
         lambda batch: {"tokens": _tokens_of(tokenizer, batch["text"])},
-        batched=True, num_proc=workers, remove_columns=["text"],
-    )  # fmt: skip
+        batched=True,
+        num_proc=workers,
+        remove_columns=["text"],
+    )
     made.save_to_disk(str(folder / "datasets" / "out"))
     import pyarrow.compute as compute
 

@@ -282,6 +282,7 @@ NOT_TORCH = {
     "_make_submission_file_text": "submitit", "_submitit_command_str": "submitit", "_usr_sig": "submitit",
     "_init_weights": "transformers", "_adjust_missing_and_unexpected_keys": "transformers",
     "_is_hf_initialized": "transformers", "_experts_implementation": "transformers",
+    "_encode_plus": "transformers", "_batch_encode_plus": "transformers",
     "_hybrid_shard_zero2": "a word that people type for --mesh.strategy",
 }  # fmt: skip
 """Private names of others, and whose they are."""
