@@ -36,6 +36,7 @@ from fsdp.checkpoint.open_store import open_store
 from fsdp.checkpoint.store import Store
 from fsdp.config import CheckpointSection
 from fsdp.config.command_line import CommandParser, number, one_of, whole_number
+from fsdp.config.values import expanded
 from fsdp.models import resolve
 from fsdp.models.hf import resolve_folder
 from fsdp.models.hub import PREFIX
@@ -341,7 +342,7 @@ def _check_source(options: argparse.Namespace, values: Mapping[str, Any], other:
     """The folder or file that the run started from exists."""
     name, weights = (str(values.get(field, "")) for field in ("model.name", "model.weights"))
     for flag, value in (("--model.name", name), ("--model.weights", weights)):
-        place = Path(value.removeprefix(PREFIX)).expanduser()
+        place = expanded(value.removeprefix(PREFIX))
         if value.startswith(PREFIX):
             missing = place.is_absolute() and not place.is_dir()  # a hub's name has a cache of its own
         else:

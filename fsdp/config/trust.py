@@ -9,7 +9,6 @@ recipe given with --config is trusted and read by reading.py. Not here: the impo
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -19,7 +18,7 @@ from typing import Any
 from fsdp.base.errors import ConfigError
 from fsdp.config.reading import load, pair_flags, read_recipe
 from fsdp.config.sections import Config
-from fsdp.config.values import exists
+from fsdp.config.values import exists, expanded
 
 TRAINING_CODE = (
     "comm.all_reduce_hook",
@@ -81,9 +80,7 @@ def _not_downloaded(data: dict[str, Any]) -> dict[str, Any]:
         return data
     args = data.get("args")
     kept = {name: value for name, value in args.items() if name != "mirror"} if isinstance(args, dict) else {}
-    folder = Path(str(data.get("dir", "")))
-    with contextlib.suppress(RuntimeError):  # ~NAME of nobody
-        folder = folder.expanduser()
+    folder = expanded(str(data.get("dir", "")))
     return data | {"args": kept} | ({} if exists(folder / "FashionMNIST") else {"dir": ""})
 
 

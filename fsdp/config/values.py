@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import tomllib
 import typing
 from collections.abc import Sequence
@@ -165,3 +166,8 @@ def exists(path: str | Path) -> bool:
         return Path(path).exists()
     except OSError:
         return False
+
+
+def expanded(path: str) -> Path:
+    """The path with ~ replaced; as it is for a ~NAME of nobody, where Path.expanduser raises."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from fsdp.base.errors import ConfigError
+from fsdp.config.values import expanded
 from fsdp.data.arguments import Where
 from fsdp.data.download import DownloadError, download, fetch
 from fsdp.data.images import PixelSamples
@@ -48,7 +49,7 @@ SIZE = 28
 
 
 def build(where: Where, *, mirror: str = "") -> DataSet:
-    folder = _obtain(Path(where.dir).expanduser() if where.dir else default_dir(), mirror)
+    folder = _obtain(expanded(where.dir) if where.dir else default_dir(), mirror)
     info = DataInfo(
         kind="images",
         facts={"num_classes": len(CLASSES), "image_size": SIZE, "channels": 1},

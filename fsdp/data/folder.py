@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fsdp.base.errors import ConfigError
+from fsdp.config.values import expanded
 from fsdp.data.arguments import Where, check_range
 from fsdp.data.image_index import Listed, Visit, indexed
 from fsdp.data.images import every_tenth, prepare
@@ -83,7 +84,7 @@ def _root(folder: str) -> Path:
     hint = "--data.dir FOLDER with FOLDER/CLASS/image.png, or FOLDER/train and FOLDER/val of those"
     if not folder:
         raise ConfigError("--data.name folder needs a folder of images in --data.dir.", hint)
-    root = Path(folder).expanduser()
+    root = expanded(folder)
     if not root.is_dir():
         raise ConfigError(f"--data.dir {folder} is not a folder.", hint)
     return root

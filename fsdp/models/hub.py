@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from fsdp.base.errors import ConfigError
+from fsdp.config.values import expanded
 
 PREFIX = "hf:"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
@@ -14,7 +15,7 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
 def find_folder(name: str, flag: str = "--model.name") -> Path:
     """The folder itself, or the newest snapshot of a hub id in huggingface_hub's cache."""
     place = name.removeprefix(PREFIX)
-    folder = Path(place).expanduser()
+    folder = expanded(place)
     if folder.is_dir():
         return folder
     if not _HUB_ID.fullmatch(place):

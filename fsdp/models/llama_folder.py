@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp.base.errors import ConfigError
+from fsdp.config.values import expanded
 from fsdp.models.hf_names import NamePlan, Shape
 from fsdp.models.hub import find_folder
 from fsdp.models.parameter_names import all_names
@@ -127,7 +128,7 @@ def maybe_llama(weights: str) -> LlamaConfigFile | None:
     """The config.json that --model.weights names: a folder's, a run directory's export's, or a hub id's."""
     if weights.startswith("hf:"):
         return _read(weights, find_folder(weights, "--model.weights"))
-    for folder in (Path(weights).expanduser(), Path(weights).expanduser() / "full_model"):
+    for folder in (expanded(weights), expanded(weights) / "full_model"):
         if weights and (folder / "config.json").is_file():
             return _read(weights, folder)
     return None

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from fsdp.base.errors import ConfigError
+from fsdp.config.values import expanded
 from fsdp.tokenize.conversations import ChatTemplate, Message, Span, check_messages, check_unicode
 from fsdp.tokenize.sources import SourceRow
 from fsdp.tokenize.tokenizer import ByteTokenizer, HubTokenizer, Tokenizer, load_tokenizer
@@ -220,7 +220,7 @@ def template_text(path: str) -> str:
     if not path:
         return ""
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
+        return expanded(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         what = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise ConfigError(

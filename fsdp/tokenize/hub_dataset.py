@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp.base.errors import ConfigError
+from fsdp.config.values import expanded
 from fsdp.tokenize.cache import identity
 from fsdp.tokenize.sources import SourceRow, optional
 
@@ -80,7 +81,7 @@ def _load(name: HubName) -> Any:
     library.config.HF_HUB_OFFLINE = True
     library.disable_progress_bars()
     library.logging.set_verbosity_error()
-    folder = Path(name.name).expanduser()
+    folder = expanded(name.name)
     try:
         found = _from_folder(library, folder, name) if folder.is_dir() else _from_cache(library, name)
     except ConfigError:

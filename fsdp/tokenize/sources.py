@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from fsdp.base.errors import ConfigError
+from fsdp.config.values import expanded
 from fsdp.tokenize.cache import identity, made_once
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".txt")
@@ -54,7 +55,7 @@ class SourceRows(Protocol):
 
 def find_files(name: str) -> list[Path]:
     """The files of a path or a pattern, in the order of names. Of a folder, its row files, else its .txt."""
-    root = Path(name).expanduser()
+    root = expanded(name)
     if root.is_dir():
         below = sorted(path for path in root.rglob("*") if path.is_file() and not _hidden(path, root))
         found = [path for path in below if path.name.endswith(ROWS)]
@@ -95,7 +96,7 @@ def matching(name: str) -> list[Path]:
     """The files of a pattern such as 'corpus/**/*.jsonl', hidden ones left out; empty if it is none."""
     if not is_pattern(name):
         return []
-    pattern = Path(name).expanduser()
+    pattern = expanded(name)
     found = Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor)))
     return sorted(path for path in found if path.is_file() and not path.name.startswith("."))
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fsdp.base.errors import ConfigError
+from fsdp.config.values import expanded
 
 BYTES = "bytes"
 END_OF_BYTES = 0
@@ -182,7 +183,7 @@ _ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?", re.ASCII)
 
 def find_tokenizer(name: str) -> Path:
     """The folder or the file. An id is looked up in Hugging Face's cache of this machine alone."""
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.is_dir() and not (path / "tokenizer_config.json").is_file():
         path = path / "tokenizer.json"
     if path.exists():

@@ -143,6 +143,8 @@ OF_THE_JOB = {
     "folder, synthetic, a file or folder here, hf:NAME, s3://… or package.module:factory. "
     "HINT: --data.name digits",
     "--data.name folder --data.dir nowhere": "nowhere",
+    "--data.name folder --data.dir ~nobody_has_this_name": "is not a folder",
+    "--model.name hf:~nobody_has_this_name/m": "does not exist",
     "--model.name transformer": "--model.name transformer reads tokens, but the data holds images. "
     "HINT: --data.name text",
     "--train.global_batch 9 --train.micro_batch 5": "--train.micro_batch 5 is more than a rank's share",

@@ -143,6 +143,7 @@ ALTERED: dict[tuple[str, str], list[Any]] = {
     ("torch.distributed.checkpoint.metadata", "Metadata"): [Metadata],
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): [dcp._MEM_FORMAT_ENCODING],
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): [filesystem._StorageInfo],
+    ("builtins", "getattr"): [getattr],
     ("torch.serialization", "_get_layout"): [torch.serialization._get_layout],
     ("collections", "OrderedDict"): [OrderedDict, dict],
     ("torch", "Size"): [torch.Size],
@@ -181,6 +182,19 @@ def described(path: Any = "__0_0.distcp", value: bool = False, **changes: Any) -
             if hasattr(owner, field):
                 setattr(owner, field, new)
     return pickle.dumps(Metadata({"a": entry}, {"a": ("a",)}, {index: place}))
+
+
+def test_metadata_that_another_python_wrote_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.11.2 pickles the member of an enum as getattr(class, name), others as class(value)."""
+    here = metadata.read(described())
+
+    def by_name(member: Any, protocol: int) -> Any:
+        return getattr, (type(member), member.name)
+
+    monkeypatch.setattr(dcp._MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
+    data = described()
+    assert b"getattr" in data
+    assert metadata.read(data) == here
 
 
 @pytest.mark.parametrize("value", [False, True], ids=["a tensor", "a value"])
