@@ -30,6 +30,7 @@ def hint_of(*typed: str) -> str:
         ("--bf16", "--precision.param bf16"),
         ("--fp16", "--precision.param fp16"),
         ("--precision bf16-mixed", "--precision.param bf16"),
+        ("--precision bf16-true", "--precision.master bf16"),
         ("--output_dir out", "--run.dir out"),
         ("--num_workers 4", "--data.workers 4"),
         (
