@@ -47,7 +47,8 @@ def _key(value: str) -> str:
 
 _BF16, _FP16, _FP32 = (f"--precision.param {dtype}" for dtype in ("bf16", "fp16", "fp32"))
 _PRECISION = {
-    "true": _BF16, "bf16": _BF16, "bfloat16": _BF16, "bf16-mixed": _BF16, "bf16-true": "--precision.master bf16",
+    "true": _BF16, "bf16": _BF16, "bfloat16": _BF16, "bf16-mixed": _BF16,
+    "bf16-true": "--precision.master bf16",
     "16-mixed": _FP16, "16": _FP16, "fp16": _FP16, "float16": _FP16, "half": _FP16, "16-true": _FP16,
     "no": _FP32, "fp32": _FP32, "float32": _FP32, "32": _FP32, "32-true": _FP32, "false": _FP32,
     "fp8": "--speed.float8 tensorwise", "transformer-engine": "--speed.float8 tensorwise",

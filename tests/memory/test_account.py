@@ -138,7 +138,14 @@ def test_profiling_does_not_change_losses(tmp_path: Path) -> None:
     assert [r["loss"] for r in plain.records] == [r["loss"] for r in seen.records]
     assert not (tmp_path / "plain" / "profile").exists()
     names = {path.name for path in (tmp_path / "seen" / "profile").iterdir()}
-    each = ("memory.json", "memory_profile.html", "trace.json.gz", "steps.json")
+    each = (
+        "memory.json",
+        "memory_profile.html",
+        "startup.json",
+        "trace.json.gz",
+        "operators.txt",
+        "steps.json",
+    )
     assert names == {"summary.json", *(f"rank{rank}_{name}" for rank in range(RANKS) for name in each)}
 
 
