@@ -68,8 +68,10 @@ class Checkpointer:
         room: Room | None = None,
     ) -> None:
         self.base: Base | None = None
-        self.pretrained: SourceFolder | None = None
         """The frozen weights of a run with adapters, set before the first restore or save."""
+        self.pretrained: SourceFolder | None = None
+        self.resumed_step = -1
+        """The step restored from this run's own store; -1 if none was."""
         self._section, self._run_dir = section, run_dir
         self._env, self._sizes, self._config = env, sizes, config_hash
         self._group = ObjectGroup()
@@ -243,7 +245,9 @@ class Checkpointer:
             self._store, self._group, self._env, self._section, self._sizes, self._config, self.base
         )
         if listings:
-            return restore.newest(state, listings)
+            restored = restore.newest(state, listings)
+            self.resumed_step = restored.step
+            return restored
         if self._section.resume not in ("auto", "never"):
             return restore.from_path(state, self._section.resume)
         return None

@@ -341,7 +341,7 @@ class _Loop:
         self.epochs = Epochs(self.job.cursor)
         self.stopped: str | None = None
         self.evaluation: Evaluation | None = None
-        self.last_saved = self.state.step if self.state.step else -1
+        self.last_saved = self.checkpointer.resumed_step
 
     def run_to_end(self) -> Outcome:
         last = min(self.config.train.stop_after or self.job.total_steps, self.job.total_steps)

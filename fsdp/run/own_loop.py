@@ -124,7 +124,7 @@ class Training:
             if self._env.is_main:
                 resumed = f", resumes from step {restored.step}" if restored is not None else ""
                 log.info("run %s%s", self._run.path, resumed)
-            self._saved = self.step if restored is not None else -1
+            self._saved = self._checkpointer.resumed_step
             self._stack = stack.pop_all()
         return self
 
