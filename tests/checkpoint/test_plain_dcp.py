@@ -238,8 +238,9 @@ def test_one_full_file_and_back_continues_the_run(tmp_path: Path) -> None:
 
 def test_a_finished_run_s_checkpoint_named_by_another_is_saved_and_exported_there(tmp_path: Path) -> None:
     words = "--train.steps 4 --checkpoint.export true"
-    first = run(2, tmp_path / "first", words)
+    assert failures(2, tmp_path / "first", words) == [None] * 2
     last = tmp_path / "first" / "checkpoints" / "step-00000004"
-    other = run(2, tmp_path / "other", words, f"--checkpoint.resume {last}")
+    assert failures(2, tmp_path / "other", words, f"--checkpoint.resume {last}") == [None] * 2
     assert (tmp_path / "other" / "checkpoints" / last.name).is_dir()
-    assert all(torch.equal(other.parameters[name], value) for name, value in first.parameters.items())
+    exported = [tmp_path / name / "full_model" / "model.safetensors" for name in ("first", "other")]
+    assert exported[0].read_bytes() == exported[1].read_bytes()
