@@ -195,7 +195,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(place: Path) -> Path:
-    flags = "--config recipes/text.toml --train.steps 3 --checkpoint.every_steps 1 --watch.enabled false"
+    flags = "--train.steps 3 --checkpoint.every_steps 1 --watch.enabled false"
     done = typed(f"python train.py {flags} --run.dir RUN", place)
     assert done.returncode == 0, done.stderr
     shutil.copytree(place / "runs/A", place / "runs/B")
