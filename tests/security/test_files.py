@@ -8,6 +8,7 @@ import os
 import pathlib
 import pickle
 import random
+import re
 import struct
 from collections import OrderedDict
 from collections.abc import Callable
@@ -195,6 +196,16 @@ def test_metadata_that_another_python_wrote_is_read(monkeypatch: pytest.MonkeyPa
     data = described()
     assert b"getattr" in data
     assert metadata.read(data) == here
+
+
+@pytest.mark.parametrize("module", [b"pathlib", b"pathlib._local"], ids=bytes.decode)
+def test_the_folder_that_dcp_save_notes_is_read_from_every_python(module: bytes) -> None:
+    """Python 3.13 has its paths in pathlib._local. Protocol 3 names a module in a line of text."""
+    saved = pickle.loads(described())
+    saved.storage_meta = dcp.StorageMeta(checkpoint_id=pathlib.PosixPath("/a/b"))
+    data = re.sub(rb"cpathlib(\._local)?\n", b"c" + module + b"\n", pickle.dumps(saved, protocol=3))
+    assert b"c" + module + b"\n" in data
+    assert metadata.read(data) == metadata.read(described())
 
 
 @pytest.mark.parametrize("value", [False, True], ids=["a tensor", "a value"])
