@@ -11,7 +11,7 @@ import pytest
 from tests.slurm.cluster import Cluster, Shape, best_mode, missing
 from tests.support.processes import eventually
 
-pytestmark = [pytest.mark.slow, pytest.mark.slurm]
+pytestmark = [pytest.mark.long, pytest.mark.slow, pytest.mark.slurm]
 
 
 @pytest.fixture

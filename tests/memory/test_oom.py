@@ -48,6 +48,7 @@ def first_suggestion(page: str) -> list[str]:
     return lines[lines.index("Change this first") + 1].split(" frees ")[0].split()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_failed_rank_writes_its_page_and_its_first_suggestion_helps(tmp_path: Path) -> None:
     """Rank 1 of 2 has memory for half of the activations of twelve blocks. Recomputing costs least."""

@@ -54,6 +54,7 @@ def test_trains_as_one_process(way: str, tmp_path: Path) -> None:
     assert norms == pytest.approx(plain.norms, rel=1e-10)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [WHOLE, PAIRS])
 def test_a_run_resumes_on_other_ranks_with_and_without(words: str, tmp_path: Path) -> None:

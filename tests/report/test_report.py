@@ -253,6 +253,7 @@ def test_a_spike_in_a_million_steps_stays() -> None:
     assert abs(band.steps[band.high.argmax()] - 654_321) < 3000
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_million_steps_take_seconds_and_less_than_two_megabytes(tmp_path: Path) -> None:
     run = made(tmp_path / "long")

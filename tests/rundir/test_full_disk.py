@@ -230,6 +230,7 @@ def test_a_start_without_a_free_inode_is_refused_in_one_line(disk: SmallDisk) ->
     assert disk.names("run") == []
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("disk", [FEW_INODES], indirect=True)
 def test_a_run_whose_disk_has_no_inode_left_keeps_its_records_and_resumes(disk: SmallDisk) -> None:

@@ -48,6 +48,7 @@ def fault(kind: str, flags: str, *more: str) -> tuple[str, list[int], str]:
     return said, codes, log
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_rank_that_does_not_recover_ends_the_job(tmp_path: Path) -> None:
     said, codes, log = fault("SIGSTOP", "--watch.hang_s 4", "ends")
